@@ -1,0 +1,258 @@
+"""Settings: one YAML file and `section.key=value` overrides in, frozen typed settings out.
+
+Numbers may be written 1e-6 (text to YAML 1.1): pydantic reads numeric text as a number.
+Every section refuses unknown names and says which known one is nearest. Units stand in the names.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from grpo_mp.errors import UserError, nearest
+
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Run(Section):
+    folder: Path
+    seed: int = 0
+    steps: int = Field(gt=0)
+    save_every: int = Field(20, ge=0, description="steps; 0 saves only at the end")
+    eval_every: int = Field(20, ge=0, description="steps; 0 evaluates only before and after")
+    keep_checkpoints: int = Field(2, ge=1)
+    resume: Literal["auto", "never"] = "auto"
+    export: bool = Field(True, description="write a Hugging Face folder at the end")
+
+
+class Model(Section):
+    path: Path = Field(description="a Hugging Face folder; the architecture comes from its config.json")
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+class Layout(Section):
+    tensor: int = Field(1, ge=1)
+    pipeline: int = Field(1, ge=1)
+    virtual_pipeline: int | None = Field(None, ge=2, description="model chunks per pipeline stage")
+    context: int = Field(1, ge=1)
+    expert: int = Field(1, ge=1)
+    expert_tensor: int = Field(1, ge=1)
+
+
+class Data(Section):
+    train: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    eval: dict[str, str] = {}
+    prompt: str = "question"
+    answer: str | None = "answer"
+    system: str | None = None
+    shuffle: bool = True
+    eval_prompts: int | None = Field(None, gt=0, description="prompts of each eval set; null: all")
+
+
+class Rollout(Section):
+    prompts_per_step: int = Field(gt=0)
+    group_size: int = Field(gt=1)
+    max_prompt_tokens: int = Field(gt=0)
+    max_response_tokens: int = Field(gt=0)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    stop: tuple[str, ...] = ()
+    group_timeout_s: float = Field(600.0, gt=0)
+
+
+class Engine(Section):
+    gpus: int = Field(1, ge=1, description="consecutive ranks that one engine spans")
+    count: int | None = Field(None, ge=1, description="engines; null: as many as fit the ranks")
+    start_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: float = Field(600.0, gt=0)
+    concurrent_groups: int = Field(64, gt=0, description="groups in flight on one engine")
+    args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
+
+
+class Reward(Section):
+    answer: float = 0.0
+    boxed: float = 0.0
+    length: float = Field(0.0, description="weight of min(1, tokens / max_response_tokens); negative punishes length")
+    functions: dict[str, float] = Field({}, description="'module:function' or 'file.py:function' to its weight")
+    timeout_s: float = Field(30.0, gt=0)
+    on_error: Literal["stop"] | float = Field("stop", description="or the reward that a failing call scores")
+
+    @model_validator(mode="after")
+    def _some_reward(self) -> "Reward":
+        if not (self.answer or self.boxed or self.length or self.functions):
+            raise ValueError("no reward has a weight: set reward.answer, reward.boxed or reward.functions")
+        return self
+
+
+class KL(Section):
+    weight: float = Field(0.0, ge=0)
+    estimator: Literal["k3"] = "k3"
+
+
+class Advantage(Section):
+    normalise_std: bool = True
+    eps: float = Field(1e-4, gt=0)
+
+
+class Clip(Section):
+    low: float = Field(0.2, gt=0)
+    high: float = Field(0.2, gt=0)
+
+
+class Algorithm(Section):
+    preset: Literal["grpo"] = "grpo"
+    kl: KL = KL()
+    advantage: Advantage = Advantage()
+    clip: Clip = Clip()
+    aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
+
+
+class Optimizer(Section):
+    lr: float = Field(gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    warmup_updates: int = Field(0, ge=0)
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0, description="norm of the whole gradient; 0 does not clip")
+    updates_per_step: int = Field(1, ge=1)
+    max_tokens_per_microbatch: int = Field(4096, gt=0)
+    recompute: Literal["none", "selective", "full"] = "none"
+    logprob_chunk_tokens: int = Field(1024, gt=0, description="tokens whose logits exist at one time")
+    megatron: dict[str, Any] = Field({}, description="any field of Megatron's configs, checked by name")
+
+
+class Sync(Section):
+    transport: Literal["auto", "host", "ipc"] = "auto"
+    bucket_bytes: int = Field(2**30, gt=0)
+    check_tolerance: float | None = Field(None, gt=0, description="mean |engine - policy| logprob; null: by dtype")
+    timeout_s: float = Field(600.0, gt=0)
+
+    @field_validator("bucket_bytes", mode="before")
+    @classmethod
+    def _unit(cls, value: Any) -> Any:
+        return parse_bytes(value) if isinstance(value, str) else value
+
+
+class Monitor(Section):
+    samples_per_step: int = Field(4, ge=0, description="sample texts written at each step")
+    phase_timeout_s: float = Field(3600.0, gt=0, description="the longest that a rank may wait for the others")
+
+
+class Settings(Section):
+    run: Run
+    model: Model
+    layout: Layout = Layout()
+    data: Data
+    rollout: Rollout
+    engine: Engine = Engine()
+    reward: Reward
+    algorithm: Algorithm = Algorithm()
+    optimizer: Optimizer
+    sync: Sync = Sync()
+    monitor: Monitor = Monitor()
+
+    @model_validator(mode="after")
+    def _updates_divide_samples(self) -> "Settings":
+        samples, updates = self.samples_per_step, self.optimizer.updates_per_step
+        if samples % updates:
+            raise ValueError(
+                f"optimizer.updates_per_step={updates} does not divide the {samples} samples of a step "
+                "(rollout.prompts_per_step x rollout.group_size)"
+            )
+        return self
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.rollout.prompts_per_step * self.rollout.group_size
+
+
+def parse_bytes(text: str) -> int:
+    """'512MiB' -> 536870912. Raises ValueError for another unit."""
+    for unit, size in UNITS.items():
+        if text.endswith(unit):
+            return int(float(text.removesuffix(unit)) * size)
+    if text.isdigit():
+        return int(text)
+    raise ValueError(f"{text!r} is not a number of bytes: write 512MiB, 1GiB or a plain number")
+
+
+def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
+    """Read a YAML file, lay `section.key=value` overrides over it, and check every name and value.
+
+    Raises UserError: file missing, not YAML, unknown setting (with the nearest known), bad value.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}: give an existing settings file") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected sections (run:, model:, ...), found {type(tree).__name__}")
+    for override in overrides or []:
+        _lay_over(tree, override)
+    return check_settings(tree, str(path))
+
+
+def check_settings(tree: dict[str, Any], where: str) -> Settings:
+    """Validate a plain dictionary; raises UserError with all complaints in one sentence each."""
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        raise UserError("; ".join(_sentence(where, item) for item in error.errors())) from error
+
+
+def dump_settings(settings: Settings) -> str:
+    """The resolved file: every setting with its value, as YAML that `load_settings` reads back equal."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
+
+
+def _lay_over(tree: dict[str, Any], override: str) -> None:
+    name, equals, value = override.partition("=")
+    if not equals or "." not in name:
+        raise UserError(f"override {override!r}: write section.key=value, e.g. rollout.group_size=16")
+    *sections, key = name.split(".")
+    for section in sections:
+        if not isinstance(tree.get(section), dict):
+            tree[section] = {}
+        tree = tree[section]
+    try:
+        tree[key] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {override!r}: the value is not valid YAML") from error
+
+
+def _sentence(where: str, item: Any) -> str:
+    name = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"{where}: unknown setting {name}{_nearest_setting(item['loc'])}"
+    if item["type"] == "missing":
+        return f"{where}: setting {name} is missing"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{where}: {name}: {message}" if name else f"{where}: {message}"
+
+
+def _nearest_setting(location: tuple[Any, ...]) -> str:
+    section: Any = Settings
+    for part in location[:-1]:
+        field = section.model_fields.get(part) if isinstance(section, type) and issubclass(section, Section) else None
+        section = field.annotation if field else None
+    if not (isinstance(section, type) and issubclass(section, Section)):
+        return ""
+    prefix = ".".join(str(part) for part in location[:-1])
+    hint = nearest(str(location[-1]), section.model_fields)
+    return hint.replace("mean ", f"mean {prefix}.") if prefix else hint
+
+
+def exit_with(error: UserError) -> None:
+    """End the process as a user's mistake ends: one sentence on stderr, status 2."""
+    sys.stderr.write(f"error: {error}\n")
+    raise SystemExit(2)

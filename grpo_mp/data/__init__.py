@@ -1,0 +1,1 @@
+"""Prompt sets and their cursor, micro-batch plans, packing."""

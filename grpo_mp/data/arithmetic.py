@@ -1,0 +1,119 @@
+"""Seeded arithmetic word problems in GSM8K's format: a task that a tiny policy can learn and nobody has memorised."""
+
+import json
+import os
+import random
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_mp.errors import UserError
+
+NAMES = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva")
+THINGS = ("apples", "books", "coins", "pens", "eggs", "cards")
+TEMPLATES = {
+    "add": (
+        "{name} has {a} {thing} and buys {b} more. How many {thing} does {name} have?",
+        "{name} has {a} {thing} and {other} has {b}. How many {thing} do they have?",
+        "{other} gives {name} {a} {thing} and then {b} more. How many does {name} get?",
+    ),
+    "subtract": (
+        "{name} has {a} {thing} and gives {b} to {other}. How many {thing} are left?",
+        "{name} had {a} {thing} and lost {b}. How many {thing} are left?",
+        "{name} has {a} {thing} and {other} has {b}. How many more does {name} have?",
+    ),
+    "two_steps": (
+        "{name} has {a} {thing}, buys {b} and gives {c} to {other}. How many are left?",
+        "{name} had {a} {thing}, got {b} more and lost {c}. How many does {name} have?",
+    ),
+}
+SMALLEST = 2
+DRAWS_PER_PROBLEM = 200
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question with its worked answer."""
+
+    question: str
+    operands: tuple[int, ...]
+    working: str  # the sums, '3+4=7'
+    result: int
+
+    @property
+    def answer(self) -> str:
+        """The answer column of GSM8K: worked reasoning, then the result."""
+        return f"{self.working}\n#### {self.result}"
+
+
+def make_problems(
+    count_train: int, count_eval: int, seed: int, largest: int, kinds: tuple[str, ...] = ("add", "subtract")
+) -> tuple[list[Problem], list[Problem]]:
+    """Problems over operands 2 .. `largest`, all with different questions; kinds: add, subtract, two_steps.
+
+    Train and eval share no operands, in whatever order and template: each set of operands belongs to one of the two.
+    Raises UserError for an unknown kind, and where the range does not give so many problems.
+    """
+    if unknown := set(kinds) - set(TEMPLATES):
+        raise UserError(f"unknown kind of problem {sorted(unknown)}: choose from {', '.join(TEMPLATES)}")
+    held_out = max(0.1, count_eval / max(1, count_train + count_eval)) if count_eval else 0.0
+    wanted = {"train": count_train, "eval": count_eval}
+    made: dict[str, dict[str, Problem]] = {"train": {}, "eval": {}}
+    draw = random.Random(seed)
+    for _ in range(DRAWS_PER_PROBLEM * (count_train + count_eval)):
+        problem = _draw_problem(draw, largest, kinds)
+        split = _split_of(problem.operands, seed, held_out)
+        if len(made[split]) < wanted[split]:
+            made[split].setdefault(problem.question, problem)
+    for split, problems in made.items():
+        if len(problems) < wanted[split]:
+            raise UserError(
+                f"operands up to {largest} gave only {len(problems)} of {wanted[split]} {split} problems: "
+                "ask for fewer or raise the largest operand"
+            )
+    return list(made["train"].values()), list(made["eval"].values())
+
+
+def worked_response(problem: Problem) -> str:
+    r"""The response that supervised examples show: '3+4=7 \boxed{7}'."""
+    return f"{problem.working} \\boxed{{{problem.result}}}"
+
+
+def write_jsonl(problems: Iterable[Problem], path: Path) -> None:
+    """One {"question", "answer"} object per line; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    lines = (json.dumps({"question": problem.question, "answer": problem.answer}) for problem in problems)
+    unfinished.write_text("".join(f"{line}\n" for line in lines))
+    unfinished.replace(path)
+
+
+def vocabulary_words() -> tuple[str, ...]:
+    """Every word that a question can hold, sorted: what a tokenizer keeps whole."""
+    texts = [re.sub(r"\{\w+\}", "", text) for group in TEMPLATES.values() for text in group]
+    return tuple(sorted({word for text in (*texts, *NAMES, *THINGS) for word in re.findall(r"[A-Za-z]+", text)}))
+
+
+def _draw_problem(draw: random.Random, largest: int, kinds: tuple[str, ...]) -> Problem:
+    kind = draw.choice(kinds)
+    name, other = draw.sample(NAMES, 2)
+    a, b, c = (draw.randint(SMALLEST, largest) for _ in range(3))
+    if kind == "two_steps":
+        c = draw.randint(SMALLEST, min(largest, a + b))
+        operands: tuple[int, ...] = (a, b, c)
+        working, result = f"{a}+{b}={a + b} {a + b}-{c}={a + b - c}", a + b - c
+    elif kind == "subtract":
+        a, b = max(a, b), min(a, b)
+        operands, working, result = (a, b), f"{a}-{b}={a - b}", a - b
+    else:
+        operands, working, result = (a, b), f"{a}+{b}={a + b}", a + b
+    text = draw.choice(TEMPLATES[kind])
+    question = text.format(name=name, other=other, thing=draw.choice(THINGS), a=a, b=b, c=c)
+    return Problem(question, operands, working, result)
+
+
+def _split_of(operands: tuple[int, ...], seed: int, held_out: float) -> str:
+    """The half that these operands, in any order, belong to: decided by seed and operands alone."""
+    chance = random.Random(f"{seed} {sorted(operands)}").random()
+    return "eval" if chance < held_out else "train"

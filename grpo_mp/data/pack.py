@@ -1,0 +1,111 @@
+"""Samples and a plan in, tensors of one micro-batch out; and the way back from per-token values to samples.
+
+A sequence is prompt then response then padding. The position before a response token predicts it, so a sample of
+p prompt and r response tokens has its r values at positions p-1 .. p+r-2 of its sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from grpo_mp.data.schedule import MicroBatchPlan
+from grpo_mp.types import MicroBatch, Sample
+
+
+def pack(samples: Sequence[Sample], advantages: Sequence[float], plan: MicroBatchPlan, align: int) -> MicroBatch:
+    """Pack the plan's samples end to end; without any, one dummy sequence of `align` tokens that is all padding.
+
+    `samples` and `advantages` are those of the whole update; the plan's indices pick from them.
+    Raises ValueError for a sample longer than planned or without a prompt.
+    """
+    lengths = plan.lengths or (align,)
+    total = sum(lengths)
+    batch = MicroBatch(
+        tokens=torch.zeros(total, dtype=torch.int64),
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        targets=torch.zeros(total, dtype=torch.int64),
+        mask=torch.zeros(total),
+        lengths=lengths,
+        sequence=torch.full((total,), -1),
+        sample_ids=plan.samples,
+        advantages=torch.zeros(total),
+        rollout_logprobs=torch.zeros(total),
+    )
+    start = 0
+    for number, (index, length) in enumerate(zip(plan.samples, plan.lengths, strict=True)):
+        _place_sample(batch, start, length, number, samples[index], advantages[index])
+        start += length
+    return batch
+
+
+def _place_sample(batch: MicroBatch, start: int, length: int, number: int, sample: Sample, advantage: float) -> None:
+    name = f"sample {sample.group_id}/{sample.index}"
+    if not sample.prompt_tokens:
+        raise ValueError(f"{name} has no prompt token that could predict its first token")
+    if sample.total_tokens > length:
+        raise ValueError(f"{name} has {sample.total_tokens} tokens, planned were {length}")
+    end = start + sample.total_tokens
+    response = slice(start + len(sample.prompt_tokens) - 1, end - 1)
+    tokens = torch.tensor(sample.prompt_tokens + sample.tokens)
+    batch.tokens[start:end] = tokens
+    batch.targets[start : end - 1] = tokens[1:]
+    batch.sequence[start:end] = number
+    batch.mask[response] = 1.0
+    batch.advantages[response] = advantage
+    batch.rollout_logprobs[response] = torch.tensor(sample.rollout_logprobs)
+
+
+def gather_responses(values: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+    """Per-token values [T] of a whole micro-batch -> [response tokens] for each of `sample_ids`."""
+    counts = torch.bincount(batch.sequence[batch.mask.bool()], minlength=len(batch.sample_ids))
+    return values[batch.mask.bool()].split(counts.tolist()) if batch.sample_ids else ()
+
+
+def scatter_responses(values: Sequence[torch.Tensor], batch: MicroBatch) -> torch.Tensor:
+    """[response tokens] for each of `sample_ids` -> [T], zero where the mask is: the way back of `gather_responses`."""
+    placed = torch.zeros_like(batch.mask)
+    if batch.sample_ids:
+        placed[batch.mask.bool()] = torch.cat(list(values)).to(placed)
+    return placed
+
+
+def slice_context(batch: MicroBatch, context: int, rank: int) -> MicroBatch:
+    """The part of a micro-batch that context-parallel rank `rank` of `context` holds.
+
+    Each sequence is cut into 2 * context chunks; the rank holds chunk `rank` and its mirror, which evens out causal
+    attention. `lengths` stay those of the whole sequences.
+    Raises ValueError where a length is no multiple of 2 * context.
+    """
+    if context == 1:
+        return batch
+    index = context_index(batch.lengths, context, rank).to(batch.tokens.device)
+    per_token: dict[str, Any] = {
+        field.name: value[index]
+        for field in fields(batch)
+        if isinstance(value := vars(batch)[field.name], torch.Tensor)
+    }
+    return replace(batch, **per_token)
+
+
+def join_context(parts: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
+    """Per-token values of all context-parallel ranks, in rank order -> [T] of the whole micro-batch."""
+    index = torch.cat([context_index(lengths, len(parts), rank) for rank in range(len(parts))])
+    joined = torch.empty_like(torch.cat(list(parts)))
+    joined[index.to(joined.device)] = torch.cat(list(parts))
+    return joined
+
+
+def context_index(lengths: Sequence[int], context: int, rank: int) -> torch.Tensor:
+    """Positions in the whole micro-batch that a context-parallel rank holds, in its order: int64 [T / context]."""
+    if any(length % (2 * context) for length in lengths):
+        raise ValueError(f"lengths {tuple(lengths)} are not multiples of 2 x context = {2 * context}")
+    if context == 1:
+        return torch.arange(sum(lengths))
+    pieces, start = [], 0
+    for length in lengths:
+        chunks = torch.arange(start, start + length).chunk(2 * context)
+        pieces += [chunks[rank], chunks[2 * context - 1 - rank]]
+        start += length
+    return torch.cat(pieces)

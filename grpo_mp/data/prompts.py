@@ -1,0 +1,142 @@
+"""Prompt sets: rows through the column mapping, the chat template and the tokenizer."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from grpo_mp.config import Data
+from grpo_mp.data.rows import Row, read_rows
+from grpo_mp.errors import UserError, nearest
+from grpo_mp.types import Prompt
+
+ROLES = ("system", "user", "assistant", "tool")
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts that fit the limit, in the order of their rows; `prompts[i].index == i`."""
+
+    source: str
+    prompts: tuple[Prompt, ...]
+    left_out: int  # rows whose prompt has more tokens than the limit
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self.prompts)
+
+
+def load_prompts(
+    source: str,
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    count: int | None = None,
+) -> PromptSet:
+    """Read, check and tokenize every row of `source`; `count` keeps only the first that fit.
+
+    Prompts longer than `max_prompt_tokens` are counted and left out, never cut.
+    Raises UserError: no chat template, column missing, empty or malformed row (file and line), nothing left.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{tokenizer.name_or_path or 'model.path'}: the tokenizer has no chat template: "
+            "add chat_template.jinja or `chat_template` in tokenizer_config.json"
+        )
+    rows = list(read_rows(source))
+    chats = [_messages(row, data) for row in rows]
+    answers = [_answer(row, data) for row in rows]
+    tokens = _tokenize(chats, rows, tokenizer)
+    fitting = [i for i in range(len(rows)) if len(tokens[i]) <= max_prompt_tokens]
+    if not fitting:
+        raise UserError(_nothing_left(source, len(rows), max_prompt_tokens))
+    prompts = (
+        Prompt(index, chats[i][-1]["content"], tuple(tokens[i]), answers[i], rows[i].columns)
+        for index, i in enumerate(fitting[:count])
+    )
+    return PromptSet(source, tuple(prompts), left_out=len(rows) - len(fitting))
+
+
+def final_answer(text: str) -> str:
+    """'... #### 1,234' -> '1234', GSM8K's form; any other text as it is, without outer blanks."""
+    found = re.search(r"####([^#\n]*)\s*$", text)
+    answer = (found.group(1) if found else text).strip()
+    is_number = re.fullmatch(r"[-+$]*\d{1,3}(,\d{3})+(\.\d+)?", answer)
+    return answer.replace(",", "") if found and is_number else answer
+
+
+def _messages(row: Row, data: Data) -> Messages:
+    """The row's chat: its own messages, or its text as one user message; the system message of the settings first."""
+    prompt = _column(row, data.prompt, "data.prompt")
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    _check_chat(chat, row, data.prompt)
+    if data.system and chat[0]["role"] != "system":
+        return [{"role": "system", "content": data.system}, *chat]
+    return list(chat)
+
+
+def _check_chat(chat: Any, row: Row, column: str) -> None:
+    if not isinstance(chat, list) or not chat or not all(isinstance(message, dict) for message in chat):
+        raise UserError(f"{row.where}: column {column}: expected text or a list of chat messages")
+    for message in chat:
+        content = message.get("content")
+        if message.get("role") not in ROLES or not isinstance(content, str):
+            raise UserError(f"{row.where}: column {column}: a message needs role ({', '.join(ROLES)}) and text content")
+    if not chat[-1]["content"].strip():
+        raise UserError(f"{row.where}: column {column}: the prompt is empty")
+    if chat[-1]["role"] not in ("user", "tool"):
+        raise UserError(f"{row.where}: column {column}: the last message must be the user's, not {chat[-1]['role']}'s")
+
+
+def _answer(row: Row, data: Data) -> str | None:
+    if data.answer is None:
+        return None
+    value = _column(row, data.answer, "data.answer")
+    answer = final_answer(str(value)) if isinstance(value, str | int | float) else ""
+    if not answer:
+        raise UserError(f"{row.where}: column {data.answer}: expected an answer as text or number, found {value!r}")
+    return answer
+
+
+def _column(row: Row, name: str, setting: str) -> Any:
+    if name in row.columns:
+        return row.columns[name]
+    known = ", ".join(row.columns) or "none"
+    hint = " or to null" if setting == "data.answer" else ""
+    raise UserError(
+        f"{row.where}: no column {name}{nearest(name, row.columns)}, the row has: {known}: "
+        f"set {setting} to one of them{hint}"
+    )
+
+
+def _tokenize(chats: list[Messages], rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    if not chats:
+        return []
+    texts = [_render(chat, row, tokenizer) for chat, row in zip(chats, rows, strict=True)]
+    # The template has written the special tokens already; adding them here would begin prompts with two.
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def _render(chat: Messages, row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
+    try:
+        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise UserError(f"{row.where}: the tokenizer's chat template refuses the prompt: {error}") from error
+
+
+def _nothing_left(source: str, rows: int, max_prompt_tokens: int) -> str:
+    if not rows:
+        return f"{source}: no rows: give a file with at least one prompt"
+    return (
+        f"{source}: all {rows} prompts are longer than rollout.max_prompt_tokens={max_prompt_tokens}: "
+        "raise it or give shorter prompts"
+    )

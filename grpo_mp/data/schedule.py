@@ -1,0 +1,139 @@
+"""Lengths in, micro-batches per data-parallel rank out. Pure: no tensors, no process groups.
+
+Pipeline schedules and expert parallelism need the same number K of micro-batches on every rank, and the ranks meet in
+every one of them. So the plan makes `data_parallel * K` bins of similar cost and lets the most similar run together.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time of a sequence of n tokens, in any unit: linear * n + quadratic * n**2.
+
+    For a dense transformer quadratic / linear is near 1 / (12 * hidden_size).
+    """
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    def of(self, length: int) -> float:
+        return self.linear * length + self.quadratic * length * length
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """Which samples are packed together. Without samples the caller runs a dummy sequence in its place."""
+
+    samples: tuple[int, ...] = ()  # indices into the lengths that were planned
+    lengths: tuple[int, ...] = ()  # padded length of each, in tokens
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`ranks[r][k]` is the k-th micro-batch of data-parallel rank r; all ranks have equally many."""
+
+    ranks: tuple[tuple[MicroBatchPlan, ...], ...]
+    align: int  # every padded length is a multiple of it
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.ranks[0])
+
+
+def plan_microbatches(
+    lengths: Sequence[int],
+    data_parallel: int,
+    max_tokens: int,
+    align: int,
+    multiple: int = 1,
+    cost: Cost | None = None,
+) -> Schedule:
+    """Put every sample into one micro-batch of one rank; equal input gives an equal plan.
+
+    `lengths` are tokens of prompt and response. A micro-batch holds at most `max_tokens` padded tokens, except that a
+    longer sequence gets one of its own. The number of micro-batches is a multiple of `multiple`, as small as packing
+    allows.
+    Raises ValueError for sizes below 1.
+    """
+    if min(data_parallel, max_tokens, align, multiple) < 1 or any(length < 1 for length in lengths):
+        raise ValueError("lengths, data_parallel, max_tokens, align and multiple must be at least 1")
+    padded = [-(-length // align) * align for length in lengths]
+    cost = cost or Cost()
+    count = _lower_bound(padded, max_tokens, data_parallel, multiple)
+    while (bins := _pack(padded, data_parallel * count, max_tokens, cost)) is None:
+        count += multiple
+    return Schedule(_spread(bins, padded, data_parallel, cost), align)
+
+
+def _lower_bound(padded: list[int], max_tokens: int, data_parallel: int, multiple: int) -> int:
+    """The fewest micro-batches that could hold the tokens, as a multiple of `multiple`."""
+    alone = sum(length > max_tokens for length in padded)
+    rest = sum(length for length in padded if length <= max_tokens)
+    bins = alone + -(-rest // max_tokens)
+    return max(1, -(-bins // (data_parallel * multiple))) * multiple
+
+
+def _pack(padded: list[int], bins: int, max_tokens: int, cost: Cost) -> list[list[int]] | None:
+    """Balanced bins where they fit; else the tighter first fit; None where neither fits."""
+    order = sorted(range(len(padded)), key=lambda sample: (-padded[sample], sample))
+    return _least_loaded(order, padded, bins, max_tokens, cost) or _first_fit(order, padded, bins, max_tokens)
+
+
+def _least_loaded(
+    order: list[int], padded: list[int], bins: int, max_tokens: int, cost: Cost
+) -> list[list[int]] | None:
+    """Longest first, each into the cheapest bin that has room."""
+    contents: list[list[int]] = [[] for _ in range(bins)]
+    heap = [(0.0, 0, index) for index in range(bins)]  # cost, tokens, bin
+    for sample in order:
+        full = []
+        while heap and heap[0][1] and heap[0][1] + padded[sample] > max_tokens:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        load, tokens, index = heapq.heappop(heap)
+        contents[index].append(sample)
+        full.append((load + cost.of(padded[sample]), tokens + padded[sample], index))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return contents
+
+
+def _first_fit(order: list[int], padded: list[int], bins: int, max_tokens: int) -> list[list[int]] | None:
+    """Longest first, each into the first bin that has room."""
+    contents: list[list[int]] = [[] for _ in range(bins)]
+    tokens = [0] * bins
+    for sample in order:
+        room = (i for i in range(bins) if not tokens[i] or tokens[i] + padded[sample] <= max_tokens)
+        index = next(room, None)
+        if index is None:
+            return None
+        contents[index].append(sample)
+        tokens[index] += padded[sample]
+    return contents
+
+
+def _spread(
+    bins: list[list[int]], padded: list[int], data_parallel: int, cost: Cost
+) -> tuple[tuple[MicroBatchPlan, ...], ...]:
+    """Bins of similar cost to the same k; among them the dearest to the rank that has the least so far."""
+
+    def of(samples: list[int]) -> float:
+        return sum(cost.of(padded[sample]) for sample in samples)
+
+    ordered = sorted((sorted(samples) for samples in bins), key=lambda samples: (-of(samples), samples))
+    ranks: list[list[MicroBatchPlan]] = [[] for _ in range(data_parallel)]
+    totals = [0.0] * data_parallel
+    for start in range(0, len(ordered), data_parallel):
+        poorest = sorted(range(data_parallel), key=lambda rank: (totals[rank], rank))
+        for rank, samples in zip(poorest, ordered[start : start + data_parallel], strict=True):
+            ranks[rank].append(MicroBatchPlan(tuple(samples), tuple(padded[sample] for sample in samples)))
+            totals[rank] += of(samples)
+    return tuple(tuple(rank) for rank in ranks)

@@ -1,0 +1,56 @@
+r"""A tokenizer for tiny models: single digits, ASCII characters, and whole words of the task it is made for.
+
+Small on purpose: a tiny policy spends its parameters on layers, not on an embedding of words it never sees.
+"""
+
+from collections.abc import Sequence
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+END = "<|im_end|>"
+PAD = "<|endoftext|>"
+UNKNOWN = "<|unknown|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+BOXED = "\\boxed{"
+# One digit at a time, so that arithmetic sees its columns; a word with the blank before it; any other character.
+PIECES = r"\\boxed\{| ?[A-Za-z]+|[^A-Za-z]"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def make_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer whose vocabulary is ASCII, `words` with and without a blank before them, and the chat's marks.
+
+    Any ASCII text round-trips; other characters become `<|unknown|>`. `save_pretrained` writes an ordinary folder.
+    """
+    tokenizer = Tokenizer(models.BPE(vocab=_vocabulary(words), merges=[], ignore_merges=True, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        additional_special_tokens=list(ROLES),
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _vocabulary(words: Sequence[str]) -> dict[str, int]:
+    """Entries to ids: the marks first, then the characters, then the words."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    characters = [byte_level.pre_tokenize_str(chr(code))[0][0] for code in range(128)]
+    blank = characters[ord(" ")]
+    # A word that only begins a sentence is capital there; names stand in both places.
+    spelled = [form for word in words for form in ((word, blank + word) if word[0].isupper() else (blank + word,))]
+    entries = [PAD, END, UNKNOWN, *ROLES, *characters, BOXED, *spelled]
+    return {entry: index for index, entry in enumerate(dict.fromkeys(entries))}

@@ -1,0 +1,18 @@
+"""Errors that a user can act on: printed as one sentence, never as a stack trace."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake the user can mend: the message says what is wrong, where, and what to do."""
+
+
+class PhaseTimeout(UserError):
+    """A wait passed its limit; the message names rank, engine and phase."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ' (did you mean X?)' for the known name closest to `name`, or an empty string."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {matches[0]}?)" if matches else ""

@@ -1,0 +1,151 @@
+"""Rules and Megatron settings that several families share: embeddings, grouped-query attention, MLPs, experts."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.mapping import Rule
+
+MEGATRON = "decoder.layers.{layer}."
+HF = "model.layers.{layer}."
+
+
+def base_config(hf: HfConfig) -> dict[str, Any]:
+    """Megatron settings that every pre-norm RMSNorm/SwiGLU decoder shares."""
+    return {
+        "num_layers": hf.int("num_hidden_layers"),
+        "hidden_size": hf.int("hidden_size"),
+        "num_attention_heads": hf.int("num_attention_heads"),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.float("rms_norm_eps"),
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def moe_config(hf: HfConfig, experts: int) -> dict[str, Any]:
+    """Megatron settings of a dropless mixture of experts; no balancing loss: RL leaves routing to the reward."""
+    return {
+        "num_moe_experts": experts,
+        "moe_router_topk": hf.int("num_experts_per_tok"),
+        "moe_ffn_hidden_size": hf.int("moe_intermediate_size"),
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def ends(hf: HfConfig) -> list[Rule]:
+    """Token embedding, final norm and output layer (absent where the embedding is tied)."""
+    vocabulary, hidden = hf.int("vocab_size"), hf.int("hidden_size")
+    rules = [
+        Rule(
+            "embedding.word_embeddings.weight",
+            ("model.embed_tokens.weight",),
+            ((vocabulary, hidden),),
+            split=0,
+            vocabulary=True,
+        ),
+        Rule("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),)),
+    ]
+    if not hf.tied:
+        rules.append(
+            Rule("output_layer.weight", ("lm_head.weight",), ((vocabulary, hidden),), split=0, vocabulary=True)
+        )
+    return rules
+
+
+def grouped_query_attention(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:
+    """q, k, v with their norms and the output projection (Qwen3)."""
+    hidden, head_dim = hf.int("hidden_size"), hf.int("head_dim")
+    queries, keys = hf.int("num_attention_heads") * head_dim, hf.int("num_key_value_heads") * head_dim
+    here, there, layers = MEGATRON + "self_attention.", HF + "self_attn.", tuple(layers)
+    return [
+        Rule(
+            here + "linear_qkv.weight",
+            tuple(there + f"{part}_proj.weight" for part in "qkv"),
+            ((queries, hidden), (keys, hidden), (keys, hidden)),
+            fuse="qkv",
+            split=0,
+            layers=layers,
+            head_dim=head_dim,
+        ),
+        Rule(
+            here + "linear_qkv.layer_norm_weight", (HF + "input_layernorm.weight",), ((hidden,),), layers=layers
+        ),
+        Rule(here + "q_layernorm.weight", (there + "q_norm.weight",), ((head_dim,),), layers=layers),
+        Rule(here + "k_layernorm.weight", (there + "k_norm.weight",), ((head_dim,),), layers=layers),
+        Rule(
+            here + "linear_proj.weight", (there + "o_proj.weight",), ((hidden, queries),), split=1, layers=layers
+        ),
+    ]
+
+
+def mlp(hf: HfConfig, layers: Iterable[int], width: int, here: str = "mlp.", there: str = "mlp.") -> list[Rule]:
+    """gate, up and down projections of `width`."""
+    hidden, layers = hf.int("hidden_size"), tuple(layers)
+    return [
+        Rule(
+            MEGATRON + here + "linear_fc1.weight",
+            (HF + there + "gate_proj.weight", HF + there + "up_proj.weight"),
+            ((width, hidden), (width, hidden)),
+            fuse="gate_up",
+            split=0,
+            layers=layers,
+        ),
+        Rule(
+            MEGATRON + here + "linear_fc2.weight",
+            (HF + there + "down_proj.weight",),
+            ((hidden, width),),
+            split=1,
+            layers=layers,
+        ),
+    ]
+
+
+def dense_mlp(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:
+    """A dense MLP with its norm fused into the first projection."""
+    layers = tuple(layers)
+    norm = Rule(
+        MEGATRON + "mlp.linear_fc1.layer_norm_weight",
+        (HF + "post_attention_layernorm.weight",),
+        ((hf.int("hidden_size"),),),
+        layers=layers,
+    )
+    return [norm, *mlp(hf, layers, hf.int("intermediate_size"))]
+
+
+def experts(hf: HfConfig, layers: Iterable[int], count: int) -> list[Rule]:
+    """Router, its norm, and `count` routed experts."""
+    hidden, width, layers = hf.int("hidden_size"), hf.int("moe_intermediate_size"), tuple(layers)
+    here, there = MEGATRON + "mlp.", HF + "mlp."
+    return [
+        Rule(
+            MEGATRON + "pre_mlp_layernorm.weight",
+            (HF + "post_attention_layernorm.weight",),
+            ((hidden,),),
+            layers=layers,
+        ),
+        Rule(here + "router.weight", (there + "gate.weight",), ((count, hidden),), layers=layers),
+        Rule(
+            here + "experts.linear_fc1.weight{expert}",
+            (there + "experts.{expert}.gate_proj.weight", there + "experts.{expert}.up_proj.weight"),
+            ((width, hidden), (width, hidden)),
+            fuse="gate_up",
+            split=0,
+            layers=layers,
+            experts=count,
+        ),
+        Rule(
+            here + "experts.linear_fc2.weight{expert}",
+            (there + "experts.{expert}.down_proj.weight",),
+            ((hidden, width),),
+            split=1,
+            layers=layers,
+            experts=count,
+        ),
+    ]

@@ -1,0 +1,64 @@
+"""A Hugging Face config.json, read strictly: a missing key is an error that names the file."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_mp.errors import UserError
+
+
+@dataclass(frozen=True)
+class HfConfig:
+    """The plain contents of config.json; `path` is the folder it came from."""
+
+    path: Path
+    values: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> "HfConfig":
+        """Raises UserError where the folder, the file or its JSON is missing or broken."""
+        file = folder / "config.json"
+        if not file.is_file():
+            raise UserError(f"{file} does not exist: model.path must be a Hugging Face folder")
+        try:
+            return cls(folder, json.loads(file.read_text()))
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file}: not valid JSON ({error})") from error
+
+    @property
+    def model_type(self) -> str:
+        return str(self.values.get("model_type"))
+
+    @property
+    def tied(self) -> bool:
+        return bool(self.values.get("tie_word_embeddings", False))
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """Rotary settings with `rope_theta`, whichever of the two published layouts the file uses."""
+        nested = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
+        theta = nested.get("rope_theta", self.values.get("rope_theta", 10000.0))
+        kind = nested.get("rope_type", nested.get("type", "default"))
+        return {**nested, "rope_theta": float(theta), "rope_type": kind}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.values.get(key, default)
+
+    def int(self, key: str) -> int:
+        return int(self._require(key))
+
+    def float(self, key: str) -> float:
+        return float(self._require(key))
+
+    def expect(self, key: str, *allowed: Any) -> None:
+        """Raise UserError unless the value (absent counts as the first allowed) is one the family supports."""
+        value = self.values.get(key, allowed[0])
+        if value not in allowed:
+            choices = " or ".join(repr(choice) for choice in allowed)
+            raise UserError(f"{self.path / 'config.json'}: {key}={value!r} is not supported, only {choices}")
+
+    def _require(self, key: str) -> Any:
+        if self.values.get(key) is None:
+            raise UserError(f"{self.path / 'config.json'}: {key} is missing")
+        return self.values[key]

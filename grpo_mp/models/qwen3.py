@@ -1,0 +1,59 @@
+"""Qwen3 (dense) and Qwen3-MoE: grouped-query attention with query and key norms."""
+
+from typing import Any
+
+from grpo_mp.models import blocks
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.mapping import Rule
+
+
+def dense_config(hf: HfConfig) -> dict[str, Any]:
+    """Megatron settings of a dense Qwen3."""
+    hf.expect("hidden_act", "silu")
+    hf.expect("attention_bias", False)
+    hf.expect("use_sliding_window", False, None)
+    return blocks.base_config(hf) | {
+        "num_query_groups": hf.int("num_key_value_heads"),
+        "kv_channels": hf.int("head_dim"),
+        "qk_layernorm": True,
+        "ffn_hidden_size": hf.int("intermediate_size"),
+    }
+
+
+def dense_rules(hf: HfConfig) -> list[Rule]:
+    """Parameter mapping of a dense Qwen3."""
+    layers = range(hf.int("num_hidden_layers"))
+    return [*blocks.ends(hf), *blocks.grouped_query_attention(hf, layers), *blocks.dense_mlp(hf, layers)]
+
+
+def moe_config(hf: HfConfig) -> dict[str, Any]:
+    """Megatron settings of a Qwen3-MoE; without norm_topk_prob the softmax runs over all experts."""
+    pattern = [int(layer in _moe_layers(hf)) for layer in range(hf.int("num_hidden_layers"))]
+    return (
+        dense_config(hf)
+        | blocks.moe_config(hf, hf.int("num_experts"))
+        | {
+            "moe_layer_freq": pattern,
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
+        }
+    )
+
+
+def moe_rules(hf: HfConfig) -> list[Rule]:
+    """Parameter mapping of a Qwen3-MoE."""
+    layers = range(hf.int("num_hidden_layers"))
+    moe = _moe_layers(hf)
+    return [
+        *blocks.ends(hf),
+        *blocks.grouped_query_attention(hf, layers),
+        *blocks.dense_mlp(hf, [layer for layer in layers if layer not in moe]),
+        *blocks.experts(hf, moe, hf.int("num_experts")),
+    ]
+
+
+def _moe_layers(hf: HfConfig) -> tuple[int, ...]:
+    step, dense = int(hf.get("decoder_sparse_step", 1)), set(hf.get("mlp_only_layers") or ())
+    return tuple(
+        layer for layer in range(hf.int("num_hidden_layers")) if layer not in dense and (layer + 1) % step == 0
+    )

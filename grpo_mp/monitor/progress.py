@@ -1,0 +1,108 @@
+"""What the person in front of the run sees: live on a terminal, plain lines in a log. Only rank 0 prints."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from grpo_mp.monitor import screen
+from grpo_mp.monitor.screen import AnswerPair, EvalScore, View
+
+__all__ = ["AnswerPair", "EvalScore", "Progress"]
+
+
+class Progress:
+    """Prints one line per step, and on a terminal keeps what is happening now below it.
+
+    Use as a context manager around the run. `steps` is the last step of the run, `done` the step it resumes from.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        steps: int,
+        done: int = 0,
+        rank: int = 0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = run_folder
+        self._console = (console or Console(highlight=False)) if rank == 0 else Console(quiet=True)
+        self._clock = clock
+        self._view = View(steps=steps, done=done)
+        self._resumed_from = done
+        self._phase_began_s = clock()
+        self._loop_began_s: float | None = None
+        self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=2, transient=True)
+
+    def __enter__(self) -> "Progress":
+        if self._console.is_terminal and not self._console.quiet:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def note(self, text: str) -> None:
+        """Print one line, such as what is being started."""
+        self._print(text)
+
+    @contextmanager
+    def phase(self, name: str, detail: str = "") -> Iterator[None]:
+        """Show that a phase goes on. The first one starts the clock of the time left."""
+        outer, outer_began_s = self._view, self._phase_began_s
+        self._phase_began_s = self._clock()
+        self._loop_began_s = self._phase_began_s if self._loop_began_s is None else self._loop_began_s
+        self._view = replace(self._view, phase=name, detail=detail)
+        try:
+            yield
+        finally:
+            self._phase_began_s = outer_began_s
+            self._view = replace(self._view, phase=outer.phase, detail=outer.detail)
+
+    def detail(self, text: str) -> None:
+        """Show how far the phase is, such as '170/256 samples'."""
+        self._view = replace(self._view, detail=text)
+
+    def step(self, step: int, scalars: Mapping[str, float], accuracy: float | None = None) -> None:
+        """Print a finished step from its metrics; `accuracy` is the share of right answers, where known."""
+        self._view = replace(self._view, done=step, scalars=dict(scalars), accuracy=accuracy)
+        self._view = replace(self._view, left_s=self._left_s())
+        self._print(screen.step_line(self._view))
+
+    def evaluated(self, step: int, scores: Mapping[str, EvalScore]) -> None:
+        """Print the scores of the eval sets after `step`; 0 is before training."""
+        self._print(screen.eval_line(step, scores))
+
+    def finish(
+        self, before: Mapping[str, EvalScore], after: Mapping[str, EvalScore], pairs: Sequence[AnswerPair] = ()
+    ) -> None:
+        """Print the tables of before and after, and the command that opens TensorBoard."""
+        self._live.stop()
+        if after:
+            self._print("", screen.comparison(before, after))
+        if pairs:
+            self._print("", screen.answers(pairs))
+        self._print("", "Curves:   " + screen.tensorboard_command(self._folder))
+        self._print(f"Timeline: open {self._folder / 'trace.json'} at https://ui.perfetto.dev")
+
+    def _print(self, *items: RenderableType) -> None:
+        # Lines longer than a log's assumed width stay one line.
+        for item in items:
+            self._console.print(item, markup=False, highlight=False, soft_wrap=isinstance(item, str))
+
+    def _render(self) -> RenderableType:
+        return screen.live(replace(self._view, phase_s=self._clock() - self._phase_began_s))
+
+    def _left_s(self) -> float | None:
+        done = self._view.done - self._resumed_from
+        if self._loop_began_s is None or done <= 0:
+            return None
+        return (self._clock() - self._loop_began_s) / done * (self._view.steps - self._view.done)

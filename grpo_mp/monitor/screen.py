@@ -1,0 +1,154 @@
+"""How progress looks: pure functions from what is known about the run to text and rich tables."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+PHASES = {
+    "GENERATE": "the engines write answers",
+    "SCORE": "the rewards score the answers",
+    "LOGPROB": "policy and reference compute logprobs",
+    "TRAIN": "the policy is updated",
+    "SYNC": "new weights go to the engines",
+    "SAVE": "a checkpoint is written",
+    "EVAL": "held-out prompts are answered",
+}
+LONGEST_TEXT = 1500  # characters of a question or answer that are shown
+
+
+@dataclass(frozen=True)
+class EvalScore:
+    """Means over one eval set: share answered rightly, weighted reward, response length in tokens."""
+
+    accuracy: float
+    reward: float
+    length: float
+
+
+@dataclass(frozen=True)
+class AnswerPair:
+    """One question and what the policy answered before and after training."""
+
+    question: str
+    before: str
+    after: str
+    expected: str | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """What the live line shows. `scalars` are those of the last step, under their metric names."""
+
+    steps: int
+    done: int = 0
+    phase: str = ""
+    detail: str = ""
+    phase_s: float = 0.0
+    left_s: float | None = None
+    accuracy: float | None = None
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+
+def step_line(view: View) -> str:
+    """One finished step in one plain line; figures that are not known are left out."""
+    parts = [f"step {view.done}/{view.steps}", *_figures(view)]
+    phases = [f"{name.lower()} {view.scalars[key]:.1f}" for name in PHASES if (key := _seconds(name)) in view.scalars]
+    if "time/step_s" in view.scalars:
+        parts.append(f"{view.scalars['time/step_s']:.1f} s" + (f" ({', '.join(phases)})" if phases else ""))
+    if view.left_s is not None:
+        parts.append(f"{duration(view.left_s)} left")
+    return "  ".join(parts)
+
+
+def eval_line(step: int, scores: Mapping[str, EvalScore]) -> str:
+    """One evaluation in one plain line."""
+    sets = [
+        f"{name} {percent(s.accuracy)} right, reward {s.reward:.3f}, {s.length:.0f} tokens"
+        for name, s in scores.items()
+    ]
+    return f"eval after step {step}: " + "; ".join(sets)
+
+
+def live(view: View) -> RenderableType:
+    """The two moving lines at the foot of a terminal: what happens now, and how far the run is."""
+    now = Text(f"{view.phase:<8} ", style="bold cyan")
+    now.append(PHASES.get(view.phase, ""), style="default")
+    now.append(f"  {view.detail}" if view.detail else "", style="default")
+    now.append(f"  {view.phase_s:.0f} s", style="dim")
+    bar = Table.grid(padding=(0, 2))
+    left = "" if view.left_s is None else f"{duration(view.left_s)} left"
+    count = Text(f"step {view.done}/{view.steps}", style="bold")
+    bar.add_row(count, ProgressBar(view.steps, view.done, width=24), "  ".join([*_figures(view), left]))
+    return Group(now, bar)
+
+
+def comparison(before: Mapping[str, EvalScore], after: Mapping[str, EvalScore]) -> Table:
+    """Accuracy, reward and length of each eval set before and after training."""
+    table = Table(title="Before and after", title_justify="left")
+    table.add_column("eval set")
+    for column in ("", "before", "after", "change"):
+        table.add_column(column, justify="right" if column else "left")
+    for name in after:
+        old, new = before.get(name), after[name]
+        table.add_row(name, "accuracy", *_change(old and old.accuracy * 100, new.accuracy * 100, "{:.1f} %", "{:+.1f}"))
+        table.add_row("", "reward", *_change(old and old.reward, new.reward, "{:.3f}", "{:+.3f}"))
+        table.add_row("", "length", *_change(old and old.length, new.length, "{:.1f} tokens", "{:+.1f}"))
+    return table
+
+
+def answers(pairs: Sequence[AnswerPair]) -> Table:
+    """The questions with their answers before and after. Model text is never read as markup."""
+    table = Table(title="The same question before and after", title_justify="left", show_header=False, show_lines=True)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for pair in pairs:
+        table.add_row("question", _model_text(pair.question))
+        if pair.expected is not None:
+            table.add_row("expected", _model_text(pair.expected))
+        table.add_row("before", _model_text(pair.before))
+        table.add_row("after", _model_text(pair.after), end_section=True)
+    return table
+
+
+def tensorboard_command(run_folder: Path) -> str:
+    """The command that shows the run's curves in a browser."""
+    return f"tensorboard --logdir {shlex.quote(str(run_folder / 'tensorboard'))}"
+
+
+def duration(seconds: float) -> str:
+    """45 s, 3 min 05 s, 2 h 07 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def percent(share: float) -> str:
+    return f"{share * 100:.1f} %"
+
+
+def _figures(view: View) -> list[str]:
+    accuracy = [] if view.accuracy is None else [f"accuracy {percent(view.accuracy)}"]
+    reward = [f"reward {view.scalars['reward/mean']:.3f}"] if "reward/mean" in view.scalars else []
+    speed = view.scalars.get("speed/generate_tokens_per_s")
+    return [*reward, *accuracy, *([] if speed is None else [f"{speed:.0f} tokens/s"])]
+
+
+def _seconds(phase: str) -> str:
+    return f"time/{phase.lower()}_s"
+
+
+def _change(before: float | None, after: float, form: str, signed: str) -> tuple[str, str, str]:
+    if before is None:
+        return "", form.format(after), ""
+    return form.format(before), form.format(after), signed.format(after - before)
+
+
+def _model_text(text: str) -> Text:
+    return Text(text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " ...")

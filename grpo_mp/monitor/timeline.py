@@ -1,0 +1,146 @@
+"""Timeline of one rank: named spans on lanes, written as a Chrome trace while the run goes on.
+
+The file is a JSON array of events without its closing bracket, which chrome://tracing and Perfetto read,
+so a killed run leaves a trace that opens. In it pid is the rank and tid a lane, such as "policy" or "engine 0".
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A named stretch of time of one rank, in nanoseconds since the epoch."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    lane: str = "policy"
+
+
+class Timeline:
+    """Records spans of one rank into `<run>/trace/rank_<rank>.json`.
+
+    Spans on one lane nest; work that overlaps takes lanes of its own. Safe to use from several threads.
+    Spans may be read back with `take` for the summary of a step.
+    """
+
+    def __init__(self, run_folder: Path, rank: int) -> None:
+        path = trace_path(run_folder, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        earlier = close_open_spans(read_trace(path)) if path.exists() else []
+        self._rank = rank
+        self._lanes: dict[str, int] = {}
+        self._spans: list[Span] = []
+        self._lock = threading.Lock()
+        # Spans last as long as the monotonic clock says; the epoch clock only places them beside other ranks.
+        self._offset_ns = time.time_ns() - time.perf_counter_ns()
+        process = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        self._file = _begin(path, [*earlier, process])
+
+    def now_ns(self) -> int:
+        """Nanoseconds since the epoch, never going back within this process."""
+        return self._offset_ns + time.perf_counter_ns()
+
+    @contextmanager
+    def span(self, name: str, lane: str = "policy", **args: str | int | float) -> Iterator[None]:
+        """Record the body as a span; `args` are shown with it. Its start is on disk before the body runs."""
+        start_ns = self.now_ns()
+        self._record("B", name, lane, start_ns, args)
+        try:
+            yield
+        finally:
+            end_ns = self.now_ns()
+            self._record("E", name, lane, end_ns, {})
+            with self._lock:
+                self._spans.append(Span(name, start_ns, end_ns, lane))
+
+    def take(self) -> tuple[Span, ...]:
+        """Return the spans that ended since the last call, and forget them."""
+        with self._lock:
+            spans, self._spans = tuple(self._spans), []
+        return spans
+
+    def close(self) -> None:
+        """End the file as valid JSON; spans that end later are not written."""
+        with self._lock:
+            if not self._file.closed:
+                self._file.write("\n]\n")
+                self._file.close()
+
+    def _record(self, kind: str, name: str, lane: str, at_ns: int, args: dict[str, Any]) -> None:
+        with self._lock:
+            event = {"ph": kind, "name": name, "pid": self._rank, "tid": self._lane(lane), "ts": at_ns / 1000}
+            self._write({**event, "args": args} if args else event)
+
+    def _lane(self, lane: str) -> int:
+        if lane not in self._lanes:
+            self._lanes[lane] = len(self._lanes)
+            place = {"pid": self._rank, "tid": self._lanes[lane]}
+            self._write({"ph": "M", "name": "thread_name", **place, "args": {"name": lane}})
+        return self._lanes[lane]
+
+    def _write(self, event: Event) -> None:
+        if not self._file.closed:
+            self._file.write(",\n" + json.dumps(event))
+            self._file.flush()
+
+
+def trace_path(run_folder: Path, rank: int) -> Path:
+    return run_folder / "trace" / f"rank_{rank}.json"
+
+
+def _begin(path: Path, events: list[Event]) -> TextIO:
+    # The earlier trace is replaced in one go, so a kill during the rewrite loses nothing.
+    fresh = path.with_suffix(".new")
+    fresh.write_text("[\n" + _lines(events), encoding="utf-8")
+    os.replace(fresh, path)
+    return path.open("a", encoding="utf-8")
+
+
+def _lines(events: list[Event]) -> str:
+    return ",\n".join(json.dumps(event) for event in events)
+
+
+def read_trace(path: Path) -> list[Event]:
+    """Read a trace file, finished or not; a last event that was not wholly written is left out."""
+    lines = [line.rstrip(",") for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [line for line in lines if line not in ("[", "]", "")]
+    try:
+        return [json.loads(line) for line in lines]
+    except json.JSONDecodeError:
+        return [json.loads(line) for line in lines[:-1]]
+
+
+def close_open_spans(events: list[Event]) -> list[Event]:
+    """Return the events with an end for each span that a killed process left open, at the last time seen."""
+    open_spans: dict[tuple[int, int], list[Event]] = {}
+    for event in events:
+        lane = open_spans.setdefault((event["pid"], event.get("tid", -1)), [])
+        if event["ph"] == "B":
+            lane.append(event)
+        elif event["ph"] == "E":
+            lane.pop()
+    last = max((event["ts"] for event in events if "ts" in event), default=0)
+    left = [event for lane in open_spans.values() for event in reversed(lane)]
+    ends = [{"ph": "E", "ts": last, **{key: event[key] for key in ("name", "pid", "tid")}} for event in left]
+    return [*events, *ends]
+
+
+def merge_traces(run_folder: Path) -> Path:
+    """Write `<run>/trace.json`, one valid JSON array with the events of all ranks, and return its path."""
+    events: list[Event] = []
+    for path in sorted((run_folder / "trace").glob("rank_*.json")):
+        events += close_open_spans(read_trace(path))
+    merged = run_folder / "trace.json"
+    merged.write_text("[\n" + _lines(events) + "\n]\n", encoding="utf-8")
+    return merged

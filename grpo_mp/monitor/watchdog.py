@@ -1,0 +1,135 @@
+"""Every wait has a limit: a deadline for loops that poll, a watchdog for calls that cannot be interrupted."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from grpo_mp.errors import PhaseTimeout
+
+STUCK_STATUS = 3  # exit status of a process that its watchdog ended
+LAST_ACTIONS_S = 5.0  # what runs before the end, runs no longer than this
+GRACE_S = 15.0  # how long after a limit the C-level timer ends a process whose threads cannot run
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """One wait of one rank in one phase: when it began (monotonic seconds) and how long it may take."""
+
+    rank: int
+    phase: str
+    limit_s: float
+    engine: int | None = None
+    started_s: float = field(default_factory=time.monotonic)
+
+    def left_s(self) -> float:
+        """Seconds until the limit; negative after it."""
+        return self.started_s + self.limit_s - time.monotonic()
+
+    def check(self, waiting_for: str = "") -> None:
+        """Raise PhaseTimeout when the limit has passed."""
+        if self.left_s() <= 0:
+            raise PhaseTimeout(self.message() + (f", waiting for {waiting_for}" if waiting_for else ""))
+
+    def message(self) -> str:
+        """Which rank, engine and phase passed which limit."""
+        engine = "" if self.engine is None else f", engine {self.engine}"
+        return f"rank {self.rank}{engine}: {self.phase} passed its limit of {self.limit_s:g} s"
+
+
+class Watchdog:
+    """Ends the process when a phase passes its limit, because a rank inside a collective cannot be raised out of.
+
+    Before the end it writes the stacks of all threads to `<run>/logs/stuck_rank_<rank>.txt`, prints one line on stderr,
+    and calls `before_exit` (stop the engines, flush the writers) for at most `LAST_ACTIONS_S`. The exit status is
+    `STUCK_STATUS`. Should a call hang while it holds Python's lock, a timer in C prints the stacks on stderr and ends
+    the process with status 1, `GRACE_S` after the limit. Phases may nest and may run in several threads.
+    That timer is one per process, so a process makes one watchdog.
+    """
+
+    def __init__(self, rank: int, run_folder: Path, before_exit: Sequence[Callable[[], None]] = ()) -> None:
+        self._rank = rank
+        self._stacks = run_folder / "logs" / f"stuck_rank_{rank}.txt"
+        self._before_exit = before_exit
+        self._waits: list[Deadline] = []
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._watch, name=f"watchdog of rank {rank}", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def phase(self, name: str, limit_s: float, engine: int | None = None) -> Iterator[Deadline]:
+        """Watch the body; it gets its deadline, for polling loops inside it."""
+        deadline = Deadline(self._rank, name, limit_s, engine)
+        with self._changed:
+            self._waits.append(deadline)
+            self._rearm()
+        try:
+            yield deadline
+        finally:
+            with self._changed:
+                self._waits = [wait for wait in self._waits if wait is not deadline]
+                self._rearm()
+
+    def close(self) -> None:
+        """Stop watching."""
+        with self._changed:
+            self._closed, self._waits = True, []
+            self._rearm()
+        self._thread.join()
+
+    def __enter__(self) -> "Watchdog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _rearm(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if self._waits:
+            left_s = max(0.0, self._nearest().left_s())
+            faulthandler.dump_traceback_later(left_s + GRACE_S, exit=True, file=2)
+        self._changed.notify()
+
+    def _nearest(self) -> Deadline:
+        return min(self._waits, key=Deadline.left_s)
+
+    def _watch(self) -> None:
+        with self._changed:
+            while not self._closed:
+                left_s = self._nearest().left_s() if self._waits else None
+                if left_s is not None and left_s <= 0:
+                    self._end(self._nearest())
+                self._changed.wait(left_s)
+
+    def _end(self, deadline: Deadline) -> None:
+        try:
+            line = f"error: {deadline.message()}; the stacks of all threads are in {self._stacks}\n"
+            os.write(2, line.encode())  # not sys.stderr: the thread that hangs may hold its lock
+            self._write_stacks(deadline)
+            last = threading.Thread(target=self._last_actions, daemon=True)
+            last.start()
+            last.join(LAST_ACTIONS_S)
+        finally:
+            os._exit(STUCK_STATUS)
+
+    def _write_stacks(self, deadline: Deadline) -> None:
+        self._stacks.parent.mkdir(parents=True, exist_ok=True)
+        with self._stacks.open("w", encoding="utf-8") as file:
+            file.write(deadline.message() + "\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    def _last_actions(self) -> None:
+        for action in self._before_exit:
+            action()
+        sys.stdout.flush()
+        sys.stderr.flush()

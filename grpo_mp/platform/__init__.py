@@ -1,0 +1,101 @@
+"""What differs between CUDA and CPU, and nothing else.
+
+Call `prepare()` before anything imports Megatron. Where CUDA is, it does nothing. On a CPU it lets the
+stock megatron-core load and gives it CPU modules under TransformerEngine's names. The other functions
+answer the same questions on both kinds of device.
+"""
+
+import ctypes
+import gc
+import resource
+import sys
+
+import psutil
+import torch
+
+
+def on_cuda() -> bool:
+    """Whether this process computes on a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def prepare() -> None:
+    """Make megatron-core importable on this machine. Safe to call again; does nothing where CUDA is.
+
+    Raises RuntimeError where there is no CUDA and Megatron was imported before this call.
+    """
+    if on_cuda():
+        return
+    from grpo_mp.platform.cuda_calls import install_import_hook
+    from grpo_mp.platform.patches import AFTER_IMPORT
+
+    install_import_hook(AFTER_IMPORT)
+
+
+def device() -> torch.device:
+    """The device that holds this rank's tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda() else torch.device("cpu")
+
+
+def backend() -> str:
+    """The torch.distributed backend for this device."""
+    return "nccl" if on_cuda() else "gloo"
+
+
+def synchronize() -> None:
+    """Wait until the device has done all work given to it."""
+    if on_cuda():
+        torch.cuda.synchronize()
+
+
+def free_device_memory() -> None:
+    """Give memory that no tensor uses back to the device (to the operating system on a CPU)."""
+    if on_cuda():
+        gc.collect()
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def host_bytes() -> int:
+    """Resident host memory of this process now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_host_bytes() -> int:
+    """Highest resident host memory of this process so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def device_bytes() -> int:
+    """Device memory that this process's tensors use now; 0 on a CPU, where host memory is all there is."""
+    return torch.cuda.memory_allocated() if on_cuda() else 0
+
+
+def peak_device_bytes() -> int:
+    """Highest device memory of this process's tensors since the last `reset_peak_device_bytes`; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() if on_cuda() else 0
+
+
+def reset_peak_device_bytes() -> None:
+    """Start a new measurement of `peak_device_bytes`."""
+    if on_cuda():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def free_device_bytes() -> int:
+    """Memory that the device can still give to any process; the available host memory on a CPU."""
+    return torch.cuda.mem_get_info()[0] if on_cuda() else int(psutil.virtual_memory().available)
+
+
+def megatron_fields(interleaved: bool) -> dict[str, bool]:
+    """Fields of Megatron's configs that this device demands; `interleaved`: a virtual pipeline is used."""
+    if on_cuda():
+        return {}
+    kernels = ("apply_rope_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion")
+    more = ("gradient_accumulation_fusion", "cross_entropy_loss_fusion", "moe_permute_fusion", "persist_layer_norm")
+    # gloo matches point-to-point messages by order alone, so a batch of them can be paired wrongly; and
+    # it may still read an output that the schedule has already deallocated.
+    pipeline = {"batch_p2p_comm": False, "overlap_p2p_comm": interleaved, "deallocate_pipeline_outputs": False}
+    return dict.fromkeys(kernels + more, False) | {"use_cpu_initialization": True} | pipeline

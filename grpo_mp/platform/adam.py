@@ -1,0 +1,63 @@
+"""AdamW with the interface and the state layout of apex's and TransformerEngine's FusedAdam."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam on a CPU; `step` lies in each group, `exp_avg` and `exp_avg_sq` with each parameter.
+
+    Megatron's distributed optimizer cannot load a fully reshardable checkpoint into torch's own AdamW,
+    which keeps a step for every parameter.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+    ) -> None:
+        self.update = adamw if adam_w_mode else adam
+        defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None and p.numel()]
+            if params:
+                self._update(params, group)
+
+    def _update(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
+        states = [self._state(p) for p in params]
+        self.update(
+            params,
+            [p.grad for p in params if p.grad is not None],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [torch.tensor(float(group["step"] - 1)) for _ in params],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+
+    def _state(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.state[param]
+        if not state:
+            state |= {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+        return state

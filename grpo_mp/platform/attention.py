@@ -1,0 +1,73 @@
+"""Megatron's core attention on a CPU. Import megatron.core first: it loads this module itself (see patches)."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from grpo_mp.platform.packed_attention import packed_attention, plan_packing
+
+
+class Attention(MegatronModule):
+    """Core attention with TEDotProductAttention's interface: causal self-attention without dropout."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout or config.window_size or attention_type != "self":
+            raise NotImplementedError("attention on a CPU has no dropout, no sliding window and no cross attention")
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.attn_mask_type = attn_mask_type
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Packed [t, h, d] -> [t, h * e]; otherwise [s, b, h, d] -> [s, b, h * e]. `attention_mask` is not read."""
+        if "causal" not in (attn_mask_type or self.attn_mask_type).name or attention_bias is not None:
+            raise NotImplementedError("attention on a CPU is causal and has no bias")
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, whole_lengths(packed_seq_params)).flatten(1)
+        s, b = query.shape[:2]
+        lengths = (s * self.config.context_parallel_size,) * b
+        query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        out = self._packed(query, key, value, lengths)
+        return out.flatten(1).view(b, s, -1).transpose(0, 1).contiguous()
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        if self.cp_group is None:
+            return packed_attention(query, key, value, plan_packing(lengths), self.scale)
+        packing = plan_packing(lengths, self.cp_group.size(), self.cp_group.rank())
+        # Backward of this gather sums the gradient of each token over all ranks and gives it to its owner.
+        key, value = (gather_from_sequence_parallel_region(x.contiguous(), True, self.cp_group) for x in (key, value))
+        return packed_attention(query, key, value, packing, self.scale)
+
+
+def whole_lengths(params: PackedSeqParams) -> tuple[int, ...]:
+    """Lengths of the packed sequences over all context-parallel ranks, padding included."""
+    bounds = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    return tuple(b - a for a, b in pairwise(bounds.tolist()))

@@ -1,0 +1,50 @@
+"""What SGLang needs on a CPU beyond its own wheel. SGLang itself loads `register` in each of its processes.
+
+The entry point `sglang.srt.plugins` in pyproject.toml names it. It does nothing unless the engine was asked
+to run on the CPU (`SGLANG_USE_CPU_ENGINE=1`), so a server on CUDA is stock SGLang.
+"""
+
+import os
+from typing import Any
+
+
+def register() -> None:
+    """Called by SGLang before it builds a model, in the server, scheduler and detokenizer process alike."""
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
+        return
+    _absorbed_latent_attention()
+    _plain_memory_for_routed_experts()
+    _fork_children()
+
+
+def _absorbed_latent_attention() -> None:
+    # torch_native attention takes one head size for keys and values, which only the absorbed form of
+    # latent attention has; SGLang would otherwise choose the unabsorbed form for a prompt.
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+
+
+def _plain_memory_for_routed_experts() -> None:
+    # `enable_return_routed_experts` keeps the experts in host memory that SGLang registers with CUDA.
+    import torch
+    from sglang.srt.mem_cache.pool_host import common
+
+    def allocate(dims: Any, dtype: torch.dtype, **_: Any) -> torch.Tensor:
+        return torch.empty(dims, dtype=dtype)
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def _fork_children() -> None:
+    # A spawned scheduler and detokenizer each import SGLang anew. Without a device context nothing forbids
+    # fork, which shares what the server process has imported: a third of the time and of the memory.
+    import multiprocessing
+
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    def set_fork(result: None, *_: Any) -> None:
+        multiprocessing.set_start_method("fork", force=True)
+
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", set_fork)

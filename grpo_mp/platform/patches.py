@@ -1,0 +1,89 @@
+"""What is changed in Megatron's modules on a CPU, each change right after its module is imported.
+
+The functions import lazily: when they run, Megatron has loaded what they need.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_mp.platform.cuda_calls import Patch
+
+
+def _no_compiler(jit: Any) -> None:
+    # torch.compile on a CPU calls a C++ compiler, minutes long, for functions of a few operations.
+    jit.disable_jit_fuser()
+
+
+def _transformer_engine_names(te: Any) -> None:
+    # Without TransformerEngine these names are mocks; isinstance() on them fails, and so does latent attention.
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from grpo_mp.platform import modules
+    from grpo_mp.platform.attention import Attention
+
+    te.TENorm, te.TELinear, te.TEDotProductAttention = modules.Norm, modules.DuplicatedLinear, Attention
+    te.TEColumnParallelLinear, te.TERowParallelLinear = ColumnParallelLinear, RowParallelLinear
+    te.TELayerNormColumnParallelLinear = modules.LayerNormColumnParallelLinear
+    te.TEColumnParallelGroupedLinear = modules.ColumnParallelGroupedLinear
+    te.TERowParallelGroupedLinear = modules.RowParallelGroupedLinear
+
+
+def _spec_provider(provider: Any) -> None:
+    # The stock provider asks for TransformerEngine's version, which is None here and cannot be compared.
+    class CpuSpecProvider(provider.TESpecProvider):
+        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+            return provider.TENorm
+
+        def grouped_mlp_modules(
+            self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+        ) -> tuple[type, Any]:
+            if not moe_use_grouped_gemm or moe_use_legacy_grouped_gemm:
+                raise NotImplementedError("experts on a CPU need moe_grouped_gemm and no moe_use_legacy_grouped_gemm")
+            return super().grouped_mlp_modules(True, False)
+
+    provider.TESpecProvider = CpuSpecProvider
+
+
+def _layer_specs(specs: Any) -> None:
+    # The module takes these two names only where TransformerEngine is importable.
+    from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider
+
+    specs.TENorm, specs.TESpecProvider = transformer_engine.TENorm, transformer_engine_spec_provider.TESpecProvider
+
+
+def _block_norm(block: Any) -> None:
+    # The final norm of a block without its own spec; the torch norm it falls back to refuses sequence parallelism.
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    block.LayerNormImpl = TENorm
+
+
+def _router_matmul(moe_utils: Any) -> None:
+    # The name is read whenever moe_router_dtype is set, but defined only with TransformerEngine.
+    moe_utils.te_general_gemm = None
+
+
+def _adam(optimizer: Any) -> None:
+    # With torch's AdamW the distributed optimizer cannot load a fully reshardable checkpoint.
+    from grpo_mp.platform.adam import FusedAdam
+
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+
+
+def _distributed_adam(distributed: Any) -> None:
+    # As above: take the branch for an Adam whose step lies in the group.
+    from grpo_mp.platform.adam import FusedAdam
+
+    distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = FusedAdam, True, True
+
+
+AFTER_IMPORT: Mapping[str, Patch] = {
+    "megatron.core.jit": _no_compiler,
+    "megatron.core.extensions.transformer_engine": _transformer_engine_names,
+    "megatron.core.extensions.transformer_engine_spec_provider": _spec_provider,
+    "megatron.core.models.gpt.gpt_layer_specs": _layer_specs,
+    "megatron.core.transformer.transformer_block": _block_norm,
+    "megatron.core.transformer.moe.moe_utils": _router_matmul,
+    "megatron.core.optimizer": _adam,
+    "megatron.core.optimizer.distrib_optimizer": _distributed_adam,
+}

@@ -1,0 +1,138 @@
+"""Megatron's own config objects, made from settings; user overrides are checked by field name."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from grpo_mp import platform
+from grpo_mp.config import Settings
+from grpo_mp.errors import UserError, nearest
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.planner.layout import ModelShape
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def transformer_config(settings: Settings, hf: HfConfig) -> TransformerConfig:
+    """The model's shape from its Hugging Face config, the layout and the run's numerics.
+
+    Raises UserError where Megatron refuses the combination.
+    """
+    family = family_of(hf).config(hf)
+    kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
+    values = family | _numerics(settings) | _recompute(settings) | _layout(settings)
+    values |= overrides_for(settings, kind)
+    try:
+        return kind(**values)
+    except (ValueError, AssertionError) as error:
+        raise UserError(f"Megatron refuses this model and layout: {error}") from error
+
+
+def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
+    """Gradients are summed, not averaged: the loss already carries its global denominator."""
+    values: dict[str, Any] = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": True,
+        "check_for_nan_in_grad": True,
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+    }
+    return DistributedDataParallelConfig(**values | overrides_for(settings, DistributedDataParallelConfig))
+
+
+def optimizer_config(settings: Settings) -> OptimizerConfig:
+    """Adam with decoupled weight decay, sharded over data parallel ranks."""
+    wanted = settings.optimizer
+    values: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": wanted.lr,
+        "min_lr": wanted.min_lr,
+        "weight_decay": wanted.weight_decay,
+        "adam_beta1": wanted.betas[0],
+        "adam_beta2": wanted.betas[1],
+        "adam_eps": wanted.eps,
+        "clip_grad": wanted.clip_grad,
+        "bf16": settings.model.dtype == "bfloat16",
+        "params_dtype": DTYPES[settings.model.dtype],
+        "use_distributed_optimizer": True,
+    }
+    return OptimizerConfig(**values | overrides_for(settings, OptimizerConfig))
+
+
+def overrides_for(settings: Settings, kind: type) -> dict[str, Any]:
+    """The fields of `optimizer.megatron` that belong to this config class."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in settings.optimizer.megatron.items() if name in names}
+
+
+def check_overrides(settings: Settings) -> None:
+    """Raise UserError for a name in `optimizer.megatron` that none of Megatron's configs has."""
+    kinds = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    for name in settings.optimizer.megatron:
+        if name not in known:
+            raise UserError(f"optimizer.megatron.{name}: no field of Megatron's configs{nearest(name, known)}")
+
+
+def model_shape(family: dict[str, Any]) -> ModelShape:
+    """What the layout rules need, from a family's Megatron settings."""
+    experts = family.get("num_moe_experts") or 0
+    dense = not experts or 0 in family["moe_layer_freq"]
+    widths = [family["ffn_hidden_size"]] if dense else []
+    if family.get("moe_shared_expert_intermediate_size"):
+        widths.append(family["moe_shared_expert_intermediate_size"])
+    return ModelShape(
+        layers=family["num_layers"],
+        attention_heads=family["num_attention_heads"],
+        query_groups=family["num_query_groups"],
+        ffn_widths=tuple(widths),
+        experts=experts,
+        expert_width=family.get("moe_ffn_hidden_size") or 0,
+    )
+
+
+def _layout(settings: Settings) -> dict[str, Any]:
+    layout = settings.layout
+    interleaved = layout.virtual_pipeline is not None
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "sequence_parallel": layout.tensor > 1,
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "deallocate_pipeline_outputs": True,
+    } | platform.megatron_fields(interleaved)
+
+
+def _numerics(settings: Settings) -> dict[str, Any]:
+    dtype = DTYPES[settings.model.dtype]
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "activation_func": torch.nn.functional.silu,
+        "attention_softmax_in_fp32": True,
+        "calculate_per_token_loss": True,
+        "perform_initialization": False,  # every weight is read from the checkpoint
+        "bias_activation_fusion": True,
+        "bias_dropout_fusion": True,
+        "gradient_accumulation_fusion": False,  # the chunked head accumulates by autograd
+    }
+
+
+def _recompute(settings: Settings) -> dict[str, Any]:
+    wanted = settings.optimizer.recompute
+    if wanted == "none":
+        return {}
+    if wanted == "selective":
+        return {"recompute_granularity": "selective"}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

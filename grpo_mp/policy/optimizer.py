@@ -1,0 +1,57 @@
+"""Megatron's distributed optimizer and its learning-rate schedule, counted in optimizer updates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from grpo_mp.config import Optimizer, Settings
+from grpo_mp.policy.megatron_config import ddp_config, optimizer_config
+from grpo_mp.policy.model import PolicyModel
+
+
+def wrap_for_training(
+    settings: Settings, config: TransformerConfig, chunks: Sequence[PolicyModel]
+) -> list[DistributedDataParallel]:
+    """Give every chunk gradient buffers that are summed over data and context parallel ranks."""
+    config.finalize_model_grads_func = _sum_gradients
+    return [
+        DistributedDataParallel(config, ddp_config(settings), Float16Module(config, chunk) if config.bf16 else chunk)
+        for chunk in chunks
+    ]
+
+
+def build_optimizer(
+    settings: Settings, chunks: list[DistributedDataParallel]
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """The optimizer over all chunks, and the schedule that `update` advances once per optimizer update."""
+    optimizer = get_megatron_optimizer(optimizer_config(settings), chunks)
+    wanted = settings.optimizer
+    total = settings.run.steps * wanted.updates_per_step
+    return optimizer, _schedule(optimizer, wanted, total)
+
+
+def _schedule(optimizer: MegatronOptimizer, wanted: Optimizer, total_updates: int) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=wanted.lr / (wanted.warmup_updates + 1),  # the first update learns, too
+        max_lr=wanted.lr,
+        min_lr=min(wanted.min_lr, wanted.lr),
+        lr_warmup_steps=wanted.warmup_updates,
+        lr_decay_steps=max(total_updates, wanted.warmup_updates + 1),
+        lr_decay_style=wanted.decay,
+        start_wd=wanted.weight_decay,
+        end_wd=wanted.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
+def _sum_gradients(model: list[torch.nn.Module], num_tokens: Any = None, **groups: Any) -> None:
+    """Megatron's reductions without its division by a token count: the loss carries its denominator."""
+    finalize_model_grads(model, None, **groups)

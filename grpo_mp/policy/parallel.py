@@ -1,0 +1,72 @@
+"""Process groups: torch.distributed for the job, Megatron's groups for the layout, one group per replica."""
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from grpo_mp import platform
+from grpo_mp.config import Layout
+from grpo_mp.planner.grid import Coordinates, coordinates, data_parallel, replica_ranks
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """This rank's place in the job, and the groups that Megatron does not make."""
+
+    layout: Layout
+    rank: int
+    world_size: int
+    here: Coordinates
+    data_parallel: int
+    replica: dist.ProcessGroup  # host-memory group of the ranks that train on the same samples
+    host: dist.ProcessGroup  # host-memory group of all ranks
+
+    @property
+    def replica_source(self) -> int:
+        """The rank that receives the replica's samples and passes them on."""
+        return replica_ranks(self.here.data, self.layout, self.world_size)[0]
+
+
+def start_parallel(layout: Layout, seed: int, timeout_s: float) -> Parallel:
+    """Join the job that torchrun or srun describes in the environment and make every group."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if platform.on_cuda():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(platform.backend(), timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        create_gloo_process_groups=True,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    copies = data_parallel(layout, world_size)
+    replicas = [
+        dist.new_group(list(replica_ranks(data, layout, world_size)), backend="gloo", timeout=timeout)
+        for data in range(copies)
+    ]
+    here = coordinates(rank, layout, world_size)
+    return Parallel(
+        layout=layout,
+        rank=rank,
+        world_size=world_size,
+        here=here,
+        data_parallel=copies,
+        replica=replicas[here.data],
+        host=dist.new_group(backend="gloo", timeout=timeout),
+    )
+
+
+def stop_parallel() -> None:
+    """Leave the job; every group ends."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

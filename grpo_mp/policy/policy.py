@@ -1,0 +1,101 @@
+"""The policy of one rank: logprobs, updates and weights, whatever the layout."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from grpo_mp.config import Settings
+from grpo_mp.errors import UserError
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.hf_files import HfReader
+from grpo_mp.planner.layout import check_layout
+from grpo_mp.policy.forward import LossFunction, forward_backward, forward_only
+from grpo_mp.policy.megatron_config import check_overrides, model_shape, transformer_config
+from grpo_mp.policy.model import build_chunks
+from grpo_mp.policy.optimizer import build_optimizer, wrap_for_training
+from grpo_mp.policy.parallel import Parallel
+from grpo_mp.policy.reference import Reference
+from grpo_mp.policy.weights import Parts, load_hf, local_tensors
+from grpo_mp.types import MicroBatch
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What one optimizer update did. `losses` come from the last pipeline stage only."""
+
+    losses: list[Any]
+    grad_norm: float
+    lr: float
+    skipped: bool  # the gradient was not finite
+
+
+class Policy:
+    """Megatron model, optimizer and reference of this rank."""
+
+    def __init__(self, settings: Settings, parallel: Parallel, with_reference: bool) -> None:
+        """Build the model, read this rank's slices of the Hugging Face weights, make the optimizer."""
+        self.parallel = parallel
+        self.hf = HfConfig.read(settings.model.path)
+        self.params = family_of(self.hf).params(self.hf)
+        self.parts = Parts(settings.layout.tensor, settings.layout.expert_tensor)
+        self.config = transformer_config(settings, self.hf)
+        models = build_chunks(settings, self.hf, self.config)
+        self.chunks = wrap_for_training(settings, self.config, models)
+        self.tensors = local_tensors(models, self.params, parallel.here, settings.layout.expert)
+        with HfReader(settings.model.path) as reader:
+            load_hf(self.tensors, self.params, reader, parallel.here, self.parts)
+        self.optimizer, self.schedule = build_optimizer(settings, self.chunks)
+        self.reference = Reference(self.tensors) if with_reference else None
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.parallel.here.pipeline == self.parallel.layout.pipeline - 1
+
+    def logprobs(self, microbatches: Sequence[MicroBatch], reference: bool = False) -> list[torch.Tensor]:
+        """[2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""
+        if reference and self.reference is None:
+            raise ValueError("this policy was built without a reference")
+        place = self.reference.on_device() if reference and self.reference else nullcontext()
+        with place:
+            return forward_only(self.chunks, microbatches)
+
+    def gradients(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
+        """Fill the gradient buffers with the gradient of the summed loss over the whole job."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return forward_backward(self.chunks, microbatches, loss)
+
+    def update(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> UpdateReport:
+        """One optimizer update; a gradient that is not finite changes nothing and is reported."""
+        losses = self.gradients(microbatches, loss)
+        lr = self.optimizer.param_groups[0]["lr"]
+        done, grad_norm, _ = self.optimizer.step()
+        self.schedule.step(1)
+        return UpdateReport(losses, float(grad_norm or 0.0), lr, skipped=not done)
+
+    def models(self) -> list[torch.nn.Module]:
+        """The bare Megatron chunks, without precision and data-parallel wrappers."""
+        models: list[torch.nn.Module] = unwrap_model(self.chunks)
+        return models
+
+
+def check_policy(settings: Settings, world_size: int) -> None:
+    """Everything about model and layout that can be refused before a process group exists.
+
+    Raises UserError: unsupported architecture, broken layout rule, unknown Megatron field, missing files.
+    """
+    hf = HfConfig.read(settings.model.path)
+    family = family_of(hf)
+    uneven = any("pipeline" in name for name in settings.optimizer.megatron)
+    check_layout(settings.layout, model_shape(family.config(hf)), world_size, uneven)
+    check_overrides(settings)
+    with HfReader(settings.model.path) as reader:
+        missing = {name for param in family.params(hf).values() for name in param.hf} - reader.names
+    if missing:
+        raise UserError(f"{settings.model.path}: {len(missing)} tensors are missing, the first is {min(missing)}")

@@ -1,0 +1,1 @@
+"""Rewards: rule parts, user functions, and the scorer that weighs them."""

@@ -1,0 +1,101 @@
+"""What a reward function is, how one is loaded, and how it is called: the convention of TRL's `reward_funcs`."""
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import sys
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from transformers import TrainerState
+
+from grpo_mp.errors import UserError, nearest
+from grpo_mp.types import SampleGroup
+
+RESERVED = ("prompt", "completion", "completion_ids")  # columns that are not passed on
+
+
+class Reward(Protocol):
+    """A user's reward: one value per completion, None where it does not apply. It may also be a coroutine function.
+
+    Keywords: `prompts` and `completions` as text, or as message lists where the prompt column holds messages;
+    `completion_ids`; every data column as a list; `trainer_state`; the callbacks `log_extra` and `log_metric`.
+    """
+
+    def __call__(
+        self, prompts: list[Any], completions: list[Any], **columns: Any
+    ) -> Sequence[float | None] | Awaitable[Sequence[float | None]]: ...
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a reward function is handed beside the data."""
+
+    trainer_state: TrainerState
+    log_extra: Callable[[str, list[Any]], None]
+    log_metric: Callable[[str, float], None]
+
+
+def call_arguments(group: SampleGroup, prompt_column: str, callbacks: Callbacks) -> dict[str, Any]:
+    """The keywords for one group: the prompt and its columns stand once per completion."""
+    count = len(group.samples)
+    row = group.prompt.columns
+    prompt = row.get(prompt_column, group.prompt.text)
+    texts = [sample.text for sample in group.samples]
+    is_chat = not isinstance(prompt, str)
+    return {
+        **{name: [value] * count for name, value in row.items() if name not in RESERVED},
+        **vars(callbacks),
+        "prompts": [prompt] * count,
+        "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
+        "completion_ids": [list(sample.tokens) for sample in group.samples],
+    }
+
+
+def call_reward(reward: Reward, arguments: dict[str, Any]) -> list[float | None]:
+    """Call it and wait for its coroutine, if it is one. Raises what the function raises, TypeError for no list."""
+    values = reward(**arguments)
+    if inspect.isawaitable(values):
+        values = asyncio.run(_awaited(values))
+    return [None if value is None else float(value) for value in values]
+
+
+async def _awaited(values: Awaitable[Sequence[float | None]]) -> Sequence[float | None]:
+    return await values
+
+
+def load_reward(name: str) -> Reward:
+    """Import 'module:function' or 'path/file.py:function'. Raises UserError with the reason where that fails."""
+    place, colon, function = name.rpartition(":")
+    if not colon or not place or not function:
+        raise UserError(f"reward.functions {name!r}: write module:function or path/file.py:function")
+    try:
+        module = _load_file(Path(place), name) if place.endswith(".py") else importlib.import_module(place)
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"reward.functions {name!r}: importing {place} failed: {reason}") from error
+    found = vars(module).get(function)
+    if not callable(found):
+        hint = nearest(function, [key for key, value in vars(module).items() if callable(value)])
+        raise UserError(f"reward.functions {name!r}: {place} has no function {function}{hint}")
+    return found
+
+
+def _load_file(path: Path, name: str) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"reward.functions {name!r}: no such file: {path}")
+    module_name = f"grpo_mp_reward_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"reward.functions {name!r}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up here
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,40 @@
+"""A time limit for calls into a user's code."""
+
+import threading
+from collections.abc import Callable
+
+Values = list[float | None]  # one per sample; None: the reward does not apply
+
+
+class RewardError(Exception):
+    """A part that raised, hung or returned what is no reward; `sample` is the one to show."""
+
+    def __init__(self, reason: str, sample: int = 0) -> None:
+        super().__init__(reason)
+        self.sample = sample
+
+
+def run_limited(call: Callable[[], Values], limit_s: float) -> Values:
+    """The result of `call`, which gets `limit_s` seconds. Raises RewardError if it raises or takes longer.
+
+    The call runs in a daemon thread: it shares models and clients that the function holds, which a process could
+    not. A thread cannot be killed, so one that hangs is left behind; being a daemon it does not keep the program alive.
+    """
+    results: list[Values] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="reward", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if raised:
+        reason = " ".join(f"{type(raised[0]).__name__}: {raised[0]}".split())
+        raise RewardError(f"raised {reason}") from raised[0]
+    if not results:
+        raise RewardError(f"took longer than reward.timeout_s={limit_s:g} s")
+    return results[0]

@@ -1,0 +1,82 @@
+r"""The rule reward of GSM8K-like tasks: is there a \boxed{} answer, and is it the right one?"""
+
+import math
+import re
+from fractions import Fraction
+
+from grpo_mp.rewards.equality import Equality
+
+TOLERANCE = 0.01
+NUMBER = r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+)"
+FRACTION = re.compile(rf"({NUMBER})/({NUMBER})")
+LATEX_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
+DECORATION = re.compile(r"\\[$!,;:]|\\left|\\right|\\text\{[^{}]*\}|[\s$~]")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last \boxed{...} whose braces balance; None without one, or where it is blank."""
+    starts = [found.end() for found in re.finditer(r"\\f?box(?:ed)?\s*\{", text)]
+    for start in reversed(starts):
+        if (end := _closing_brace(text, start)) is not None:
+            return text[start:end].strip() or None
+    return None
+
+
+def boxed_part(response: str) -> float:
+    """1 if the response contains a boxed answer, else 0."""
+    return float(last_boxed(response) is not None)
+
+
+def answer_part(response: str, answer: str, equality: Equality) -> float:
+    """1 if the boxed answer has the right value, else 0.
+
+    Plain numbers are compared to within 0.01; all else is left to math-verify.
+    """
+    found = last_boxed(response)
+    if found is None:
+        return 0.0
+    ours, theirs = numeric_readings(answer), numeric_readings(found)
+    if ours and theirs:
+        return float(any(abs(a - b) <= TOLERANCE + 1e-12 for a in ours for b in theirs))
+    return float(found == answer or equality.equal(answer, found))
+
+
+def length_part(tokens: int, max_response_tokens: int) -> float:
+    """Share of the response limit that was used: 0 to 1."""
+    return min(1.0, tokens / max_response_tokens)
+
+
+def numeric_readings(text: str) -> tuple[float, ...]:
+    r"""The values that a plain number can mean; empty for anything else.
+
+    Reads 1,234.5, $5, \$5, 3/4, \frac{3}{4}, 5 \text{ apples} and 50%, which means 50 as well as 0.5.
+    """
+    bare = DECORATION.sub("", text).removesuffix(".")
+    percent = bare.removesuffix("%").removesuffix("\\")
+    number = _number(percent)
+    if number is None or not math.isfinite(number):
+        return ()
+    return (number, number / 100) if percent != bare else (number,)
+
+
+def _number(text: str) -> float | None:
+    if found := LATEX_FRACTION.fullmatch(text):
+        text = f"{found[1]}{found[2]}/{found[3]}"
+    if re.fullmatch(NUMBER, text):
+        return float(text.replace(",", ""))
+    if (found := FRACTION.fullmatch(text)) and float(found[2].replace(",", "")):
+        above, below = (Fraction(part.replace(",", "").rstrip(".")) for part in found.groups())
+        return float(above / below)
+    return None
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    """Index of the brace that closes the one before `start`; escaped braces do not count."""
+    depth, position = 1, start
+    while position < len(text):
+        character = text[position]
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return position
+        position += 2 if character == "\\" else 1
+    return None

@@ -1,0 +1,171 @@
+"""What an SGLang server is started with: its arguments by name and its environment. Pure, except `known_arguments`."""
+
+import ast
+import importlib.util
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_mp.errors import UserError, nearest
+from grpo_mp.rollout.engine_main import ARGUMENTS
+
+ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # what a CPU engine finds before anything else
+CONTEXT_SLACK_TOKENS = 8  # SGLang keeps a few positions of the context for itself
+
+OWNED = {
+    "host": "engines listen on loopback",
+    "port": "free ports are chosen at start",
+    "nccl_port": "free ports are chosen at start",
+    "dist_init_addr": "it follows from the ranks that the engine spans",
+    "nnodes": "it follows from the ranks that the engine spans",
+    "node_rank": "it follows from the ranks that the engine spans",
+    "base_gpu_id": "it follows from the ranks that the engine spans",
+    "tp_size": "set engine.gpus",
+    "device": "it follows from what this machine has",
+    "model_path": "set model.path",
+    "dtype": "set model.dtype",
+    "context_length": "it follows from rollout.max_prompt_tokens and rollout.max_response_tokens",
+    "random_seed": "set run.seed",
+    "served_model_name": "it names this engine of this run",
+    "api_key": "it is a secret of this run",
+    "admin_api_key": "it is a secret of this run",
+    "skip_tokenizer_init": "it follows from rollout.stop",
+    "enable_memory_saver": "the phases of a step need it",
+    "skip_server_warmup": "the run warms its engines up itself",
+}
+
+CPU_DEFAULTS: dict[str, Any] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "cuda_graph_backend_decode": "disabled",
+    "cuda_graph_backend_prefill": "disabled",
+    "grammar_backend": "none",
+    "sleep_on_idle": True,  # the trainer computes on the same cores while the engine waits
+    "max_running_requests": 128,
+    "log_level": "info",
+    "log_level_http": "warning",
+}
+
+# What torchrun and Slurm tell a rank; SGLang would take its own process group for the trainer's.
+LAUNCHER_VARIABLES = (
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME "
+    "MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS "
+    "TORCHELASTIC_RUN_ID TORCHELASTIC_ERROR_FILE TORCH_NCCL_ASYNC_ERROR_HANDLING PYTHONPATH"
+).split()
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine as the settings and the layout describe it. `node_rank` 0 is the engine host."""
+
+    index: int
+    rank: int  # the rank that starts this process: named in errors
+    model: Path
+    dtype: str  # float32 or bfloat16
+    context_tokens: int  # prompt and response together
+    seed: int = 0
+    gpus: int = 1
+    cpu: bool = False
+    stop_strings: bool = False  # only these need a tokenizer in the engine
+    first_gpu: int = 0  # device number on this node
+    nodes: int = 1
+    node_rank: int = 0
+    node_address: str | None = None  # host:port where the nodes of one engine meet
+    threads: int = 1  # CPU threads of each process of the engine
+    args: Mapping[str, Any] = field(default_factory=dict)  # the user's engine.args
+
+
+def engine_arguments(spec: EngineSpec, port: int, nccl_port: int, name: str, key: str) -> dict[str, Any]:
+    """Every ServerArgs value that differs from SGLang's default. `name` and `key` prove who answers."""
+    device: dict[str, Any] = (
+        {**CPU_DEFAULTS, "max_total_tokens": _cpu_cache_tokens(spec)} if spec.cpu else {"sleep_on_idle": True}
+    )
+    owned = {
+        "model_path": str(spec.model),
+        "device": "cpu" if spec.cpu else "cuda",
+        "dtype": spec.dtype,
+        "random_seed": spec.seed,
+        "context_length": spec.context_tokens + CONTEXT_SLACK_TOKENS,
+        "tp_size": spec.gpus,
+        "base_gpu_id": spec.first_gpu,
+        "nnodes": spec.nodes,
+        "node_rank": spec.node_rank,
+        "dist_init_addr": spec.node_address,
+        "host": "127.0.0.1",
+        "port": port,
+        "nccl_port": nccl_port,
+        "served_model_name": name,
+        "api_key": key,
+        "skip_tokenizer_init": not spec.stop_strings,
+        "skip_server_warmup": True,
+        "enable_memory_saver": not spec.cpu,
+    }
+    return {**device, **spec.args, **owned}
+
+
+def engine_environment(spec: EngineSpec, arguments: Mapping[str, Any], base: Mapping[str, str]) -> dict[str, str]:
+    """The child's environment: `base` without the launcher's words, plus what the engine needs."""
+    kept = {name: value for name, value in base.items() if name not in LAUNCHER_VARIABLES}
+    loopback = ",".join(filter(None, [base.get("no_proxy") or base.get("NO_PROXY"), "127.0.0.1,localhost"]))
+    return {
+        **kept,
+        ARGUMENTS: json.dumps(arguments),
+        "PYTHONPATH": ":".join(_python_path(spec, base)),
+        "PYTHONSAFEPATH": "1",  # the working folder is not on the path: a user's queue.py would shadow the library
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(spec.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "no_proxy": loopback,
+        "NO_PROXY": loopback,
+        **({"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"} if spec.cpu else {}),
+    }
+
+
+def check_arguments(args: Iterable[str], known: Iterable[str]) -> None:
+    """Raises UserError for an argument of `engine.args` that SGLang does not know or that the run itself sets."""
+    known = set(known)
+    for name in args:
+        if name in OWNED:
+            raise UserError(f"engine.args.{name} cannot be set: {OWNED[name]}")
+        if name not in known:
+            raise UserError(f"engine.args.{name}: the installed SGLang has no such argument{nearest(name, known)}")
+
+
+def known_arguments() -> frozenset[str]:
+    """Names of the installed SGLang's server arguments, read from its source: importing it takes seconds.
+
+    Raises UserError when SGLang is not installed.
+    """
+    found = importlib.util.find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        raise UserError("SGLang is not installed here: install the engine as launch/ does")
+    source = Path(found.submodule_search_locations[0], "srt")
+    files = [source / "server_args.py", *sorted((source / "arg_groups" / "fields").glob("*.py"))]
+    names = {name for file in files if file.exists() for name in _annotated_fields(file)}
+    if "model_path" not in names:
+        raise UserError(f"{source}: this SGLang keeps its arguments elsewhere: install a supported version")
+    return frozenset(names)
+
+
+def _annotated_fields(file: Path) -> Iterator[str]:
+    # Before 0.5.20 all fields stand in class ServerArgs; since then in one class per namespace.
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef) and (node.name == "ServerArgs" or file.parent.name == "fields"):
+            fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
+            yield from (target.id for target in fields if isinstance(target, ast.Name))
+
+
+def _cpu_cache_tokens(spec: EngineSpec) -> int:
+    # SGLang would take a share of the host's memory; the trainer and other engines live there too.
+    running = int(spec.args.get("max_running_requests", CPU_DEFAULTS["max_running_requests"]))
+    return running * (spec.context_tokens + CONTEXT_SLACK_TOKENS)
+
+
+def _python_path(spec: EngineSpec, base: Mapping[str, str]) -> list[str]:
+    site = [str(ENGINE_SITE)] if spec.cpu else []
+    package = [str(Path(__file__).parents[2])]
+    return [*site, *package, *filter(None, base.get("PYTHONPATH", "").split(":"))]

@@ -1,0 +1,64 @@
+"""Free TCP ports on loopback that nobody else in this program, or in another run on this host, will choose too.
+
+SGLang binds its ports many seconds after they were chosen. Until then a choice is held by a name in the
+kernel's abstract socket namespace: it is seen by every process of the host and goes when the holder ends.
+"""
+
+import random
+import socket
+from pathlib import Path
+
+from grpo_mp.errors import UserError
+
+FIRST_PORT = 15000
+EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+ATTEMPTS = 2000
+
+
+class PortClaim:
+    """One chosen port, held until `release` or until this process ends."""
+
+    def __init__(self, port: int, holder: socket.socket) -> None:
+        self.port = port
+        self._holder = holder
+
+    def release(self) -> None:
+        """Let others choose this port again. Safe to call twice."""
+        self._holder.close()
+
+
+def claim_port() -> PortClaim:
+    """Choose a port below the range from which the kernel takes ports for outgoing connections.
+
+    Raises UserError when none is free.
+    """
+    last = int(EPHEMERAL_RANGE.read_text().split()[0]) - 1 if EPHEMERAL_RANGE.exists() else 32767
+    choices = random.SystemRandom().sample(range(FIRST_PORT, last), min(ATTEMPTS, last - FIRST_PORT))
+    for port in choices:
+        holder = _hold(port)
+        if holder is None:
+            continue
+        if _is_free(port):
+            return PortClaim(port, holder)
+        holder.close()
+    raise UserError(f"no free port between {FIRST_PORT} and {last} on this host: end what holds them")
+
+
+def _hold(port: int) -> socket.socket | None:
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        holder.bind(f"\0grpo_mp-port-{port}")
+    except OSError:
+        holder.close()
+        return None
+    return holder
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,143 @@
+"""One SGLang server as a child process: started, watched, ended, and never outliving the run."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+
+from grpo_mp.errors import PhaseTimeout, UserError
+from grpo_mp.rollout.engine_args import EngineSpec, check_arguments, engine_arguments, engine_environment, known_arguments
+from grpo_mp.rollout.ports import PortClaim, claim_port
+
+COMMAND = [sys.executable, "-m", "grpo_mp.rollout.engine_main"]
+POLL_INTERVAL_S = 0.1
+PROBE_TIMEOUT_S = 5.0
+TERM_GRACE_S = 5.0
+KILL_GRACE_S = 10.0
+LOG_LINES = 12
+
+
+class EngineProcess:
+    """Starts one SGLang server (or this node's part of it) in its own process group.
+
+    `start` returns at once, `wait_ready` waits; so engines start side by side. Use as a context manager to
+    be sure of `stop`. Even without it the server ends within a second of this process.
+    """
+
+    def __init__(self, spec: EngineSpec, log: Path, environment: Mapping[str, str] | None = None) -> None:
+        """Checks the user's arguments. Raises UserError for an argument that SGLang does not know or the run owns."""
+        check_arguments(spec.args, known_arguments())
+        self.spec = spec
+        self.log = log
+        self.name = f"engine-{spec.index}-{secrets.token_hex(8)}"
+        self.key = secrets.token_hex(16)
+        self._base = dict(os.environ if environment is None else environment)
+        self._claims: list[PortClaim] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the server listens: http://127.0.0.1:port."""
+        return f"http://127.0.0.1:{self._claims[0].port}"
+
+    @property
+    def process_group(self) -> int:
+        """Id of the process group that holds every process of this engine."""
+        if self._process is None:
+            raise RuntimeError(f"{self._who()} was not started")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the processes; the log file is begun anew."""
+        self._claims = [claim_port(), claim_port()]
+        self._scratch = tempfile.TemporaryDirectory(prefix="grpo_mp_engine_", ignore_cleanup_errors=True)
+        arguments = engine_arguments(self.spec, self._claims[0].port, self._claims[1].port, self.name, self.key)
+        environment = engine_environment(self.spec, arguments, self._base) | {"TMPDIR": self._scratch.name}
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                COMMAND, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when this very server answers. Raises UserError with the log's end when it dies or is late."""
+        deadline = time.monotonic() + timeout_s
+        with httpx.Client(trust_env=False, timeout=PROBE_TIMEOUT_S, headers=self.headers) as client:
+            while not self._answers(client):
+                self.check_alive("while starting")
+                if time.monotonic() > deadline:
+                    raise PhaseTimeout(self._with_log(f"{self._who()} did not come up within {timeout_s:g} s"))
+                time.sleep(POLL_INTERVAL_S)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """HTTP headers that every request to this engine needs."""
+        return {"Authorization": f"Bearer {self.key}"}
+
+    def check_alive(self, phase: str = "") -> None:
+        """Raises UserError with the last lines of the log when the server has ended."""
+        if self._process is None or self._process.poll() is not None:
+            raise UserError(self._with_log(f"{self._who()} ended {phase}".rstrip()))
+
+    def stop(self) -> None:
+        """End every process of the engine: TERM, then KILL. Safe to call twice and on a dead engine."""
+        if self._process is not None:
+            _signal_group(self._process.pid, signal.SIGTERM)
+            if not _ends(self._process, TERM_GRACE_S):
+                _signal_group(self._process.pid, signal.SIGKILL)
+                _ends(self._process, KILL_GRACE_S)
+        for claim in self._claims:
+            claim.release()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
+
+    def __enter__(self) -> "EngineProcess":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _answers(self, client: httpx.Client) -> bool:
+        # Somebody else's server on this port would answer too: the name is this engine's alone.
+        try:
+            reply = client.get(f"{self.url}/model_info")
+            return reply.status_code == 200 and reply.json()["served_model_name"] == self.name
+        except (httpx.TransportError, ValueError, KeyError, TypeError):
+            return False
+
+    def _who(self) -> str:
+        return f"engine {self.spec.index} (rank {self.spec.rank}, {self.spec.model})"
+
+    def _with_log(self, sentence: str) -> str:
+        return f"{sentence}; the last lines of {self.log}:\n{last_lines(self.log, LOG_LINES)}"
+
+
+def last_lines(log: Path, count: int) -> str:
+    """The last `count` lines of a log that say something."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join([line for line in lines if line.strip()][-count:]) or "(nothing)"
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return  # all of them have ended
+
+
+def _ends(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

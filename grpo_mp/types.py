@@ -1,0 +1,76 @@
+"""What flows through one step: prompts, samples, groups and packed micro-batches."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt x, rendered by the chat template and tokenized."""
+
+    index: int  # row in the prompt set, stable over the whole run
+    text: str  # as the user wrote it, before the chat template
+    tokens: tuple[int, ...]
+    answer: str | None = None
+    columns: dict[str, Any] = field(default_factory=dict)  # the whole data row, for reward functions
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response y to a prompt. Every token carries its rollout logprob and its weight version."""
+
+    group_id: int  # unique in the run: which group the advantage is normalised in
+    index: int  # position inside the group
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # the response, ending with the stop token unless truncated
+    rollout_logprobs: tuple[float, ...]
+    weight_versions: tuple[int, ...]
+    truncated: bool
+    text: str = ""
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)  # by reward name, unweighted
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ValueError(f"sample {self.group_id}/{self.index} has no tokens")
+        if not len(self.tokens) == len(self.rollout_logprobs) == len(self.weight_versions):
+            raise ValueError(f"sample {self.group_id}/{self.index}: tokens, logprobs and versions differ in length")
+
+    @property
+    def total_tokens(self) -> int:
+        return len(self.prompt_tokens) + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """The `group_size` samples of one prompt."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+
+@dataclass
+class MicroBatch:
+    """Sequences packed end to end: what one forward of the policy sees. All tensors are [T] unless said.
+
+    Position t predicts `targets[t]`; per-token values belong to that target. `mask` is 1 where the
+    target is a response token. Padding (to a multiple the layout needs) is a sequence of its own.
+    """
+
+    tokens: torch.Tensor  # int64
+    positions: torch.Tensor  # int64, position inside its sequence
+    targets: torch.Tensor  # int64
+    mask: torch.Tensor  # float32, 0 or 1
+    lengths: tuple[int, ...]  # padded length of every packed sequence; sums to T
+    sequence: torch.Tensor  # int64, which sequence of `sample_ids` a token belongs to; -1 is padding
+    sample_ids: tuple[int, ...]  # index of each packed sequence into the update's sample list
+    advantages: torch.Tensor  # float32
+    rollout_logprobs: torch.Tensor  # float32
+    old_logprobs: torch.Tensor | None = None  # float32; None: the logprobs of the first update are the old ones
+    reference_logprobs: torch.Tensor | None = None  # float32
+
+    @property
+    def total_tokens(self) -> int:
+        return self.tokens.numel()

@@ -1,0 +1,180 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+from transformers import PreTrainedTokenizerFast
+
+from grpo_mp.config import Data
+from grpo_mp.data.prompts import PromptSet, final_answer, load_prompts
+from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.errors import UserError
+
+TOKENIZER = make_tokenizer(["How", "many", "apples"])
+ROWS = [
+    {"question": "How many apples? 3+4", "answer": "3+4=<<3+4=7>>7\n#### 7", "level": 1},
+    {"question": "Earn", "answer": "A lot.\n#### 1,234,000", "level": 2},
+    {"question": "Where?", "answer": "at home", "level": 3},
+]
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def load(source: str, limit: int = 100, **columns: Any) -> PromptSet:
+    return load_prompts(source, Data(train=source, **columns), TOKENIZER, limit)
+
+
+def sources(folder: Path) -> list[str]:
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "rows.parquet")
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(folder / "single")
+    datasets.DatasetDict({"train": saved.select([0]), "test": saved}).save_to_disk(folder / "splits")
+    (folder / "plain").mkdir()
+    write(folder / "plain" / "test.jsonl", ROWS)
+    names = (str(folder / "single"), f"{folder / 'splits'}:test", f"{folder / 'plain'}:test")
+    return [write(folder / "rows.jsonl", ROWS), str(folder / "rows.parquet"), *names]
+
+
+def test_every_source_gives_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for source in sources(tmp_path):
+        prompts = load(source)
+        assert [prompt.answer for prompt in prompts] == ["7", "1234000", "at home"], source
+        assert [prompt.text for prompt in prompts] == [row["question"] for row in ROWS]
+        assert [prompt.columns for prompt in prompts] == ROWS
+        assert [prompt.index for prompt in prompts] == [0, 1, 2]
+        assert TOKENIZER.decode(prompts[1].tokens) == "<|user|>Earn<|im_end|><|assistant|>"
+
+
+def test_messages_and_system_message(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "3+4"}]
+    own = [{"role": "system", "content": "mine"}, *chat]
+    source = write(tmp_path / "a.jsonl", [{"prompt": chat}, {"prompt": own}, {"prompt": "3+4"}])
+    prompts = load(source, prompt="prompt", answer=None, system="yours")
+    texts = [TOKENIZER.decode(prompt.tokens) for prompt in prompts]
+    assert texts[0] == texts[2] == "<|system|>yours<|im_end|><|user|>3+4<|im_end|><|assistant|>"
+    assert texts[1] == texts[0].replace("yours", "mine")
+    assert [prompt.text for prompt in prompts] == ["3+4"] * 3
+    assert prompts[0].answer is None
+
+
+def test_tokens_are_those_of_the_tokenizer_s_own_chat_call(tmp_path: Path) -> None:
+    prompts = load(write(tmp_path / "a.jsonl", ROWS))
+    for prompt, row in zip(prompts, ROWS, strict=True):
+        chat = [{"role": "user", "content": row["question"]}]
+        assert list(prompt.tokens) == TOKENIZER.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+
+
+def test_long_prompts_are_counted_and_left_out_never_cut(tmp_path: Path) -> None:
+    rows = [{"question": "1" * length, "answer": "#### 1"} for length in (5, 9, 6, 7)]
+    source = write(tmp_path / "a.jsonl", rows)
+    prompts = load(source, limit=6 + 3)
+    assert (len(prompts), prompts.left_out) == (2, 2)
+    assert [prompt.text for prompt in prompts] == ["11111", "111111"]
+    assert [prompts[i].index for i in range(2)] == [0, 1]
+    with pytest.raises(UserError, match="all 4 prompts are longer than rollout.max_prompt_tokens=7"):
+        load(source, limit=7)
+
+
+def test_count_keeps_the_first_that_fit(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", ROWS)
+    assert len(load_prompts(source, Data(train=source), TOKENIZER, 100, count=2)) == 2
+
+
+GOOD = {"question": "a", "answer": "1"}
+BAD_ROWS = [
+    ([GOOD, ""], r"a\.jsonl, line 2: empty row"),
+    ([GOOD, "{'a': 1}"], r"a\.jsonl, line 2: not valid JSON"),
+    (["\udcff"], r"a\.jsonl, line 1: not valid JSON"),
+    (["[1]"], r"a\.jsonl, line 1: expected an object with columns, found list"),
+    ([{"question": "  ", "answer": "1"}], r"line 1: column question: the prompt is empty"),
+    ([{"question": [], "answer": "1"}], r"line 1: column question: expected text or a list of chat messages"),
+    ([{"question": 3, "answer": "1"}], r"line 1: column question: expected text or a list of chat messages"),
+    ([{"question": [{"role": "you", "content": "a"}], "answer": "1"}], r"line 1: .* a message needs role"),
+    ([{"question": [{"role": "user"}], "answer": "1"}], r"line 1: .* a message needs role .* text content"),
+    ([{"question": [{"role": "assistant", "content": "a"}], "answer": "1"}], r"last message must be the user's"),
+    ([{"question": "a", "answer": None}], r"line 1: column answer: expected an answer"),
+    ([{"question": "a", "answer": "so\n####"}], r"line 1: column answer: expected an answer"),
+    (
+        [GOOD, {"qestion": "a", "answer": "1"}],
+        r"line 2: no column question \(did you mean qestion\?\).* qestion, answer",
+    ),
+    ([{"question": "a", "solution": "1"}], r"line 1: no column answer.* set data.answer to one of them or to null"),
+    ([], r"a\.jsonl: no rows"),
+]
+
+
+@pytest.mark.parametrize(("rows", "message"), BAD_ROWS)
+def test_bad_rows_are_named_with_file_and_line(rows: list[Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_bytes("".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match=message):
+        load(str(path))
+
+
+def test_parquet_rows_are_named_by_number(tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.Table.from_pylist([GOOD, {"question": "", "answer": "1"}]), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet, row 2: column question: the prompt is empty"):
+        load(str(tmp_path / "a.parquet"))
+    (tmp_path / "b.parquet").write_text("no")
+    with pytest.raises(UserError, match=r"b\.parquet: not readable as Parquet"):
+        load(str(tmp_path / "b.parquet"))
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "none.parquet", "./no/such/folder:train", "a:b:c:d", ":train"])
+def test_a_source_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="no such file|write a .jsonl"):
+        load(name)
+
+
+def test_an_unknown_split_is_named(tmp_path: Path) -> None:
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(UserError, match="tset"):
+        load(f"{tmp_path / 'splits'}:tset")
+
+
+def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
+    bare = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer)
+    source = write(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(UserError, match="no chat template"):
+        load_prompts(source, Data(train=source), bare, 10)
+
+
+def test_a_template_that_refuses_the_prompt_names_the_row(tmp_path: Path) -> None:
+    strict = make_tokenizer([])
+    strict.chat_template = "{{ raise_exception('only one message') }}"
+    source = write(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(UserError, match="line 1: .* refuses the prompt: only one message"):
+        load_prompts(source, Data(train=source), strict, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so 5\n#### 18", "18"),
+        ("#### -1,234.50 ", "-1234.50"),
+        ("a #### 3\nb\n#### 4\n", "4"),
+        ("#### 1,2", "1,2"),
+        (" plain 1,234 ", "plain 1,234"),
+        ("1,234", "1,234"),
+        ("#### 3 in the middle\nand on", "#### 3 in the middle\nand on"),
+    ],
+)
+def test_final_answer(text: str, answer: str) -> None:
+    assert final_answer(text) == answer
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_final_answer_reads_any_integer_of_gsm8k(number: int) -> None:
+    assert final_answer(f"work\n#### {number:,}") == str(number)

@@ -1,0 +1,129 @@
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mp.data.schedule import Cost, MicroBatchPlan, Schedule, plan_microbatches
+
+
+def fewest_bins(lengths: list[int], capacity: int) -> int:
+    """By trying every partition: the fewest bins, where a too long sequence stands alone."""
+    best = len(lengths)
+
+    def place(rest: list[int], bins: list[int]) -> None:
+        nonlocal best
+        if len(bins) >= best and rest:
+            return
+        if not rest:
+            best = min(best, len(bins))
+            return
+        for i, load in enumerate(bins):
+            if load + rest[0] <= capacity:
+                place(rest[1:], [*bins[:i], load + rest[0], *bins[i + 1 :]])
+        place(rest[1:], [*bins, rest[0]])
+
+    place(lengths, [])
+    return best
+
+
+def best_spread(lengths: list[int], ranks: int) -> int:
+    """The smallest possible largest rank total."""
+    return min(
+        max(sum(n for n, r in zip(lengths, where, strict=True) if r == rank) for rank in range(ranks))
+        for where in itertools.product(range(ranks), repeat=len(lengths))
+    )
+
+
+def check(schedule: Schedule, lengths: list[int], ranks: int, capacity: int, align: int, multiple: int) -> None:
+    plans = [plan for rank in schedule.ranks for plan in rank]
+    assert len(schedule.ranks) == ranks
+    assert {len(rank) for rank in schedule.ranks} == {schedule.microbatches}
+    assert schedule.microbatches % multiple == 0
+    assert schedule.microbatches >= 1
+    assert sorted(sample for plan in plans for sample in plan.samples) == list(range(len(lengths)))
+    for plan in plans:
+        for sample, padded in zip(plan.samples, plan.lengths, strict=True):
+            assert padded % align == 0
+            assert 0 <= padded - lengths[sample] < align
+        assert plan.tokens <= capacity or len(plan.samples) == 1
+
+
+@given(
+    st.lists(st.integers(1, 60), max_size=40),
+    st.integers(1, 5),
+    st.integers(1, 100),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 0.01, 1.0]),
+)
+@settings(max_examples=500)
+def test_every_plan_is_legal_and_deterministic(
+    lengths: list[int], ranks: int, capacity: int, align: int, multiple: int, quadratic: float
+) -> None:
+    cost = Cost(1.0, quadratic)
+    schedule = plan_microbatches(lengths, ranks, capacity, align, multiple, cost)
+    check(schedule, lengths, ranks, capacity, align, multiple)
+    assert schedule == plan_microbatches(tuple(lengths), ranks, capacity, align, multiple, cost)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(1, 3), st.integers(5, 25), st.integers(1, 2))
+@settings(max_examples=300, deadline=None)
+def test_microbatches_are_as_few_as_any_packing_allows(
+    lengths: list[int], ranks: int, capacity: int, multiple: int
+) -> None:
+    fewest = -(-fewest_bins(lengths, capacity) // (ranks * multiple)) * multiple
+    planned = plan_microbatches(lengths, ranks, capacity, 1, multiple).microbatches
+    assert fewest <= planned <= fewest + multiple
+    if fewest_bins(lengths, capacity) <= 2 or planned == multiple:
+        assert planned == fewest
+
+
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=7), st.integers(2, 3))
+@settings(max_examples=200, deadline=None)
+def test_ranks_are_balanced_within_the_bound_of_longest_first(lengths: list[int], ranks: int) -> None:
+    schedule = plan_microbatches(lengths, ranks, 10_000, 1)
+    worst = max(sum(plan.tokens for plan in rank) for rank in schedule.ranks)
+    assert worst <= best_spread(lengths, ranks) * (4 / 3 - 1 / (3 * ranks)) + 1e-9
+
+
+def test_long_tailed_lengths_balance_over_ranks_and_over_simultaneous_microbatches() -> None:
+    draw = random.Random(0)
+    lengths = [min(8192, 16 + int(draw.lognormvariate(6, 1))) for _ in range(1024)]
+    schedule = plan_microbatches(lengths, 8, 16384, 16, multiple=2)
+    totals = [sum(plan.tokens for plan in rank) for rank in schedule.ranks]
+    assert max(totals) / (sum(totals) / 8) < 1.01
+    for k in range(schedule.microbatches):
+        together = [rank[k].tokens for rank in schedule.ranks]
+        assert max(together) / (sum(together) / 8) < 1.02
+
+
+def test_quadratic_cost_gives_the_rank_with_the_long_sequence_fewer_tokens() -> None:
+    lengths = [400] + [100] * 8
+    schedule = plan_microbatches(lengths, 2, 10_000, 1, cost=Cost(1.0, 0.01))
+    tokens = {plan.samples: plan.tokens for rank in schedule.ranks for plan in rank}
+    with_long = next(count for samples, count in tokens.items() if 0 in samples)
+    assert with_long < sum(tokens.values()) / 2
+
+
+def test_fewer_samples_than_ranks_leave_explicit_empties() -> None:
+    schedule = plan_microbatches([5, 6], 4, 64, 8, multiple=2)
+    assert schedule.microbatches == 2
+    plans = [plan for rank in schedule.ranks for plan in rank]
+    assert sum(plan == MicroBatchPlan() for plan in plans) == 6
+
+
+def test_a_sequence_over_the_budget_is_alone() -> None:
+    schedule = plan_microbatches([100, 3, 3], 1, 10, 1)
+    assert sorted(plan.samples for plan in schedule.ranks[0]) == [(0,), (1, 2)]
+
+
+def test_no_samples_still_give_every_rank_its_microbatches() -> None:
+    assert plan_microbatches([], 2, 8, 1, multiple=3).microbatches == 3
+
+
+@pytest.mark.parametrize("bad", [([0], 1, 1, 1), ([1], 0, 1, 1), ([1], 1, 0, 1), ([1], 1, 1, 0)])
+def test_sizes_below_one_are_refused(bad: tuple[list[int], int, int, int]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        plan_microbatches(*bad)

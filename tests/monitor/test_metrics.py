@@ -1,0 +1,64 @@
+"""The metric dictionary: unique names, lookup, warnings, and the page that documents it."""
+
+import math
+
+import pytest
+
+from grpo_mp.monitor import readme
+from grpo_mp.monitor.metrics import TABLE, fill, find, warnings
+
+GROUPS = {"reward", "rollout", "train", "mismatch", "sync", "time", "speed", "memory", "eval"}
+
+
+def test_rows_are_whole_and_unique() -> None:
+    assert len({metric.name for metric in TABLE}) == len(TABLE)
+    assert {metric.group for metric in TABLE} == GROUPS
+    assert all(metric.unit and metric.meaning and metric.healthy and metric.action for metric in TABLE)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("reward/part/answer", "reward/part/{name}"),
+        ("eval/gsm8k.main-2/accuracy", "eval/{set}/accuracy"),
+        ("time/generate_s", "time/{phase}_s"),
+        ("time/step_s", "time/step_s"),
+        ("mismatch/token_mult_prob_error", "mismatch/token_mult_prob_error"),
+    ],
+)
+def test_find_prefers_the_plain_row(name: str, row: str) -> None:
+    assert find(name).name == row
+
+
+@pytest.mark.parametrize("name", ["reward/maen", "eval/a/b/accuracy", "eval//accuracy", "loss", "reward/part/"])
+def test_unknown_name_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="not in"):
+        find(name)
+
+
+def test_wrong_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="is a histogram, not a scalar"):
+        find("reward/values", "scalar")
+
+
+def test_misspelling_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean reward/mean"):
+        find("reward/maen")
+
+
+def test_fill_makes_any_text_a_legal_name() -> None:
+    name = fill("reward/part/{name}", name="rewards/my.py:score it")
+    assert name == "reward/part/rewards_my.py_score_it"
+    assert find(name).name == "reward/part/{name}"
+
+
+def test_warnings_name_value_and_action() -> None:
+    assert warnings({"mismatch/token_mult_prob_error": 1.04, "reward/mean": -5.0}) == []
+    (line,) = warnings({"mismatch/token_mult_prob_error": 1.2})
+    assert "1.2" in line
+    assert "run the doctor" in line
+    assert len(warnings({"train/loss": math.nan})) == 1
+
+
+def test_page_is_up_to_date() -> None:
+    assert readme.PAGE.read_text(encoding="utf-8") == readme.page(), "run python -m grpo_mp.monitor.readme"

@@ -1,0 +1,109 @@
+"""The progress output as text: one line per step in a log, a live line on a terminal, the closing tables."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from grpo_mp.monitor.progress import AnswerPair, EvalScore, Progress
+from grpo_mp.monitor.screen import View, duration, live
+
+SCALARS = {
+    "reward/mean": 0.8125,
+    "speed/generate_tokens_per_s": 5120.4,
+    "time/step_s": 3.0,
+    "time/generate_s": 1.5,
+    "time/train_s": 1.25,
+}
+
+
+class Clock:
+    """Time that passes only when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def log_console() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=60)
+
+
+def output(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def run_two_steps(console: Console, rank: int = 0) -> None:
+    clock = Clock()
+    with Progress(Path("runs/x"), steps=12, done=10, rank=rank, console=console, clock=clock) as progress:
+        progress.note("engine 0 is up")
+        for step in (11, 12):
+            with progress.phase("GENERATE"):
+                progress.detail("170/256 samples")
+                clock.now_s += 4.0
+            progress.step(step, SCALARS, accuracy=0.5)
+
+
+def test_log_has_one_short_line_per_step() -> None:
+    console = log_console()
+    run_two_steps(console)
+    assert output(console).splitlines() == [
+        "engine 0 is up",
+        "step 11/12  reward 0.812  accuracy 50.0 %  5120 tokens/s  3.0 s (generate 1.5, train 1.2)  4 s left",
+        "step 12/12  reward 0.812  accuracy 50.0 %  5120 tokens/s  3.0 s (generate 1.5, train 1.2)  0 s left",
+    ]
+
+
+def test_other_ranks_print_nothing() -> None:
+    console = log_console()
+    run_two_steps(console, rank=1)
+    assert output(console) == ""
+
+
+def test_other_ranks_print_nothing_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    with Progress(Path("runs/x"), steps=2, rank=1) as progress:
+        progress.note("hidden")
+        progress.finish({}, {"a": EvalScore(1, 1, 1)})
+    assert capfd.readouterr().out == ""
+
+
+def test_terminal_shows_the_phase_and_keeps_the_step_lines() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    run_two_steps(console)
+    assert "the engines write answers" in output(console)
+    assert output(console).count("generate 1.5, train 1.2") == 2
+
+
+def test_finish_compares_sets_and_answers() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False, width=100)
+    before, after = {"arithmetic": EvalScore(0.344, 0.6, 21.0)}, {"arithmetic": EvalScore(0.812, 1.3, 24.5)}
+    pair = AnswerPair("2 + [bold]2[/bold]?", "\\boxed{5}", "\\boxed{4}", "4")
+    with Progress(Path("runs/my x"), steps=2, console=console) as progress:
+        progress.finish(before, after, [pair])
+    text = output(console)
+    for wanted in ("34.4 %", "81.2 %", "+46.8", "+0.700", "+3.5", "2 + [bold]2[/bold]?", "\\boxed{5}", "\\boxed{4}"):
+        assert wanted in text
+    assert "tensorboard --logdir 'runs/my x/tensorboard'" in text
+
+
+def test_set_without_a_before_has_no_change() -> None:
+    console = log_console()
+    with Progress(Path("runs/x"), steps=2, console=console) as progress:
+        progress.evaluated(2, {"new": EvalScore(0.5, 1.0, 8.0)})
+        progress.finish({}, {"new": EvalScore(0.5, 1.0, 8.0)})
+    assert "eval after step 2: new 50.0 % right, reward 1.000, 8 tokens" in output(console)
+    assert "+" not in output(console).replace("+-", "")
+
+
+def test_live_view_without_figures_renders() -> None:
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(live(View(steps=3)))
+    assert "step 0/3" in output(console)
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0.4, 59.6, 185, 7620)] == ["0 s", "1 min 00 s", "3 min 05 s", "2 h 07 min"]

@@ -1,0 +1,74 @@
+"""Sampled answers as JSON lines and as TensorBoard text."""
+
+import json
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from grpo_mp.monitor.samples import SampleWriter, spread
+from grpo_mp.monitor.writer import MetricWriter
+from grpo_mp.types import Prompt, Sample, SampleGroup
+
+
+def group(group_id: int, rewards: tuple[float, ...] = (0.0, 1.5, 0.5)) -> SampleGroup:
+    samples = tuple(
+        Sample(
+            group_id=group_id,
+            index=index,
+            prompt_tokens=(1, 2),
+            tokens=(3, 4),
+            rollout_logprobs=(-0.1, -0.2),
+            weight_versions=(6, 7),
+            truncated=index == 0,
+            text=f"answer {group_id}.{index}\n<b>é</b>",
+            reward=reward,
+            reward_parts={"answer": reward - 0.5},
+        )
+        for index, reward in enumerate(rewards)
+    )
+    return SampleGroup(Prompt(group_id, f"question {group_id}", (1, 2), answer="4"), samples)
+
+
+def test_jsonl_holds_whole_groups(tmp_path: Path) -> None:
+    path = SampleWriter(tmp_path, groups_per_step=2).write(12, [group(i) for i in range(4)])
+    assert path == tmp_path / "samples" / "step_000012.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(row["group_id"], row["index"]) for row in rows] == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2)]
+    assert rows[1] == {
+        "prompt": "question 0",
+        "expected": "4",
+        "response": "answer 0.1\n<b>é</b>",
+        "reward": 1.5,
+        "parts": {"answer": 1.0},
+        "truncated": False,
+        "tokens": 2,
+        "weight_version": [6, 7],
+        "prompt_index": 0,
+        "group_id": 0,
+        "index": 1,
+    }
+
+
+def test_tensorboard_shows_best_and_worst(tmp_path: Path) -> None:
+    with MetricWriter(tmp_path) as metrics:
+        SampleWriter(tmp_path, metrics).write(1, [group(5)])
+    reader = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (event,) = reader.Tensors("rollout/samples/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert text.index("answer 5.1") < text.index("answer 5.0")
+    assert "answer 5.2" not in text
+    assert "\n    <b>é</b>" in text
+
+
+def test_resume_removes_later_steps(tmp_path: Path) -> None:
+    writer = SampleWriter(tmp_path)
+    for step in (1, 2, 3):
+        writer.write(step, [group(0)])
+    SampleWriter(tmp_path, first_step=3)
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
+
+
+def test_spread_is_even_and_never_repeats() -> None:
+    groups = [group(i) for i in range(7)]
+    assert spread(groups, 0) == spread(groups, 9) == groups
+    assert [g.prompt.index for g in spread(groups, 3)] == [0, 2, 4]

@@ -1,0 +1,53 @@
+"""Step summaries against a count of single nanoseconds."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_mp.monitor.metrics import find
+from grpo_mp.monitor.summary import StepSummary, covered_ns, over_ranks, step_scalars, summarise
+from grpo_mp.monitor.timeline import Span
+
+NAMES = ("GENERATE", "SCORE", "TRAIN", "WAIT")
+SPANS = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.integers(0, 60), st.integers(0, 30)).map(
+        lambda drawn: Span(drawn[0], drawn[1], drawn[1] + drawn[2])
+    ),
+    max_size=8,
+)
+
+
+@given(SPANS, st.integers(0, 40), st.integers(1, 40))
+def test_summary_equals_counting_each_nanosecond(spans: list[Span], start: int, wall: int) -> None:
+    inside = {
+        name: {t for span in spans if span.name == name for t in range(span.start_ns, span.end_ns)}
+        & set(range(start, start + wall))
+        for name in NAMES
+    }
+    summary = summarise(spans, start, start + wall)
+    assert summary.wall_s == wall / 1e9
+    for name in NAMES:
+        assert round(summary.seconds.get(name, 0.0) * 1e9) == len(inside[name])
+    assert summary.overhead_share == pytest.approx(1 - len(inside["GENERATE"] | inside["TRAIN"]) / wall)
+    assert summary.idle_share == pytest.approx(len(inside["WAIT"]) / wall)
+
+
+def test_covered_counts_overlaps_once() -> None:
+    assert covered_ns([(0, 10), (2, 4), (8, 12), (20, 21)]) == 13
+    assert covered_ns([]) == 0
+
+
+def test_over_ranks_takes_slowest_seconds_and_mean_shares() -> None:
+    one = StepSummary(2.0, {"TRAIN": 1.0}, idle_share=0.5, overhead_share=0.1)
+    two = StepSummary(3.0, {"TRAIN": 0.5, "SYNC": 0.2}, idle_share=0.0, overhead_share=0.3)
+    both = over_ranks([one, two])
+    assert (both.wall_s, both.seconds) == (3.0, {"SYNC": 0.2, "TRAIN": 1.0})
+    assert both.idle_share == pytest.approx(0.25)
+    assert both.overhead_share == pytest.approx(0.2)
+
+
+def test_scalars_are_in_the_dictionary() -> None:
+    scalars = step_scalars(summarise([Span("GENERATE", 0, 6), Span("WAIT", 4, 6)], 0, 8))
+    assert scalars["time/generate_s"] == pytest.approx(6e-9)
+    assert scalars["time/overhead_share"] == pytest.approx(0.25)
+    assert all(find(name, "scalar") for name in scalars)

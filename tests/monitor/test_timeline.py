@@ -1,0 +1,119 @@
+"""Traces: valid while running, after a kill, after a resume; merged over ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from grpo_mp.monitor.timeline import Event, Timeline, close_open_spans, merge_traces, read_trace, trace_path
+
+
+def balanced(events: list[Event]) -> bool:
+    """Whether on each lane every E ends the last open B, in order of time: what trace viewers require."""
+    open_names: dict[tuple[int, int], list[str]] = {}
+    last: dict[tuple[int, int], float] = {}
+    for event in (event for event in events if event["ph"] in "BE"):
+        lane = (event["pid"], event["tid"])
+        if event["ts"] < last.get(lane, 0):
+            return False
+        last[lane] = event["ts"]
+        names = open_names.setdefault(lane, [])
+        if event["ph"] == "B":
+            names.append(event["name"])
+        elif not names or names.pop() != event["name"]:
+            return False
+    return not any(open_names.values())
+
+
+def test_spans_nest_and_lanes_are_named(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, rank=3)
+    before = time.time_ns()
+    with timeline.span("GENERATE", step=1):
+        with timeline.span("group", lane="engine 0", group_id=7):
+            pass
+        with timeline.span("WAIT"):
+            pass
+    after = time.time_ns()
+    timeline.close()
+    events = json.loads(trace_path(tmp_path, 3).read_text())
+    assert balanced(events)
+    assert {event["pid"] for event in events} == {3}
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert lanes == {0: "policy", 1: "engine 0"}
+    begin = next(event for event in events if event["name"] == "group" and event["ph"] == "B")
+    assert begin["args"] == {"group_id": 7}
+    assert before / 1000 - 1e4 <= begin["ts"] <= after / 1000 + 1e4
+    assert [span.name for span in timeline.take()] == ["group", "WAIT", "GENERATE"]
+    assert timeline.take() == ()
+
+
+def test_span_ends_when_the_body_raises(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, rank=0)
+    try:
+        with timeline.span("TRAIN"):
+            raise KeyError("x")
+    except KeyError:
+        timeline.close()
+    assert balanced(json.loads(trace_path(tmp_path, 0).read_text()))
+
+
+def test_threads_on_their_own_lanes(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, rank=0)
+
+    def work(number: int) -> None:
+        for _ in range(50):
+            with timeline.span("request", lane=f"engine {number}"):
+                pass
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    timeline.close()
+    events = json.loads(trace_path(tmp_path, 0).read_text())
+    assert balanced(events)
+    assert sum(event["ph"] == "B" for event in events) == len(timeline.take()) == 200
+
+
+def test_killed_process_leaves_a_trace_that_goes_on(tmp_path: Path) -> None:
+    body = (
+        "import os, signal, sys; from pathlib import Path; from grpo_mp.monitor.timeline import Timeline\n"
+        "timeline = Timeline(Path(sys.argv[1]), 0)\n"
+        "with timeline.span('GENERATE'):\n  pass\n"
+        "with timeline.span('TRAIN'), timeline.span('backward'):\n  os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", body, str(tmp_path)], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    path = trace_path(tmp_path, 0)
+    # What chrome://tracing does with a file that lacks its bracket.
+    events = json.loads(path.read_text().rstrip().rstrip(",") + "]")
+    assert [event["name"] for event in events if event["ph"] == "B"] == ["GENERATE", "TRAIN", "backward"]
+    assert balanced(close_open_spans(events))
+
+    with path.open("a") as file:
+        file.write(',\n{"ph": "M", "name": "thread_name", "args": {"name": "torn"}')
+    timeline = Timeline(tmp_path, rank=0)
+    with timeline.span("SYNC"):
+        pass
+    timeline.close()
+    resumed = json.loads(path.read_text())
+    assert balanced(resumed)
+    assert [event["name"] for event in resumed if event["ph"] == "B"] == ["GENERATE", "TRAIN", "backward", "SYNC"]
+    assert "torn" not in path.read_text()
+
+
+def test_merge_holds_every_rank_and_closes_open_spans(tmp_path: Path) -> None:
+    timelines = [Timeline(tmp_path, rank) for rank in range(3)]
+    with timelines[0].span("TRAIN"), timelines[1].span("TRAIN"), timelines[2].span("TRAIN"):
+        events = json.loads(merge_traces(tmp_path).read_text())
+    assert balanced(events)
+    assert {event["pid"] for event in events if event["ph"] == "B"} == {0, 1, 2}
+    assert read_trace(tmp_path / "trace.json") == events
+    for timeline in timelines:
+        timeline.close()
+    assert os.listdir(tmp_path / "trace") and not list((tmp_path / "trace").glob("*.new"))

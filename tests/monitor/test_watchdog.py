@@ -1,0 +1,112 @@
+"""Deadlines, and the watchdog ending real processes that hang."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from grpo_mp.errors import PhaseTimeout
+from grpo_mp.monitor import watchdog
+from grpo_mp.monitor.watchdog import Deadline, Watchdog
+
+HEAD = """
+import ctypes, sys, threading, time
+from pathlib import Path
+from grpo_mp.monitor import watchdog
+watchdog.GRACE_S = watchdog.LAST_ACTIONS_S = 0.5
+run = Path(sys.argv[1])
+"""
+
+
+def run_hanging(body: str, run: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", HEAD + body, str(run)]
+    return subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+
+
+def test_hanging_phase_ends_the_process_and_names_the_place(tmp_path: Path) -> None:
+    body = """
+def stuck_in_a_collective():
+    threading.Event().wait()
+
+def last():
+    (run / "last").write_text("ran")
+
+print("buffered line", end="")
+dog = watchdog.Watchdog(5, run, before_exit=[last])
+with dog.phase("STEP", 60.0), dog.phase("GENERATE", 0.2, engine=2):
+    stuck_in_a_collective()
+"""
+    done = run_hanging(body, tmp_path)
+    stacks = tmp_path / "logs" / "stuck_rank_5.txt"
+    assert done.returncode == watchdog.STUCK_STATUS
+    assert done.stderr.splitlines() == [
+        f"error: rank 5, engine 2: GENERATE passed its limit of 0.2 s; the stacks of all threads are in {stacks}"
+    ]
+    assert done.stdout == "buffered line"
+    assert "stuck_in_a_collective" in stacks.read_text()
+    assert (tmp_path / "last").read_text() == "ran"
+
+
+def test_last_action_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
+    body = """
+dog = watchdog.Watchdog(0, run, before_exit=[threading.Event().wait])
+with dog.phase("TRAIN", 0.1):
+    time.sleep(60)
+"""
+    assert run_hanging(body, tmp_path).returncode == watchdog.STUCK_STATUS
+
+
+def test_unwritable_run_folder_does_not_keep_the_process(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    body = """
+dog = watchdog.Watchdog(0, run)
+with dog.phase("TRAIN", 0.1):
+    time.sleep(60)
+"""
+    done = run_hanging(body, tmp_path)
+    assert done.returncode == watchdog.STUCK_STATUS
+    assert "rank 0: TRAIN passed its limit" in done.stderr
+
+
+def test_call_that_keeps_the_interpreter_lock_is_ended_too(tmp_path: Path) -> None:
+    body = """
+dog = watchdog.Watchdog(0, run)
+with dog.phase("SYNC", 0.1):
+    ctypes.PyDLL(None).sleep(60)
+"""
+    done = run_hanging(body, tmp_path)
+    assert done.returncode == 1
+    assert 'File "<string>"' in done.stderr
+
+
+def test_phases_in_time_are_left_alone(tmp_path: Path) -> None:
+    body = """
+with watchdog.Watchdog(0, run) as dog:
+    for _ in range(100):
+        with dog.phase("TRAIN", 30.0):
+            pass
+    with dog.phase("GENERATE", 0.3):
+        pass
+    time.sleep(1.2)
+print("done")
+"""
+    done = run_hanging(body, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    assert not (tmp_path / "logs").exists()
+
+
+def test_body_that_raises_is_no_longer_watched(tmp_path: Path) -> None:
+    with Watchdog(0, tmp_path) as dog:
+        with pytest.raises(KeyError), dog.phase("TRAIN", 30.0):
+            raise KeyError("x")
+        assert dog._waits == []
+    assert "watchdog of rank 0" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_deadline_raises_with_rank_engine_and_phase() -> None:
+    Deadline(1, "SYNC", limit_s=1000.0).check()
+    passed = Deadline(1, "GENERATE", limit_s=2.0, engine=0, started_s=Deadline(0, "", 0.0).started_s - 3.0)
+    with pytest.raises(PhaseTimeout, match="rank 1, engine 0: GENERATE passed its limit of 2 s, waiting for group 7"):
+        passed.check("group 7")
