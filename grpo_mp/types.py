@@ -1,6 +1,6 @@
 """What flows through one step: prompts, samples, groups and packed micro-batches."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ class MicroBatch:
     sequence: torch.Tensor  # int64, which sequence of `sample_ids` a token belongs to; -1 is padding
     sample_ids: tuple[int, ...]  # index of each packed sequence into the update's sample list
     advantages: torch.Tensor  # float32
+    weights: torch.Tensor  # float32, share of the token in the update's loss
     rollout_logprobs: torch.Tensor  # float32
     old_logprobs: torch.Tensor | None = None  # float32; None: the logprobs of the first update are the old ones
     reference_logprobs: torch.Tensor | None = None  # float32
@@ -74,3 +75,10 @@ class MicroBatch:
     @property
     def total_tokens(self) -> int:
         return self.tokens.numel()
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same micro-batch with every tensor on `device`; itself where it is there already."""
+        if self.tokens.device == device:
+            return self
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **moved)

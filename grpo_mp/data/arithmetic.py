@@ -1,5 +1,6 @@
 """Seeded arithmetic word problems in GSM8K's format: a task that a tiny policy can learn and nobody has memorised."""
 
+import hashlib
 import json
 import os
 import random
@@ -62,6 +63,8 @@ def make_problems(
     made: dict[str, dict[str, Problem]] = {"train": {}, "eval": {}}
     draw = random.Random(seed)
     for _ in range(DRAWS_PER_PROBLEM * (count_train + count_eval)):
+        if all(len(made[split]) == wanted[split] for split in wanted):
+            break
         problem = _draw_problem(draw, largest, kinds)
         split = _split_of(problem.operands, seed, held_out)
         if len(made[split]) < wanted[split]:
@@ -115,5 +118,5 @@ def _draw_problem(draw: random.Random, largest: int, kinds: tuple[str, ...]) -> 
 
 def _split_of(operands: tuple[int, ...], seed: int, held_out: float) -> str:
     """The half that these operands, in any order, belong to: decided by seed and operands alone."""
-    chance = random.Random(f"{seed} {sorted(operands)}").random()
-    return "eval" if chance < held_out else "train"
+    digest = hashlib.blake2b(f"{seed} {sorted(operands)}".encode(), digest_size=8).digest()
+    return "eval" if int.from_bytes(digest, "big") < held_out * 2**64 else "train"

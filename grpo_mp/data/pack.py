@@ -4,7 +4,7 @@ A sequence is prompt then response then padding. The position before a response 
 p prompt and r response tokens has its r values at positions p-1 .. p+r-2 of its sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,14 +14,22 @@ from grpo_mp.data.schedule import MicroBatchPlan
 from grpo_mp.types import MicroBatch, Sample
 
 
-def pack(samples: Sequence[Sample], advantages: Sequence[float], plan: MicroBatchPlan, align: int) -> MicroBatch:
-    """Pack the plan's samples end to end; without any, one dummy sequence of `align` tokens that is all padding.
+def pack(
+    samples: Sequence[Sample] | Mapping[int, Sample],
+    advantages: Sequence[float],
+    weights: Sequence[float],
+    plan: MicroBatchPlan,
+    align: int,
+    pad_to: int = 0,
+) -> MicroBatch:
+    """Pack the plan's samples end to end; what is missing to `pad_to` tokens becomes one last sequence of padding.
 
-    `samples` and `advantages` are those of the whole update; the plan's indices pick from them.
+    The plan's indices pick the samples, their `advantages` and the loss `weights` of their tokens. Without samples the
+    micro-batch is one dummy sequence of padding, `align` tokens or `pad_to`.
     Raises ValueError for a sample longer than planned or without a prompt.
     """
-    lengths = plan.lengths or (align,)
-    total = sum(lengths)
+    total = max(plan.tokens, pad_to) or align
+    lengths = plan.lengths + ((total - plan.tokens,) if total > plan.tokens else ())
     batch = MicroBatch(
         tokens=torch.zeros(total, dtype=torch.int64),
         positions=torch.cat([torch.arange(length) for length in lengths]),
@@ -31,16 +39,20 @@ def pack(samples: Sequence[Sample], advantages: Sequence[float], plan: MicroBatc
         sequence=torch.full((total,), -1),
         sample_ids=plan.samples,
         advantages=torch.zeros(total),
+        weights=torch.zeros(total),
         rollout_logprobs=torch.zeros(total),
     )
     start = 0
     for number, (index, length) in enumerate(zip(plan.samples, plan.lengths, strict=True)):
-        _place_sample(batch, start, length, number, samples[index], advantages[index])
+        response = _place_sample(batch, start, length, number, samples[index])
+        batch.advantages[response] = advantages[index]
+        batch.weights[response] = weights[index]
         start += length
     return batch
 
 
-def _place_sample(batch: MicroBatch, start: int, length: int, number: int, sample: Sample, advantage: float) -> None:
+def _place_sample(batch: MicroBatch, start: int, length: int, number: int, sample: Sample) -> slice:
+    """Write one sequence at `start`; return the positions that predict its response."""
     name = f"sample {sample.group_id}/{sample.index}"
     if not sample.prompt_tokens:
         raise ValueError(f"{name} has no prompt token that could predict its first token")
@@ -53,8 +65,8 @@ def _place_sample(batch: MicroBatch, start: int, length: int, number: int, sampl
     batch.targets[start : end - 1] = tokens[1:]
     batch.sequence[start:end] = number
     batch.mask[response] = 1.0
-    batch.advantages[response] = advantage
     batch.rollout_logprobs[response] = torch.tensor(sample.rollout_logprobs)
+    return response
 
 
 def gather_responses(values: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
@@ -99,10 +111,10 @@ def join_context(parts: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch
 
 def context_index(lengths: Sequence[int], context: int, rank: int) -> torch.Tensor:
     """Positions in the whole micro-batch that a context-parallel rank holds, in its order: int64 [T / context]."""
-    if any(length % (2 * context) for length in lengths):
-        raise ValueError(f"lengths {tuple(lengths)} are not multiples of 2 x context = {2 * context}")
     if context == 1:
         return torch.arange(sum(lengths))
+    if any(length % (2 * context) for length in lengths):
+        raise ValueError(f"lengths {tuple(lengths)} are not multiples of 2 x context = {2 * context}")
     pieces, start = [], 0
     for length in lengths:
         chunks = torch.arange(start, start + length).chunk(2 * context)

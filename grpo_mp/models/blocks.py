@@ -40,23 +40,14 @@ def moe_config(hf: HfConfig, experts: int) -> dict[str, Any]:
 
 
 def ends(hf: HfConfig) -> list[Rule]:
-    """Token embedding, final norm and output layer (absent where the embedding is tied)."""
-    vocabulary, hidden = hf.int("vocab_size"), hf.int("hidden_size")
-    rules = [
-        Rule(
-            "embedding.word_embeddings.weight",
-            ("model.embed_tokens.weight",),
-            ((vocabulary, hidden),),
-            split=0,
-            vocabulary=True,
-        ),
-        Rule("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),)),
+    """Token embedding, final norm and output layer; a tied output layer is a copy that the last stage keeps."""
+    embedding, vocabulary = "model.embed_tokens.weight", (hf.int("vocab_size"), hf.int("hidden_size"))
+    output = embedding if hf.tied else "lm_head.weight"
+    return [
+        Rule("embedding.word_embeddings.weight", (embedding,), (vocabulary,), split=0, vocabulary=True),
+        Rule("decoder.final_layernorm.weight", ("model.norm.weight",), (vocabulary[1:],)),
+        Rule("output_layer.weight", (output,), (vocabulary,), split=0, vocabulary=True, alias=hf.tied),
     ]
-    if not hf.tied:
-        rules.append(
-            Rule("output_layer.weight", ("lm_head.weight",), ((vocabulary, hidden),), split=0, vocabulary=True)
-        )
-    return rules
 
 
 def grouped_query_attention(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:

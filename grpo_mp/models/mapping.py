@@ -28,6 +28,7 @@ class Rule:
     head_dim: int = 0  # for qkv
     vocabulary: bool = False  # axis 0 is padded until tensor parallelism divides it
     keep_float32: bool = False  # must not be cast (the router's expert bias)
+    alias: bool = False  # a second Megatron copy of tensors that another rule owns: loaded, never sent or saved
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Param:
     head_dim: int
     vocabulary: bool
     keep_float32: bool
+    alias: bool
 
     def shard_shapes(self, parts: int) -> tuple[Shape, ...]:
         """Shape that one of `parts` tensor-parallel ranks holds of each Hugging Face tensor."""
@@ -141,4 +143,5 @@ def _fill(rule: Rule, layer: int | None, expert: int | None) -> Param:
         head_dim=rule.head_dim,
         vocabulary=rule.vocabulary,
         keep_float32=rule.keep_float32,
+        alias=rule.alias,
     )

@@ -124,7 +124,12 @@ ROLLOUT = (
         "As above.",
     ),
     Metric(
-        "rollout/samples", "text", "Answers of some groups of the step.", "readable", "Read some often.", kind="text"
+        "rollout/samples",
+        "Markdown",
+        "Answers of some groups of the step.",
+        "readable",
+        "Read some often.",
+        kind="text",
     ),
 )
 
@@ -285,5 +290,5 @@ EVAL = (
     Metric("eval/{set}/reward", "reward", "Mean weighted reward on the set.", "rises", "As accuracy."),
     Metric("eval/{set}/length", "tokens", "Mean response length on the set.", "steady", "See rollout/response_length."),
     Metric("eval/{set}/truncated_ratio", "share", "Share of cut answers on the set.", "below 0.1", "Raise the limit."),
-    Metric("eval/{set}/samples", "text", "Some answers to the set.", "readable", "Read some.", kind="text"),
+    Metric("eval/{set}/samples", "Markdown", "Some answers to the set.", "readable", "Read some.", kind="text"),
 )

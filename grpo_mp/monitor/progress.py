@@ -48,6 +48,10 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Give the terminal back: no live lines from here on. Harmless when called again."""
         self._live.stop()
 
     def note(self, text: str) -> None:
@@ -56,11 +60,13 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str, detail: str = "") -> Iterator[None]:
-        """Show that a phase goes on. The first one starts the clock of the time left."""
+        """Show that a phase goes on. The first GENERATE starts the clock of the time left."""
         outer, outer_began_s = self._view, self._phase_began_s
         self._phase_began_s = self._clock()
-        self._loop_began_s = self._phase_began_s if self._loop_began_s is None else self._loop_began_s
+        if name == "GENERATE" and self._loop_began_s is None:
+            self._loop_began_s = self._phase_began_s
         self._view = replace(self._view, phase=name, detail=detail)
+        self._live.refresh()
         try:
             yield
         finally:
@@ -85,7 +91,7 @@ class Progress:
         self, before: Mapping[str, EvalScore], after: Mapping[str, EvalScore], pairs: Sequence[AnswerPair] = ()
     ) -> None:
         """Print the tables of before and after, and the command that opens TensorBoard."""
-        self._live.stop()
+        self.stop()
         if after:
             self._print("", screen.comparison(before, after))
         if pairs:

@@ -16,12 +16,13 @@ What a run leaves in its folder, and how to look at it:
 |---|---|---|
 | `tensorboard/` | every metric below, histograms, sampled answers | `tensorboard --logdir RUN/tensorboard` |
 | `metrics.jsonl` | the scalars, one JSON object per step; a value that is not finite is `null` | any JSON reader |
-| `trace/rank_N.json`, `trace.json` | phases of each rank over time; pid is the rank, tid a lane | https://ui.perfetto.dev, chrome://tracing |
+| `trace/rank_N.json`, `trace.json` | phases of each rank over time (pid: rank, tid: lane) | https://ui.perfetto.dev |
 | `samples/step_N.jsonl` | sampled answers with reward, parts, truncation and weight version | a text editor |
 | `logs/stuck_rank_N.txt` | stacks of all threads of a rank that passed a limit | a text editor |
 
 A resumed run goes on in the same files: metrics and samples of steps after its checkpoint are dropped, the trace keeps
-what happened. A phase that passes its limit ends its process with status 3 and one line that names rank, engine and phase.
+what happened. A phase that passes its limit ends its process with status 3 and one line that names rank, engine and
+phase.
 
 ## Metrics
 

@@ -1,7 +1,7 @@
 """How progress looks: pure functions from what is known about the run to text and rich tables."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +29,13 @@ class EvalScore:
     accuracy: float
     reward: float
     length: float
+
+
+FIGURES: tuple[tuple[str, Callable[[EvalScore], float], str], ...] = (
+    ("accuracy", lambda score: score.accuracy, ".1%"),
+    ("reward", lambda score: score.reward, ".3f"),
+    ("length (tokens)", lambda score: score.length, ".1f"),
+)
 
 
 @dataclass(frozen=True)
@@ -69,18 +76,16 @@ def step_line(view: View) -> str:
 def eval_line(step: int, scores: Mapping[str, EvalScore]) -> str:
     """One evaluation in one plain line."""
     sets = [
-        f"{name} {percent(s.accuracy)} right, reward {s.reward:.3f}, {s.length:.0f} tokens"
-        for name, s in scores.items()
+        f"{name} {s.accuracy:.1%} right, reward {s.reward:.3f}, {s.length:.0f} tokens" for name, s in scores.items()
     ]
     return f"eval after step {step}: " + "; ".join(sets)
 
 
 def live(view: View) -> RenderableType:
     """The two moving lines at the foot of a terminal: what happens now, and how far the run is."""
-    now = Text(f"{view.phase:<8} ", style="bold cyan")
-    now.append(PHASES.get(view.phase, ""), style="default")
-    now.append(f"  {view.detail}" if view.detail else "", style="default")
-    now.append(f"  {view.phase_s:.0f} s", style="dim")
+    now = Text(f"{view.phase:<8} " if view.phase else "", style="bold cyan")
+    words = [PHASES.get(view.phase, ""), view.detail, f"{view.phase_s:.0f} s" if view.phase else ""]
+    now.append("  ".join(word for word in words if word), style="not bold default")
     bar = Table.grid(padding=(0, 2))
     left = "" if view.left_s is None else f"{duration(view.left_s)} left"
     count = Text(f"step {view.done}/{view.steps}", style="bold")
@@ -94,17 +99,16 @@ def comparison(before: Mapping[str, EvalScore], after: Mapping[str, EvalScore]) 
     table.add_column("eval set")
     for column in ("", "before", "after", "change"):
         table.add_column(column, justify="right" if column else "left")
-    for name in after:
-        old, new = before.get(name), after[name]
-        table.add_row(name, "accuracy", *_change(old and old.accuracy * 100, new.accuracy * 100, "{:.1f} %", "{:+.1f}"))
-        table.add_row("", "reward", *_change(old and old.reward, new.reward, "{:.3f}", "{:+.3f}"))
-        table.add_row("", "length", *_change(old and old.length, new.length, "{:.1f} tokens", "{:+.1f}"))
+    for name, new in after.items():
+        old = before.get(name)
+        for label, figure, form in FIGURES:
+            table.add_row(name if label == "accuracy" else "", label, *_change(old, new, figure, form))
     return table
 
 
 def answers(pairs: Sequence[AnswerPair]) -> Table:
     """The questions with their answers before and after. Model text is never read as markup."""
-    table = Table(title="The same question before and after", title_justify="left", show_header=False, show_lines=True)
+    table = Table(title="The same question before and after", title_justify="left", show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for pair in pairs:
@@ -129,12 +133,8 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
-def percent(share: float) -> str:
-    return f"{share * 100:.1f} %"
-
-
 def _figures(view: View) -> list[str]:
-    accuracy = [] if view.accuracy is None else [f"accuracy {percent(view.accuracy)}"]
+    accuracy = [] if view.accuracy is None else [f"accuracy {view.accuracy:.1%}"]
     reward = [f"reward {view.scalars['reward/mean']:.3f}"] if "reward/mean" in view.scalars else []
     speed = view.scalars.get("speed/generate_tokens_per_s")
     return [*reward, *accuracy, *([] if speed is None else [f"{speed:.0f} tokens/s"])]
@@ -144,10 +144,15 @@ def _seconds(phase: str) -> str:
     return f"time/{phase.lower()}_s"
 
 
-def _change(before: float | None, after: float, form: str, signed: str) -> tuple[str, str, str]:
+def _change(
+    before: EvalScore | None, after: EvalScore, figure: Callable[[EvalScore], float], form: str
+) -> tuple[str, str, str]:
+    new = figure(after)
     if before is None:
-        return "", form.format(after), ""
-    return form.format(before), form.format(after), signed.format(after - before)
+        return "", f"{new:{form}}", ""
+    old = figure(before)
+    change = f"{new - old:+{form}}".replace("%", " points")
+    return f"{old:{form}}", f"{new:{form}}", change
 
 
 def _model_text(text: str) -> Text:

@@ -95,8 +95,7 @@ class Watchdog:
     def _rearm(self) -> None:
         faulthandler.cancel_dump_traceback_later()
         if self._waits:
-            left_s = max(0.0, self._nearest().left_s())
-            faulthandler.dump_traceback_later(left_s + GRACE_S, exit=True, file=2)
+            _end_in_c(max(0.0, self._nearest().left_s()) + GRACE_S)
         self._changed.notify()
 
     def _nearest(self) -> Deadline:
@@ -112,6 +111,7 @@ class Watchdog:
 
     def _end(self, deadline: Deadline) -> None:
         try:
+            _end_in_c(GRACE_S)
             line = f"error: {deadline.message()}; the stacks of all threads are in {self._stacks}\n"
             os.write(2, line.encode())  # not sys.stderr: the thread that hangs may hold its lock
             self._write_stacks(deadline)
@@ -133,3 +133,7 @@ class Watchdog:
             action()
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _end_in_c(after_s: float) -> None:
+    faulthandler.dump_traceback_later(after_s, exit=True, file=2)

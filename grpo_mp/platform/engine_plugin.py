@@ -1,20 +1,32 @@
-"""What SGLang needs on a CPU beyond its own wheel. SGLang itself loads `register` in each of its processes.
+"""What an engine of this program needs beyond SGLang's own wheel. SGLang itself loads `register` in its processes.
 
-The entry point `sglang.srt.plugins` in pyproject.toml names it. It does nothing unless the engine was asked
-to run on the CPU (`SGLANG_USE_CPU_ENGINE=1`), so a server on CUDA is stock SGLang.
+The entry point `sglang.srt.plugins` in pyproject.toml names it. It leaves a server alone that this program did not
+start; and what a CPU needs is done only where the engine was asked to run on the CPU.
 """
 
 import os
+import sys
+from pathlib import Path
 from typing import Any
+
+SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # a folder that is removed when the engine has ended
 
 
 def register() -> None:
     """Called by SGLang before it builds a model, in the server, scheduler and detokenizer process alike."""
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
+    if SCRATCH not in os.environ:
         return
-    _absorbed_latent_attention()
-    _plain_memory_for_routed_experts()
-    _fork_children()
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        _leave_out_megatron()
+        _absorbed_latent_attention()
+        _plain_memory_for_routed_experts()
+        _fork_children()
+    _load_snapshots_in(Path(os.environ[SCRATCH]))
+
+
+def _leave_out_megatron() -> None:
+    # SGLang's debugging tools load it where it is installed; an engine has no use for it.
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
 
 
 def _absorbed_latent_attention() -> None:
@@ -39,7 +51,7 @@ def _plain_memory_for_routed_experts() -> None:
 
 def _fork_children() -> None:
     # A spawned scheduler and detokenizer each import SGLang anew. Without a device context nothing forbids
-    # fork, which shares what the server process has imported: a third of the time and of the memory.
+    # fork, which shares what the server process has imported: less than half of the time and of the memory.
     import multiprocessing
 
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -48,3 +60,13 @@ def _fork_children() -> None:
         multiprocessing.set_start_method("fork", force=True)
 
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", set_fork)
+
+
+def _load_snapshots_in(scratch: Path) -> None:
+    # Every SGLang server leaves one of these in /dev/shm for good.
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    def move(path: str, *_: Any) -> str:
+        return str(scratch / Path(path).name)
+
+    HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", move)

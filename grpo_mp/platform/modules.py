@@ -5,6 +5,7 @@ A model built from Megatron's TransformerEngine spec has the same parameters on 
 Import megatron.core first: it loads this module itself (see patches).
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -80,33 +81,6 @@ class DuplicatedLinear(torch.nn.Linear):
         return super().forward(x), None
 
 
-class _GroupedMatmul(torch.autograd.Function):
-    """Rows of x, split by expert, times each expert's weight [out, in]. An expert without rows has gradient 0."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, splits: list[int], *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *weights)
-        ctx.splits = splits
-        out = x.new_empty(x.size(0), weights[0].size(0))
-        for rows, result, weight in zip(x.split(splits), out.split(splits), weights, strict=True):
-            if rows.size(0):
-                torch.mm(rows, weight.t(), out=result)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        grad_x = torch.empty_like(x)
-        grads: list[Tensor | None] = []
-        pieces = zip(x.split(ctx.splits), grad.split(ctx.splits), grad_x.split(ctx.splits), weights, strict=True)
-        for i, (rows, grad_rows, result, weight) in enumerate(pieces):
-            if rows.size(0):
-                torch.mm(grad_rows, weight, out=result)
-            # Overlapped gradient reduction waits for every parameter: a missing gradient would stop the run.
-            grads.append(grad_rows.t() @ rows if ctx.needs_input_grad[2 + i] else None)
-        return grad_x, None, *grads
-
-
 class GroupedLinear(torch.nn.Module):
     """One linear layer per local expert, parameters `weight0`, `weight1`, ...; the MoE layer does all exchange.
 
@@ -142,13 +116,18 @@ class GroupedLinear(torch.nn.Module):
             self._initialise(init_method)
 
     def _initialise(self, init_method: Callable[[Tensor], Any]) -> None:
-        with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+        tracker = get_cuda_rng_tracker()
+        name = get_expert_parallel_rng_tracker_name()
+        with tracker.fork(name) if tracker.is_initialized() else contextlib.nullcontext():
             for weight in self.parameters():
                 init_method(weight)
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
         """x [tokens, in] sorted by expert, `splits` tokens of each -> [tokens, out], and no bias."""
-        return _GroupedMatmul.apply(x, splits, *self.parameters()), None
+        # An expert without tokens takes part with no rows: its gradient is 0, not missing. Overlapped gradient
+        # reduction waits for every parameter, so a missing one would stop the run.
+        pieces = zip(x.split(splits), self.parameters(), strict=True)
+        return torch.cat([F.linear(rows, weight) for rows, weight in pieces]), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -20,6 +20,8 @@ def wrap_for_training(
 ) -> list[DistributedDataParallel]:
     """Give every chunk gradient buffers that are summed over data and context parallel ranks."""
     config.finalize_model_grads_func = _sum_gradients
+    for chunk in chunks:
+        _mark_expert_gradients(settings, chunk)
     return [
         DistributedDataParallel(config, ddp_config(settings), Float16Module(config, chunk) if config.bf16 else chunk)
         for chunk in chunks
@@ -34,6 +36,18 @@ def build_optimizer(
     wanted = settings.optimizer
     total = settings.run.steps * wanted.updates_per_step
     return optimizer, _schedule(optimizer, wanted, total)
+
+
+def _mark_expert_gradients(settings: Settings, chunk: PolicyModel) -> None:
+    """Say which expert gradients belong to the expert-data group.
+
+    Megatron marks them by expert parallelism alone; where expert-tensor differs from tensor parallelism it
+    would leave out the sum over tensor ranks, silently.
+    """
+    apart = settings.layout.expert > 1 or settings.layout.expert_tensor != settings.layout.tensor
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = not apart
 
 
 def _schedule(optimizer: MegatronOptimizer, wanted: Optimizer, total_updates: int) -> OptimizerParamScheduler:

@@ -24,6 +24,7 @@ class Parallel:
     data_parallel: int
     replica: dist.ProcessGroup  # host-memory group of the ranks that train on the same samples
     host: dist.ProcessGroup  # host-memory group of all ranks
+    store: dist.Store  # small numbers known to the whole job
 
     @property
     def replica_source(self) -> int:
@@ -36,7 +37,8 @@ def start_parallel(layout: Layout, seed: int, timeout_s: float) -> Parallel:
     timeout = datetime.timedelta(seconds=timeout_s)
     if platform.on_cuda():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(platform.backend(), timeout=timeout)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -48,7 +50,6 @@ def start_parallel(layout: Layout, seed: int, timeout_s: float) -> Parallel:
         create_gloo_process_groups=True,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     copies = data_parallel(layout, world_size)
     replicas = [
         dist.new_group(list(replica_ranks(data, layout, world_size)), backend="gloo", timeout=timeout)
@@ -63,6 +64,7 @@ def start_parallel(layout: Layout, seed: int, timeout_s: float) -> Parallel:
         data_parallel=copies,
         replica=replicas[here.data],
         host=dist.new_group(backend="gloo", timeout=timeout),
+        store=store,
     )
 
 

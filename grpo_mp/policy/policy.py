@@ -1,8 +1,8 @@
 """The policy of one rank: logprobs, updates and weights, whatever the layout."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from grpo_mp.models.hf_files import HfReader
 from grpo_mp.planner.layout import check_layout
 from grpo_mp.policy.forward import LossFunction, forward_backward, forward_only
 from grpo_mp.policy.megatron_config import check_overrides, model_shape, transformer_config
-from grpo_mp.policy.model import build_chunks
+from grpo_mp.policy.model import PolicyModel, build_chunks
 from grpo_mp.policy.optimizer import build_optimizer, wrap_for_training
 from grpo_mp.policy.parallel import Parallel
 from grpo_mp.policy.reference import Reference
-from grpo_mp.policy.weights import Parts, load_hf, local_tensors
+from grpo_mp.policy.weights import Parts, load_hf, local_tensors, tensor_part
 from grpo_mp.types import MicroBatch
 
 
@@ -56,13 +56,28 @@ class Policy:
     def is_last_stage(self) -> bool:
         return self.parallel.here.pipeline == self.parallel.layout.pipeline - 1
 
-    def logprobs(self, microbatches: Sequence[MicroBatch], reference: bool = False) -> list[torch.Tensor]:
+    def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """[2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""
-        if reference and self.reference is None:
+        return forward_only(self.chunks, microbatches)
+
+    def reference_logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """The same, of the reference. Raises ValueError where the policy was built without one."""
+        if self.reference is None:
             raise ValueError("this policy was built without a reference")
-        place = self.reference.on_device() if reference and self.reference else nullcontext()
-        with place:
+        with self.reference.on_device():
             return forward_only(self.chunks, microbatches)
+
+    @contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[None]:
+        """Inside, logprobs are those of logits / temperature instead of the rollout's."""
+        heads = [model.head for model in self.models()]
+        for model in self.models():
+            model.head = replace(model.head, temperature=temperature)
+        try:
+            yield
+        finally:
+            for model, head in zip(self.models(), heads, strict=True):
+                model.head = head
 
     def gradients(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
         """Fill the gradient buffers with the gradient of the summed loss over the whole job."""
@@ -79,10 +94,18 @@ class Policy:
         self.schedule.step(1)
         return UpdateReport(losses, float(grad_norm or 0.0), lr, skipped=not done)
 
-    def models(self) -> list[torch.nn.Module]:
+    def models(self) -> list[PolicyModel]:
         """The bare Megatron chunks, without precision and data-parallel wrappers."""
-        models: list[torch.nn.Module] = unwrap_model(self.chunks)
+        models: list[PolicyModel] = unwrap_model(self.chunks)
         return models
+
+    def part_counts(self) -> dict[str, int]:
+        """How many tensor-parallel parts each parameter of the whole model has."""
+        return {name: self.parts.count(param) if param.split is not None else 1 for name, param in self.params.items()}
+
+    def held_parts(self) -> dict[str, int]:
+        """Which part of which parameter this rank holds."""
+        return {name: tensor_part(self.params[name], self.parallel.here) for name in self.tensors}
 
 
 def check_policy(settings: Settings, world_size: int) -> None:

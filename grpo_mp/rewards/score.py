@@ -46,12 +46,18 @@ class Scorer:
         self._equality = Equality(min(EQUALITY_LIMIT_S, settings.timeout_s))
         self._metrics: defaultdict[str, list[float]] = defaultdict(list)
         self._lock = threading.Lock()
-        self._parts = (*self._rule_parts(max_response_tokens), *self._function_parts())
+        rules = self._rule_parts(max_response_tokens)
+        self._parts = (*rules, *self._function_parts([part.name for part in rules]))
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the parts, as in `Sample.reward_parts`."""
         return tuple(part.name for part in self._parts)
+
+    @property
+    def answers_given_up(self) -> int:
+        """Answers that math-verify could not compare in time; they count as wrong."""
+        return self._equality.timeouts
 
     def score_group(self, group: SampleGroup, step: int = 0) -> SampleGroup:
         """The group with `reward` (weighted sum) and `reward_parts` (unweighted, those that apply) filled in.
@@ -119,10 +125,11 @@ class Scorer:
             raise UserError("reward.answer: the prompts have no answer: set data.answer to its column")
         return [answer_part(sample.text, answer, self._equality) for sample in group.samples]
 
-    def _function_parts(self) -> list[Part]:
+    def _function_parts(self, rule_names: list[str]) -> list[Part]:
+        """Named by function; by module and function where the short name stands for more than one part."""
         loaded = {spec: load_reward(spec) for spec in self._settings.functions}
         short = {spec: spec.rpartition(":")[2] for spec in loaded}
-        taken = Counter([*short.values(), "answer", "boxed", "length"])
+        taken = Counter([*short.values(), *rule_names])
         return [
             Part(short[spec] if taken[short[spec]] == 1 else spec, weight, self._limited(loaded[spec]))
             for spec, weight in self._settings.functions.items()

@@ -33,9 +33,14 @@ OWNED = {
     "admin_api_key": "it is a secret of this run",
     "skip_tokenizer_init": "it follows from rollout.stop",
     "enable_memory_saver": "the phases of a step need it",
+    "sampling_defaults": "the model's generation_config.json would change the distribution unseen",
     "skip_server_warmup": "the run warms its engines up itself",
 }
 
+DEFAULTS: dict[str, Any] = {
+    "sleep_on_idle": True,  # the trainer computes on the same cores while the engine waits
+    "log_level_http": "warning",
+}
 CPU_DEFAULTS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -43,10 +48,7 @@ CPU_DEFAULTS: dict[str, Any] = {
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
     "grammar_backend": "none",
-    "sleep_on_idle": True,  # the trainer computes on the same cores while the engine waits
     "max_running_requests": 128,
-    "log_level": "info",
-    "log_level_http": "warning",
 }
 
 # What torchrun and Slurm tell a rank; SGLang would take its own process group for the trainer's.
@@ -80,9 +82,7 @@ class EngineSpec:
 
 def engine_arguments(spec: EngineSpec, port: int, nccl_port: int, name: str, key: str) -> dict[str, Any]:
     """Every ServerArgs value that differs from SGLang's default. `name` and `key` prove who answers."""
-    device: dict[str, Any] = (
-        {**CPU_DEFAULTS, "max_total_tokens": _cpu_cache_tokens(spec)} if spec.cpu else {"sleep_on_idle": True}
-    )
+    device = {**CPU_DEFAULTS, "max_total_tokens": _cpu_cache_tokens(spec)} if spec.cpu else {}
     owned = {
         "model_path": str(spec.model),
         "device": "cpu" if spec.cpu else "cuda",
@@ -100,10 +100,11 @@ def engine_arguments(spec: EngineSpec, port: int, nccl_port: int, name: str, key
         "served_model_name": name,
         "api_key": key,
         "skip_tokenizer_init": not spec.stop_strings,
+        "sampling_defaults": "openai",
         "skip_server_warmup": True,
         "enable_memory_saver": not spec.cpu,
     }
-    return {**device, **spec.args, **owned}
+    return {**DEFAULTS, **device, **spec.args, **owned}
 
 
 def engine_environment(spec: EngineSpec, arguments: Mapping[str, Any], base: Mapping[str, str]) -> dict[str, str]:

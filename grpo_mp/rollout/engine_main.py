@@ -1,54 +1,105 @@
 """The process that an engine host starts: `python -m grpo_mp.rollout.engine_main`, arguments as JSON in the environment.
 
-It splits in two before anything heavy is imported. The child becomes the SGLang server. The parent watches: when
-the server ends, or when the trainer that started it is gone however it ended, it kills the whole process group.
+It splits in two before anything heavy is imported. The child becomes the SGLang server, in a process group of its
+own. The parent keeps watch: when it is told to (TERM), when the server ends, or when the trainer that started it is
+gone however it ended, it ends the whole group, removes the engine's temporary files and ends with the server's status.
 """
 
+import ctypes
 import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 
 ARGUMENTS = "GRPO_MP_ENGINE_ARGUMENTS"  # ServerArgs as JSON: by environment, since it holds the engine's key
-WATCH_INTERVAL_S = 0.2
+WATCH_INTERVAL_S = 0.5
+TERM_GRACE_S = 2.0
+REAP_LIMIT_S = 10.0
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+WATCHED = {signal.SIGTERM, signal.SIGCHLD}
 
 
 def main() -> None:
-    """Never returns in the watching half: the group, itself included, is killed at the end."""
+    """Runs until the server has ended; exits with its status."""
     trainer = os.getppid()
+    scratch = tempfile.mkdtemp(prefix="grpo_mp_engine_")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then ends its engines
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    _process_control(PR_SET_CHILD_SUBREAPER, 1)
     server = os.fork()
     if server == 0:
-        _serve(json.loads(os.environ[ARGUMENTS]))
-    else:
-        _watch(server, trainer)
+        _become_server(scratch)
+    status = _watch(server, trainer)
+    _reap_all(server)
+    shutil.rmtree(scratch, ignore_errors=True)
+    sys.exit(status)
 
 
-def _watch(server: int, trainer: int) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a TERM to the group is meant for SGLang
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _watch(server: int, trainer: int) -> int:
+    """The server's exit status as a shell shows it, after it has ended or was ended."""
+    signalled = None
     while os.getppid() == trainer:
         ended, status = os.waitpid(server, os.WNOHANG)
         if ended:
-            print(f"engine process ended: {_describe(os.waitstatus_to_exitcode(status))}", flush=True)
+            code = os.waitstatus_to_exitcode(status)
+            print(f"engine process ended with {_describe(code)}", flush=True)
+            return code if code >= 0 else 128 - code
+        if signalled and signalled.si_signo == signal.SIGTERM:
+            return _terminate(server)
+        signalled = signal.sigtimedwait(WATCHED, WATCH_INTERVAL_S)
+    return 128 + signal.SIGKILL
+
+
+def _terminate(server: int) -> int:
+    os.kill(server, signal.SIGTERM)  # the server tells its own children
+    deadline = time.monotonic() + TERM_GRACE_S
+    while time.monotonic() < deadline:
+        if os.waitpid(server, os.WNOHANG)[0]:
             break
-        time.sleep(WATCH_INTERVAL_S)
-    os.killpg(0, signal.SIGKILL)
+        signal.sigtimedwait({signal.SIGCHLD}, WATCH_INTERVAL_S)
+    return 128 + signal.SIGTERM
 
 
-def _describe(code: int) -> str:
-    return f"status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+def _reap_all(group: int) -> None:
+    """Kill what is left of the group and wait for it: orphans of the server are children of this process."""
+    deadline = time.monotonic() + REAP_LIMIT_S
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
 
 
-def _serve(arguments: dict[str, object]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which stops its engines itself
+def _become_server(scratch: str) -> None:
+    os.setpgid(0, 0)
+    _process_control(PR_SET_PDEATHSIG, signal.SIGKILL)  # should the watching process be killed
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+    os.environ["TMPDIR"] = os.environ["GRPO_MP_ENGINE_SCRATCH"] = tempfile.tempdir = scratch
+    arguments = json.loads(os.environ.pop(ARGUMENTS))
+
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    run_server(ServerArgs(**arguments))  # type: ignore[arg-type]
+    run_server(ServerArgs(**arguments))
     sys.exit(0)
+
+
+def _process_control(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def _describe(code: int) -> str:
+    return f"status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 if __name__ == "__main__":

@@ -32,9 +32,10 @@ def claim_port() -> PortClaim:
 
     Raises UserError when none is free.
     """
-    last = int(EPHEMERAL_RANGE.read_text().split()[0]) - 1 if EPHEMERAL_RANGE.exists() else 32767
-    choices = random.SystemRandom().sample(range(FIRST_PORT, last), min(ATTEMPTS, last - FIRST_PORT))
-    for port in choices:
+    last = _last_port()
+    choices = range(FIRST_PORT, last + 1)
+    shuffled = random.SystemRandom().sample(choices, min(ATTEMPTS, len(choices)))
+    for port in shuffled:
         holder = _hold(port)
         if holder is None:
             continue
@@ -42,6 +43,10 @@ def claim_port() -> PortClaim:
             return PortClaim(port, holder)
         holder.close()
     raise UserError(f"no free port between {FIRST_PORT} and {last} on this host: end what holds them")
+
+
+def _last_port() -> int:
+    return int(EPHEMERAL_RANGE.read_text().split()[0]) - 1 if EPHEMERAL_RANGE.exists() else 32767
 
 
 def _hold(port: int) -> socket.socket | None:

@@ -2,10 +2,8 @@
 
 import os
 import secrets
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,13 +17,12 @@ from grpo_mp.rollout.ports import PortClaim, claim_port
 COMMAND = [sys.executable, "-m", "grpo_mp.rollout.engine_main"]
 POLL_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 5.0
-TERM_GRACE_S = 5.0
-KILL_GRACE_S = 10.0
+STOP_LIMIT_S = 15.0  # more than the engine's own watcher takes to end the group
 LOG_LINES = 12
 
 
 class EngineProcess:
-    """Starts one SGLang server (or this node's part of it) in its own process group.
+    """Starts one SGLang server (or this node's part of it) in its own session.
 
     `start` returns at once, `wait_ready` waits; so engines start side by side. Use as a context manager to
     be sure of `stop`. Even without it the server ends within a second of this process.
@@ -41,7 +38,6 @@ class EngineProcess:
         self._base = dict(os.environ if environment is None else environment)
         self._claims: list[PortClaim] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def url(self) -> str:
@@ -49,8 +45,8 @@ class EngineProcess:
         return f"http://127.0.0.1:{self._claims[0].port}"
 
     @property
-    def process_group(self) -> int:
-        """Id of the process group that holds every process of this engine."""
+    def session(self) -> int:
+        """Id of the session that holds every process of this engine."""
         if self._process is None:
             raise RuntimeError(f"{self._who()} was not started")
         return self._process.pid
@@ -58,11 +54,11 @@ class EngineProcess:
     def start(self) -> None:
         """Start the processes; the log file is begun anew."""
         self._claims = [claim_port(), claim_port()]
-        self._scratch = tempfile.TemporaryDirectory(prefix="grpo_mp_engine_", ignore_cleanup_errors=True)
         arguments = engine_arguments(self.spec, self._claims[0].port, self._claims[1].port, self.name, self.key)
-        environment = engine_environment(self.spec, arguments, self._base) | {"TMPDIR": self._scratch.name}
+        environment = engine_environment(self.spec, arguments, self._base)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as log:
+        self.log.unlink(missing_ok=True)
+        with open(self.log, "xb", opener=_private) as log:
             self._process = subprocess.Popen(
                 COMMAND, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
@@ -88,17 +84,16 @@ class EngineProcess:
             raise UserError(self._with_log(f"{self._who()} ended {phase}".rstrip()))
 
     def stop(self) -> None:
-        """End every process of the engine: TERM, then KILL. Safe to call twice and on a dead engine."""
-        if self._process is not None:
-            _signal_group(self._process.pid, signal.SIGTERM)
-            if not _ends(self._process, TERM_GRACE_S):
-                _signal_group(self._process.pid, signal.SIGKILL)
-                _ends(self._process, KILL_GRACE_S)
+        """End every process of the engine and wait for it. Safe to call twice and on a dead engine."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()  # the server and its children die with their parents
+                self._process.wait(STOP_LIMIT_S)
         for claim in self._claims:
             claim.release()
-        if self._scratch is not None:
-            self._scratch.cleanup()
-            self._scratch = None
 
     def __enter__(self) -> "EngineProcess":
         self.start()
@@ -128,16 +123,6 @@ def last_lines(log: Path, count: int) -> str:
     return "\n".join([line for line in lines if line.strip()][-count:]) or "(nothing)"
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return  # all of them have ended
 
-
-def _ends(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    try:
-        process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, mode=0o600)  # SGLang writes its key into the log

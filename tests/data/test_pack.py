@@ -25,7 +25,9 @@ SHAPES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, m
 
 
 def test_one_micro_batch_by_hand() -> None:
-    batch = pack([sample(2, 3, 10), sample(1, 1, 50)], [0.5, -2.0], MicroBatchPlan((1, 0), (4, 8)), align=4)
+    batch = pack(
+        [sample(2, 3, 10), sample(1, 1, 50)], [0.5, -2.0], [0.25, 0.75], MicroBatchPlan((1, 0), (4, 8)), align=4
+    )
     p = -1
     assert batch.tokens.tolist() == [50, 51, 0, 0, 10, 11, 12, 13, 14, 0, 0, 0]
     assert batch.targets.tolist() == [51, 0, 0, 0, 11, 12, 13, 14, 0, 0, 0, 0]
@@ -35,6 +37,7 @@ def test_one_micro_batch_by_hand() -> None:
     assert batch.sample_ids == (1, 0)
     assert batch.lengths == (4, 8)
     assert batch.advantages.tolist() == [-2, 0, 0, 0, 0, 0.5, 0.5, 0.5, 0, 0, 0, 0]
+    assert batch.weights.tolist() == [0.75, 0, 0, 0, 0, 0.25, 0.25, 0.25, 0, 0, 0, 0]
     expected = [-50 / 7, 0, 0, 0, 0, -10 / 7, -11 / 7, -12 / 7, 0, 0, 0, 0]
     assert torch.equal(batch.rollout_logprobs, torch.tensor(expected))
 
@@ -47,7 +50,7 @@ def test_values_come_back_to_their_samples(
     schedule = plan_microbatches([s.total_tokens for s in samples], ranks, max_tokens, align)
     seen = {}
     for plan in (plan for rank in schedule.ranks for plan in rank):
-        batch = pack(samples, [1.0] * len(samples), plan, align)
+        batch = pack(samples, [1.0] * len(samples), [0.5] * len(samples), plan, align)
         assert batch.total_tokens == sum(batch.lengths)
         targets = gather_responses(batch.targets, batch)
         logprobs = gather_responses(batch.rollout_logprobs, batch)
@@ -65,9 +68,9 @@ def test_values_come_back_to_their_samples(
 def test_context_slices_join_to_the_whole(shapes: list[tuple[int, int]], context: int) -> None:
     samples = [sample(p, r, 100 * i) for i, (p, r) in enumerate(shapes)]
     plan = plan_microbatches([s.total_tokens for s in samples], 1, 10_000, 2 * context).ranks[0][0]
-    batch = pack(samples, list(range(len(samples))), plan, 2 * context)
+    batch = pack(samples, range(len(samples)), range(1, len(samples) + 1), plan, 2 * context)
     parts = [slice_context(batch, context, rank) for rank in range(context)]
-    for name in ("tokens", "targets", "mask", "positions", "sequence", "advantages", "rollout_logprobs"):
+    for name in ("tokens", "targets", "mask", "positions", "sequence", "advantages", "weights", "rollout_logprobs"):
         joined = join_context([getattr(part, name) for part in parts], batch.lengths)
         assert torch.equal(joined, getattr(batch, name)), name
     assert all(part.lengths == batch.lengths for part in parts)
@@ -75,14 +78,14 @@ def test_context_slices_join_to_the_whole(shapes: list[tuple[int, int]], context
 
 
 def test_a_rank_holds_its_chunk_and_the_mirror_of_every_sequence() -> None:
-    batch = pack([sample(4, 4, 0), sample(8, 8, 100)], [0, 0], MicroBatchPlan((0, 1), (8, 16)), align=8)
+    batch = pack([sample(4, 4, 0), sample(8, 8, 100)], [0, 0], [1, 1], MicroBatchPlan((0, 1), (8, 16)), align=8)
     assert slice_context(batch, 4, 1).tokens.tolist() == [1, 6, 102, 103, 112, 113]
     assert slice_context(batch, 2, 0).tokens.tolist() == [0, 1, 6, 7, 100, 101, 102, 103, 112, 113, 114, 115]
     assert slice_context(batch, 1, 0) is batch
 
 
 def test_an_empty_plan_is_one_dummy_sequence() -> None:
-    batch = pack([], [], MicroBatchPlan(), align=8)
+    batch = pack([], [], [], MicroBatchPlan(), align=8)
     assert batch.lengths == (8,)
     assert batch.sample_ids == ()
     assert batch.mask.sum() == 0
@@ -91,11 +94,24 @@ def test_an_empty_plan_is_one_dummy_sequence() -> None:
     assert torch.equal(scatter_responses((), batch), torch.zeros(8))
 
 
+def test_padding_to_a_size_is_a_sequence_of_its_own() -> None:
+    plain = pack({3: sample(2, 3)}, [0, 0, 0, 1.0], [0, 0, 0, 0.5], MicroBatchPlan((3,), (8,)), align=4)
+    padded = pack({3: sample(2, 3)}, [0, 0, 0, 1.0], [0, 0, 0, 0.5], MicroBatchPlan((3,), (8,)), align=4, pad_to=20)
+    assert padded.lengths == (8, 12)
+    assert padded.sample_ids == (3,)
+    assert padded.positions.tolist() == [*range(8), *range(12)]
+    assert padded.sequence[8:].eq(-1).all()
+    for name in ("tokens", "targets", "mask", "advantages", "weights", "rollout_logprobs"):
+        assert torch.equal(getattr(padded, name), torch.cat([getattr(plain, name), torch.zeros_like(padded.mask[8:])]))
+    assert torch.equal(*(gather_responses(batch.targets, batch)[0] for batch in (plain, padded)))
+    assert pack({}, [], [], MicroBatchPlan(), align=4, pad_to=20).lengths == (20,)
+
+
 def test_impossible_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="planned were 4"):
-        pack([sample(3, 3)], [0.0], MicroBatchPlan((0,), (4,)), align=4)
+        pack([sample(3, 3)], [0.0], [1.0], MicroBatchPlan((0,), (4,)), align=4)
     with pytest.raises(ValueError, match="no prompt token"):
-        pack([sample(0, 3)], [0.0], MicroBatchPlan((0,), (4,)), align=4)
-    batch = pack([sample(2, 2)], [0.0], MicroBatchPlan((0,), (4,)), align=4)
+        pack([sample(0, 3)], [0.0], [1.0], MicroBatchPlan((0,), (4,)), align=4)
+    batch = pack([sample(2, 2)], [0.0], [1.0], MicroBatchPlan((0,), (4,)), align=4)
     with pytest.raises(ValueError, match="multiples of 2 x context = 8"):
         slice_context(batch, 4, 0)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from grpo_mp.config import Data
@@ -73,6 +74,15 @@ def test_tokens_are_those_of_the_tokenizer_s_own_chat_call(tmp_path: Path) -> No
         assert list(prompt.tokens) == TOKENIZER.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
 
 
+def test_a_tokenizer_that_adds_a_first_token_adds_none_to_a_template(tmp_path: Path) -> None:
+    adding = make_tokenizer([])
+    first = ("<|endoftext|>", adding.pad_token_id)
+    adding.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
+    source = write(tmp_path / "a.jsonl", ROWS)
+    assert adding.encode("a")[0] == adding.pad_token_id
+    assert load_prompts(source, Data(train=source), adding, 100)[0].tokens[0] != adding.pad_token_id
+
+
 def test_long_prompts_are_counted_and_left_out_never_cut(tmp_path: Path) -> None:
     rows = [{"question": "1" * length, "answer": "#### 1"} for length in (5, 9, 6, 7)]
     source = write(tmp_path / "a.jsonl", rows)
@@ -80,7 +90,7 @@ def test_long_prompts_are_counted_and_left_out_never_cut(tmp_path: Path) -> None
     assert (len(prompts), prompts.left_out) == (2, 2)
     assert [prompt.text for prompt in prompts] == ["11111", "111111"]
     assert [prompts[i].index for i in range(2)] == [0, 1]
-    with pytest.raises(UserError, match="all 4 prompts are longer than rollout.max_prompt_tokens=7"):
+    with pytest.raises(UserError, match=r"all 4 prompts are longer than rollout.max_prompt_tokens=7"):
         load(source, limit=7)
 
 
@@ -134,7 +144,7 @@ def test_parquet_rows_are_named_by_number(tmp_path: Path) -> None:
 def test_a_source_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="no such file|write a .jsonl"):
+    with pytest.raises(UserError, match=r"no such file|write a .jsonl"):
         load(name)
 
 
@@ -155,7 +165,7 @@ def test_a_template_that_refuses_the_prompt_names_the_row(tmp_path: Path) -> Non
     strict = make_tokenizer([])
     strict.chat_template = "{{ raise_exception('only one message') }}"
     source = write(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(UserError, match="line 1: .* refuses the prompt: only one message"):
+    with pytest.raises(UserError, match=r"line 1: .* refuses the prompt: only one message"):
         load_prompts(source, Data(train=source), strict, 10)
 
 

@@ -99,6 +99,11 @@ def test_long_tailed_lengths_balance_over_ranks_and_over_simultaneous_microbatch
         assert max(together) / (sum(together) / 8) < 1.02
 
 
+def test_the_rank_that_has_least_gets_the_larger_of_the_next_bins() -> None:
+    schedule = plan_microbatches([10, 9, 9, 3], 2, 10, 1)
+    assert sorted(sum(plan.tokens for plan in rank) for rank in schedule.ranks) == [13, 18]
+
+
 def test_quadratic_cost_gives_the_rank_with_the_long_sequence_fewer_tokens() -> None:
     lengths = [400] + [100] * 8
     schedule = plan_microbatches(lengths, 2, 10_000, 1, cost=Cost(1.0, 0.01))

@@ -116,4 +116,4 @@ def test_merge_holds_every_rank_and_closes_open_spans(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "trace.json") == events
     for timeline in timelines:
         timeline.close()
-    assert os.listdir(tmp_path / "trace") and not list((tmp_path / "trace").glob("*.new"))
+    assert sorted(os.listdir(tmp_path / "trace")) == ["rank_0.json", "rank_1.json", "rank_2.json"]

@@ -15,7 +15,7 @@ HEAD = """
 import ctypes, sys, threading, time
 from pathlib import Path
 from grpo_mp.monitor import watchdog
-watchdog.GRACE_S = watchdog.LAST_ACTIONS_S = 0.5
+watchdog.GRACE_S, watchdog.LAST_ACTIONS_S = 3.0, 0.3
 run = Path(sys.argv[1])
 """
 
@@ -89,7 +89,7 @@ with watchdog.Watchdog(0, run) as dog:
             pass
     with dog.phase("GENERATE", 0.3):
         pass
-    time.sleep(1.2)
+    time.sleep(0.6)
 print("done")
 """
     done = run_hanging(body, tmp_path)

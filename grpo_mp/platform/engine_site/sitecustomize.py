@@ -1,29 +1,52 @@
 """Run by Python at the start of every process of a CPU engine, which has this folder first on its path.
 
-`torchvision` from PyPI is built for CUDA: beside a CPU torch its import fails because one operator that it
-annotates is not there. This defines the operator's name when, and only when, torchvision is imported.
+SGLang imports a few packages that a text model on a plain CPU never uses. `sgl_kernel` has no wheel for it and
+`torchvision` from PyPI is built for CUDA: both get a stand-in of which every name can be imported and none can be
+called. SGLang asks `torch.ops.sgl_kernel` which kernels there are; that stays empty, so it takes its torch code.
 """
 
 import importlib.abc
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-SCHEMA = "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+STAND_INS = ("sgl_kernel", "torchvision")
 
 
-class _DefineBeforeImport(importlib.abc.MetaPathFinder):
-    library: Any = None  # kept: the definition lives as long as this object
+class _Missing:
+    """Something that is not here: importable, and an error that names it when it is called."""
 
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{self.__name__} is not there: this engine runs text models on the CPU")
+
+    def __getattr__(self, name: str) -> "_Missing":
+        return _missing(self.__name__, name)
+
+
+def _missing(owner: str, name: str) -> _Missing:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Missing(f"{owner}.{name}")
+
+
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname == "torchvision" and self.library is None:
-            import torch
+        if fullname.partition(".")[0] not in STAND_INS:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
 
-            self.library = torch.library.Library("torchvision", "DEF")
-            self.library.define(SCHEMA)
-            self.library.define("q" + SCHEMA)
-        return None
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = ModuleType(spec.name)
+        vars(module)["__version__"] = "0.0.0"
+        vars(module)["__getattr__"] = lambda name: _missing(spec.name, name)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
 
 
-sys.meta_path.insert(0, _DefineBeforeImport())
+sys.meta_path.insert(0, _StandIns())

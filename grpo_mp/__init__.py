@@ -1,0 +1,1 @@
+"""GRPO for large mixtures of experts: Megatron-Core trains, SGLang generates, in one SPMD program."""

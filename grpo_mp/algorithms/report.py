@@ -1,0 +1,95 @@
+"""Sums over response tokens that become the training metrics once they are reduced over the job."""
+
+import torch
+from torch import Tensor
+
+from grpo_mp.config import Clip
+from grpo_mp.types import MicroBatch
+
+SUMS = (
+    "loss",
+    "pg_loss",
+    "tokens",
+    "entropy",
+    "kl",
+    "ratio",
+    "clipped_low",
+    "clipped_high",
+    "drift",
+    "mismatch",
+    "mismatch_ratio",
+    "mismatch_kl",
+    "engine_p",
+    "policy_p",
+    "engine_p2",
+    "policy_p2",
+    "both_p",
+)
+MAXIMA = ("ratio_max", "mismatch_max")
+
+
+def loss_report(
+    batch: MicroBatch, logprobs: Tensor, entropy: Tensor, ratio: Tensor, kl: Tensor, clip: Clip
+) -> dict[str, Tensor]:
+    """float64 sums (and maxima) over the response tokens of one micro-batch."""
+    mask = batch.mask.double()
+
+    def total(values: Tensor) -> Tensor:
+        return (values.double() * mask).sum()
+
+    apart = (logprobs - batch.rollout_logprobs).abs() * batch.mask
+    engine, policy = batch.rollout_logprobs.double().exp(), logprobs.double().exp()
+    up, down = batch.advantages > 0, batch.advantages < 0
+    return {
+        "tokens": mask.sum(),
+        "entropy": total(entropy),
+        "kl": total(kl),
+        "ratio": total(ratio),
+        "clipped_low": total((ratio < 1 - clip.low) & down),
+        "clipped_high": total((ratio > 1 + clip.high) & up),
+        "drift": total(ratio.log().neg()),
+        "mismatch": total(apart),
+        "mismatch_ratio": total(apart.exp()),
+        "mismatch_kl": total(batch.rollout_logprobs - logprobs),
+        "engine_p": total(engine),
+        "policy_p": total(policy),
+        "engine_p2": total(engine**2),
+        "policy_p2": total(policy**2),
+        "both_p": total(engine * policy),
+        "ratio_max": (ratio * batch.mask).max().double(),
+        "mismatch_max": apart.max().double(),
+    }
+
+
+def metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Reduced sums and maxima of one update -> metric values."""
+    tokens = max(sums["tokens"], 1.0)
+    mean = {name: sums[name] / tokens for name in SUMS}
+    covariance = mean["both_p"] - mean["engine_p"] * mean["policy_p"]
+    spread = (mean["engine_p2"] - mean["engine_p"] ** 2) * (mean["policy_p2"] - mean["policy_p"] ** 2)
+    return {
+        "train/loss": sums["loss"],
+        "train/pg_loss": sums["pg_loss"],
+        "train/kl_loss": mean["kl"],
+        "train/entropy": mean["entropy"],
+        "train/ppo_kl": mean["drift"],
+        "train/pg_clipfrac": mean["clipped_low"] + mean["clipped_high"],
+        "train/pg_clipfrac_low": mean["clipped_low"],
+        "train/pg_clipfrac_high": mean["clipped_high"],
+        "train/ratio/mean": mean["ratio"],
+        "train/ratio/max": sums["ratio_max"],
+        "mismatch/logprob_abs_diff/mean": mean["mismatch"],
+        "mismatch/logprob_abs_diff/max": sums["mismatch_max"],
+        "mismatch/token_mult_prob_error": mean["mismatch_ratio"],
+        "mismatch/kl": mean["mismatch_kl"],
+        "mismatch/pearson": covariance / spread**0.5 if spread > 0 else 1.0,
+    }
+
+
+def merge(reports: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Micro-batch reports -> (sums [len(SUMS)], maxima [len(MAXIMA)]) in float64 on the host, ready to reduce."""
+    if not reports:
+        return torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(len(MAXIMA), dtype=torch.float64)
+    sums = torch.stack([torch.stack([report[name] for name in SUMS]) for report in reports]).sum(0)
+    maxima = torch.stack([torch.stack([report[name] for name in MAXIMA]) for report in reports]).amax(0)
+    return sums.cpu(), maxima.cpu()

@@ -1,0 +1,69 @@
+"""The samples of a step -> optimizer updates -> micro-batches of each data-parallel rank. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from grpo_mp.config import Layout
+from grpo_mp.data.pack import pack, slice_context
+from grpo_mp.data.schedule import Cost, Schedule, plan_microbatches
+from grpo_mp.types import MicroBatch, Sample
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update. Indices of `schedule` count within `samples`."""
+
+    samples: tuple[int, ...]  # indices into the samples of the step
+    schedule: Schedule
+
+    def samples_of(self, data_rank: int) -> tuple[int, ...]:
+        """Indices, into the samples of the step, of what one data-parallel rank trains on."""
+        return tuple(self.samples[i] for plan in self.schedule.ranks[data_rank] for i in plan.samples)
+
+
+def plan_updates(
+    lengths: Sequence[int], updates: int, layout: Layout, data_parallel: int, max_tokens: int, hidden_size: int
+) -> tuple[Update, ...]:
+    """Divide the step's samples, in order, into `updates` equal parts and plan the micro-batches of each.
+
+    `lengths` are tokens of prompt and response; `max_tokens` bounds one micro-batch.
+    """
+    size = len(lengths) // updates
+    cost = Cost(1.0, 1.0 / (12 * hidden_size))
+    multiple = layout.pipeline if layout.virtual_pipeline else 1
+    parts = [tuple(range(start, start + size)) for start in range(0, size * updates, size)]
+    return tuple(
+        Update(
+            part,
+            plan_microbatches([lengths[i] for i in part], data_parallel, max_tokens, alignment(layout), multiple, cost),
+        )
+        for part in parts
+    )
+
+
+def alignment(layout: Layout) -> int:
+    """Every sequence is padded to a multiple of this: zigzag slices for context, equal shards for tensor parallel."""
+    return layout.tensor * (2 * layout.context if layout.context > 1 else 1)
+
+
+def microbatches(
+    update: Update,
+    samples: Mapping[int, Sample],
+    advantages: Sequence[float],
+    weights: Sequence[float],
+    layout: Layout,
+    data_rank: int,
+    context_rank: int,
+) -> list[MicroBatch]:
+    """What one rank computes in an update. `samples` by index in the step; `advantages` of the step's samples.
+
+    `weights` are those of the update's samples. With a pipeline all micro-batches of the update have one size,
+    because stages exchange tensors of a fixed shape.
+    """
+    plans = update.schedule.ranks[data_rank]
+    mine = {i: samples[update.samples[i]] for plan in plans for i in plan.samples}
+    largest = max(max(plan.tokens for plan in rank) for rank in update.schedule.ranks)
+    pad_to = max(largest, update.schedule.align) if layout.pipeline > 1 else 0
+    of_update = [advantages[i] for i in update.samples]
+    packed = [pack(mine, of_update, weights, plan, update.schedule.align, pad_to) for plan in plans]
+    return [slice_context(batch, layout.context, context_rank) for batch in packed]

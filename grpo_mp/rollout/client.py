@@ -1,0 +1,252 @@
+"""Typed HTTP to one SGLang server: tokens in, tokens out, weights in. Nothing here is specific to CUDA or CPU."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from grpo_mp.errors import PhaseTimeout, UserError
+from grpo_mp.rollout.capabilities import Capabilities, probe
+
+MESSAGE_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a response is drawn. `max_response_tokens` includes the stop token."""
+
+    max_response_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()  # only where the engine has a tokenizer
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end tokens
+    ignore_eos: bool = False
+
+    def as_json(self, count: int) -> dict[str, Any]:
+        """SGLang's `sampling_params` for `count` responses to one prompt."""
+        return {
+            "n": count,
+            "max_new_tokens": self.max_response_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": -1,
+            "stop": list(self.stop) or None,
+            "stop_token_ids": list(self.stop_token_ids) or None,
+            "ignore_eos": self.ignore_eos,
+        }
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One response as the engine gave it.
+
+    `logprobs` are of log_softmax(logits / temperature) over the whole vocabulary: SGLang applies top-p
+    after it, so with top_p < 1 they are not of the truncated distribution. The policy computes the same.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    weight_versions: tuple[int, ...]  # of every token; they differ where weights changed under a paused request
+    truncated: bool  # the response reached max_response_tokens
+    aborted: bool = False  # ended by `abort_all` or `pause(mode="abort")`; may have no tokens
+    cached_tokens: int = 0  # prompt tokens that were not computed anew
+
+
+class EngineClient:
+    """Calls to one engine. Every call has a limit, and every error names engine, path and the server's words.
+
+    Raises UserError when the server refuses or is gone, PhaseTimeout when it does not answer in time.
+    """
+
+    def __init__(self, index: int, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
+        """`timeout_s` limits one call; `headers` come from EngineProcess."""
+        self.index = index
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # Proxies of the environment would take loopback for the outside: trust_env is off.
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=dict(headers), timeout=timeout_s, limits=limits, trust_env=False
+        )
+        self._capabilities: Capabilities | None = None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> "EngineClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # -- questions -------------------------------------------------------------------------------------------
+
+    async def health(self) -> None:
+        """Return when scheduler and detokenizer answer; takes a second, for SGLang samples one token."""
+        await self._call("GET", "/health")
+
+    async def server_info(self) -> dict[str, Any]:
+        """The server's resolved arguments, version and state."""
+        return _as_object(await self._call("GET", "/server_info"))
+
+    async def capabilities(self) -> Capabilities:
+        """What this SGLang can do; asked once."""
+        if self._capabilities is None:
+            self._capabilities = probe(
+                await self.server_info(), _as_object(await self._call("GET", "/openapi.json"))
+            )
+        return self._capabilities
+
+    # -- tokens ----------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling, count: int = 1) -> list[Generated]:
+        """Draw `count` responses to one prompt, in one call: the prompt is computed once."""
+        body = {
+            "input_ids": list(prompt_tokens),
+            "sampling_params": sampling.as_json(count),
+            "return_logprob": True,
+        }
+        reply = await self._call("POST", "/generate", body)
+        outputs = reply if isinstance(reply, list) else [reply]
+        if len(outputs) != count:
+            raise self._error("/generate", f"returned {len(outputs)} responses where {count} were asked for")
+        return [self._generated(output) for output in outputs]
+
+    async def score(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Logprobs of given sequences at temperature 1: entry i of a list belongs to token i + 1.
+
+        Each list is one shorter than its sequence. The radix cache is not used for them.
+        """
+        body = {
+            "input_ids": [list(tokens) for tokens in token_lists],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        reply = await self._call("POST", "/generate", body)
+        return [[entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]] for output in reply]
+
+    # -- requests in flight ----------------------------------------------------------------------------------
+
+    async def flush_cache(self) -> None:
+        """Forget every computed prefix. Refused by the server while requests run."""
+        await self._call("POST", "/flush_cache")
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Stop generating: `abort` ends the requests, `retract` and `in_place` go on with them after `resume`."""
+        await self._call("POST", "/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Generate again after `pause`."""
+        await self._call("POST", "/continue_generation", {})
+
+    async def abort_all(self) -> None:
+        """End every request; each returns what it has, marked `aborted`."""
+        await self._call("POST", "/abort_request", {"abort_all": True})
+
+    # -- weights ---------------------------------------------------------------------------------------------
+
+    async def begin_weight_update(self) -> None:
+        """Open an update. Nothing to do on an SGLang without the call."""
+        if (await self.capabilities()).weight_update_session:
+            await self._succeed("/begin_weight_update", {})
+
+    async def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str | None = None) -> None:
+        """Hand over one bucket: `payloads` is base64 text for each of the engine's tensor-parallel ranks.
+
+        SGLang answers success for a tensor name that it does not know.
+        """
+        body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False}
+        await self._succeed("/update_weights_from_tensor", body)
+
+    async def update_weights_from_disk(self, folder: str) -> None:
+        """Load all weights from a Hugging Face folder that the engine's host sees. Needs no begin and end."""
+        await self._succeed("/update_weights_from_disk", {"model_path": folder, "flush_cache": False})
+
+    async def end_weight_update(self, version: int) -> None:
+        """Close the update, forget prefixes of the old weights, and number the new ones."""
+        if (await self.capabilities()).weight_update_session:
+            await self._succeed("/end_weight_update", {})
+        await self.flush_cache()
+        await self._succeed("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    async def release_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Free device memory of `weights`, `kv_cache`, `cuda_graph` (None: all). The engine must be idle."""
+        await self._call("POST", "/release_memory_occupation", {"tags": list(tags) if tags else None})
+
+    async def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back; weights come back undefined and must be sent."""
+        await self._call("POST", "/resume_memory_occupation", {"tags": list(tags) if tags else None})
+
+    # -- wire ------------------------------------------------------------------------------------------------
+
+    def _generated(self, output: dict[str, Any]) -> Generated:
+        meta = output["meta_info"]
+        pairs = meta["output_token_logprobs"] or []
+        tokens = tuple(entry[1] for entry in pairs)
+        if list(tokens) != list(output["output_ids"]):
+            raise self._error("/generate", "output_ids and output_token_logprobs name different tokens")
+        reason = (meta["finish_reason"] or {}).get("type")
+        return Generated(
+            tokens=tokens,
+            logprobs=tuple(entry[0] for entry in pairs),
+            weight_versions=token_versions(meta, len(tokens)),
+            truncated=reason == "length",
+            aborted=reason == "abort",
+            cached_tokens=meta.get("cached_tokens", 0),
+        )
+
+    async def _succeed(self, path: str, body: dict[str, Any]) -> None:
+        reply = await self._call("POST", path, body)
+        if not (isinstance(reply, dict) and reply.get("success") is True):
+            raise self._error(path, _message(reply))
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        try:
+            reply = await self._http.request(method, path, json=body)
+        except httpx.TimeoutException as error:
+            limit = self._http.timeout.read
+            raise PhaseTimeout(f"engine {self.index}: {path} did not answer within {limit:g} s") from error
+        except httpx.TransportError as error:
+            raise self._error(path, f"the connection failed ({error or type(error).__name__})") from error
+        content = _content(reply)
+        if reply.status_code != httpx.codes.OK:
+            raise self._error(path, f"status {reply.status_code}: {_message(content)}")
+        return content
+
+    def _error(self, path: str, message: str) -> UserError:
+        return UserError(f"engine {self.index}: {path}: {message[:MESSAGE_CHARACTERS]}")
+
+
+def token_versions(meta: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    """The weight version of each of `count` tokens, from SGLang's meta_info: one version, or spans of versions."""
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
+    versions = [version_number(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+    if len(versions) != count:
+        raise ValueError(f"weight versions of {len(versions)} tokens for {count} tokens")
+    return tuple(versions)
+
+
+def version_number(version: str) -> int:
+    """The number that `end_weight_update` gave; weights that the engine loaded itself at start are version 0."""
+    return 0 if version == "default" else int(version)
+
+
+def _content(reply: httpx.Response) -> Any:
+    is_json = reply.headers.get("content-type", "").startswith("application/json")
+    return reply.json() if is_json and reply.content else reply.text
+
+
+def _message(content: Any) -> str:
+    if isinstance(content, dict):
+        message = content.get("message") or content.get("error") or content
+        return str(message.get("message", message) if isinstance(message, dict) else message)
+    return str(content) or "(no message)"
+
+
+def _as_object(content: Any) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise UserError(f"expected a JSON object from the engine, found {type(content).__name__}")
+    return content

@@ -1,0 +1,44 @@
+"""Which ranks host which engine. Pure."""
+
+from dataclasses import dataclass
+
+from grpo_mp.errors import UserError
+
+
+@dataclass(frozen=True)
+class EnginePlace:
+    """One process of an engine: the ranks of one node that it spans. `node_rank` 0 is the engine host."""
+
+    engine: int
+    rank: int  # starts the process
+    node_rank: int
+    nodes: int
+
+    @property
+    def is_host(self) -> bool:
+        return self.node_rank == 0
+
+
+def engine_places(world_size: int, ranks_per_node: int, gpus: int, count: int | None) -> tuple[EnginePlace, ...]:
+    """Engine e spans the ranks [e * gpus, (e + 1) * gpus); one process for each node it touches.
+
+    Raises UserError where an engine does not fit the job or would straddle nodes unevenly.
+    """
+    engines = world_size // gpus if count is None else count
+    if engines < 1 or engines * gpus > world_size:
+        raise UserError(
+            f"engine.count={engines} engines of engine.gpus={gpus} do not fit the {world_size} ranks of this job"
+        )
+    if max(gpus, ranks_per_node) % min(gpus, ranks_per_node):
+        raise UserError(f"engine.gpus={gpus} and the {ranks_per_node} ranks of a node do not divide each other")
+    nodes = max(1, gpus // ranks_per_node)
+    return tuple(
+        EnginePlace(engine, engine * gpus + node * ranks_per_node, node, nodes)
+        for engine in range(engines)
+        for node in range(nodes)
+    )
+
+
+def engine_hosts(places: tuple[EnginePlace, ...]) -> tuple[int, ...]:
+    """The ranks that talk to an engine, in engine order."""
+    return tuple(place.rank for place in places if place.is_host)

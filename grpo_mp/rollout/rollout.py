@@ -1,0 +1,124 @@
+"""Everything a rank does for generation: its engine process, its client, and its share of the work."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from grpo_mp import platform
+from grpo_mp.config import Settings
+from grpo_mp.rewards.score import Scorer
+from grpo_mp.rollout.client import EngineClient, Sampling
+from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.places import EnginePlace, engine_hosts, engine_places
+from grpo_mp.rollout.queue import WorkQueue
+from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
+from grpo_mp.types import Prompt, SampleGroup
+
+
+class Rollout:
+    """The engines of the job as one rank sees them; a rank without an engine has nothing to do here."""
+
+    def __init__(
+        self, settings: Settings, tokenizer: PreTrainedTokenizerBase, scorer: Scorer, rank: int, world_size: int
+    ) -> None:
+        """Plan the places; nothing is started. Raises UserError for places that do not fit or unknown arguments."""
+        self._settings, self._tokenizer, self._scorer = settings, tokenizer, scorer
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        places = engine_places(world_size, per_node, settings.engine.gpus, settings.engine.count)
+        self.hosts = engine_hosts(places)
+        self.place = next((place for place in places if place.rank == rank), None)
+        self._process = self._make_process(self.place) if self.place else None
+        self._runner = asyncio.Runner()
+        self.client: EngineClient | None = None
+
+    @property
+    def is_host(self) -> bool:
+        return self.place is not None and self.place.is_host
+
+    def start(self) -> None:
+        """Start this rank's engine process, if it has one; returns at once."""
+        if self._process:
+            self._process.start()
+
+    def wait_ready(self) -> None:
+        """Return when this rank's engine answers."""
+        if not (self._process and self.is_host and self.place):
+            return
+        engine = self._settings.engine
+        self._process.wait_ready(engine.start_timeout_s)
+        self.client = EngineClient(
+            self.place.engine, self._process.url, self._process.headers, engine.request_timeout_s
+        )
+
+    def generate(self, prompts: Sequence[Prompt], first_group_id: int, step: int, store: dist.Store) -> list[SampleGroup]:
+        """The groups that this rank's engine generated and scored of the step's prompts."""
+        size = self._settings.rollout.group_size
+        return self._work(RolloutTask(prompts, size, first_group_id, step, self._sampling()), f"step/{step}", store)
+
+    def evaluate(self, prompts: Sequence[Prompt], name: str, step: int, store: dist.Store) -> list[SampleGroup]:
+        """One scored sample of each prompt that this rank's engine took."""
+        return self._work(RolloutTask(prompts, 1, 0, step, self._sampling()), f"eval/{name}/{step}", store)
+
+    def call(self, coroutine):  # type: ignore[no-untyped-def]
+        """Run one of the client's coroutines to its end."""
+        return self._runner.run(coroutine)
+
+    def check_alive(self, phase: str) -> None:
+        """Raises UserError with the log's last lines where this rank's engine has ended."""
+        if self._process:
+            self._process.check_alive(f"in {phase}")
+
+    def stop(self) -> None:
+        """End this rank's engine and connections."""
+        if self.client:
+            self._runner.run(self.client.close())
+        self._runner.close()
+        if self._process:
+            self._process.stop()
+
+    def __enter__(self) -> "Rollout":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _work(self, task: RolloutTask, name: str, store: dist.Store) -> list[SampleGroup]:
+        if self.client is None:
+            return []
+        settings = self._settings
+        share = -(-len(task.prompts) // len(self.hosts))
+        in_flight = max(1, min(settings.engine.concurrent_groups, share))
+        worker = RolloutWorker(self.client, self._scorer, self._tokenizer, settings.rollout.group_timeout_s)
+        return self._runner.run(worker.run(task, WorkQueue(store, name, len(task.prompts)), in_flight))
+
+    def _sampling(self) -> Sampling:
+        wanted = self._settings.rollout
+        return Sampling(wanted.max_response_tokens, wanted.temperature, wanted.top_p, wanted.stop)
+
+    def _make_process(self, place: EnginePlace) -> EngineProcess:
+        settings = self._settings
+        log: Path = settings.run.folder / "logs" / f"engine_{place.engine}.log"
+        spec = EngineSpec(
+            index=place.engine,
+            rank=place.rank,
+            model=settings.model.path,
+            dtype=settings.model.dtype,
+            context_tokens=settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens,
+            seed=settings.run.seed + place.engine,
+            gpus=settings.engine.gpus,
+            cpu=not platform.on_cuda(),
+            stop_strings=bool(settings.rollout.stop),
+            first_gpu=int(os.environ.get("LOCAL_RANK", 0)) if platform.on_cuda() else 0,
+            nodes=place.nodes,
+            node_rank=place.node_rank,
+            args=settings.engine.args,
+        )
+        return EngineProcess(spec, log)

@@ -1,0 +1,1 @@
+"""Phases of a step: who is awake on the device, what is resident, what it costs in memory."""

@@ -1,0 +1,109 @@
+"""A step's numbers under the names of the metric dictionary."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+from grpo_mp.algorithms.advantages import groups_without_difference
+from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics
+from grpo_mp.monitor.metrics import fill
+from grpo_mp.monitor.screen import EvalScore
+from grpo_mp.policy.parallel import Parallel
+from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.rollout.exchange import SampleInfo
+from grpo_mp.scheduler.ledger import Footprint, largest
+from grpo_mp.trainer.batch import StepBatch
+
+
+def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
+    """Rewards and lengths of all samples of a step."""
+    rewards, lengths = [info.reward for info in infos], [info.response_tokens for info in infos]
+    by_group: dict[int, list[float]] = defaultdict(list)
+    for info in infos:
+        by_group[info.group_id].append(info.reward)
+    lags = [weight_version - info.oldest_version for info in infos]
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "reward/group_std": statistics.fmean(statistics.pstdev(group) for group in by_group.values()),
+        "reward/zero_std_ratio": groups_without_difference(rewards, [info.group_id for info in infos]),
+        **_parts(infos),
+        "rollout/response_length/mean": statistics.fmean(lengths),
+        "rollout/response_length/min": min(lengths),
+        "rollout/response_length/max": max(lengths),
+        "rollout/prompt_length/mean": statistics.fmean(info.prompt_tokens for info in infos),
+        "rollout/truncated_ratio": statistics.fmean(info.truncated for info in infos),
+        "rollout/groups": len(by_group),
+        "rollout/weight_version_lag/mean": statistics.fmean(lags),
+        "rollout/weight_version_lag/max": max(lags),
+    }
+
+
+def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, parallel: Parallel) -> dict[str, float]:
+    """Means over the step's updates of what the losses reported. Every rank must call this."""
+    reduced = [_reduce(report, parallel) for report in reports]
+    named = [metrics(sums) for sums in reduced]
+    tokens = sum(len(plan.samples) and sum(plan.lengths) for update in batch.plan for rank in update.schedule.ranks for plan in rank)
+    real = sum(info.total_tokens for info in batch.infos)
+    return {
+        **{name: statistics.fmean(one[name] for one in named) for name in named[0]},
+        # Engine and policy hold the same weights only in the first update of the step.
+        **{name: value for name, value in named[0].items() if name.startswith("mismatch/")},
+        "train/ratio/max": max(one["train/ratio/max"] for one in named),
+        "train/grad_norm": statistics.fmean(report.grad_norm for report in reports),
+        "train/lr": reports[-1].lr,
+        "train/updates": len(reports),
+        "train/skipped_updates": sum(report.skipped for report in reports),
+        "train/tokens": real,
+        "train/padding_ratio": 1 - real / tokens,
+    }
+
+
+def memory_metrics(footprints: Mapping[str, Footprint], parallel: Parallel) -> dict[str, float]:
+    """The largest footprint of each phase over all ranks. Every rank must call this with the same phases."""
+    everyone: list[Mapping[str, Footprint]] = [{}] * parallel.world_size
+    dist.all_gather_object(everyone, dict(footprints), group=parallel.host)
+    return {
+        fill(f"memory/{{phase}}/{kind}", phase=phase.lower()): float(value)
+        for phase in footprints
+        for kind, value in asdict(largest(rank[phase] for rank in everyone)).items()
+    }
+
+
+def eval_score(infos: Sequence[SampleInfo]) -> EvalScore:
+    """Accuracy is the mean of the `answer` part; without that part, the share of positive rewards."""
+    right = [info.reward_parts.get("answer", float(info.reward > 0)) for info in infos]
+    return EvalScore(
+        accuracy=statistics.fmean(right),
+        reward=statistics.fmean(info.reward for info in infos),
+        length=statistics.fmean(info.response_tokens for info in infos),
+    )
+
+
+def eval_metrics(name: str, infos: Sequence[SampleInfo]) -> dict[str, float]:
+    """Scores of one eval set."""
+    score = eval_score(infos)
+    values = {**vars(score), "truncated_ratio": statistics.fmean(info.truncated for info in infos)}
+    return {fill(f"eval/{{set}}/{kind}", set=name): value for kind, value in values.items()}
+
+
+def _parts(infos: Sequence[SampleInfo]) -> dict[str, float]:
+    parts: dict[str, list[float]] = defaultdict(list)
+    for info in infos:
+        for name, value in info.reward_parts.items():
+            parts[name].append(value)
+    return {fill("reward/part/{name}", name=name): statistics.fmean(values) for name, values in parts.items()}
+
+
+def _reduce(report: UpdateReport, parallel: Parallel) -> dict[str, float]:
+    counts = bool(report.losses) and parallel.here.tensor == 0  # tensor ranks report the same tokens
+    sums, maxima = merge(report.losses if counts else [])
+    dist.all_reduce(sums, group=parallel.host)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.host)
+    return dict(zip((*SUMS, *MAXIMA), torch.cat([sums, maxima]).tolist(), strict=True))

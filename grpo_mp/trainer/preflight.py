@@ -1,0 +1,54 @@
+"""Everything that can be refused before a process group, a model or an engine exists."""
+
+from dataclasses import dataclass
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from grpo_mp.config import Settings
+from grpo_mp.data.prompts import PromptSet, load_prompts
+from grpo_mp.errors import UserError
+from grpo_mp.policy.policy import check_policy
+from grpo_mp.rewards.score import Scorer
+from grpo_mp.rollout.engine_args import check_arguments, known_arguments
+from grpo_mp.rollout.places import engine_places
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads: tokenizer, prompts, rewards."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptSet
+    evals: dict[str, PromptSet]
+    scorer: Scorer
+
+
+def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> Inputs:
+    """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
+    check_policy(settings, world_size)
+    engine_places(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
+    check_arguments(settings.engine.args, known_arguments())
+    tokenizer = _tokenizer(settings)
+    longest = settings.rollout.max_prompt_tokens
+    train = load_prompts(settings.data.train, settings.data, tokenizer, longest)
+    if len(train) < settings.rollout.prompts_per_step:
+        raise UserError(
+            f"{settings.data.train}: {len(train)} prompts fit, a step takes "
+            f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
+        )
+    evals = {
+        name: load_prompts(source, settings.data, tokenizer, longest, settings.data.eval_prompts)
+        for name, source in settings.data.eval.items()
+    }
+    scorer = Scorer(
+        settings.reward, settings.rollout.max_response_tokens, settings.data.prompt, max_steps=settings.run.steps
+    )
+    return Inputs(tokenizer, train, evals, scorer)
+
+
+def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(str(settings.model.path))
+    except (OSError, ValueError, KeyError) as error:
+        message = " ".join(str(error).split())[:200]
+        raise UserError(f"{settings.model.path}: the tokenizer cannot be read ({message})") from error

@@ -1,0 +1,87 @@
+"""What a step leaves behind: metrics, sample texts, one line on the screen."""
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from grpo_mp.monitor.samples import SampleWriter
+from grpo_mp.monitor.summary import StepSummary, over_ranks, step_scalars, summarise
+from grpo_mp.monitor.writer import MetricWriter
+from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.sync.check import CheckReport
+from grpo_mp.sync.weight_sync import SyncReport
+from grpo_mp.trainer.batch import StepBatch
+from grpo_mp.trainer.metrics import memory_metrics, rollout_metrics, update_metrics
+from grpo_mp.trainer.session import Session
+from grpo_mp.types import SampleGroup
+
+
+class Recorder:
+    """Collects one step's numbers over all ranks; rank 0 writes them."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        folder, first = session.settings.run.folder, session.state.step
+        self._writer = MetricWriter(folder, first_step=first + 1 if first else 0) if session.is_first else None
+        kept = session.settings.monitor.samples_per_step
+        self._samples = SampleWriter(folder, self._writer, kept, first) if session.is_first and kept else None
+        self._start_ns = session.timeline.now_ns()
+
+    def begin_step(self) -> None:
+        """Start the clock of a step."""
+        self._session.timeline.take()
+        self._start_ns = self._session.timeline.now_ns()
+
+    def end_step(self) -> StepSummary:
+        """Stop the clock; the slowest rank's seconds, the mean of the shares. Every rank must call this."""
+        timeline, parallel = self._session.timeline, self._session.parallel
+        mine = summarise(timeline.take(), self._start_ns, timeline.now_ns())
+        everyone: list[StepSummary] = [mine] * parallel.world_size
+        dist.all_gather_object(everyone, mine, group=parallel.host)
+        return over_ranks(everyone)
+
+    def step_metrics(
+        self, batch: StepBatch, reports: Sequence[UpdateReport], sync: SyncReport, check: CheckReport
+    ) -> dict[str, float]:
+        """All scalars of the step but those of evaluation. Every rank must call this."""
+        session, parallel = self._session, self._session.parallel
+        summary = self.end_step()
+        response_tokens = sum(info.response_tokens for info in batch.infos)
+        tokens = sum(info.total_tokens for info in batch.infos)
+        seconds = summary.seconds
+        return {
+            **rollout_metrics(batch.infos, session.state.weight_version),
+            **update_metrics(reports, batch, parallel),
+            **memory_metrics(session.scheduler.ledger.take(), parallel),
+            **step_scalars(summary),
+            "reward/failures": float(sum(session.inputs.scorer.errors.values())),
+            "speed/generate_tokens_per_s": response_tokens / seconds["GENERATE"],
+            "speed/train_tokens_per_s": tokens / seconds["TRAIN"],
+            "speed/samples_per_s": len(batch.infos) / summary.wall_s,
+            "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / parallel.world_size,
+            "sync/weight_version": sync.version,
+            "sync/bytes": sync.nbytes,
+            "sync/buckets": sync.buckets,
+            "sync/bytes_per_s": sync.nbytes / sync.seconds,
+            "sync/check/logprob_abs_diff/mean": check.mean,
+            "sync/check/logprob_abs_diff/max": check.largest,
+        }
+
+    def write(self, step: int, scalars: Mapping[str, float], groups: Sequence[SampleGroup] = ()) -> None:
+        """Write a step's scalars, and texts of the groups that rank 0's engine generated."""
+        if self._writer:
+            self._writer.scalars(step, scalars)
+            self._write_distributions(step, groups)
+
+    def close(self) -> None:
+        if self._writer:
+            self._writer.close()
+
+    def _write_distributions(self, step: int, groups: Sequence[SampleGroup]) -> None:
+        samples = [sample for group in groups for sample in group.samples]
+        if not samples or not self._writer:
+            return
+        self._writer.histogram(step, "reward/values", [sample.reward for sample in samples])
+        self._writer.histogram(step, "rollout/response_length/values", [len(sample.tokens) for sample in samples])
+        if self._samples:
+            self._samples.write(step, list(groups))

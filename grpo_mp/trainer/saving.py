@@ -1,0 +1,59 @@
+"""Checkpoints and the final Hugging Face folder."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from grpo_mp.models.hf_files import write_hf
+from grpo_mp.policy.checkpoint import save_policy
+from grpo_mp.policy.megatron_config import DTYPES
+from grpo_mp.scheduler.phases import Phase
+from grpo_mp.scheduler.recovery import begin_checkpoint, checkpoint_folder, prune_checkpoints, write_manifest
+from grpo_mp.sync.reshard import Resharder
+from grpo_mp.sync.weight_sync import make_plan
+from grpo_mp.trainer.session import Session
+
+
+def save(session: Session) -> Path:
+    """Save the run as it stands between two steps; the checkpoint counts once its manifest is written."""
+    folder = checkpoint_folder(session.settings.run.folder, session.state.step)
+    with session.scheduler.phase(Phase.SAVE):
+        if session.is_first:
+            begin_checkpoint(folder)
+            (folder / "policy").mkdir()
+        dist.barrier(group=session.parallel.host)
+        save_policy(session.policy, folder / "policy")
+        dist.barrier(group=session.parallel.host)
+        if session.is_first:
+            write_manifest(folder, replace(session.state, cursor=session.cursor.to_dict()))
+            prune_checkpoints(session.settings.run.folder, session.settings.run.keep_checkpoints)
+    return folder
+
+
+def export_hf(session: Session, folder: Path) -> None:
+    """Write the policy as a Hugging Face folder: config, tokenizer and template as they came, new weights."""
+    policy, settings = session.policy, session.settings
+    with session.scheduler.phase(Phase.SAVE, "export"):
+        plan = make_plan(
+            policy.params,
+            policy.held_parts(),
+            (0,),
+            settings.sync.bucket_bytes,
+            DTYPES[settings.model.dtype],
+            session.parallel.host,
+        )
+        resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), session.is_first)
+        tensors = (pair for bucket in resharder.buckets() for pair in _on_host(bucket))
+        if session.is_first:
+            write_hf(folder, tensors, like=settings.model.path)
+        else:
+            for _ in tensors:  # this rank's shards travel as the first rank asks for them
+                raise AssertionError("only the first rank receives tensors")
+        dist.barrier(group=session.parallel.host)
+
+
+def _on_host(bucket: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, tensor.to("cpu", copy=True)) for name, tensor in bucket)

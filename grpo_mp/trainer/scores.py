@@ -1,0 +1,67 @@
+"""Logprobs of given token sequences from the policy, in any layout, known to every rank; and the engine check."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from grpo_mp.config import Settings
+from grpo_mp.data.pack import context_index, gather_responses, pack, slice_context
+from grpo_mp.data.schedule import MicroBatchPlan
+from grpo_mp.data.updates import alignment
+from grpo_mp.errors import UserError
+from grpo_mp.policy.policy import Policy
+from grpo_mp.rollout.rollout import Rollout
+from grpo_mp.sync.check import TOLERANCE, CheckReport, compare
+from grpo_mp.types import Sample
+
+Sequences = Sequence[tuple[int, ...]]
+
+
+def policy_scores(policy: Policy, sequences: Sequences) -> list[list[float]]:
+    """Logprob at temperature 1 of every token after the first of each sequence. Every rank must call this."""
+    parallel, layout = policy.parallel, policy.parallel.layout
+    align = alignment(layout)
+    samples = {i: _as_sample(i, tokens) for i, tokens in enumerate(sequences)}
+    lengths = tuple(-(-len(tokens) // align) * align for tokens in sequences)
+    nothing = [0.0] * len(sequences)
+    whole = pack(samples, nothing, nothing, MicroBatchPlan(tuple(samples), lengths), align)
+    mine = slice_context(whole, layout.context, parallel.here.context)
+    repeat = layout.pipeline if layout.virtual_pipeline else 1  # an interleaved schedule needs that many
+    with policy.at_temperature(1.0):
+        outputs = policy.logprobs([mine] * repeat)
+    values = torch.zeros(whole.total_tokens)
+    if outputs and parallel.here.tensor == parallel.here.data == 0:
+        values[context_index(whole.lengths, layout.context, parallel.here.context)] = outputs[0][0].cpu()
+    dist.all_reduce(values, group=parallel.host)
+    return [response.tolist() for response in gather_responses(values, whole)]
+
+
+def check_engines(settings: Settings, policy: Policy, rollout: Rollout, sequences: Sequences) -> CheckReport:
+    """The worst engine's distance from the policy. Every rank must call this.
+
+    Raises UserError on every rank when an engine is further from the policy than the tolerance.
+    """
+    expected = policy_scores(policy, sequences)
+    mine = [0.0, 0.0]
+    if rollout.client:
+        report = compare(rollout.call(rollout.client.score(sequences)), expected)
+        mine = [report.mean, report.largest]
+    everyone = torch.zeros(policy.parallel.world_size, 2, dtype=torch.float64)
+    everyone[policy.parallel.rank] = torch.tensor(mine, dtype=torch.float64)
+    dist.all_reduce(everyone, group=policy.parallel.host)
+    tolerance = settings.sync.check_tolerance or TOLERANCE[settings.model.dtype]
+    for rank in rollout.hosts:
+        found = CheckReport(*everyone[rank].tolist())
+        if not found.passes(tolerance):
+            raise UserError(
+                f"after the weight sync the engine of rank {rank} disagrees with the policy: mean |logprob difference| "
+                f"{found.mean:.3g}, largest {found.largest:.3g}, allowed {tolerance:g} (sync.check_tolerance)"
+            )
+    worst = everyone.amax(dim=0)
+    return CheckReport(*worst.tolist())
+
+
+def _as_sample(number: int, tokens: tuple[int, ...]) -> Sample:
+    response = tokens[1:]
+    return Sample(number, 0, tokens[:1], response, (0.0,) * len(response), (0,) * len(response), truncated=False)

@@ -1,0 +1,154 @@
+"""One run of one rank: its parts, put together in the right order and taken apart in any case."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from grpo_mp.config import Settings, dump_settings
+from grpo_mp.data.cursor import Cursor
+from grpo_mp.monitor.progress import Progress
+from grpo_mp.monitor.timeline import Timeline
+from grpo_mp.monitor.watchdog import Watchdog
+from grpo_mp.policy.checkpoint import load_policy
+from grpo_mp.policy.megatron_config import DTYPES
+from grpo_mp.policy.parallel import Parallel, start_parallel, stop_parallel
+from grpo_mp.policy.policy import Policy
+from grpo_mp.rollout.rollout import Rollout
+from grpo_mp.scheduler.recovery import RunState, claim_run_folder, latest_checkpoint, read_manifest
+from grpo_mp.scheduler.scheduler import Scheduler
+from grpo_mp.sync.check import fixed_sequences
+from grpo_mp.sync.reshard import Resharder
+from grpo_mp.sync.transport import HostTransport
+from grpo_mp.sync.weight_sync import WeightSync, make_plan
+from grpo_mp.trainer.preflight import Inputs
+from grpo_mp.trainer.stop import StopRequest
+
+
+@dataclass
+class Session:
+    """The parts of a running job on this rank. `state` is where the run stands."""
+
+    settings: Settings
+    inputs: Inputs
+    parallel: Parallel
+    policy: Policy
+    rollout: Rollout
+    sync: WeightSync
+    scheduler: Scheduler
+    timeline: Timeline
+    progress: Progress
+    stop: StopRequest
+    check_sequences: tuple[tuple[int, ...], ...]
+    state: RunState
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank prints and writes for the job."""
+        return self.parallel.rank == 0
+
+    @property
+    def cursor(self) -> Cursor:
+        saved = self.state.cursor
+        return Cursor.from_dict(saved) if saved else Cursor(seed=self.settings.run.seed)
+
+
+@contextmanager
+def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
+    """Join the job, start this rank's engine, build the policy beside it, resume where a checkpoint is.
+
+    Engines end when the body does, however it ends.
+    """
+    with ExitStack() as stack:
+        parallel = start_parallel(settings.layout, settings.run.seed, settings.monitor.phase_timeout_s)
+        if parallel.rank == 0:
+            claim_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
+        dist.barrier(group=parallel.host)
+        stop = StopRequest()
+        state = _resume_state(settings)
+        rollout = stack.enter_context(
+            Rollout(settings, inputs.tokenizer, inputs.scorer, parallel.rank, parallel.world_size)
+        )
+        progress = stack.enter_context(
+            Progress(settings.run.folder, settings.run.steps, done=state.step, rank=parallel.rank)
+        )
+        watchdog = stack.enter_context(
+            Watchdog(parallel.rank, settings.run.folder, before_exit=(progress.stop, rollout.stop))
+        )
+        timeline = Timeline(settings.run.folder, parallel.rank)
+        stack.callback(timeline.close)
+        stack.callback(inputs.scorer.close)
+        progress.note(_greeting(settings, parallel, state))
+        with watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
+            rollout.start()
+            policy = _build_policy(settings, parallel)
+            rollout.wait_ready()
+            dist.barrier(group=parallel.host)
+        session = Session(
+            settings=settings,
+            inputs=inputs,
+            parallel=parallel,
+            policy=policy,
+            rollout=rollout,
+            sync=_build_sync(settings, parallel, policy, rollout),
+            scheduler=Scheduler(timeline, watchdog, progress, settings.monitor.phase_timeout_s),
+            timeline=timeline,
+            progress=progress,
+            stop=stop,
+            check_sequences=fixed_sequences(
+                policy.hf.int("vocab_size"),
+                settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens,
+                settings.run.seed,
+                [prompt.tokens for prompt in inputs.train.prompts[:4]],
+            ),
+            state=state,
+        )
+        yield session
+        stop_parallel()
+
+
+def _resume_state(settings: Settings) -> RunState:
+    folder = latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
+    return read_manifest(folder) if folder else RunState()
+
+
+def _build_policy(settings: Settings, parallel: Parallel) -> Policy:
+    policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.weight > 0)
+    folder = latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
+    if folder:
+        load_policy(policy, folder / "policy")
+    return policy
+
+
+def _build_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout: Rollout) -> WeightSync:
+    plan = make_plan(
+        policy.params,
+        policy.held_parts(),
+        rollout.hosts,
+        settings.sync.bucket_bytes,
+        DTYPES[settings.model.dtype],
+        parallel.host,
+    )
+    resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), rollout.is_host)
+    transport = HostTransport(rollout.client, settings.engine.gpus) if rollout.client else None
+    return WeightSync(resharder, transport, rollout.call)
+
+
+def _greeting(settings: Settings, parallel: Parallel, state: RunState) -> str:
+    rollout = settings.rollout
+    start = f"goes on after step {state.step}" if state.step else "starts"
+    return (
+        f"{settings.run.folder}: {start}; {settings.model.path} on {parallel.world_size} ranks, "
+        f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples a step, "
+        f"{settings.optimizer.updates_per_step} update(s) a step; starting the engines"
+    )
+
+
+def local_ranks() -> tuple[int, int]:
+    """(world size, ranks of this node) as torchrun or srun says; one rank when neither started us."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    return world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+

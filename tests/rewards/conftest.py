@@ -1,0 +1,30 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from grpo_mp.types import Prompt, Sample, SampleGroup
+
+
+@pytest.fixture
+def make_group() -> Callable[..., SampleGroup]:
+    """Makes one group with a response per text; tokens are the text's character codes."""
+
+    def make(texts: list[str], answer: str | None = "7", **columns: Any) -> SampleGroup:
+        prompt = Prompt(index=12, text="3+4?", tokens=(1, 2), answer=answer, columns=columns or {"prompt": "3+4?"})
+        return SampleGroup(prompt, tuple(_sample(i, text) for i, text in enumerate(texts)))
+
+    return make
+
+
+def _sample(index: int, text: str) -> Sample:
+    return Sample(
+        group_id=5,
+        index=index,
+        prompt_tokens=(1, 2),
+        tokens=tuple(map(ord, text)),
+        rollout_logprobs=(-1.0,) * len(text),
+        weight_versions=(0,) * len(text),
+        truncated=False,
+        text=text,
+    )

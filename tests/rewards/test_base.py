@@ -1,0 +1,40 @@
+from pathlib import Path
+
+import pytest
+
+from grpo_mp.errors import UserError
+from grpo_mp.rewards.base import load_reward
+
+
+def test_functions_load_from_modules_and_files(tmp_path: Path) -> None:
+    assert load_reward("os.path:join").__name__ == "join"
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 2\n"
+        "def score(completions, **columns):\n    return [A().x] * len(completions)\n"
+    )
+    reward = load_reward(f"{tmp_path / 'mine.py'}:score")
+    assert reward(prompts=["a"], completions=["b"]) == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("os.path", "write module:function"),
+        (":f", "write module:function"),
+        ("os.path:", "write module:function"),
+        ("no_such_module_x:f", "ModuleNotFoundError: No module named 'no_such_module_x'"),
+        ("os.path:jion", r"os.path has no function jion \(did you mean join\?\)"),
+        ("os.path:sep", "os.path has no function sep"),
+        ("no/such.py:f", "no such file: no/such.py"),
+    ],
+)
+def test_what_is_not_importable_is_named_with_its_reason(name: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        load_reward(name)
+
+
+@pytest.mark.parametrize("body", ["def f(:", "1/0", "import no_such_module_x", "raise RuntimeError('mine')"])
+def test_a_file_that_fails_on_import(body: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(body)
+    with pytest.raises(UserError, match=r"importing .*bad\.py failed: \w+Error: "):
+        load_reward(f"{tmp_path / 'bad.py'}:f")

@@ -1,0 +1,163 @@
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_mp.errors import UserError
+from grpo_mp.rewards import equality as equality_module
+from grpo_mp.rewards.equality import Equality
+from grpo_mp.rewards.math import answer_part, boxed_part, last_boxed, length_part, numeric_readings
+
+
+@pytest.fixture(scope="module")
+def equality() -> Iterator[Equality]:
+    shared = Equality(limit_s=10.0)
+    yield shared
+    shared.close()
+
+
+class Unused(Equality):
+    """Fails a test in which a plain number reaches math-verify."""
+
+    def equal(self, expected: str, found: str) -> bool:
+        raise AssertionError(f"compared {expected} with {found}")
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"so \boxed{7}", "7"),
+        (r"\boxed{1} then \boxed{ 2 }.", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{\}}", r"\}"),
+        (r"\boxed{a\\}", r"a\\"),
+        (r"\boxed {3}", "3"),
+        (r"\fbox{3}", "3"),
+        (r"\boxed{1} \boxed{2", "1"),
+        (r"\boxed{}", None),
+        (r"\boxed{ }", None),
+        (r"\boxed{{1}", None),
+        ("boxed{1}", None),
+        (r"\boxed 5", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(text: str, inside: str | None) -> None:
+    assert last_boxed(text) == inside
+    assert boxed_part(text) == (inside is not None)
+
+
+@given(st.text("ab{}\\ "), st.text("ab{}\\ "))
+def test_last_boxed_never_fails_and_stands_in_the_text(before: str, after: str) -> None:
+    found = last_boxed(before + "\\boxed{" + after)
+    assert found is None or found in after or found in before
+
+
+RIGHT = [
+    ("7", "7"),
+    ("7", "7.0"),
+    ("7", "7.01"),
+    ("7", "+7"),
+    ("-3", "-3"),
+    ("1234", "1,234"),
+    ("1234567.5", "1,234,567.5"),
+    ("18", "$18"),
+    ("18", r"\$18"),
+    ("18", r"$18$"),
+    ("50", "50%"),
+    ("50", r"50\%"),
+    ("0.5", r"50\%"),
+    ("0.5", "1/2"),
+    ("0.5", r"\frac{1}{2}"),
+    ("-0.5", r"-\dfrac{1}{2}"),
+    ("1/3", "0.333"),
+    ("3", r"3 \text{ apples}"),
+    ("3", "3."),
+    ("10000", r"10\,000"),
+    (".5", "0.5"),
+]
+WRONG = [("7", "8"), ("7", "7.011"), ("7", "-7"), ("1234", "1.234"), ("0.5", "2/1"), ("5", "50%"), ("7", "77")]
+
+
+@pytest.mark.parametrize(("answer", "found"), RIGHT)
+def test_right_numbers(answer: str, found: str) -> None:
+    assert answer_part(f"so \\boxed{{{found}}}", answer, Unused(1.0)) == 1.0
+
+
+@pytest.mark.parametrize(("answer", "found"), WRONG)
+def test_wrong_numbers(answer: str, found: str) -> None:
+    assert answer_part(f"so \\boxed{{{found}}}", answer, Unused(1.0)) == 0.0
+
+
+def test_without_a_box_there_is_no_right_answer() -> None:
+    assert answer_part("the answer is 7", "7", Unused(1.0)) == 0.0
+    assert answer_part(r"\boxed{7", "7", Unused(1.0)) == 0.0
+
+
+@given(st.floats(-1e6, 1e6), st.floats(-0.02, 0.02))
+def test_within_a_hundredth_is_right(value: float, off: float) -> None:
+    a, b = f"{value:.6f}", f"{value + off:.6f}"
+    difference = abs(round((float(a) - float(b)) * 1e6))
+    if difference != 10_000:
+        assert answer_part(f"\\boxed{{{b}}}", a, Unused(1.0)) == (difference < 10_000)
+
+
+@pytest.mark.parametrize("text", ["", "x", "1/0", "1e5", "1,23", "12,34", "3 4 x", r"\frac{a}{2}", "--1", "1/2/3"])
+def test_other_texts_are_no_plain_numbers(text: str) -> None:
+    assert numeric_readings(text) == ()
+
+
+@pytest.mark.parametrize(
+    ("answer", "found", "right"),
+    [
+        (r"\sqrt{4}", "2", 1.0),
+        ("2", r"\sqrt{4}", 1.0),
+        ("x+1", "1+x", 1.0),
+        (r"\frac{\pi}{2}", r"0.5\pi", 1.0),
+        ("3.14", r"\pi", 1.0),
+        (r"\{1,2\}", r"\{2,1\}", 1.0),
+        ("at home", "at home", 1.0),
+        ("x+1", "x+2", 0.0),
+        (r"\pi", "3", 0.0),
+        ("7", "seven", 0.0),
+        ("7", r"\frac{", 0.0),
+    ],
+)
+def test_expressions_are_compared_by_math_verify(answer: str, found: str, right: float, equality: Equality) -> None:
+    assert answer_part(f"\\boxed{{{found}}}", answer, equality) == right
+
+
+def test_comparison_works_in_many_threads_at_once(equality: Equality) -> None:
+    results: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda n=n: results.append(equality.equal(f"x+{n}", f"{n}+x"))) for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 8
+
+
+def test_an_endless_comparison_is_given_up_and_the_next_one_works() -> None:
+    equality = Equality(limit_s=1.0)
+    try:
+        assert equality.equal("x", "x")
+        assert not equality.equal("1", "9^{9^{9^{9}}}+1")
+        assert equality.timeouts == 1
+        assert equality.equal("x+1", "1+x")
+    finally:
+        equality.close()
+
+
+def test_a_child_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equality_module.sys, "executable", "/bin/false")
+    with pytest.raises(UserError, match="math-verify did not start"):
+        Equality(1.0).equal("x", "y")
+
+
+def test_length_part() -> None:
+    assert [length_part(tokens, 8) for tokens in (2, 8, 9)] == [0.25, 1.0, 1.0]

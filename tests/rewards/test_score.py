@@ -1,0 +1,213 @@
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mp.config import Reward as RewardSettings
+from grpo_mp.errors import UserError
+from grpo_mp.rewards.score import Scorer
+from grpo_mp.types import SampleGroup
+
+MakeGroup = Callable[..., SampleGroup]
+FUNCTIONS = """
+import asyncio, math, time
+import numpy, torch
+
+def length(completions, **columns): return [len(text) for text in completions]
+def answer(completions, **columns): return [3.0] * len(completions)
+def raises(completions, **columns): raise KeyError("gold")
+def exits(completions, **columns): raise SystemExit(3)
+def hangs(completions, **columns): time.sleep(60)
+def infinite(completions, **columns): return [0.0, math.inf] + [0.0] * (len(completions) - 2)
+def nan(completions, **columns): return [math.nan] * len(completions)
+def short(completions, **columns): return [1.0]
+def words(completions, **columns): return ["good"] * len(completions)
+def nothing(completions, **columns): return None
+def number(completions, **columns): return 1.0
+def tensor(completions, **columns): return torch.arange(len(completions))
+def array(completions, **columns): return numpy.arange(len(completions), dtype="float32")
+def flags(completions, **columns): return [text == "b" for text in completions]
+def even(completions, **columns): return [2.0 if i % 2 == 0 else None for i, _ in enumerate(completions)]
+def never(completions, **columns): return [None] * len(completions)
+def second(completions, **columns): return [None, 1.0, 3.0]
+def logs(completions, log_metric, log_extra, trainer_state, **columns):
+    log_extra("text", completions)
+    log_metric("mine", trainer_state.global_step)
+    return [trainer_state.max_steps] * len(completions)
+async def waits(completions, **columns):
+    await asyncio.sleep(0)
+    return [4.0] * len(completions)
+"""
+BROKEN = {
+    "raises": r"raised KeyError: 'gold'; sample 0: 'a'",
+    "exits": r"raised SystemExit: 3",
+    "hangs": r"took longer than reward.timeout_s=0.2 s",
+    "infinite": r"returned inf, which is not finite; sample 1: 'b'",
+    "nan": r"returned nan, which is not finite",
+    "short": r"returned 1 values for 3 samples",
+    "words": r"raised ValueError: could not convert string to float: 'good'",
+    "nothing": r"raised TypeError",
+    "number": r"raised TypeError",
+}
+
+
+@pytest.fixture
+def scorer(tmp_path: Path) -> Iterator[Callable[..., Scorer]]:
+    """Makes scorers over the functions above, given by name and weight."""
+    file = tmp_path / "mine.py"
+    file.write_text(FUNCTIONS)
+    made: list[Scorer] = []
+
+    def make(functions: dict[str, float] | None = None, **settings: Any) -> Scorer:
+        named = {f"{file}:{name}": weight for name, weight in (functions or {}).items()}
+        made.append(Scorer(RewardSettings(functions=named, **settings), max_response_tokens=10, max_steps=60))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def rewards(group: SampleGroup) -> list[float]:
+    return [sample.reward for sample in group.samples]
+
+
+def test_parts_are_named_unweighted_and_summed_by_weight(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    built = scorer({"length": 0.01}, answer=1.0, boxed=0.5)
+    group = make_group([r"3+4=7 \boxed{7}", r"\boxed{8}", "seven"])
+    scored = built.score_group(group)
+    assert built.names == ("answer", "boxed", "length")
+    assert [sample.reward_parts for sample in scored.samples] == [
+        {"answer": 1.0, "boxed": 1.0, "length": 15.0},
+        {"answer": 0.0, "boxed": 1.0, "length": 9.0},
+        {"answer": 0.0, "boxed": 0.0, "length": 5.0},
+    ]
+    assert rewards(scored) == pytest.approx([1.65, 0.59, 0.05])
+    assert scored.prompt is group.prompt
+    assert all(a.tokens is b.tokens for a, b in zip(group.samples, scored.samples, strict=True))
+
+
+def test_the_length_part_and_a_function_of_its_name(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    built = scorer({"length": 1.0, "answer": 1.0}, length=-2.0)
+    assert [name.rpartition("/")[2] for name in built.names] == ["length", "mine.py:length", "answer"]
+    parts = built.score_group(make_group(["12345"])).samples[0].reward_parts
+    assert list(parts.values()) == [0.5, 5.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [("tensor", [0, 1, 2]), ("array", [0, 1, 2]), ("flags", [0, 1, 0]), ("waits", [4, 4, 4]), ("logs", [60, 60, 60])],
+)
+def test_values_of_any_kind(
+    function: str, expected: list[float], scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
+    scored = scorer({function: 1.0}).score_group(make_group(["a", "b", "c"]))
+    assert rewards(scored) == expected
+    assert all(type(value) is float for value in rewards(scored))
+
+
+def test_none_means_that_a_part_does_not_apply(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    scored = scorer({"even": 1.0, "answer": 1.0}).score_group(make_group(["a", "b", "c"]))
+    assert rewards(scored) == [5.0, 3.0, 5.0]
+    assert [set(sample.reward_parts) for sample in scored.samples] == [
+        {"even", "answer"},
+        {"answer"},
+        {"even", "answer"},
+    ]
+
+
+def test_samples_to_which_nothing_applies_stand_at_the_mean(
+    scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
+    built = scorer({"second": 1.0, "never": 1.0})
+    assert rewards(built.score_group(make_group(["a", "b", "c"]))) == [2.0, 1.0, 3.0]
+    assert built.unscored == 1
+    assert rewards(scorer({"never": 1.0}).score_group(make_group(["a", "b"]))) == [0.0, 0.0]
+
+
+def test_metrics_of_functions_are_averaged_once(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    built = scorer({"logs": 1.0})
+    for step in (1, 2, 6):
+        built.score_group(make_group(["a"]), step)
+    assert built.take_metrics() == {"mine": 3.0}
+    assert built.take_metrics() == {}
+
+
+@pytest.mark.parametrize("function", BROKEN)
+def test_a_broken_reward_stops_with_the_sample_shown(
+    function: str, scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
+    built = scorer({function: 1.0}, timeout_s=0.2)
+    with pytest.raises(UserError, match=rf"reward {function}: prompt 12: {BROKEN[function]}"):
+        built.score_group(make_group(["a", "b", "c"]))
+
+
+@pytest.mark.parametrize("function", BROKEN)
+def test_or_scores_the_configured_reward_and_is_counted(
+    function: str, scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
+    built = scorer({function: 2.0, "answer": 1.0}, timeout_s=0.2, on_error=-0.5)
+    scored = built.score_group(make_group(["a", "b", "c"]))
+    assert rewards(scored) == [2.0, 2.0, 2.0]
+    assert scored.samples[0].reward_parts == {function: -0.5, "answer": 3.0}
+    assert built.errors == {function: 1}
+
+
+def test_long_samples_are_shortened_in_the_error(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    with pytest.raises(UserError) as caught:
+        scorer({"raises": 1.0}).score_group(make_group(["x" * 5000]))
+    assert len(str(caught.value)) < 600
+
+
+def test_a_prompt_without_answer_is_the_user_s_mistake(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    with pytest.raises(UserError, match=r"set data\.answer"):
+        scorer(answer=1.0, on_error=0.0).score_group(make_group(["a"], answer=None))
+
+
+def test_an_answer_that_cannot_be_compared_in_time_is_wrong_and_counted(
+    scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
+    built = scorer(answer=1.0, timeout_s=1.0)
+    assert rewards(built.score_group(make_group([r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\sqrt{49}}"]))) == [0.0, 1.0]
+    assert built.answers_given_up == 1
+    assert not built.errors
+
+
+def test_threads_may_score_at_once(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    built = scorer({"waits": 1.0, "raises": 1.0}, answer=1.0, on_error=0.0)
+    groups = [make_group([rf"\boxed{{x+{n}}}"], answer=f"{n}+x") for n in range(8)]
+    scored: dict[int, float] = {}
+    threads = [
+        threading.Thread(target=lambda n=n: scored.update({n: built.score_group(groups[n]).samples[0].reward}))
+        for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert scored == dict.fromkeys(range(8), 5.0)
+    assert built.errors == {"raises": 8}
+
+
+def test_a_program_with_a_hanging_reward_still_ends(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import time\ndef hangs(**columns): time.sleep(600)\n")
+    program = (
+        "from grpo_mp.rewards.limit import RewardError, run_limited\n"
+        "import mine\n"
+        "try:\n    run_limited(mine.hangs, 0.1)\nexcept RewardError as error:\n    print(error)\n"
+    )
+    path = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    done = subprocess.run([sys.executable, "-c", program], env=path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "took longer than reward.timeout_s=0.1 s\n"), done.stderr
+
+
+def test_a_coroutine_reward_needs_no_loop_of_its_own(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    async def inside_a_loop() -> SampleGroup:
+        return scorer({"waits": 1.0}).score_group(make_group(["a"]))
+
+    assert rewards(asyncio.run(inside_a_loop())) == [4.0]

@@ -1,0 +1,84 @@
+"""Functions written for TRL run unchanged: TRL's own trainer code and the scorer call them on the same data."""
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerState
+
+import grpo_mp.platform
+from grpo_mp.config import Reward as RewardSettings
+from grpo_mp.rewards.base import Callbacks, call_arguments
+from grpo_mp.rewards.score import Scorer
+from grpo_mp.types import SampleGroup
+
+pytest.importorskip("trl")
+if not torch.cuda.is_available():
+    # TRL imports torchvision, whose wheel is built for CUDA: the CPU engines' start-up hook lets it import.
+    runpy.run_path(str(Path(grpo_mp.platform.__file__).parent / "engine_site" / "sitecustomize.py"))
+
+from trl import GRPOTrainer
+from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
+
+MakeGroup = Callable[..., SampleGroup]
+CHAT = [{"role": "user", "content": "3+4?"}]
+TEXTS = [r"<think>easy</think>\boxed{\frac{14}{2}}", r"\boxed{8}", "<think>7"]
+OVERLONG = get_soft_overlong_punishment(max_completion_len=30, soft_punish_cache=15)
+
+
+def trl_rewards(functions: list[Any], row: dict[str, Any], group: SampleGroup) -> torch.Tensor:
+    """What TRL's trainer computes for one group: [samples, functions]."""
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=True),
+        args=SimpleNamespace(report_to=[]),
+        reward_funcs=functions,
+        reward_processing_classes=[None] * len(functions),
+        reward_func_names=[f"reward_{i}" for i in range(len(functions))],
+        state=TrainerState(global_step=3),
+        environments=None,
+        _log_completion_extra=lambda column, values: None,
+        _log_metric=lambda name, value: None,
+    )
+    is_chat = isinstance(row["prompt"], list)
+    completions = [[{"role": "assistant", "content": s.text}] if is_chat else s.text for s in group.samples]
+    count = len(group.samples)
+    ids = [list(sample.tokens) for sample in group.samples]
+    calculate = GRPOTrainer._calculate_rewards.__wrapped__
+    return calculate(trainer, [row] * count, [row["prompt"]] * count, completions, ids)
+
+
+@pytest.mark.parametrize("prompt", ["3+4?", CHAT])
+def test_the_same_call_arrives(prompt: Any, make_group: MakeGroup) -> None:
+    row = {"prompt": prompt, "solution": "$7$", "level": 3, "completion": "unused"}
+    group = make_group(TEXTS, **row)
+    calls: list[dict[str, Any]] = []
+
+    def record(**arguments: Any) -> list[float]:
+        calls.append(arguments)
+        return [0.0] * len(arguments["prompts"])
+
+    trl_rewards([record], row, group)
+    state = TrainerState(global_step=3)
+    record(**call_arguments(group, "prompt", Callbacks(state, lambda column, values: None, lambda name, value: None)))
+    theirs, ours = calls
+    assert set(theirs) == set(ours)
+    functions = ("log_extra", "log_metric")
+    assert all(callable(ours[name]) for name in functions)
+    assert {k: v for k, v in theirs.items() if k not in functions} == {
+        k: v for k, v in ours.items() if k not in functions
+    }
+
+
+def test_trl_s_own_rewards_score_the_same_here(make_group: MakeGroup) -> None:
+    row = {"prompt": CHAT, "solution": "$7$"}
+    group = make_group(TEXTS, **row)
+    names = ["trl.rewards:accuracy_reward", "trl.rewards:think_format_reward", f"{__file__}:OVERLONG"]
+    expected = trl_rewards([accuracy_reward, think_format_reward, OVERLONG], row, group)
+    assert all(len(set(column.tolist())) > 1 for column in expected.T)
+    scorer = Scorer(RewardSettings(functions=dict.fromkeys(names, 1.0)), 100, "prompt")
+    parts = [list(sample.reward_parts.values()) for sample in scorer.score_group(group).samples]
+    torch.testing.assert_close(torch.tensor(parts), expected)

@@ -1,0 +1,90 @@
+"""One real SGLang server for all tests of this folder, with a tiny random model, and the same model in transformers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.models.tiny import make_tiny
+from grpo_mp.rollout.client import EngineClient
+from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.server import EngineProcess
+
+START_TIMEOUT_S = 120.0
+REQUEST_TIMEOUT_S = 60.0
+Logprobs = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """A folder with a random two-layer mixture of experts whose distributions are far from flat, by seed."""
+
+    def make(seed: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"model_{seed}")
+        shape = {"num_hidden_layers": 2, "hidden_size": 64, "initializer_range": 0.2}
+        make_tiny(folder, "qwen3_moe", make_tokenizer(["apples"]), seed, **shape)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model_folder(make_model: Callable[[int], Path]) -> Path:
+    return make_model(1)
+
+
+@pytest.fixture(scope="session")
+def other_folder(make_model: Callable[[int], Path]) -> Path:
+    return make_model(2)
+
+
+@pytest.fixture(scope="session")
+def make_spec(model_folder: Path) -> Callable[..., EngineSpec]:
+    """Describes an engine on the CPU; any field can be set over it."""
+    values: dict[str, Any] = {"index": 3, "rank": 1, "dtype": "float32", "context_tokens": 160, "cpu": True}
+
+    def make(**changes: Any) -> EngineSpec:
+        return EngineSpec(**({"model": model_folder} | values | changes))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def engine(make_spec: Callable[..., EngineSpec], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """A running server. A test that changes its weights puts them back."""
+    with EngineProcess(make_spec(), tmp_path_factory.mktemp("run") / "logs" / "engine_3.log") as process:
+        process.wait_ready(START_TIMEOUT_S)
+        yield process
+
+
+@pytest.fixture
+def ask(engine: EngineProcess) -> Callable[[Callable[[EngineClient], Awaitable[Any]]], Any]:
+    """Runs a coroutine function on a new client of the engine."""
+
+    def call(question: Callable[[EngineClient], Awaitable[Any]]) -> Any:
+        async def run() -> Any:
+            async with EngineClient(engine.spec.index, engine.url, engine.headers, REQUEST_TIMEOUT_S) as client:
+                return await question(client)
+
+        return asyncio.run(run())
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def expected_logprobs() -> Logprobs:
+    """What transformers says of a sequence: [T, V], log_softmax(logits / temperature) at every position."""
+    models: dict[Path, Any] = {}
+
+    @torch.no_grad()
+    def compute(folder: Path, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+        if folder not in models:
+            models[folder] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return (models[folder](torch.tensor([tokens])).logits[0] / temperature).log_softmax(-1)
+
+    return compute

@@ -1,0 +1,197 @@
+"""Every call against a real server; logprobs against transformers."""
+
+import asyncio
+import base64
+import json
+import pickle
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_mp.errors import PhaseTimeout, UserError
+from grpo_mp.rollout.client import EngineClient, Generated, Sampling, token_versions
+from grpo_mp.rollout.server import EngineProcess
+
+TOLERANCE = 1e-4
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+LONG = Sampling(max_response_tokens=16, ignore_eos=True)
+Ask = Callable[..., Any]
+Logprobs = Callable[..., torch.Tensor]
+
+
+def greatest_difference(responses: Sequence[Generated], expected: Callable[[list[int]], torch.Tensor]) -> float:
+    worst = 0.0
+    for response in responses:
+        table = expected([*PROMPT, *response.tokens])[len(PROMPT) - 1 : -1]
+        wanted = table.gather(1, torch.tensor(response.tokens)[:, None])[:, 0]
+        worst = max(worst, (wanted - torch.tensor(response.logprobs)).abs().max().item())
+    return worst
+
+
+def payload_of(folder: Path) -> str:
+    return base64.b64encode(pickle.dumps(list(load_file(folder / "model.safetensors").items()))).decode()
+
+
+async def send_weights(client: EngineClient, folder: Path, version: int) -> None:
+    await client.begin_weight_update()
+    await client.update_weights_from_tensor([payload_of(folder)])
+    await client.end_weight_update(version)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.4, 0.7)])
+def test_logprobs_are_of_the_scaled_untruncated_distribution(
+    ask: Ask, model_folder: Path, expected_logprobs: Logprobs, temperature: float, top_p: float
+) -> None:
+    sampling = Sampling(16, temperature, top_p, ignore_eos=True)
+    group = ask(lambda client: client.generate(PROMPT, sampling, 6))
+    assert greatest_difference(group, lambda t: expected_logprobs(model_folder, t, temperature)) < TOLERANCE
+
+
+def test_top_p_leaves_out_unlikely_tokens(ask: Ask, model_folder: Path, expected_logprobs: Logprobs) -> None:
+    group = ask(lambda client: client.generate(PROMPT, Sampling(1, top_p=0.3, ignore_eos=True), 64))
+    table = expected_logprobs(model_folder, PROMPT)[-1].exp().sort(descending=True)
+    nucleus = set(table.indices[: int((table.values.cumsum(0) < 0.3).sum()) + 1].tolist())
+    assert {response.tokens[0] for response in group} <= nucleus
+
+
+def test_a_group_shares_its_prompt_and_differs_in_its_responses(ask: Ask) -> None:
+    group = ask(lambda client: client.generate(PROMPT, LONG, 8))
+    assert len({response.tokens for response in group}) == 8
+    assert all(len(response.tokens) == len(response.logprobs) == 16 for response in group)
+    assert all(response.cached_tokens == len(PROMPT) - 1 for response in group)
+
+
+def test_a_response_ends_with_its_stop_token_or_is_truncated(
+    ask: Ask, model_folder: Path, expected_logprobs: Logprobs
+) -> None:
+    likely = expected_logprobs(model_folder, PROMPT)[-1].argmax().item()
+    ends = {likely, json.loads((model_folder / "config.json").read_text())["eos_token_id"]}
+    group = ask(lambda client: client.generate(PROMPT, Sampling(4, stop_token_ids=(likely,)), 64))
+    assert {response.truncated for response in group} == {True, False}
+    for response in group:
+        assert not ends & set(response.tokens[:-1])
+        assert len(response.tokens) == 4 if response.truncated else response.tokens[-1] in ends
+
+
+def test_the_first_token_has_the_right_frequencies(ask: Ask, model_folder: Path, expected_logprobs: Logprobs) -> None:
+    group = ask(lambda client: client.generate(PROMPT, Sampling(1, ignore_eos=True), 1024))
+    drawn = torch.bincount(torch.tensor([response.tokens[0] for response in group]), minlength=10)
+    wanted = expected_logprobs(model_folder, PROMPT)[-1].exp()
+    likely = int(wanted.argmax())
+    deviation = (wanted[likely] * (1 - wanted[likely]) / 1024).sqrt()
+    assert abs(drawn[likely] / 1024 - wanted[likely]) < 5 * deviation
+
+
+def test_score_gives_the_logprob_of_every_token_but_the_first(
+    ask: Ask, model_folder: Path, expected_logprobs: Logprobs
+) -> None:
+    sequences = [[4, 5, 6, 7, 8], list(range(20, 60)), [4, 5, 6, 9]]
+    for _ in range(2):  # a second time the prefixes are known to the engine
+        scores = ask(lambda client: client.score(sequences))
+        for tokens, found in zip(sequences, scores, strict=True):
+            wanted = expected_logprobs(model_folder, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(found), wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_new_weights_are_used_numbered_and_replaced(
+    ask: Ask, model_folder: Path, other_folder: Path, expected_logprobs: Logprobs
+) -> None:
+    try:
+        ask(lambda client: send_weights(client, other_folder, 41))
+        after = ask(lambda client: client.generate(PROMPT, LONG, 2))
+    finally:
+        ask(lambda client: send_weights(client, model_folder, 42))
+    again = ask(lambda client: client.generate(PROMPT, LONG, 2))
+    assert greatest_difference(after, lambda t: expected_logprobs(other_folder, t)) < TOLERANCE
+    assert greatest_difference(again, lambda t: expected_logprobs(model_folder, t)) < TOLERANCE
+    assert greatest_difference(after, lambda t: expected_logprobs(model_folder, t)) > 0.1
+    assert {v for response in after for v in response.weight_versions} == {41}
+    assert {v for response in again for v in response.weight_versions} == {42}
+
+
+def test_tokens_around_an_update_carry_their_own_version(ask: Ask, model_folder: Path) -> None:
+    async def update_in_flight(client: EngineClient) -> list[Generated]:
+        request = asyncio.create_task(client.generate(PROMPT, Sampling(140, ignore_eos=True), 4))
+        await asyncio.sleep(0.1)
+        await client.pause("retract")
+        await send_weights(client, model_folder, 51)
+        await client.resume()
+        return await request
+
+    ask(lambda client: send_weights(client, model_folder, 50))
+    for response in ask(update_in_flight):
+        assert set(response.weight_versions) == {50, 51}
+        assert list(response.weight_versions) == sorted(response.weight_versions)
+
+
+def test_abort_returns_what_there_is(ask: Ask) -> None:
+    async def abort(client: EngineClient) -> list[Generated]:
+        request = asyncio.create_task(client.generate(PROMPT, Sampling(140, ignore_eos=True), 4))
+        await asyncio.sleep(0.1)
+        await client.abort_all()
+        return await request
+
+    group = ask(abort)
+    assert all(response.aborted and not response.truncated for response in group)
+    assert all(len(response.tokens) < 140 for response in group)
+
+
+def test_memory_calls_leave_a_working_engine(ask: Ask, model_folder: Path, expected_logprobs: Logprobs) -> None:
+    async def sleep_and_wake(client: EngineClient) -> list[Generated]:
+        await client.release_memory(["kv_cache", "weights"])
+        await client.resume_memory(["weights", "kv_cache"])
+        await client.health()
+        return await client.generate(PROMPT, LONG, 1)
+
+    assert greatest_difference(ask(sleep_and_wake), lambda t: expected_logprobs(model_folder, t)) < TOLERANCE
+
+
+def test_capabilities_come_from_the_server(ask: Ask) -> None:
+    found = ask(lambda client: client.capabilities())
+    assert found.weight_update_session
+    assert found.weight_version
+    assert found.version.count(".") >= 2
+
+
+def test_a_refusal_names_engine_path_and_reason(ask: Ask, model_folder: Path) -> None:
+    with pytest.raises(UserError, match=r"engine 3: /generate: .*longer than the model's context"):
+        ask(lambda client: client.generate([5] * 400, LONG))
+    with pytest.raises(UserError, match=r"engine 3: /update_weights_from_tensor: .*begin_weight_update"):
+        ask(lambda client: client.update_weights_from_tensor([payload_of(model_folder)]))
+    with pytest.raises(UserError, match=r"engine 3: /update_weights_from_disk: "):
+        ask(lambda client: client.update_weights_from_disk("/nowhere"))
+
+
+def test_a_stranger_without_the_key_is_refused(engine: EngineProcess) -> None:
+    async def knock() -> None:
+        async with EngineClient(3, engine.url, {}, 10.0) as client:
+            await client.server_info()
+
+    with pytest.raises(UserError, match="status 401"):
+        asyncio.run(knock())
+
+
+def test_a_silent_server_is_a_timeout_and_a_gone_one_an_error() -> None:
+    async def wait(port: int) -> None:
+        async with EngineClient(0, f"http://127.0.0.1:{port}", {}, 0.2) as client:
+            await client.server_info()
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(PhaseTimeout, match=r"engine 0: /server_info did not answer within 0.2 s"):
+            asyncio.run(wait(port))
+    with pytest.raises(UserError, match=r"engine 0: /server_info: the connection failed"):
+        asyncio.run(wait(port))
+
+
+def test_token_versions() -> None:
+    spans = [{"version": "default", "start": 0, "end": 2}, {"version": "7", "start": 2, "end": 3}]
+    assert token_versions({"weight_version": "7", "weight_versions": spans}, 3) == (0, 0, 7)
+    assert token_versions({"weight_version": "4"}, 2) == (4, 4)
+    with pytest.raises(ValueError, match="3 tokens for 5"):
+        token_versions({"weight_version": "7", "weight_versions": spans}, 5)

@@ -1,0 +1,114 @@
+"""What a server is started with, without starting one."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_mp.errors import UserError
+from grpo_mp.rollout.engine_args import (
+    CPU_DEFAULTS,
+    DEFAULTS,
+    ENGINE_SITE,
+    OWNED,
+    EngineSpec,
+    check_arguments,
+    engine_arguments,
+    engine_environment,
+    known_arguments,
+)
+from grpo_mp.rollout.engine_main import ARGUMENTS
+
+SPEC = EngineSpec(index=0, rank=0, model=Path("m"), dtype="bfloat16", context_tokens=100, gpus=8, first_gpu=4)
+CPU = EngineSpec(index=0, rank=0, model=Path("m"), dtype="float32", context_tokens=100, cpu=True)
+ASK_SGLANG = """
+import inspect, json
+from sglang.srt.server_args import ServerArgs
+print(json.dumps(list(inspect.signature(ServerArgs).parameters)))
+"""
+
+
+def test_names_read_from_source_are_those_of_the_installed_sglang() -> None:
+    environment = engine_environment(CPU, {}, {})
+    command = [sys.executable, "-c", ASK_SGLANG]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert known_arguments() == set(json.loads(output.splitlines()[-1]))
+
+
+def test_everything_that_is_sent_is_known() -> None:
+    for spec in (SPEC, CPU):
+        assert set(engine_arguments(spec, 1, 2, "name", "key")) <= known_arguments()
+    assert set(OWNED) <= known_arguments()
+    assert not set(OWNED) & {*DEFAULTS, *CPU_DEFAULTS}
+
+
+def test_owned_arguments_are_refused_with_the_reason() -> None:
+    with pytest.raises(UserError, match="engine.args.tp_size cannot be set: set engine.gpus"):
+        check_arguments({"tp_size": 2}, known_arguments())
+    check_arguments({"mem_fraction_static": 0.7}, known_arguments())
+
+
+def test_the_users_arguments_win_over_defaults_only() -> None:
+    spec = EngineSpec(index=0, rank=0, model=Path("m"), dtype="float32", context_tokens=92, cpu=True,
+                      args={"attention_backend": "triton", "max_running_requests": 10})  # fmt: skip
+    arguments = engine_arguments(spec, 1, 2, "name", "key")
+    assert arguments["attention_backend"] == "triton"
+    assert arguments["max_total_tokens"] == 10 * arguments["context_length"]
+    assert (arguments["port"], arguments["nccl_port"], arguments["device"]) == (1, 2, "cpu")
+
+
+def test_an_engine_over_nodes_and_gpus() -> None:
+    spec = EngineSpec(index=0, rank=8, model=Path("m"), dtype="bfloat16", context_tokens=9, gpus=16, nodes=2, node_rank=1,
+                      node_address="10.0.0.1:7000")  # fmt: skip
+    arguments = engine_arguments(spec, 1, 2, "name", "key")
+    assert arguments["tp_size"] == 16
+    assert (arguments["nnodes"], arguments["node_rank"]) == (2, 1)
+    assert arguments["dist_init_addr"] == "10.0.0.1:7000"
+    assert arguments["enable_memory_saver"] is True
+    assert engine_arguments(SPEC, 1, 2, "name", "key")["base_gpu_id"] == 4
+
+
+@pytest.mark.parametrize(("stop_strings", "skipped"), [(True, False), (False, True)])
+def test_a_tokenizer_only_for_stop_strings(stop_strings: bool, skipped: bool) -> None:
+    spec = EngineSpec(index=0, rank=0, model=Path("m"), dtype="float32", context_tokens=9, stop_strings=stop_strings)
+    assert engine_arguments(spec, 1, 2, "name", "key")["skip_tokenizer_init"] is skipped
+
+
+@pytest.mark.parametrize("spec", [SPEC, CPU])
+def test_environment(spec: EngineSpec) -> None:
+    base = {"RANK": "3", "TORCHELASTIC_USE_AGENT_STORE": "True", "HOME": "/h", "PYTHONPATH": "/mine", "no_proxy": "x.org"}
+    environment = engine_environment(spec, {"port": 5}, base)
+    assert json.loads(environment[ARGUMENTS]) == {"port": 5}
+    assert not {"RANK", "TORCHELASTIC_USE_AGENT_STORE"} & set(environment)
+    assert environment["HOME"] == "/h"
+    assert environment["no_proxy"] == "x.org,127.0.0.1,localhost"
+    path = environment["PYTHONPATH"].split(":")
+    assert path[-1] == "/mine"
+    assert (path[0] == str(ENGINE_SITE)) is spec.cpu
+    assert ("SGLANG_USE_CPU_ENGINE" in environment) is spec.cpu
+
+
+def test_without_sglang_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="SGLang is not installed"):
+        known_arguments()
+
+
+def test_the_stand_ins_name_what_was_called(run_in_engine_site: Callable[[str], str]) -> None:
+    assert "sgl_kernel.deep.gelu is not there" in run_in_engine_site("import sgl_kernel.deep; sgl_kernel.deep.gelu(1)")
+    assert "cannot import" not in run_in_engine_site("from torchvision.transforms import InterpolationMode")
+
+
+@pytest.fixture
+def run_in_engine_site() -> Callable[[str], str]:
+    """Runs a statement in an engine's environment; returns what it says on stderr."""
+
+    def run(statement: str) -> str:
+        environment = engine_environment(CPU, {}, {})
+        command = [sys.executable, "-c", statement]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stderr
+
+    return run

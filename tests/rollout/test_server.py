@@ -1,0 +1,166 @@
+"""Starting, finding out about and ending real servers."""
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from grpo_mp.errors import PhaseTimeout, UserError
+from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.server import EngineProcess, last_lines
+
+GONE_LIMIT_S = 10.0
+START = """
+import sys, time
+from pathlib import Path
+from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.server import EngineProcess
+spec = EngineSpec(index=0, rank=0, model=Path(sys.argv[1]), dtype="float32", context_tokens=160, cpu=True)
+engine = EngineProcess(spec, Path(sys.argv[2]))
+engine.start()
+print(engine.session, flush=True)
+if sys.argv[3] == "ready":
+    engine.wait_ready(120)
+print("started", flush=True)
+time.sleep(600)
+"""
+MakeSpec = Callable[..., EngineSpec]
+
+
+def members(session: int) -> list[psutil.Process]:
+    """Living processes of a session."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def wait_until_gone(session: int) -> None:
+    deadline = time.monotonic() + GONE_LIMIT_S
+    while members(session):
+        assert time.monotonic() < deadline, f"still there: {members(session)}"
+        time.sleep(0.05)
+
+
+def test_a_running_engine_idles_without_work(engine: EngineProcess) -> None:
+    engine.check_alive()
+    processes = members(engine.session)
+    assert len(processes) >= 4  # watcher, server, scheduler, detokenizer
+
+    def used_s() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    before = used_s()
+    time.sleep(1.0)
+    assert used_s() - before < 0.2
+
+
+def test_the_log_is_for_the_user_alone(engine: EngineProcess) -> None:
+    assert engine.log.stat().st_mode & 0o077 == 0
+    assert engine.key in engine.log.read_text()
+
+
+@pytest.mark.parametrize("moment", ["starting", "ready"])
+def test_nothing_outlives_a_killed_trainer(model_folder: Path, tmp_path: Path, moment: str) -> None:
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    command = [sys.executable, "-c", START, str(model_folder), str(tmp_path / "engine.log"), moment]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(scratch)})
+    assert trainer.stdout is not None
+    session = int(trainer.stdout.readline())
+    assert trainer.stdout.readline() == "started\n"
+    if moment == "starting":
+        time.sleep(2.0)
+    assert members(session)
+    trainer.kill()
+    trainer.wait()
+    wait_until_gone(session)
+    assert not list(scratch.iterdir())
+
+
+def test_nothing_outlives_a_killed_watcher(make_spec: MakeSpec, tmp_path: Path) -> None:
+    with EngineProcess(make_spec(), tmp_path / "engine.log") as engine:
+        time.sleep(1.0)
+        os.kill(engine.session, signal.SIGKILL)
+        wait_until_gone(engine.session)
+        with pytest.raises(UserError, match=r"engine 3 \(rank 1, .*\) ended in GENERATE"):
+            engine.check_alive("in GENERATE")
+
+
+def test_a_server_that_cannot_come_up_shows_why(make_spec: MakeSpec, model_folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    broken.mkdir()
+    config = json.loads((model_folder / "config.json").read_text()) | {"architectures": ["NoSuchForCausalLM"]}
+    (broken / "config.json").write_text(json.dumps(config))
+    log = tmp_path / "logs" / "engine_3.log"
+    with EngineProcess(make_spec(model=broken), log) as engine:
+        with pytest.raises(UserError, match=r"(?s)engine 3 \(rank 1, .*\) ended while starting.*engine_3.log.*NoSuch"):
+            engine.wait_ready(60.0)
+        wait_until_gone(engine.session)
+
+
+def test_a_server_that_is_late_is_a_timeout_and_stop_ends_it(make_spec: MakeSpec, tmp_path: Path) -> None:
+    with EngineProcess(make_spec(), tmp_path / "engine.log") as engine:
+        with pytest.raises(PhaseTimeout, match=r"engine 3 \(rank 1, .*\) did not come up within 0.5 s"):
+            engine.wait_ready(0.5)
+    assert not members(engine.session)
+    engine.stop()
+
+
+@pytest.fixture
+def impostor() -> Iterator[Callable[[int], None]]:
+    """Serves somebody else's /model_info on a port."""
+    servers: list[http.server.HTTPServer] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"served_model_name": "somebody-else"}')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    def serve(port: int) -> None:
+        servers.append(http.server.HTTPServer(("127.0.0.1", port), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_another_server_on_the_port_is_not_taken_for_ours(
+    make_spec: MakeSpec, tmp_path: Path, impostor: Callable[[int], None]
+) -> None:
+    with EngineProcess(make_spec(), tmp_path / "engine.log") as engine:
+        impostor(httpx.URL(engine.url).port or 0)
+        with pytest.raises(UserError, match=r"ended while starting"):
+            engine.wait_ready(60.0)
+
+
+def test_unknown_arguments_are_found_before_anything_starts(make_spec: MakeSpec, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"engine.args.mem_fraction_statik: .*did you mean mem_fraction_static"):
+        EngineProcess(make_spec(args={"mem_fraction_statik": 0.5}), tmp_path / "engine.log")
+
+
+def test_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_lines(log, 2) == "(nothing)"
+    log.write_text("one\n\ntwo\nthree\n\n")
+    assert last_lines(log, 2) == "two\nthree"
