@@ -65,14 +65,10 @@ def grouped_query_attention(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:
             layers=layers,
             head_dim=head_dim,
         ),
-        Rule(
-            here + "linear_qkv.layer_norm_weight", (HF + "input_layernorm.weight",), ((hidden,),), layers=layers
-        ),
+        Rule(here + "linear_qkv.layer_norm_weight", (HF + "input_layernorm.weight",), ((hidden,),), layers=layers),
         Rule(here + "q_layernorm.weight", (there + "q_norm.weight",), ((head_dim,),), layers=layers),
         Rule(here + "k_layernorm.weight", (there + "k_norm.weight",), ((head_dim,),), layers=layers),
-        Rule(
-            here + "linear_proj.weight", (there + "o_proj.weight",), ((hidden, queries),), split=1, layers=layers
-        ),
+        Rule(here + "linear_proj.weight", (there + "o_proj.weight",), ((hidden, queries),), split=1, layers=layers),
     ]
 
 

@@ -60,7 +60,7 @@ RELEASED: dict[str, dict[str, Any]] = {
         "moe_layer_freq": 1,
         "ep_size": 1,
         "num_nextn_predict_layers": 0,
-    }
+    },
 }
 
 

@@ -70,9 +70,7 @@ class Parts:
         return self.expert_tensor if param.expert is not None else self.tensor
 
 
-def _read(
-    reader: HfReader, param: Param, name: str, shape: tuple[int, ...], parts: int, part: int
-) -> torch.Tensor:
+def _read(reader: HfReader, param: Param, name: str, shape: tuple[int, ...], parts: int, part: int) -> torch.Tensor:
     found = reader.shape(name)
     if found != shape:
         raise UserError(f"{reader.folder}: tensor {name} has shape {list(found)}, config.json says {list(shape)}")

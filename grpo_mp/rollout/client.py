@@ -92,9 +92,7 @@ class EngineClient:
     async def capabilities(self) -> Capabilities:
         """What this SGLang can do; asked once."""
         if self._capabilities is None:
-            self._capabilities = probe(
-                await self.server_info(), _as_object(await self._call("GET", "/openapi.json"))
-            )
+            self._capabilities = probe(await self.server_info(), _as_object(await self._call("GET", "/openapi.json")))
         return self._capabilities
 
     # -- tokens ----------------------------------------------------------------------------------------------

@@ -56,7 +56,9 @@ class Rollout:
             self.place.engine, self._process.url, self._process.headers, engine.request_timeout_s
         )
 
-    def generate(self, prompts: Sequence[Prompt], first_group_id: int, step: int, store: dist.Store) -> list[SampleGroup]:
+    def generate(
+        self, prompts: Sequence[Prompt], first_group_id: int, step: int, store: dist.Store
+    ) -> list[SampleGroup]:
         """The groups that this rank's engine generated and scored of the step's prompts."""
         size = self._settings.rollout.group_size
         return self._work(RolloutTask(prompts, size, first_group_id, step, self._sampling()), f"step/{step}", store)

@@ -11,7 +11,13 @@ from pathlib import Path
 import httpx
 
 from grpo_mp.errors import PhaseTimeout, UserError
-from grpo_mp.rollout.engine_args import EngineSpec, check_arguments, engine_arguments, engine_environment, known_arguments
+from grpo_mp.rollout.engine_args import (
+    EngineSpec,
+    check_arguments,
+    engine_arguments,
+    engine_environment,
+    known_arguments,
+)
 from grpo_mp.rollout.ports import PortClaim, claim_port
 
 COMMAND = [sys.executable, "-m", "grpo_mp.rollout.engine_main"]
@@ -121,7 +127,6 @@ def last_lines(log: Path, count: int) -> str:
     """The last `count` lines of a log that say something."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "\n".join([line for line in lines if line.strip()][-count:]) or "(nothing)"
-
 
 
 def _private(path: str, flags: int) -> int:

@@ -87,9 +87,7 @@ def claim_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
 def _difference(old: str, new: str) -> str:
     """The first line in which two resolved files differ, without settings that may change between attempts."""
     free = ("steps:", "save_every:", "eval_every:", "resume:", "keep_checkpoints:", "export:")
-    olds, news = (
-        [line for line in text.splitlines() if not line.strip().startswith(free)] for text in (old, new)
-    )
+    olds, news = ([line for line in text.splitlines() if not line.strip().startswith(free)] for text in (old, new))
     for was, now in zip(olds, news, strict=False):
         if was != now:
             return f"{was.strip()} there, {now.strip()} here"

@@ -43,5 +43,3 @@ class HostTransport:
 def bucket_bytes(bucket: Named) -> int:
     """Bytes of the tensors of one bucket."""
     return sum(tensor.nbytes for _, tensor in bucket)
-
-

@@ -25,9 +25,7 @@ class StepBatch:
     updates: tuple[tuple[MicroBatch, ...], ...]
 
 
-def assemble(
-    groups: Sequence[SampleGroup], settings: Settings, parallel: Parallel, hidden_size: int
-) -> StepBatch:
+def assemble(groups: Sequence[SampleGroup], settings: Settings, parallel: Parallel, hidden_size: int) -> StepBatch:
     """Share the small numbers, plan alike on every rank, and bring each sample to where it is trained on."""
     infos = share_infos(groups, parallel.host)
     wanted = settings.algorithm.advantage

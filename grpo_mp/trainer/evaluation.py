@@ -37,7 +37,9 @@ def evaluate(session: Session, step: int) -> Evaluation:
 def answer_pairs(session: Session, before: Evaluation, after: Evaluation, count: int = 2) -> list[AnswerPair]:
     """Questions that this rank's engine answered before and after, a changed answer first."""
     expected = {prompt.text: prompt.answer for prompts in session.inputs.evals.values() for prompt in prompts}
-    both = sorted(before.answers.keys() & after.answers.keys(), key=lambda q: (before.answers[q] == after.answers[q], q))
+    both = sorted(
+        before.answers.keys() & after.answers.keys(), key=lambda q: (before.answers[q] == after.answers[q], q)
+    )
     return [AnswerPair(q, before.answers[q], after.answers[q], expected.get(q)) for q in both[:count]]
 
 

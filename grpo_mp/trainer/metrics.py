@@ -49,7 +49,12 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, parallel: 
     """Means over the step's updates of what the losses reported. Every rank must call this."""
     reduced = [_reduce(report, parallel) for report in reports]
     named = [metrics(sums) for sums in reduced]
-    tokens = sum(len(plan.samples) and sum(plan.lengths) for update in batch.plan for rank in update.schedule.ranks for plan in rank)
+    tokens = sum(
+        len(plan.samples) and sum(plan.lengths)
+        for update in batch.plan
+        for rank in update.schedule.ranks
+        for plan in rank
+    )
     real = sum(info.total_tokens for info in batch.infos)
     return {
         **{name: statistics.fmean(one[name] for one in named) for name in named[0]},

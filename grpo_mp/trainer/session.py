@@ -150,5 +150,3 @@ def local_ranks() -> tuple[int, int]:
     """(world size, ranks of this node) as torchrun or srun says; one rank when neither started us."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     return world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-
-

@@ -79,7 +79,13 @@ def test_a_tokenizer_only_for_stop_strings(stop_strings: bool, skipped: bool) ->
 
 @pytest.mark.parametrize("spec", [SPEC, CPU])
 def test_environment(spec: EngineSpec) -> None:
-    base = {"RANK": "3", "TORCHELASTIC_USE_AGENT_STORE": "True", "HOME": "/h", "PYTHONPATH": "/mine", "no_proxy": "x.org"}
+    base = {
+        "RANK": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "HOME": "/h",
+        "PYTHONPATH": "/mine",
+        "no_proxy": "x.org",
+    }
     environment = engine_environment(spec, {"port": 5}, base)
     assert json.loads(environment[ARGUMENTS]) == {"port": 5}
     assert not {"RANK", "TORCHELASTIC_USE_AGENT_STORE"} & set(environment)
