@@ -6,12 +6,12 @@ Every section refuses unknown names and says which known one is nearest. Units s
 
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from grpo_mp.errors import UserError, nearest
+from grpo_mp.errors import USER_STATUS, UserError, nearest
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -252,7 +252,7 @@ def _nearest_setting(location: tuple[Any, ...]) -> str:
     return hint.replace("mean ", f"mean {prefix}.") if prefix else hint
 
 
-def exit_with(error: UserError) -> None:
+def exit_with(error: UserError) -> NoReturn:
     """End the process as a user's mistake ends: one sentence on stderr, status 2."""
     sys.stderr.write(f"error: {error}\n")
-    raise SystemExit(2)
+    raise SystemExit(USER_STATUS)

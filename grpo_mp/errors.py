@@ -3,12 +3,14 @@
 import difflib
 from collections.abc import Iterable
 
+USER_STATUS = 2  # exit status of a process that a user's mistake ended
+
 
 class UserError(Exception):
     """A mistake the user can mend: the message says what is wrong, where, and what to do."""
 
 
-class PhaseTimeout(UserError):
+class PhaseTimeout(UserError):  # noqa: N818
     """A wait passed its limit; the message names rank, engine and phase."""
 
 

@@ -1,26 +1,25 @@
 """The GRPO loop. `torchrun ... -m grpo_mp.train CONFIG section.key=value ...`; `--dry-run` only checks."""
 
-import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from grpo_mp.algorithms.losses import make_loss
-from grpo_mp.config import Settings, exit_with, load_settings
+from grpo_mp.config import Settings
 from grpo_mp.data.cursor import take
-from grpo_mp.errors import UserError
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.scheduler.phases import Phase
+from grpo_mp.sync.check import CheckReport
+from grpo_mp.sync.weight_sync import SyncReport
 from grpo_mp.trainer.batch import StepBatch, assemble, with_old, with_reference
-from grpo_mp.trainer.dry_run import describe_run
+from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, evaluate
-from grpo_mp.trainer.preflight import Inputs, check_and_read
+from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.trainer.record import Recorder
 from grpo_mp.trainer.saving import export_hf, save
-from grpo_mp.trainer.scores import check_engines
-from grpo_mp.trainer.session import Session, local_ranks, open_session
-from grpo_mp.types import MicroBatch
+from grpo_mp.trainer.scores import EngineDisagreesError, check_engines, find_wrong_tensor, policy_scores
+from grpo_mp.trainer.session import Session, open_session
+from grpo_mp.types import MicroBatch, Prompt
 
 
 def train(session: Session) -> None:
@@ -30,15 +29,16 @@ def train(session: Session) -> None:
     recorder = Recorder(session)
     synchronize(session)
     before = after = evaluate(session, session.state.step)
-    while session.state.step < settings.run.steps:
+    saved_step = session.state.step
+    while session.state.step < settings.run.steps and not session.should_stop():
         step = session.state.step + 1
         prompts, cursor = next_prompts(session)
         recorder.begin_step()
 
         with scheduler.phase(Phase.GENERATE):
             groups = rollout.generate(prompts, session.state.step * len(prompts), step, session.parallel.store)
-        if session.stop.agreed(session.parallel.host):
-            break
+        if session.should_stop():
+            break  # the step is done anew after a restart
         with scheduler.phase(Phase.SCORE):
             batch = assemble(groups, settings, session.parallel, policy.config.hidden_size)
         with scheduler.phase(Phase.LOGPROB):
@@ -60,16 +60,16 @@ def train(session: Session) -> None:
             scalars |= after.metrics
         recorder.write(step, scalars, groups)
         session.progress.step(step, scalars)
-        stopping = session.stop.agreed(session.parallel.host)
-        if stopping or is_due(step, settings.run.save_every, settings.run.steps):
+        if is_due(step, settings.run.save_every, settings.run.steps):
             save(session)
-        if stopping:
-            break
+            saved_step = step
     recorder.close()
+    if saved_step < session.state.step:
+        save(session)
     finish(session, before, after)
 
 
-def next_prompts(session: Session):  # type: ignore[no-untyped-def]
+def next_prompts(session: Session) -> tuple[list[Prompt], dict[str, Any]]:
     """The prompts of the next step, and the cursor behind them as it is saved."""
     settings, prompts = session.settings, session.inputs.train
     indices, cursor = take(session.cursor, len(prompts), settings.rollout.prompts_per_step, settings.data.shuffle)
@@ -89,13 +89,25 @@ def fixed_logprobs(session: Session, batch: StepBatch) -> list[list[MicroBatch]]
     return updates
 
 
-def synchronize(session: Session):  # type: ignore[no-untyped-def]
+def synchronize(session: Session) -> tuple[SyncReport, CheckReport]:
     """Push the policy's weights into every engine and check that the engines hold them."""
     with session.scheduler.phase(Phase.SYNC):
         report = session.sync.push(session.state.optimizer_step)
         session.state = replace(session.state, weight_version=report.version)
-        check = check_engines(session.settings, session.policy, session.rollout, session.check_sequences)
+        expected = policy_scores(session.policy, session.check_sequences)
+    with session.scheduler.phase(Phase.CHECK):
+        check = checked(session, report.version, expected)
     return report, check
+
+
+def checked(session: Session, version: int, expected: Sequence[Sequence[float]]) -> CheckReport:
+    """Compare the engines with the policy; where one disagrees, the run stops and names the wrong tensor."""
+    parallel, rollout = session.parallel, session.rollout
+    try:
+        return check_engines(session.settings, parallel, rollout, session.check_sequences, expected)
+    except EngineDisagreesError as error:
+        where = find_wrong_tensor(session.sync, version, parallel, rollout)
+        raise EngineDisagreesError(f"{error}; {where}") from error
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -116,32 +128,15 @@ def finish(session: Session, before: Evaluation, after: Evaluation) -> None:
         session.progress.finish(before.scores, after.scores, answer_pairs(session, before, after))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: a user's mistake ends with one sentence and status 2."""
-    parser = argparse.ArgumentParser(prog="grpo_mp.train", description=__doc__)
-    parser.add_argument("config", type=Path, help="settings file")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
-    parser.add_argument("--ranks", type=int, help="ranks to check a dry run for (default: those of torchrun)")
-    given = parser.parse_args(arguments)
-    try:
-        run(load_settings(given.config, given.overrides), given.dry_run, given.ranks)
-    except UserError as error:
-        exit_with(error)
-
-
-def run(settings: Settings, dry_run: bool = False, ranks: int | None = None) -> None:
-    """Check, then train; raises UserError for everything a user can mend."""
-    world_size, ranks_per_node = local_ranks()
-    if dry_run and ranks:
-        world_size = ranks_per_node = ranks
-    inputs: Inputs = check_and_read(settings, world_size, ranks_per_node)
-    if dry_run:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(describe_run(settings, inputs, world_size, ranks_per_node))
-        return
+def run(settings: Settings, inputs: Inputs) -> None:
+    """Train as one rank of a started job. Raises UserError for what a user can mend."""
     with open_session(settings, inputs) as session:
         train(session)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line: `python -m grpo_mp.train --help`."""
+    run_command(run, arguments)
 
 
 if __name__ == "__main__":

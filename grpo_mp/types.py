@@ -80,5 +80,7 @@ class MicroBatch:
         """The same micro-batch with every tensor on `device`; itself where it is there already."""
         if self.tokens.device == device:
             return self
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
         return replace(self, **moved)

@@ -1,6 +1,8 @@
 """Per-token losses, and the loss function that the policy's backward runs on each micro-batch."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,18 +35,30 @@ def make_loss(algorithm: Algorithm) -> LossFunction:
     """
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        batch = batch.to(logprobs.device)
-        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        # Padding has no meaningful logprobs: keep it out of exp, where an overflow would poison the sum.
-        log_ratio = (logprobs - old).where(batch.mask.bool(), 0.0)
-        ratio = log_ratio.exp()
-        surrogate = clipped_surrogate(ratio, batch.advantages, algorithm.clip.low, algorithm.clip.high)
+        batch = responses_only(batch.to(logprobs.device))
+        new = at_responses(logprobs, batch.mask)
+        log_ratio = new - (new.detach() if batch.old_logprobs is None else batch.old_logprobs)
+        surrogate = clipped_surrogate(log_ratio.exp(), batch.advantages, algorithm.clip.low, algorithm.clip.high)
         kl = torch.zeros_like(surrogate)
         if batch.reference_logprobs is not None:
-            kl = k3(logprobs, batch.reference_logprobs.where(batch.mask.bool(), logprobs.detach()))
+            kl = k3(new, batch.reference_logprobs)
         policy_loss = (surrogate * batch.weights).sum()
         total = policy_loss + algorithm.kl.weight * (kl * batch.weights).sum()
-        report = loss_report(batch, logprobs.detach(), entropy.detach(), ratio.detach(), kl.detach(), algorithm.clip)
-        return total, report | {"loss": total.detach().double(), "pg_loss": policy_loss.detach().double()}
+        entropy = at_responses(entropy.detach(), batch.mask)
+        report = loss_report(batch, new.detach(), entropy, log_ratio.detach(), kl.detach(), algorithm.clip)
+        return total.to(logprobs.dtype), report | {"loss": total.detach(), "pg_loss": policy_loss.detach()}
 
     return loss
+
+
+def at_responses(values: Tensor, mask: Tensor) -> Tensor:
+    """In float64, zero where the mask is: what stands at prompts and padding reaches neither loss nor gradient."""
+    return values.double().where(mask.bool(), 0.0)
+
+
+def responses_only(batch: MicroBatch) -> MicroBatch:
+    """The micro-batch with all its logprobs as `at_responses` makes them."""
+    names = ("rollout_logprobs", "old_logprobs", "reference_logprobs")
+    held = {name: values for name in names if (values := getattr(batch, name)) is not None}
+    cleared: dict[str, Any] = {name: at_responses(values, batch.mask) for name, values in held.items()}
+    return replace(batch, **cleared)

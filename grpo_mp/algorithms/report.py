@@ -29,16 +29,17 @@ MAXIMA = ("ratio_max", "mismatch_max")
 
 
 def loss_report(
-    batch: MicroBatch, logprobs: Tensor, entropy: Tensor, ratio: Tensor, kl: Tensor, clip: Clip
+    batch: MicroBatch, logprobs: Tensor, entropy: Tensor, log_ratio: Tensor, kl: Tensor, clip: Clip
 ) -> dict[str, Tensor]:
-    """float64 sums (and maxima) over the response tokens of one micro-batch."""
+    """Sums (and maxima) over the response tokens of one micro-batch; all values [T] in float64, finite everywhere."""
     mask = batch.mask.double()
 
     def total(values: Tensor) -> Tensor:
-        return (values.double() * mask).sum()
+        return (values * mask).sum()
 
-    apart = (logprobs - batch.rollout_logprobs).abs() * batch.mask
-    engine, policy = batch.rollout_logprobs.double().exp(), logprobs.double().exp()
+    ratio = log_ratio.exp()
+    apart = (logprobs - batch.rollout_logprobs).abs() * mask
+    engine, policy = batch.rollout_logprobs.exp(), logprobs.exp()
     up, down = batch.advantages > 0, batch.advantages < 0
     return {
         "tokens": mask.sum(),
@@ -47,7 +48,7 @@ def loss_report(
         "ratio": total(ratio),
         "clipped_low": total((ratio < 1 - clip.low) & down),
         "clipped_high": total((ratio > 1 + clip.high) & up),
-        "drift": total(ratio.log().neg()),
+        "drift": total(-log_ratio),
         "mismatch": total(apart),
         "mismatch_ratio": total(apart.exp()),
         "mismatch_kl": total(batch.rollout_logprobs - logprobs),
@@ -56,8 +57,8 @@ def loss_report(
         "engine_p2": total(engine**2),
         "policy_p2": total(policy**2),
         "both_p": total(engine * policy),
-        "ratio_max": (ratio * batch.mask).max().double(),
-        "mismatch_max": apart.max().double(),
+        "ratio_max": (ratio * mask).max(),
+        "mismatch_max": apart.max(),
     }
 
 

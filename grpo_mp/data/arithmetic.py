@@ -5,7 +5,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,18 +34,30 @@ DRAWS_PER_PROBLEM = 200
 
 
 @dataclass(frozen=True)
+class Slip:
+    """A careless moment: the result of column number `step` is off by `by`."""
+
+    step: int
+    by: int
+
+
+@dataclass(frozen=True)
 class Problem:
-    """One question with its worked answer."""
+    """One question; its kind and operands determine the worked answer."""
 
     question: str
+    kind: str
     operands: tuple[int, ...]
-    working: str  # the sums, '3+4=7'
-    result: int
+
+    @property
+    def result(self) -> int:
+        return solve(self.kind, self.operands)[1]
 
     @property
     def answer(self) -> str:
         """The answer column of GSM8K: worked reasoning, then the result."""
-        return f"{self.working}\n#### {self.result}"
+        working, result = solve(self.kind, self.operands)
+        return f"{working}\n#### {result}"
 
 
 def make_problems(
@@ -78,9 +90,29 @@ def make_problems(
     return list(made["train"].values()), list(made["eval"].values())
 
 
-def worked_response(problem: Problem) -> str:
-    r"""The response that supervised examples show: '3+4=7 \boxed{7}'."""
-    return f"{problem.working} \\boxed{{{problem.result}}}"
+def worked_response(problem: Problem, slip: Slip | None = None) -> str:
+    r"""The response that a supervised example shows: '8+4=12 1+3+1=5 \boxed{52}'; with `slip` it goes wrong there."""
+    working, result = solve(problem.kind, problem.operands, slip)
+    return f"{working} \\boxed{{{result}}}"
+
+
+def draw_slip(draw: random.Random, share: float) -> Slip | None:
+    """A slip in `share` of the cases."""
+    if draw.random() >= share:
+        return None
+    return Slip(draw.randrange(2), draw.choice((-2, -1, 1, 2)))
+
+
+def solve(kind: str, operands: tuple[int, ...], slip: Slip | None = None) -> tuple[str, int]:
+    """The working, column by column, and the result that its digits spell."""
+    a, b = operands[:2]
+    if kind == "add":
+        return add_columns(a, b, slip)
+    if kind == "subtract":
+        return subtract_columns(a, b, slip)
+    first, total = add_columns(a, b)
+    second, result = subtract_columns(total, operands[2], slip)
+    return f"{first} {second}", result
 
 
 def write_jsonl(problems: Iterable[Problem], path: Path) -> None:
@@ -98,22 +130,50 @@ def vocabulary_words() -> tuple[str, ...]:
     return tuple(sorted({word for text in (*texts, *NAMES, *THINGS) for word in re.findall(r"[A-Za-z]+", text)}))
 
 
+def add_columns(a: int, b: int, slip: Slip | None = None) -> tuple[str, int]:
+    """a + b digit by digit from the right, the carry in its place: 18 + 34 is '8+4=12 1+3+1=5', 52."""
+    steps, carry, result = [], 0, 0
+    for place, (x, y) in enumerate(_columns(a, b)):
+        total = abs(x + y + carry + _off(slip, place))
+        steps.append(f"{x}+{y}{'+1' if carry else ''}={total}")
+        carry, digit = divmod(total, 10)
+        result += digit * 10**place
+    return " ".join(steps), result + carry * 10 ** len(steps)
+
+
+def subtract_columns(a: int, b: int, slip: Slip | None = None) -> tuple[str, int]:
+    """a - b >= 0 digit by digit from the right, borrowing ten: 52 - 18 is '12-8=4 5-1-1=3', 34."""
+    steps, borrowed, result = [], 0, 0
+    for place, (x, y) in enumerate(_columns(a, b)):
+        ten = 10 if x - y - borrowed < 0 else 0
+        digit = (x + ten - y - borrowed + _off(slip, place)) % 10
+        steps.append(f"{x + ten}-{y}{'-1' if borrowed else ''}={digit}")
+        borrowed = ten // 10
+        result += digit * 10**place
+    return " ".join(steps), result
+
+
+def _off(slip: Slip | None, place: int) -> int:
+    return slip.by if slip and slip.step == place else 0
+
+
+def _columns(a: int, b: int) -> Iterator[tuple[int, int]]:
+    for place in range(len(str(max(a, b)))):
+        yield a // 10**place % 10, b // 10**place % 10
+
+
 def _draw_problem(draw: random.Random, largest: int, kinds: tuple[str, ...]) -> Problem:
     kind = draw.choice(kinds)
     name, other = draw.sample(NAMES, 2)
     a, b, c = (draw.randint(SMALLEST, largest) for _ in range(3))
     if kind == "two_steps":
         c = draw.randint(SMALLEST, min(largest, a + b))
-        operands: tuple[int, ...] = (a, b, c)
-        working, result = f"{a}+{b}={a + b} {a + b}-{c}={a + b - c}", a + b - c
-    elif kind == "subtract":
+    if kind == "subtract":
         a, b = max(a, b), min(a, b)
-        operands, working, result = (a, b), f"{a}-{b}={a - b}", a - b
-    else:
-        operands, working, result = (a, b), f"{a}+{b}={a + b}", a + b
+    operands = (a, b, c) if kind == "two_steps" else (a, b)
     text = draw.choice(TEMPLATES[kind])
     question = text.format(name=name, other=other, thing=draw.choice(THINGS), a=a, b=b, c=c)
-    return Problem(question, operands, working, result)
+    return Problem(question, kind, operands)
 
 
 def _split_of(operands: tuple[int, ...], seed: int, held_out: float) -> str:

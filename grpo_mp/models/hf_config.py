@@ -22,9 +22,12 @@ class HfConfig:
         if not file.is_file():
             raise UserError(f"{file} does not exist: model.path must be a Hugging Face folder")
         try:
-            return cls(folder, json.loads(file.read_text()))
-        except json.JSONDecodeError as error:
+            values = json.loads(file.read_text())
+        except ValueError as error:
             raise UserError(f"{file}: not valid JSON ({error})") from error
+        if not isinstance(values, dict):
+            raise UserError(f"{file}: expected an object of settings, found {type(values).__name__}: copy it again")
+        return cls(folder, values)
 
     @property
     def model_type(self) -> str:

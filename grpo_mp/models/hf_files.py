@@ -94,7 +94,8 @@ def _number_shards(folder: Path, files: list[tuple[Path, dict[str, int]]]) -> No
     if len(files) == 1:
         files[0][0].rename(folder / "model.safetensors")
         return
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
+    total = 0
     for number, (file, sizes) in enumerate(files, start=1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         file.rename(folder / name)
@@ -106,11 +107,17 @@ def _number_shards(folder: Path, files: list[tuple[Path, dict[str, int]]]) -> No
 
 def _shards(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        return [folder / name for name in names]
+        return [folder / name for name in _indexed_files(folder / INDEX)]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     raise UserError(f"{folder}: neither model.safetensors nor {INDEX} is there")
+
+
+def _indexed_files(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} is not an index of safetensors files ({error!r}): copy it again") from error
 
 
 def _open(file: Path):  # type: ignore[no-untyped-def]

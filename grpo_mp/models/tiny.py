@@ -88,9 +88,9 @@ def _randomise(model: torch.nn.Module) -> None:
     for name, tensor in model.named_parameters():
         if "norm" in name:
             tensor.uniform_(0.8, 1.2)
-    for name, tensor in model.named_buffers():
+    for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            tensor.uniform_(-0.05, 0.05)
+            buffer.uniform_(-0.05, 0.05)
 
 
 def _padded(size: int, multiple: int = 16) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from grpo_mp.monitor.metrics import fill
 from grpo_mp.monitor.timeline import Span
 
-WORK = frozenset({"GENERATE", "LOGPROB", "TRAIN", "SYNC"})
+WORK = frozenset({"GENERATE", "LOGPROB", "TRAIN", "SYNC", "CHECK"})
 WAIT = "WAIT"  # a span in which the rank only waits for other ranks, inside a phase or between phases
 
 

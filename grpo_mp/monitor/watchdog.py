@@ -65,13 +65,19 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str, limit_s: float, engine: int | None = None) -> Iterator[Deadline]:
-        """Watch the body; it gets its deadline, for polling loops inside it."""
+        """Watch the body; it gets its deadline, for polling loops inside it.
+
+        An error that leaves the body carries the phase as a note.
+        """
         deadline = Deadline(self._rank, name, limit_s, engine)
         with self._changed:
             self._waits.append(deadline)
             self._rearm()
         try:
             yield deadline
+        except BaseException as error:
+            error.add_note(f"rank {self._rank} in {name}")
+            raise
         finally:
             with self._changed:
                 self._waits = [wait for wait in self._waits if wait is not deadline]

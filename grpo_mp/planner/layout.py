@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from grpo_mp.config import Layout
 from grpo_mp.errors import UserError
@@ -84,10 +85,9 @@ def describe(layout: Layout) -> str:
 def _candidates(layout: Layout, model: ModelShape, world_size: int) -> Iterator[Layout]:
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     experts = sizes if model.experts else [1]
-    virtual = {None, layout.virtual_pipeline}
-    for tensor, pipeline, context, expert, expert_tensor, chunks in product(
-        sizes, sizes, sizes, experts, experts, virtual
-    ):
+    virtual = [None, *(chunks for chunks in range(2, model.layers + 1) if model.layers % chunks == 0)]
+    dense = [three for three in product(sizes, repeat=3) if world_size % prod(three) == 0]
+    for (tensor, pipeline, context), expert, expert_tensor, chunks in product(dense, experts, experts, virtual):
         yield Layout(
             tensor=tensor,
             pipeline=pipeline,

@@ -6,10 +6,13 @@ start; and what a CPU needs is done only where the engine was asked to run on th
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # a folder that is removed when the engine has ended
+from grpo_mp.platform.engine_attention import paged_attention
+
+SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # set where this program started the engine: a folder removed at its end
 
 
 def register() -> None:
@@ -19,6 +22,7 @@ def register() -> None:
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         _leave_out_megatron()
         _absorbed_latent_attention()
+        _attention_over_whole_batches()
         _plain_memory_for_routed_experts()
         _fork_children()
     _load_snapshots_in(Path(os.environ[SCRATCH]))
@@ -36,6 +40,37 @@ def _absorbed_latent_attention() -> None:
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+
+
+def _attention_over_whole_batches() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for phase, wrapper in (("extend", _extend), ("decode", _decode)):
+        backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+        HookRegistry.register(f"{backend}._run_sdpa_forward_{phase}", wrapper, HookType.AROUND)
+
+
+def _extend(original: Callable[..., Any], backend: Any, *args: Any, **options: Any) -> Any:
+    """SGLang's arguments: query, output, keys, values, slots, rows, lengths, prefix lengths, new lengths, encoder."""
+    query, output, keys, values, slots, rows, lengths, _, new, encoder = args
+    if not _is_plain(encoder, options) or not options["causal"]:
+        return original(backend, *args, **options)
+    return output.copy_(
+        paged_attention(query, keys, values, slots[rows], lengths.tolist(), new.tolist(), options["scaling"])
+    )
+
+
+def _decode(original: Callable[..., Any], backend: Any, *args: Any, **options: Any) -> Any:
+    """SGLang's arguments: query, output, keys, values, slots, rows, lengths, encoder."""
+    query, output, keys, values, slots, rows, lengths, encoder = args
+    if not _is_plain(encoder, options):
+        return original(backend, *args, **options)
+    new = [1] * len(rows)
+    return output.copy_(paged_attention(query, keys, values, slots[rows], lengths.tolist(), new, options["scaling"]))
+
+
+def _is_plain(encoder: Any, options: dict[str, Any]) -> bool:
+    return encoder is None and not options["is_cross_attn"] and options["sliding_window_size"] is None
 
 
 def _plain_memory_for_routed_experts() -> None:

@@ -6,6 +6,10 @@ The functions import lazily: when they run, Megatron has loaded what they need.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from grpo_mp.platform.cuda_calls import Patch
 
 
@@ -77,8 +81,27 @@ def _distributed_adam(distributed: Any) -> None:
     distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = FusedAdam, True, True
 
 
+def _uneven_gather(mappings: Any) -> None:
+    # gloo's all_gather wants equal sizes; experts divided by expert-tensor parallelism gather as many tokens
+    # as were routed to each rank. In an all_to_all that sends every rank the same, sizes may differ.
+    equal = mappings._gather_along_first_dim
+
+    def gather(input_: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Tensor:
+        ranks = group.size()
+        if output_split_sizes is None or ranks == 1:
+            gathered: Tensor = equal(input_, group, output_split_sizes, use_global_buffer)
+            return gathered
+        output = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
+        copies = torch.cat([input_] * ranks)
+        dist.all_to_all_single(output, copies, list(output_split_sizes), [len(input_)] * ranks, group=group)
+        return output
+
+    mappings._gather_along_first_dim = gather
+
+
 AFTER_IMPORT: Mapping[str, Patch] = {
     "megatron.core.jit": _no_compiler,
+    "megatron.core.tensor_parallel.mappings": _uneven_gather,
     "megatron.core.extensions.transformer_engine": _transformer_engine_names,
     "megatron.core.extensions.transformer_engine_spec_provider": _spec_provider,
     "megatron.core.models.gpt.gpt_layer_specs": _layer_specs,

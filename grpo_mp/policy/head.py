@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+NO_PROBABILITY = -128.0  # the float32 probability of any smaller logprob is 0, and 0 x infinity would not be a number
+
 
 @dataclass(frozen=True)
 class VocabularyShard:
@@ -29,7 +31,7 @@ def token_logprobs(
     hidden [T, H], weight [V/tensor, H], targets [T] -> float32 [2, T]: row 0 logprobs, row 1 entropies in nats.
     The gradient of `hidden` is this rank's part only: the caller sums it over the tensor-parallel group.
     """
-    result: Tensor = _TokenLogprobs.apply(hidden, weight, targets, shard, temperature, chunk_tokens)  # type: ignore[no-untyped-call]
+    result: Tensor = _TokenLogprobs.apply(hidden, weight, targets, shard, temperature, chunk_tokens)
     return result
 
 
@@ -93,7 +95,7 @@ def _backward_chunk(
     """d logprob / d logit = onehot - p;  d entropy / d logit = -p (log p + entropy)."""
     log_p = logits.sub_(log_sum[:, None])
     p = log_p.exp()
-    slope = (log_p.clamp_(min=torch.finfo(torch.float32).min) + entropy[:, None]).mul_(grad[1][:, None])
+    slope = (log_p.clamp_(min=NO_PROBABILITY) + entropy[:, None]).mul_(grad[1][:, None])
     result = slope.add_(grad[0][:, None]).mul_(p).neg_()
     columns, here = _local(targets, shard, logits.shape[1])
     result.scatter_add_(1, columns[:, None], grad[0].where(here, 0.0)[:, None])

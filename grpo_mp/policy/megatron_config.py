@@ -29,8 +29,8 @@ def transformer_config(settings: Settings, hf: HfConfig) -> TransformerConfig:
     values |= overrides_for(settings, kind)
     try:
         return kind(**values)
-    except (ValueError, AssertionError) as error:
-        raise UserError(f"Megatron refuses this model and layout: {error}") from error
+    except (ValueError, AssertionError, TypeError) as error:
+        raise UserError(f"Megatron refuses this model, layout and optimizer.megatron: {error}") from error
 
 
 def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
@@ -126,6 +126,7 @@ def _numerics(settings: Settings) -> dict[str, Any]:
         "bias_activation_fusion": True,
         "bias_dropout_fusion": True,
         "gradient_accumulation_fusion": False,  # the chunked head accumulates by autograd
+        "cuda_graph_scope": [],  # Megatron warns of its own default
     }
 
 

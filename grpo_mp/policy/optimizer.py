@@ -1,6 +1,6 @@
 """Megatron's distributed optimizer and its learning-rate schedule, counted in optimizer updates."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_mp.config import Optimizer, Settings
+from grpo_mp.models.mapping import Param
 from grpo_mp.policy.megatron_config import ddp_config, optimizer_config
 from grpo_mp.policy.model import PolicyModel
 
@@ -26,6 +27,15 @@ def wrap_for_training(
         DistributedDataParallel(config, ddp_config(settings), Float16Module(config, chunk) if config.bf16 else chunk)
         for chunk in chunks
     ]
+
+
+def mark_divided(tensors: Mapping[str, torch.Tensor], params: Mapping[str, Param]) -> None:
+    """Say which parameters tensor parallelism divides, so that the gradient norm counts every element once.
+
+    Megatron says so when it initialises a weight; a weight that is read instead would count on one rank only.
+    """
+    for name, tensor in tensors.items():
+        tensor.tensor_model_parallel = params[name].split is not None  # type: ignore[attr-defined]
 
 
 def build_optimizer(
@@ -63,6 +73,8 @@ def _schedule(optimizer: MegatronOptimizer, wanted: Optimizer, total_updates: in
         end_wd=wanted.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # a run that goes on to more steps follows its settings, not its checkpoint
     )
 
 

@@ -32,12 +32,16 @@ class Parallel:
         return replica_ranks(self.here.data, self.layout, self.world_size)[0]
 
 
-def start_parallel(layout: Layout, seed: int, timeout_s: float) -> Parallel:
-    """Join the job that torchrun or srun describes in the environment and make every group."""
+def start_parallel(layout: Layout, seed: int, timeout_s: float, name: str = "job") -> Parallel:
+    """Join the job that torchrun or srun describes in the environment and make every group.
+
+    Processes that left with `stop_parallel` may join again, under another `name`.
+    """
     timeout = datetime.timedelta(seconds=timeout_s)
     if platform.on_cuda():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(name, store)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,

@@ -9,7 +9,6 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from grpo_mp.config import Settings
-from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.hf_files import HfReader
@@ -17,10 +16,10 @@ from grpo_mp.planner.layout import check_layout
 from grpo_mp.policy.forward import LossFunction, forward_backward, forward_only
 from grpo_mp.policy.megatron_config import check_overrides, model_shape, transformer_config
 from grpo_mp.policy.model import PolicyModel, build_chunks
-from grpo_mp.policy.optimizer import build_optimizer, wrap_for_training
+from grpo_mp.policy.optimizer import build_optimizer, mark_divided, wrap_for_training
 from grpo_mp.policy.parallel import Parallel
 from grpo_mp.policy.reference import Reference
-from grpo_mp.policy.weights import Parts, load_hf, local_tensors, tensor_part
+from grpo_mp.policy.weights import Parts, check_tensors, load_hf, local_tensors, tensor_part
 from grpo_mp.types import MicroBatch
 
 
@@ -49,6 +48,7 @@ class Policy:
         self.tensors = local_tensors(models, self.params, parallel.here, settings.layout.expert)
         with HfReader(settings.model.path) as reader:
             load_hf(self.tensors, self.params, reader, parallel.here, self.parts)
+        mark_divided(self.tensors, self.params)
         self.optimizer, self.schedule = build_optimizer(settings, self.chunks)
         self.reference = Reference(self.tensors) if with_reference else None
 
@@ -111,14 +111,14 @@ class Policy:
 def check_policy(settings: Settings, world_size: int) -> None:
     """Everything about model and layout that can be refused before a process group exists.
 
-    Raises UserError: unsupported architecture, broken layout rule, unknown Megatron field, missing files.
+    Raises UserError: unsupported architecture, broken layout rule, unknown Megatron field, missing or torn files,
+    missing tensors.
     """
     hf = HfConfig.read(settings.model.path)
     family = family_of(hf)
     uneven = any("pipeline" in name for name in settings.optimizer.megatron)
     check_layout(settings.layout, model_shape(family.config(hf)), world_size, uneven)
     check_overrides(settings)
+    transformer_config(settings, hf)
     with HfReader(settings.model.path) as reader:
-        missing = {name for param in family.params(hf).values() for name in param.hf} - reader.names
-    if missing:
-        raise UserError(f"{settings.model.path}: {len(missing)} tensors are missing, the first is {min(missing)}")
+        check_tensors(reader, family.params(hf))

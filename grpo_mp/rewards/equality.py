@@ -57,6 +57,7 @@ class Equality:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=complaints,
+            start_new_session=True,  # a signal to the rank's group must not turn the answer in hand into a wrong one
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         )
         if _read_line(self._child, START_LIMIT_S) != "ready":

@@ -168,6 +168,20 @@ class EngineClient:
         await self.flush_cache()
         await self._succeed("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
+    async def checksums(self) -> dict[str, str]:
+        """Checksum of each of the engine's own tensors, over all its tensor-parallel ranks."""
+        reply = await self._call("POST", "/weights_checker", {"action": "checksum"})
+        ranks = _as_object(reply)["ranks"]
+        return {
+            f"{name}{f' (rank {number})' if len(ranks) > 1 else ''}": value
+            for number, rank in enumerate(ranks)
+            for name, value in rank["checksums"].items()
+        }
+
+    async def overwrite_weights(self) -> None:
+        """Fill every tensor with random values: what a push does not reach then shows."""
+        await self._succeed("/weights_checker", {"action": "reset_tensors"})
+
     # -- memory ----------------------------------------------------------------------------------------------
 
     async def release_memory(self, tags: Sequence[str] | None = None) -> None:
@@ -208,7 +222,7 @@ class EngineClient:
             limit = self._http.timeout.read
             raise PhaseTimeout(f"engine {self.index}: {path} did not answer within {limit:g} s") from error
         except httpx.TransportError as error:
-            raise self._error(path, f"the connection failed ({error or type(error).__name__})") from error
+            raise self._error(path, f"the connection failed ({str(error) or type(error).__name__})") from error
         content = _content(reply)
         if reply.status_code != httpx.codes.OK:
             raise self._error(path, f"status {reply.status_code}: {_message(content)}")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.errors import UserError, nearest
-from grpo_mp.rollout.engine_main import ARGUMENTS
+from grpo_mp.rollout.engine_main import ARGUMENTS, SCRATCH
+from grpo_mp.sync.host_memory import LOADER
 
 ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # what a CPU engine finds before anything else
 CONTEXT_SLACK_TOKENS = 8  # SGLang keeps a few positions of the context for itself
@@ -35,6 +36,7 @@ OWNED = {
     "enable_memory_saver": "the phases of a step need it",
     "sampling_defaults": "the model's generation_config.json would change the distribution unseen",
     "skip_server_warmup": "the run warms its engines up itself",
+    "custom_weight_loader": "the weight sync brings its own",
 }
 
 DEFAULTS: dict[str, Any] = {
@@ -52,11 +54,8 @@ CPU_DEFAULTS: dict[str, Any] = {
 }
 
 # What torchrun and Slurm tell a rank; SGLang would take its own process group for the trainer's.
-LAUNCHER_VARIABLES = (
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME "
-    "MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS "
-    "TORCHELASTIC_RUN_ID TORCHELASTIC_ERROR_FILE TORCH_NCCL_ASYNC_ERROR_HANDLING PYTHONPATH"
-).split()
+LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+LAUNCHER_PREFIXES = ("LOCAL_RANK", "LOCAL_WORLD_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True)
@@ -103,17 +102,25 @@ def engine_arguments(spec: EngineSpec, port: int, nccl_port: int, name: str, key
         "sampling_defaults": "openai",
         "skip_server_warmup": True,
         "enable_memory_saver": not spec.cpu,
+        "custom_weight_loader": [LOADER],
     }
     return {**DEFAULTS, **device, **spec.args, **owned}
 
 
-def engine_environment(spec: EngineSpec, arguments: Mapping[str, Any], base: Mapping[str, str]) -> dict[str, str]:
-    """The child's environment: `base` without the launcher's words, plus what the engine needs."""
-    kept = {name: value for name, value in base.items() if name not in LAUNCHER_VARIABLES}
+def engine_environment(
+    spec: EngineSpec, arguments: Mapping[str, Any], scratch: str, base: Mapping[str, str]
+) -> dict[str, str]:
+    """The child's environment: `base` without the launcher's words, plus what the engine needs.
+
+    `scratch` is a folder for its temporary files.
+    """
+    kept = {name: value for name, value in base.items() if not _from_launcher(name)}
     loopback = ",".join(filter(None, [base.get("no_proxy") or base.get("NO_PROXY"), "127.0.0.1,localhost"]))
     return {
         **kept,
         ARGUMENTS: json.dumps(arguments),
+        SCRATCH: scratch,
+        "TMPDIR": scratch,
         "PYTHONPATH": ":".join(_python_path(spec, base)),
         "PYTHONSAFEPATH": "1",  # the working folder is not on the path: a user's queue.py would shadow the library
         "PYTHONUNBUFFERED": "1",
@@ -158,6 +165,10 @@ def _annotated_fields(file: Path) -> Iterator[str]:
         if isinstance(node, ast.ClassDef) and (node.name == "ServerArgs" or file.parent.name == "fields"):
             fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
             yield from (target.id for target in fields if isinstance(target, ast.Name))
+
+
+def _from_launcher(name: str) -> bool:
+    return name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES)
 
 
 def _cpu_cache_tokens(spec: EngineSpec) -> int:

@@ -1,4 +1,4 @@
-"""The process that an engine host starts: `python -m grpo_mp.rollout.engine_main`, arguments as JSON in the environment.
+"""The process that an engine host starts: `python -m grpo_mp.rollout.engine_main`, arguments in the environment.
 
 It splits in two before anything heavy is imported. The child becomes the SGLang server, in a process group of its
 own. The parent keeps watch: when it is told to (TERM), when the server ends, or when the trainer that started it is
@@ -11,12 +11,12 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 
 ARGUMENTS = "GRPO_MP_ENGINE_ARGUMENTS"  # ServerArgs as JSON: by environment, since it holds the engine's key
+SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # a folder that is removed when the engine has ended
 WATCH_INTERVAL_S = 0.5
-TERM_GRACE_S = 2.0
+TERM_GRACE_S = 1.0  # nothing in an engine is worth saving
 REAP_LIMIT_S = 10.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 WATCHED = {signal.SIGTERM, signal.SIGCHLD}
@@ -25,16 +25,15 @@ WATCHED = {signal.SIGTERM, signal.SIGCHLD}
 def main() -> None:
     """Runs until the server has ended; exits with its status."""
     trainer = os.getppid()
-    scratch = tempfile.mkdtemp(prefix="grpo_mp_engine_")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then ends its engines
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     _process_control(PR_SET_CHILD_SUBREAPER, 1)
     server = os.fork()
     if server == 0:
-        _become_server(scratch)
+        _become_server()
     status = _watch(server, trainer)
     _reap_all(server)
-    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
     sys.exit(status)
 
 
@@ -77,11 +76,10 @@ def _reap_all(group: int) -> None:
             return
 
 
-def _become_server(scratch: str) -> None:
+def _become_server() -> None:
     os.setpgid(0, 0)
     _process_control(PR_SET_PDEATHSIG, signal.SIGKILL)  # should the watching process be killed
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
-    os.environ["TMPDIR"] = os.environ["GRPO_MP_ENGINE_SCRATCH"] = tempfile.tempdir = scratch
     arguments = json.loads(os.environ.pop(ARGUMENTS))
 
     from sglang.launch_server import run_server

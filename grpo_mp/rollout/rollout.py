@@ -38,6 +38,12 @@ class Rollout:
         self.client: EngineClient | None = None
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that an engine spans."""
+        size = self._settings.engine.gpus
+        return tuple(rank for host in self.hosts for rank in range(host, host + size))
+
+    @property
     def is_host(self) -> bool:
         return self.place is not None and self.place.is_host
 

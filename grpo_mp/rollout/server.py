@@ -2,10 +2,13 @@
 
 import os
 import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 
 import httpx
@@ -23,8 +26,18 @@ from grpo_mp.rollout.ports import PortClaim, claim_port
 COMMAND = [sys.executable, "-m", "grpo_mp.rollout.engine_main"]
 POLL_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 5.0
+PORT_ATTEMPTS = 3
 STOP_LIMIT_S = 15.0  # more than the engine's own watcher takes to end the group
 LOG_LINES = 12
+LOG_COLUMNS = 300  # SGLang writes all its arguments into one line
+
+
+class Answer(Enum):
+    """Who answers on an engine's port."""
+
+    NONE = 0
+    OURS = 1
+    STRANGER = 2
 
 
 class EngineProcess:
@@ -43,6 +56,7 @@ class EngineProcess:
         self.key = secrets.token_hex(16)
         self._base = dict(os.environ if environment is None else environment)
         self._claims: list[PortClaim] = []
+        self._scratch = ""
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -60,8 +74,9 @@ class EngineProcess:
     def start(self) -> None:
         """Start the processes; the log file is begun anew."""
         self._claims = [claim_port(), claim_port()]
+        self._scratch = tempfile.mkdtemp(prefix="grpo_mp_engine_")
         arguments = engine_arguments(self.spec, self._claims[0].port, self._claims[1].port, self.name, self.key)
-        environment = engine_environment(self.spec, arguments, self._base)
+        environment = engine_environment(self.spec, arguments, self._scratch, self._base)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.unlink(missing_ok=True)
         with open(self.log, "xb", opener=_private) as log:
@@ -70,10 +85,17 @@ class EngineProcess:
             )
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when this very server answers. Raises UserError with the log's end when it dies or is late."""
+        """Return when this very server answers; where somebody else took its port meanwhile, it starts anew.
+
+        Raises UserError with the log's last lines when it ends or is not there after `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
+        attempts = 1
         with httpx.Client(trust_env=False, timeout=PROBE_TIMEOUT_S, headers=self.headers) as client:
-            while not self._answers(client):
+            while (answer := self._ask(client)) is not Answer.OURS:
+                if answer is Answer.STRANGER:
+                    self._start_elsewhere(attempts)
+                    attempts += 1
                 self.check_alive("while starting")
                 if time.monotonic() > deadline:
                     raise PhaseTimeout(self._with_log(f"{self._who()} did not come up within {timeout_s:g} s"))
@@ -100,6 +122,7 @@ class EngineProcess:
                 self._process.wait(STOP_LIMIT_S)
         for claim in self._claims:
             claim.release()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __enter__(self) -> "EngineProcess":
         self.start()
@@ -108,13 +131,22 @@ class EngineProcess:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _answers(self, client: httpx.Client) -> bool:
-        # Somebody else's server on this port would answer too: the name is this engine's alone.
+    def _ask(self, client: httpx.Client) -> "Answer":
         try:
             reply = client.get(f"{self.url}/model_info")
-            return reply.status_code == 200 and reply.json()["served_model_name"] == self.name
-        except (httpx.TransportError, ValueError, KeyError, TypeError):
-            return False
+            if reply.is_server_error:
+                return Answer.NONE
+            return Answer.OURS if reply.json()["served_model_name"] == self.name else Answer.STRANGER
+        except (httpx.ConnectError, httpx.ReadError, httpx.TimeoutException):
+            return Answer.NONE
+        except (httpx.ProtocolError, ValueError, KeyError, TypeError):
+            return Answer.STRANGER
+
+    def _start_elsewhere(self, attempts: int) -> None:
+        if attempts == PORT_ATTEMPTS:
+            raise UserError(f"{self._who()}: somebody else served each of the {attempts} ports chosen for it")
+        self.stop()
+        self.start()
 
     def _who(self) -> str:
         return f"engine {self.spec.index} (rank {self.spec.rank}, {self.spec.model})"
@@ -124,9 +156,9 @@ class EngineProcess:
 
 
 def last_lines(log: Path, count: int) -> str:
-    """The last `count` lines of a log that say something."""
+    """The last `count` lines of a log that say something, long ones cut."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return "\n".join([line for line in lines if line.strip()][-count:]) or "(nothing)"
+    return "\n".join([line[:LOG_COLUMNS] for line in lines if line.strip()][-count:]) or "(nothing)"
 
 
 def _private(path: str, flags: int) -> int:

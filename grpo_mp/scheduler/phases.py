@@ -12,6 +12,7 @@ class Phase(StrEnum):
     LOGPROB = "LOGPROB"
     TRAIN = "TRAIN"
     SYNC = "SYNC"
+    CHECK = "CHECK"
     SAVE = "SAVE"
     EVAL = "EVAL"
 
@@ -36,6 +37,8 @@ RESIDENT: dict[Phase, Residency] = {
     Phase.TRAIN: Residency(policy_weights=True, gradients=True, optimizer=True),
     # The engine takes its weights while the policy's are on the device; its cache would not fit beside them.
     Phase.SYNC: Residency(policy_weights=True, engine_weights=True),
+    # The engine computes logprobs to be compared; the policy's were computed while its weights were there.
+    Phase.CHECK: GENERATING,
     Phase.SAVE: Residency(policy_weights=True, optimizer=True),
 }
 

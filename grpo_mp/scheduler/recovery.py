@@ -10,6 +10,7 @@ from typing import Any
 from grpo_mp.errors import UserError
 
 MANIFEST = "manifest.json"
+SETTINGS = "settings.yaml"
 
 
 @dataclass(frozen=True)
@@ -28,21 +29,33 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
 
 
 def write_manifest(folder: Path, state: RunState) -> None:
-    """Declare the checkpoint whole; everything else in it must be on disk already."""
+    """Declare the checkpoint whole: the state, and the size of every file, which must be on disk already."""
     temporary = folder / (MANIFEST + ".incomplete")
+    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in _files(folder) if file != temporary}
     with temporary.open("w") as file:
-        json.dump(asdict(state), file, indent=2)
+        json.dump({"state": asdict(state), "file_bytes": sizes}, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(folder / MANIFEST)
 
 
 def read_manifest(folder: Path) -> RunState:
-    """Raises UserError for a manifest that this version did not write."""
+    """The state of a whole checkpoint.
+
+    Raises UserError for a manifest that this version did not write, and where a file it names is missing or cut.
+    """
     try:
-        return RunState(**json.loads((folder / MANIFEST).read_text()))
-    except (json.JSONDecodeError, TypeError) as error:
-        raise UserError(f"{folder / MANIFEST}: not a checkpoint manifest ({error}): remove that folder") from error
+        manifest = json.loads((folder / MANIFEST).read_text())
+        state, sizes = RunState(**manifest["state"]), dict(manifest["file_bytes"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{folder / MANIFEST}: not a checkpoint manifest ({error!r}): remove that folder") from error
+    torn = next((name for name, size in sizes.items() if not _has_size(folder / name, size)), None)
+    if torn:
+        raise UserError(
+            f"{folder}: the checkpoint is torn, {torn} is missing or cut short: "
+            "remove that folder to go on from the checkpoint before it"
+        )
+    return state
 
 
 def latest_checkpoint(run_folder: Path) -> Path | None:
@@ -65,23 +78,36 @@ def prune_checkpoints(run_folder: Path, keep: int) -> None:
         shutil.rmtree(folder)
 
 
-def claim_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
-    """Make the folder this run's: write the resolved settings, or check that they are those it has.
+def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
+    """Refuse a folder that cannot be this run's. `resolved`: the run's settings as YAML. Nothing is written.
 
-    Raises UserError where the folder holds a run of other settings, or a finished part that must not be lost.
+    Raises UserError: not a folder or not writable, results of other settings in it, results without `resume`, or a
+    torn checkpoint to resume from. What a start left that never made a step is no obstacle.
     """
-    file = run_folder / "settings.yaml"
-    if not file.exists():
-        run_folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(resolved)
+    existing = next(path for path in (run_folder, *run_folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"{run_folder}: {existing} is not a folder that can be written to: choose another run.folder")
+    checkpoint = latest_checkpoint(run_folder)
+    file = run_folder / SETTINGS
+    if checkpoint is None and not (run_folder / "metrics.jsonl").exists():
         return
-    changed = _difference(file.read_text(), resolved)
+    changed = _difference(file.read_text(), resolved) if file.exists() else f"it has no {SETTINGS}"
     if changed:
         raise UserError(
             f"{run_folder} holds a run of other settings ({changed}): choose another run.folder, or remove it"
         )
-    if not resume and latest_checkpoint(run_folder):
+    if checkpoint and not resume:
         raise UserError(f"{run_folder} holds checkpoints of this run: set run.resume=auto to go on, or remove it")
+    if checkpoint:
+        read_manifest(checkpoint)
+
+
+def claim_run_folder(run_folder: Path, resolved: str) -> None:
+    """Write the resolved settings into the folder, which `check_run_folder` has passed."""
+    run_folder.mkdir(parents=True, exist_ok=True)
+    temporary = run_folder / (SETTINGS + ".incomplete")
+    temporary.write_text(resolved)
+    temporary.rename(run_folder / SETTINGS)
 
 
 def _difference(old: str, new: str) -> str:
@@ -92,3 +118,11 @@ def _difference(old: str, new: str) -> str:
         if was != now:
             return f"{was.strip()} there, {now.strip()} here"
     return "" if len(olds) == len(news) else "one has more settings"
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _has_size(file: Path, size: int) -> bool:
+    return file.is_file() and file.stat().st_size == size

@@ -4,6 +4,7 @@ import base64
 import pickle
 from typing import Protocol
 
+from grpo_mp.sync.host_memory import LOADER, lend
 from grpo_mp.sync.reshard import Named
 
 
@@ -17,10 +18,20 @@ class WeightClient(Protocol):
     async def end_weight_update(self, version: int) -> None: ...
 
 
-class HostTransport:
-    """Through host memory, in the body of a request to the engine on this machine.
+class Transport(Protocol):
+    """One sync: `begin`, `send` for each bucket, `end`."""
 
-    Every tensor-parallel rank of the engine gets the whole tensors and takes its slice. The engine unpickles
+    async def begin(self) -> None: ...
+
+    async def send(self, bucket: Named) -> None: ...
+
+    async def end(self, version: int) -> None: ...
+
+
+class HostTransport:
+    """Through memory that the engine on this machine maps; a request only says where the tensors lie in it.
+
+    Every tensor-parallel rank of the engine sees the whole tensors and takes its slice. The engine unpickles
     what its own job sends over loopback under the run's secret, and nothing else.
     """
 
@@ -31,10 +42,9 @@ class HostTransport:
         await self._client.begin_weight_update()
 
     async def send(self, bucket: Named) -> None:
-        # A slice would be pickled with the whole storage that it looks into: clone it.
-        tensors = [(name, tensor.to("cpu", copy=True)) for name, tensor in bucket]
-        payload = base64.b64encode(pickle.dumps(tensors, protocol=pickle.HIGHEST_PROTOCOL)).decode()
-        await self._client.update_weights_from_tensor([payload] * self._engine_ranks)
+        with lend(bucket) as note:
+            payload = base64.b64encode(pickle.dumps([("note", note)])).decode()
+            await self._client.update_weights_from_tensor([payload] * self._engine_ranks, load_format=LOADER)
 
     async def end(self, version: int) -> None:
         await self._client.end_weight_update(version)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from grpo_mp.models.mapping import Param
 from grpo_mp.sync.plan import SyncPlan, plan_sync
 from grpo_mp.sync.reshard import Resharder, gather_holdings
-from grpo_mp.sync.transport import HostTransport, bucket_bytes
+from grpo_mp.sync.transport import Transport, bucket_bytes
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -45,7 +45,7 @@ def make_plan(
 class WeightSync:
     """Pushes the policy's weights. `transport` is None on ranks that host no engine."""
 
-    def __init__(self, resharder: Resharder, transport: HostTransport | None, run: Run) -> None:
+    def __init__(self, resharder: Resharder, transport: Transport | None, run: Run) -> None:
         """`run` drives a coroutine of the transport to its end."""
         self._resharder, self._transport, self._run = resharder, transport, run
 
@@ -59,6 +59,7 @@ class WeightSync:
                 self._run(self._transport.send(bucket))
             nbytes += bucket_bytes(bucket)
             largest = max(largest, bucket_bytes(bucket))
+            bucket.clear()  # its memory is free before the next one is received
         if self._transport:
             self._run(self._transport.end(version))
         return SyncReport(version, nbytes, len(self._resharder.plan.buckets), largest, time.monotonic() - started)

@@ -10,12 +10,12 @@ from grpo_mp.trainer.preflight import Inputs
 def describe_run(settings: Settings, inputs: Inputs, world_size: int, ranks_per_node: int) -> str:
     """Resolved settings, then the facts that follow from them."""
     rollout, optimizer = settings.rollout, settings.optimizer
-    places = engine_places(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
+    hosts = engine_hosts(engine_places(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count))
     copies = data_parallel(settings.layout, world_size)
     evals = ", ".join(f"{len(prompts)} of {name}" for name, prompts in inputs.evals.items()) or "none"
     facts = [
         f"ranks: {world_size}, {ranks_per_node} on each node; layout: {describe(settings.layout)}, data={copies}",
-        f"engines: {len(engine_hosts(places))} x {settings.engine.gpus} rank(s), hosted by ranks {engine_hosts(places)}",
+        f"engines: {len(hosts)} x {settings.engine.gpus} rank(s), hosted by ranks {hosts}",
         f"train prompts: {len(inputs.train)} ({inputs.train.left_out} longer than the limit left out); eval: {evals}",
         f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {settings.samples_per_step} samples, "
         f"{optimizer.updates_per_step} update(s) of {settings.samples_per_step // optimizer.updates_per_step}",

@@ -4,13 +4,15 @@ from dataclasses import dataclass
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from grpo_mp.config import Settings
+from grpo_mp.config import Settings, dump_settings
 from grpo_mp.data.prompts import PromptSet, load_prompts
 from grpo_mp.errors import UserError
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.places import engine_places
+from grpo_mp.scheduler.recovery import check_run_folder
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,11 @@ class Inputs:
 def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> Inputs:
     """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
     check_policy(settings, world_size)
+    check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
     engine_places(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
     check_arguments(settings.engine.args, known_arguments())
     tokenizer = _tokenizer(settings)
+    _check_sizes(settings, HfConfig.read(settings.model.path), len(tokenizer))
     longest = settings.rollout.max_prompt_tokens
     train = load_prompts(settings.data.train, settings.data, tokenizer, longest)
     if len(train) < settings.rollout.prompts_per_step:
@@ -52,3 +56,19 @@ def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         message = " ".join(str(error).split())[:200]
         raise UserError(f"{settings.model.path}: the tokenizer cannot be read ({message})") from error
+
+
+def _check_sizes(settings: Settings, hf: HfConfig, tokens: int) -> None:
+    """The model must have a row for every token, and a position for every token of the longest sequence."""
+    vocabulary, positions = hf.int("vocab_size"), hf.int("max_position_embeddings")
+    if tokens > vocabulary:
+        raise UserError(
+            f"{settings.model.path}: the tokenizer has {tokens} tokens, config.json says vocab_size {vocabulary}: "
+            "use the tokenizer of this model"
+        )
+    prompt, response = settings.rollout.max_prompt_tokens, settings.rollout.max_response_tokens
+    if prompt + response > positions:
+        raise UserError(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {prompt + response}, but the model has only "
+            f"{positions} positions (max_position_embeddings of {settings.model.path / 'config.json'}): lower them"
+        )

@@ -21,8 +21,9 @@ class Recorder:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        folder, first = session.settings.run.folder, session.state.step
-        self._writer = MetricWriter(folder, first_step=first + 1 if first else 0) if session.is_first else None
+        folder, done = session.settings.run.folder, session.state.step
+        first = done + 1 if done else 0
+        self._writer = MetricWriter(folder, first) if session.is_first else None
         kept = session.settings.monitor.samples_per_step
         self._samples = SampleWriter(folder, self._writer, kept, first) if session.is_first and kept else None
         self._start_ns = session.timeline.now_ns()

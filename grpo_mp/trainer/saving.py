@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from grpo_mp.models.hf_files import write_hf
 from grpo_mp.policy.checkpoint import save_policy
-from grpo_mp.policy.megatron_config import DTYPES
+from grpo_mp.policy.policy import Policy
 from grpo_mp.scheduler.phases import Phase
 from grpo_mp.scheduler.recovery import begin_checkpoint, checkpoint_folder, prune_checkpoints, write_manifest
 from grpo_mp.sync.reshard import Resharder
@@ -34,25 +34,28 @@ def save(session: Session) -> Path:
 
 
 def export_hf(session: Session, folder: Path) -> None:
-    """Write the policy as a Hugging Face folder: config, tokenizer and template as they came, new weights."""
-    policy, settings = session.policy, session.settings
+    """Write the session's policy as a Hugging Face folder."""
+    settings = session.settings
     with session.scheduler.phase(Phase.SAVE, "export"):
-        plan = make_plan(
-            policy.params,
-            policy.held_parts(),
-            (0,),
-            settings.sync.bucket_bytes,
-            DTYPES[settings.model.dtype],
-            session.parallel.host,
-        )
-        resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), session.is_first)
-        tensors = (pair for bucket in resharder.buckets() for pair in _on_host(bucket))
-        if session.is_first:
-            write_hf(folder, tensors, like=settings.model.path)
-        else:
-            for _ in tensors:  # this rank's shards travel as the first rank asks for them
-                raise AssertionError("only the first rank receives tensors")
-        dist.barrier(group=session.parallel.host)
+        export_policy(session.policy, folder, settings.model.path, settings.sync.bucket_bytes)
+
+
+def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int) -> None:
+    """Write a policy as a Hugging Face folder: config, tokenizer and template from `like`, new weights.
+
+    Every rank must call this; the first writes, a bucket at a time.
+    """
+    group, is_first = policy.parallel.host, policy.parallel.rank == 0
+    dtype = policy.config.params_dtype
+    plan = make_plan(policy.params, policy.held_parts(), (0,), bucket_bytes, dtype, group)
+    resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), is_first)
+    tensors = (pair for bucket in resharder.buckets() for pair in _on_host(bucket))
+    if is_first:
+        write_hf(folder, tensors, like=like)
+    else:
+        for _ in tensors:  # this rank's shards travel as the first rank asks for them
+            raise AssertionError("only the first rank receives tensors")
+    dist.barrier(group=group)
 
 
 def _on_host(bucket: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,9 +10,12 @@ from grpo_mp.data.pack import context_index, gather_responses, pack, slice_conte
 from grpo_mp.data.schedule import MicroBatchPlan
 from grpo_mp.data.updates import alignment
 from grpo_mp.errors import UserError
+from grpo_mp.policy.parallel import Parallel
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.sync.check import TOLERANCE, CheckReport, compare
+from grpo_mp.sync.diagnose import describe_difference
+from grpo_mp.sync.weight_sync import WeightSync
 from grpo_mp.types import Sample
 
 Sequences = Sequence[tuple[int, ...]]
@@ -37,29 +40,50 @@ def policy_scores(policy: Policy, sequences: Sequences) -> list[list[float]]:
     return [response.tolist() for response in gather_responses(values, whole)]
 
 
-def check_engines(settings: Settings, policy: Policy, rollout: Rollout, sequences: Sequences) -> CheckReport:
-    """The worst engine's distance from the policy. Every rank must call this.
+def check_engines(
+    settings: Settings, parallel: Parallel, rollout: Rollout, sequences: Sequences, expected: Sequence[Sequence[float]]
+) -> CheckReport:
+    """The worst engine's distance from what the policy expects of `sequences`. Every rank must call this.
 
-    Raises UserError on every rank when an engine is further from the policy than the tolerance.
+    Raises EngineDisagreesError on every rank when an engine is further away than the tolerance.
     """
-    expected = policy_scores(policy, sequences)
-    mine = [0.0, 0.0]
+    everyone = torch.zeros(parallel.world_size, 2, dtype=torch.float64)
     if rollout.client:
         report = compare(rollout.call(rollout.client.score(sequences)), expected)
-        mine = [report.mean, report.largest]
-    everyone = torch.zeros(policy.parallel.world_size, 2, dtype=torch.float64)
-    everyone[policy.parallel.rank] = torch.tensor(mine, dtype=torch.float64)
-    dist.all_reduce(everyone, group=policy.parallel.host)
+        everyone[parallel.rank] = torch.tensor([report.mean, report.largest], dtype=torch.float64)
+    dist.all_reduce(everyone, group=parallel.host)
     tolerance = settings.sync.check_tolerance or TOLERANCE[settings.model.dtype]
-    for rank in rollout.hosts:
+    for engine, rank in enumerate(rollout.hosts):
         found = CheckReport(*everyone[rank].tolist())
         if not found.passes(tolerance):
-            raise UserError(
-                f"after the weight sync the engine of rank {rank} disagrees with the policy: mean |logprob difference| "
-                f"{found.mean:.3g}, largest {found.largest:.3g}, allowed {tolerance:g} (sync.check_tolerance)"
+            raise EngineDisagreesError(
+                f"after the weight sync engine {engine} (rank {rank}) disagrees with the policy: mean |logprob "
+                f"difference| {found.mean:.3g}, largest {found.largest:.3g}, allowed {tolerance:g} "
+                "(sync.check_tolerance)"
             )
-    worst = everyone.amax(dim=0)
-    return CheckReport(*worst.tolist())
+    return CheckReport(*everyone.amax(dim=0).tolist())
+
+
+def find_wrong_tensor(sync: WeightSync, version: int, parallel: Parallel, rollout: Rollout) -> str:
+    """Push again and look which of an engine's tensors change. Every rank must call this; all get the answer."""
+
+    def checksums() -> dict[str, str]:
+        return rollout.call(rollout.client.checksums()) if rollout.client else {}
+
+    before = checksums()
+    sync.push(version)
+    again = checksums()
+    if rollout.client:
+        rollout.call(rollout.client.overwrite_weights())
+    sync.push(version)
+    mine = describe_difference(before, again, checksums()) if rollout.client else ""
+    found: list[str] = [""] * parallel.world_size
+    dist.all_gather_object(found, mine, group=parallel.host)
+    return "; ".join(f"engine {engine}: {found[rank]}" for engine, rank in enumerate(rollout.hosts))
+
+
+class EngineDisagreesError(UserError):
+    """An engine's logprobs are not the policy's."""
 
 
 def _as_sample(number: int, tokens: tuple[int, ...]) -> Sample:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from grpo_mp import platform
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.monitor.progress import Progress
@@ -20,9 +21,12 @@ from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.recovery import RunState, claim_run_folder, latest_checkpoint, read_manifest
 from grpo_mp.scheduler.scheduler import Scheduler
 from grpo_mp.sync.check import fixed_sequences
+from grpo_mp.sync.ipc import IpcTransport
 from grpo_mp.sync.reshard import Resharder
-from grpo_mp.sync.transport import HostTransport
+from grpo_mp.sync.transport import HostTransport, Transport
 from grpo_mp.sync.weight_sync import WeightSync, make_plan
+from grpo_mp.trainer.ends import ignore_more_interrupts, one_voice
+from grpo_mp.trainer.movers import EVERYTHING, device_movers
 from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.trainer.stop import StopRequest
 
@@ -49,6 +53,11 @@ class Session:
         """Whether this rank prints and writes for the job."""
         return self.parallel.rank == 0
 
+    def should_stop(self) -> bool:
+        """Whether any rank was asked to stop; the slowest rank is waited for here. Every rank must call this."""
+        with self.scheduler.waiting():
+            return self.stop.agreed(self.parallel.host)
+
     @property
     def cursor(self) -> Cursor:
         saved = self.state.cursor
@@ -63,8 +72,9 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
     """
     with ExitStack() as stack:
         parallel = start_parallel(settings.layout, settings.run.seed, settings.monitor.phase_timeout_s)
+        stack.enter_context(one_voice(parallel.rank, parallel.store))
         if parallel.rank == 0:
-            claim_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
+            claim_run_folder(settings.run.folder, dump_settings(settings))
         dist.barrier(group=parallel.host)
         stop = StopRequest()
         state = _resume_state(settings)
@@ -80,6 +90,7 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
         timeline = Timeline(settings.run.folder, parallel.rank)
         stack.callback(timeline.close)
         stack.callback(inputs.scorer.close)
+        stack.push(ignore_more_interrupts)
         progress.note(_greeting(settings, parallel, state))
         with watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
             rollout.start()
@@ -93,7 +104,7 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
             policy=policy,
             rollout=rollout,
             sync=_build_sync(settings, parallel, policy, rollout),
-            scheduler=Scheduler(timeline, watchdog, progress, settings.monitor.phase_timeout_s),
+            scheduler=_build_scheduler(settings, policy, rollout, (timeline, watchdog, progress)),
             timeline=timeline,
             progress=progress,
             stop=stop,
@@ -122,18 +133,35 @@ def _build_policy(settings: Settings, parallel: Parallel) -> Policy:
     return policy
 
 
+def _build_scheduler(
+    settings: Settings, policy: Policy, rollout: Rollout, monitors: tuple[Timeline, Watchdog, Progress]
+) -> Scheduler:
+    movers = device_movers(settings, policy, rollout)
+    return Scheduler(*monitors, settings.monitor.phase_timeout_s, movers, EVERYTHING if movers else None)
+
+
 def _build_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout: Rollout) -> WeightSync:
+    over_ipc = settings.sync.transport == "ipc" or (settings.sync.transport == "auto" and platform.on_cuda())
+    targets = rollout.ranks if over_ipc else rollout.hosts
     plan = make_plan(
         policy.params,
         policy.held_parts(),
-        rollout.hosts,
+        targets,
         settings.sync.bucket_bytes,
         DTYPES[settings.model.dtype],
         parallel.host,
     )
-    resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), rollout.is_host)
-    transport = HostTransport(rollout.client, settings.engine.gpus) if rollout.client else None
-    return WeightSync(resharder, transport, rollout.call)
+    resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), parallel.rank in targets)
+    return WeightSync(resharder, _transport(settings, parallel, rollout, over_ipc), rollout.call)
+
+
+def _transport(settings: Settings, parallel: Parallel, rollout: Rollout, over_ipc: bool) -> Transport | None:
+    if not over_ipc:
+        return HostTransport(rollout.client, settings.engine.gpus) if rollout.client else None
+    size = settings.engine.gpus
+    groups = [dist.new_group(list(range(host, host + size)), backend="gloo") for host in rollout.hosts]
+    mine = parallel.rank // size
+    return IpcTransport(rollout.client, groups[mine]) if mine < len(groups) else None
 
 
 def _greeting(settings: Settings, parallel: Parallel, state: RunState) -> str:

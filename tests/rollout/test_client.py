@@ -69,7 +69,7 @@ def test_a_group_shares_its_prompt_and_differs_in_its_responses(ask: Ask) -> Non
 def test_a_response_ends_with_its_stop_token_or_is_truncated(
     ask: Ask, model_folder: Path, expected_logprobs: Logprobs
 ) -> None:
-    likely = expected_logprobs(model_folder, PROMPT)[-1].argmax().item()
+    likely = int(expected_logprobs(model_folder, PROMPT)[-1].argmax())
     ends = {likely, json.loads((model_folder / "config.json").read_text())["eos_token_id"]}
     group = ask(lambda client: client.generate(PROMPT, Sampling(4, stop_token_ids=(likely,)), 64))
     assert {response.truncated for response in group} == {True, False}

@@ -4,7 +4,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,8 +33,8 @@ print(json.dumps(list(inspect.signature(ServerArgs).parameters)))
 """
 
 
-def test_names_read_from_source_are_those_of_the_installed_sglang() -> None:
-    environment = engine_environment(CPU, {}, {})
+def test_names_read_from_source_are_those_of_the_installed_sglang(tmp_path: Path) -> None:
+    environment = engine_environment(CPU, {}, str(tmp_path), {})
     command = [sys.executable, "-c", ASK_SGLANG]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
     assert known_arguments() == set(json.loads(output.splitlines()[-1]))
@@ -46,14 +48,13 @@ def test_everything_that_is_sent_is_known() -> None:
 
 
 def test_owned_arguments_are_refused_with_the_reason() -> None:
-    with pytest.raises(UserError, match="engine.args.tp_size cannot be set: set engine.gpus"):
+    with pytest.raises(UserError, match=r"engine.args.tp_size cannot be set: set engine.gpus"):
         check_arguments({"tp_size": 2}, known_arguments())
     check_arguments({"mem_fraction_static": 0.7}, known_arguments())
 
 
 def test_the_users_arguments_win_over_defaults_only() -> None:
-    spec = EngineSpec(index=0, rank=0, model=Path("m"), dtype="float32", context_tokens=92, cpu=True,
-                      args={"attention_backend": "triton", "max_running_requests": 10})  # fmt: skip
+    spec = replace(CPU, args={"attention_backend": "triton", "max_running_requests": 10})
     arguments = engine_arguments(spec, 1, 2, "name", "key")
     assert arguments["attention_backend"] == "triton"
     assert arguments["max_total_tokens"] == 10 * arguments["context_length"]
@@ -61,8 +62,8 @@ def test_the_users_arguments_win_over_defaults_only() -> None:
 
 
 def test_an_engine_over_nodes_and_gpus() -> None:
-    spec = EngineSpec(index=0, rank=8, model=Path("m"), dtype="bfloat16", context_tokens=9, gpus=16, nodes=2, node_rank=1,
-                      node_address="10.0.0.1:7000")  # fmt: skip
+    place: dict[str, Any] = {"gpus": 16, "nodes": 2, "node_rank": 1, "node_address": "10.0.0.1:7000"}
+    spec = replace(SPEC, rank=8, **place)
     arguments = engine_arguments(spec, 1, 2, "name", "key")
     assert arguments["tp_size"] == 16
     assert (arguments["nnodes"], arguments["node_rank"]) == (2, 1)
@@ -73,8 +74,10 @@ def test_an_engine_over_nodes_and_gpus() -> None:
 
 @pytest.mark.parametrize(("stop_strings", "skipped"), [(True, False), (False, True)])
 def test_a_tokenizer_only_for_stop_strings(stop_strings: bool, skipped: bool) -> None:
-    spec = EngineSpec(index=0, rank=0, model=Path("m"), dtype="float32", context_tokens=9, stop_strings=stop_strings)
-    assert engine_arguments(spec, 1, 2, "name", "key")["skip_tokenizer_init"] is skipped
+    assert (
+        engine_arguments(replace(SPEC, stop_strings=stop_strings), 1, 2, "name", "key")["skip_tokenizer_init"]
+        is skipped
+    )
 
 
 @pytest.mark.parametrize("spec", [SPEC, CPU])
@@ -86,10 +89,11 @@ def test_environment(spec: EngineSpec) -> None:
         "PYTHONPATH": "/mine",
         "no_proxy": "x.org",
     }
-    environment = engine_environment(spec, {"port": 5}, base)
+    environment = engine_environment(spec, {"port": 5}, "/scratch", base)
     assert json.loads(environment[ARGUMENTS]) == {"port": 5}
     assert not {"RANK", "TORCHELASTIC_USE_AGENT_STORE"} & set(environment)
     assert environment["HOME"] == "/h"
+    assert environment["TMPDIR"] == "/scratch"
     assert environment["no_proxy"] == "x.org,127.0.0.1,localhost"
     path = environment["PYTHONPATH"].split(":")
     assert path[-1] == "/mine"
@@ -109,11 +113,11 @@ def test_the_stand_ins_name_what_was_called(run_in_engine_site: Callable[[str], 
 
 
 @pytest.fixture
-def run_in_engine_site() -> Callable[[str], str]:
+def run_in_engine_site(tmp_path: Path) -> Callable[[str], str]:
     """Runs a statement in an engine's environment; returns what it says on stderr."""
 
     def run(statement: str) -> str:
-        environment = engine_environment(CPU, {}, {})
+        environment = engine_environment(CPU, {}, str(tmp_path), {})
         command = [sys.executable, "-c", statement]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stderr
 

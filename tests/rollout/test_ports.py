@@ -10,6 +10,14 @@ from grpo_mp.errors import UserError
 from grpo_mp.rollout import ports
 from grpo_mp.rollout.ports import claim_port
 
+CLAIM = """
+import sys
+from grpo_mp.rollout import ports
+ports.FIRST_PORT = int(sys.argv[1])
+ports._last_port = lambda: ports.FIRST_PORT
+ports.claim_port()
+"""
+
 
 def one_port_left(monkeypatch: pytest.MonkeyPatch) -> int:
     """Let there be a single port to choose from: one that is free now."""
@@ -51,8 +59,7 @@ def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_process_sees_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     port = one_port_left(monkeypatch)
-    code = f"from grpo_mp.rollout import ports; ports.FIRST_PORT = {port}; ports._last_port = lambda: {port}; ports.claim_port()"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", CLAIM, str(port)]
     claim = claim_port()
     assert b"no free port" in subprocess.run(command, capture_output=True, timeout=60).stderr
     claim.release()

@@ -1,8 +1,9 @@
 """Run by Python at the start of every process of a CPU engine, which has this folder first on its path.
 
-SGLang imports a few packages that a text model on a plain CPU never uses. `sgl_kernel` has no wheel for it and
-`torchvision` from PyPI is built for CUDA: both get a stand-in of which every name can be imported and none can be
-called. SGLang asks `torch.ops.sgl_kernel` which kernels there are; that stays empty, so it takes its torch code.
+SGLang imports a few packages that a text model on a plain CPU never uses. `sgl_kernel` has no wheel for it,
+`torchvision` from PyPI is built for CUDA, and `IPython` is for notebooks: the CPU set leaves them out, and each gets
+a stand-in of which every name can be imported and none can be called. SGLang asks `torch.ops.sgl_kernel` which
+kernels there are; that stays empty, so it takes its torch code.
 """
 
 import importlib.abc
@@ -11,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
-STAND_INS = ("sgl_kernel", "torchvision")
+STAND_INS = ("sgl_kernel", "torchvision", "IPython")
 
 
 class _Missing:

@@ -1,0 +1,80 @@
+"""Start the ranks of one machine: `python -m grpo_mp.launch --ranks 2 CONFIG section.key=value ...`.
+
+torchrun starts the same program just as well. This front end over torch's own launcher keeps quiet, so that
+the sentence of the rank that knows is the last word; it ends with that rank's status; and a signal to it goes
+to every rank, with all the time they need to save.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterable, Sequence
+from types import FrameType
+
+import psutil
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from grpo_mp.errors import USER_STATUS
+
+HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+CONSEQUENCES = (1, -signal.SIGTERM)  # how ranks end that lost a peer, or that the launcher ended after one failed
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line; ends with the status of the rank that failed first, 0 when all ended well."""
+    parser = argparse.ArgumentParser(prog="grpo_mp.launch", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=1, help="processes to start (default: 1)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="CONFIG section.key=value ..., as for grpo_mp.train")
+    given = parser.parse_args(arguments)
+    if given.ranks < 1:
+        parser.exit(USER_STATUS, f"error: --ranks {given.ranks}: give at least one rank\n")
+    sys.exit(launch(given.ranks, given.command))
+
+
+def launch(ranks: int, command: Sequence[str]) -> int:
+    """Run `grpo_mp.train` on so many ranks until all have ended; returns the exit status."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and engines share the cores
+    _hush(logging.getLogger("torch.distributed.elastic"))
+    for number in HANDED_ON:
+        signal.signal(number, _hand_on)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        signals_to_handle="SIGHUP,SIGQUIT",
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", "grpo_mp.train", *command)
+    except ChildFailedError as error:
+        return _explain(error.failures.items())
+    return 0
+
+
+def _explain(failures: Iterable[tuple[int, ProcessFailure]]) -> int:
+    rank, first = min(failures, key=lambda item: (item[1].exitcode in CONSEQUENCES, item[1].timestamp))
+    if first.exitcode > 0:
+        return first.exitcode  # the rank has said why
+    sys.stderr.write(f"error: rank {rank} was ended by {first.signal_name()}\n")
+    return 128 - first.exitcode
+
+
+def _hand_on(number: int, frame: FrameType | None) -> None:
+    for rank in psutil.Process().children():
+        rank.send_signal(number)
+
+
+def _hush(logger: logging.Logger) -> None:
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+
+
+if __name__ == "__main__":
+    main()

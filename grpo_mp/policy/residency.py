@@ -1,0 +1,70 @@
+"""The policy's way off the device and back, part by part, with Megatron's own buffers. CUDA only."""
+
+import time
+
+import torch
+
+from grpo_mp import platform
+from grpo_mp.errors import PhaseTimeout
+from grpo_mp.policy.policy import Policy
+
+POLL_S = 0.05
+MARGIN_BYTES = 2**28
+
+
+class PolicyResidency:
+    """Moves weights, gradients and optimizer between device and host."""
+
+    def __init__(self, policy: Policy, limit_s: float) -> None:
+        """`limit_s`: how long to wait for device memory that another process is about to give back."""
+        self._policy, self._limit_s = policy, limit_s
+        self._away: dict[str, int] = {}  # part -> bytes it will need again
+
+    def weights(self, wake: bool) -> None:
+        """Model weights: copied to pinned host memory, freed here."""
+        for buffer in self._buffers():
+            if wake:
+                buffer.reload_from_cpu(move_params=True, move_grads=False)
+            else:
+                buffer.offload_to_cpu(move_params=True, move_grads=False)
+
+    def gradients(self, wake: bool) -> None:
+        """Gradient buffers: freed, never copied; they come back as zeros."""
+        for chunk in self._policy.chunks:
+            if wake:
+                chunk.restore_grad_buffers()
+            else:
+                chunk.offload_grad_buffers()
+
+    def optimizer(self, wake: bool) -> None:
+        """Main weights and moments: copied to the host, freed here."""
+        if wake:
+            self._policy.optimizer.restore_from_cpu()
+        else:
+            self._policy.optimizer.offload_to_cpu()
+
+    def move(self, part: str, wake: bool) -> None:
+        """Move one part; before waking wait until the device really has the memory that the part left."""
+        before = platform.free_device_bytes()
+        if wake:
+            self._wait_for(part)
+        {"policy_weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}[part](wake)
+        torch.cuda.synchronize()
+        if not wake:
+            platform.free_device_memory()
+            self._away[part] = max(0, platform.free_device_bytes() - before)
+
+    def _wait_for(self, part: str) -> None:
+        needed = self._away.get(part, 0) + MARGIN_BYTES
+        deadline = time.monotonic() + self._limit_s
+        while (free := platform.free_device_bytes()) < needed:
+            if time.monotonic() > deadline:
+                raise PhaseTimeout(
+                    f"rank {self._policy.parallel.rank}: {part} needs {needed / 2**30:.1f} GiB of device memory, "
+                    f"{free / 2**30:.1f} GiB were free after {self._limit_s:g} s: the engine has not given its memory "
+                    "back; lower engine.args.mem_fraction_static"
+                )
+            time.sleep(POLL_S)
+
+    def _buffers(self):  # type: ignore[no-untyped-def]
+        return [buffer for chunk in self._policy.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]

@@ -1,0 +1,66 @@
+"""`python -m grpo_mp.train`: read the command, check everything, then train or only say what would run."""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from grpo_mp.config import Settings, load_settings
+from grpo_mp.errors import UserError
+from grpo_mp.platform.device_check import check_device
+from grpo_mp.platform.quiet import hush_libraries
+from grpo_mp.trainer.dry_run import describe_run
+from grpo_mp.trainer.ends import clean_end
+from grpo_mp.trainer.preflight import Inputs, check_and_read
+from grpo_mp.trainer.session import local_ranks
+
+
+class Parser(argparse.ArgumentParser):
+    """A mistake on the command line is a user's mistake as any other: one sentence, from one rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}: see `python -m grpo_mp.train --help`")
+
+
+def run_command(train: Callable[[Settings, Inputs], None], arguments: Sequence[str] | None = None) -> None:
+    """Carry a command line out; `train` gets checked settings and what was read for them."""
+    with clean_end():
+        hush_libraries()
+        command = _parser().parse_intermixed_args(arguments)
+        settings = load_settings(command.config, command.overrides)
+        if command.dry_run:
+            _dry_run(settings, command.ranks)
+        elif command.ranks:
+            raise UserError("--ranks is for --dry-run; `python -m grpo_mp.launch --ranks N CONFIG` starts N ranks")
+        else:
+            train(settings, _check(settings))
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="grpo_mp.train", description="GRPO. Start it with torchrun or grpo_mp.launch.")
+    parser.add_argument("config", type=Path, help="settings file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file's")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
+    parser.add_argument("--ranks", type=int, help="ranks to check a dry run for (default: those that were started)")
+    return parser
+
+
+def _check(settings: Settings) -> Inputs:
+    if "RANK" not in os.environ:
+        raise UserError(
+            "no launcher started this process: use `torchrun --nproc-per-node N -m grpo_mp.train CONFIG` or "
+            "`python -m grpo_mp.launch --ranks N CONFIG`"
+        )
+    world_size, ranks_per_node = local_ranks()
+    check_device(int(os.environ.get("LOCAL_RANK", 0)))
+    return check_and_read(settings, world_size, ranks_per_node)
+
+
+def _dry_run(settings: Settings, ranks: int | None) -> None:
+    if ranks is not None and ranks < 1:
+        raise UserError(f"--ranks {ranks}: give at least one rank")
+    world_size, ranks_per_node = (ranks, ranks) if ranks else local_ranks()
+    inputs = check_and_read(settings, world_size, ranks_per_node)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(describe_run(settings, inputs, world_size, ranks_per_node))

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# From a clone to a policy that has learnt by GRPO, on two CPU cores: `bash launch/quickstart.sh [section.key=value ...]`.
+# Makes .venv, a tiny DeepSeek-V3-shaped model with a cold start, its data, and runs/quickstart. A second run goes on
+# from what is there. SEED=1 takes another seed, RUN=runs/other another run folder.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+seed=${SEED:-0}
+run=${RUN:-runs/quickstart}
+model=checkpoints/tiny_deepseek_v3_seed$seed
+data=data/arithmetic_seed$seed
+python=.venv/bin/python
+
+bash launch/install.sh .venv
+
+if [ ! -f "$model/config.json" ]; then
+  echo "quickstart: makes a tiny DeepSeek-V3 and teaches it the form of an answer (about a minute)"
+  "$python" tools/make_tiny.py --family deepseek_v3 --out "$model" --data "$data" --seed "$seed" --cold-start 0.3
+fi
+
+echo "quickstart: GRPO with two ranks and two engines; engine logs are in $run/logs"
+"$python" -m grpo_mp.launch --ranks 2 configs/tiny_moe.yaml \
+  "run.folder=$run" "run.seed=$seed" "model.path=$model" \
+  "data.train=$data/train.jsonl" "data.eval={arithmetic: $data/eval.jsonl}" "$@"

@@ -1,0 +1,85 @@
+"""Training metrics against numpy on the unpacked tokens."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_mp.algorithms.losses import make_loss
+from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics
+from grpo_mp.config import Algorithm
+from tests.algorithms.objective import Drawn, as_microbatches, draw, write_out
+
+ALGORITHM = Algorithm.model_validate({"kl": {"weight": 0.3}, "clip": {"low": 0.1, "high": 0.25}})
+GROUPS = (0, 0, 0, 0, 1, 1, 1, 1)
+
+
+def report(drawn: Drawn, max_tokens: int, entropy: float = 0.7) -> dict[str, float]:
+    """What the trainer shows after an update of this one rank."""
+    batches, logprobs = as_microbatches(drawn, ALGORITHM, max_tokens)
+    loss = make_loss(ALGORITHM)
+    reports = [
+        loss(values, torch.full_like(values, entropy), batch)[1]
+        for batch, values in zip(batches, logprobs, strict=True)
+    ]
+    sums, maxima = merge(reports)
+    return metrics(dict(zip((*SUMS, *MAXIMA), torch.cat([sums, maxima]).tolist(), strict=True)))
+
+
+def by_numpy(drawn: Drawn) -> dict[str, Any]:
+    new, rollout, old, reference = (
+        np.concatenate([part.astype(np.float64) for part in values or ()])
+        for values in (drawn.logprobs, drawn.rollout, drawn.old, drawn.reference)
+    )
+    rewards = np.array(drawn.rewards)
+    mean = np.array([rewards[np.array(GROUPS) == group].mean() for group in GROUPS])
+    better = np.repeat(rewards - mean, drawn.lengths)
+    ratio, apart = np.exp(new - old), np.abs(new - rollout)
+    high, low = (ratio > 1.25) & (better > 0), (ratio < 0.9) & (better < 0)
+    return {
+        "train/loss": write_out(drawn, ALGORITHM).loss,
+        "train/pg_loss": write_out(drawn, ALGORITHM.model_copy(update={"kl": Algorithm().kl})).loss,
+        "train/kl_loss": (np.exp(reference - new) - (reference - new) - 1).mean(),
+        "train/entropy": 0.7,
+        "train/ppo_kl": (old - new).mean(),
+        "train/pg_clipfrac": (high | low).mean(),
+        "train/pg_clipfrac_low": low.mean(),
+        "train/pg_clipfrac_high": high.mean(),
+        "train/ratio/mean": ratio.mean(),
+        "train/ratio/max": ratio.max(),
+        "mismatch/logprob_abs_diff/mean": apart.mean(),
+        "mismatch/logprob_abs_diff/max": apart.max(),
+        "mismatch/token_mult_prob_error": np.exp(apart).mean(),
+        "mismatch/kl": (rollout - new).mean(),
+        "mismatch/pearson": np.corrcoef(np.exp(rollout), np.exp(new))[0, 1],
+    }
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 16])
+def test_every_metric_is_numpy_s_however_the_tokens_are_packed(max_tokens: int) -> None:
+    drawn = draw((1, 9, 2, 30, 17, 4, 4, 1), GROUPS, seed=3, apart=0.3, first=False, kl=True)
+    expected = by_numpy(drawn)
+    assert 0 < expected["train/pg_clipfrac_low"] != expected["train/pg_clipfrac_high"] > 0
+    found = report(drawn, max_tokens)
+    assert found == pytest.approx(expected, rel=2e-6)
+
+
+def test_the_first_update_has_ratio_one_and_clips_nothing() -> None:
+    found = report(draw((5, 6), (0, 0), seed=0, apart=0.3, first=True, kl=False), 10_000)
+    assert (found["train/ratio/mean"], found["train/ratio/max"]) == (1.0, 1.0)
+    assert found["train/pg_clipfrac"] == found["train/ppo_kl"] == found["train/kl_loss"] == 0.0
+
+
+def test_constant_probabilities_count_as_agreement() -> None:
+    half = [np.full(4, np.log(0.5), np.float32)]
+    assert report(Drawn([0], [1.0], half, half, half, None), 10_000)["mismatch/pearson"] == 1.0
+
+
+def test_a_rank_that_reports_nothing_adds_nothing() -> None:
+    sums, maxima = merge([])
+    assert (sums.shape, maxima.shape) == ((len(SUMS),), (len(MAXIMA),))
+    values = metrics(dict.fromkeys((*SUMS, *MAXIMA), 0.0))
+    assert not sums.any()
+    assert not maxima.any()
+    assert all(np.isfinite(value) for value in values.values())

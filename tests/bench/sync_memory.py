@@ -1,0 +1,158 @@
+"""Peak memory of a rank while weights are synchronized: `python -m tests.bench.sync_memory [--engines]`.
+
+Two ranks hold a random Qwen3-MoE of some hundred MB, expert parallelism 2, and push it as the loop does, each to an
+engine of its own: to a stand-in that reads every byte of a bucket as an engine would, or, with `--engines`, to SGLang.
+The peak is the kernel's mark of resident memory (VmHWM), reset before each push.
+
+Reach: the peak is at most the model and two buckets; the last column is the one over the other.
+"""
+
+import argparse
+import asyncio
+import base64
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+from grpo_mp import platform
+from grpo_mp.config import Settings, check_settings
+from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.models.tiny import make_tiny
+from grpo_mp.policy.megatron_config import DTYPES
+from grpo_mp.policy.parallel import Parallel, start_parallel, stop_parallel
+from grpo_mp.policy.policy import Policy
+from grpo_mp.rollout.client import EngineClient
+from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.sync.host_memory import borrow
+from grpo_mp.sync.reshard import Resharder
+from grpo_mp.sync.transport import HostTransport, WeightClient
+from grpo_mp.sync.weight_sync import WeightSync, make_plan
+
+RANKS, PUSHES, LIMIT_S = 2, 3, 300.0
+BUCKET = "64MiB"
+SHAPE = {"hidden_size": 512, "head_dim": 128, "moe_intermediate_size": 512, "num_experts": 32}
+FOLDER = "GRPO_MP_BENCH_FOLDER"
+
+
+def main() -> None:
+    """Make the model and start the ranks; in a rank, push."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", action="store_true", help="push into two SGLang servers")
+    engines = parser.parse_args().engines
+    if FOLDER in os.environ:
+        run_rank(Path(os.environ[FOLDER]), engines)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny(Path(folder) / "model", "qwen3_moe", make_tokenizer([]), **SHAPE)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        environment = os.environ | {FOLDER: folder, "OMP_NUM_THREADS": "1"}
+        print(f"{'process':10}{'seconds':>10}{'model':>14}{'bucket':>14}{'peak above':>14}{'ratio':>8}", flush=True)
+        subprocess.run([*launch, "-m", "tests.bench.sync_memory", *sys.argv[1:]], env=environment, check=True)
+
+
+def run_rank(folder: Path, engines: bool) -> None:
+    """Push a few times; prints a line for each push and process."""
+    settings = make_settings(folder)
+    parallel = start_parallel(settings.layout, settings.run.seed, LIMIT_S)
+    with ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+        policy = Policy(settings, parallel, with_reference=False)
+        watched, client = {f"rank {parallel.rank}": psutil.Process()}, StandIn()
+        if engines:
+            scheduler, client = stack.enter_context(running_engine(folder, parallel.rank))
+            watched[f"engine {parallel.rank}"] = scheduler
+        sync = build_sync(settings, parallel, policy, HostTransport(client, 1), runner)
+        for version in range(PUSHES):
+            dist.barrier(group=parallel.host)
+            measure_push(sync, version, policy, settings.sync.bucket_bytes, watched)
+    stop_parallel()
+
+
+def measure_push(
+    sync: WeightSync, version: int, policy: Policy, bucket_bytes: int, watched: dict[str, psutil.Process]
+) -> None:
+    """One push, and the peak of each process above what it held before."""
+    platform.free_device_memory()
+    before = {name: reset_peak(process) for name, process in watched.items()}
+    report = sync.push(version)
+    model = sum(tensor.nbytes for tensor in policy.tensors.values())
+    for name, process in watched.items():
+        above = status_bytes(process, "VmHWM") - before[name]
+        ratio = (model + above) / (model + 2 * bucket_bytes)
+        sizes = "".join(f"{size / 2**20:10.1f} MiB" for size in (model, report.largest_bucket, above))
+        print(f"{name:10}{report.seconds:10.2f}{sizes}{ratio:8.2f}", flush=True)
+
+
+def make_settings(folder: Path) -> Settings:
+    tree = {
+        "run": {"folder": str(folder / "run"), "steps": 1},
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "layout": {"expert": RANKS},
+        "data": {"train": "unused"},
+        "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 8, "max_response_tokens": 8},
+        "reward": {"length": 1.0},
+        "optimizer": {"lr": 1e-6},
+        "sync": {"bucket_bytes": BUCKET},
+    }
+    return check_settings(tree, "the benchmark")
+
+
+def build_sync(
+    settings: Settings, parallel: Parallel, policy: Policy, transport: HostTransport, runner: asyncio.Runner
+) -> WeightSync:
+    """As a run puts it together: every rank hosts an engine."""
+    dtype, bucket = DTYPES[settings.model.dtype], settings.sync.bucket_bytes
+    plan = make_plan(policy.params, policy.held_parts(), tuple(range(RANKS)), bucket, dtype, parallel.host)
+    resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), is_target=True)
+    return WeightSync(resharder, transport, runner.run)
+
+
+class StandIn:
+    """Takes buckets in an engine's place and reads every byte of them."""
+
+    async def begin_weight_update(self) -> None: ...
+
+    async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
+        for payload in payloads:
+            ((_, note),) = pickle.loads(base64.b64decode(payload))
+            for _, tensor in borrow(note):
+                tensor.sum()
+
+    async def end_weight_update(self, version: int) -> None: ...
+
+
+@contextmanager
+def running_engine(folder: Path, rank: int) -> Iterator[tuple[psutil.Process, WeightClient]]:
+    """An SGLang server: the process that holds its weights, and a client."""
+    spec = EngineSpec(rank, rank, folder / "model", "float32", context_tokens=64, cpu=not platform.on_cuda())
+    with EngineProcess(spec, folder / f"engine_{rank}.log") as engine:
+        engine.wait_ready(LIMIT_S)
+        family = psutil.Process().children(recursive=True)
+        scheduler = next(process for process in family if "scheduler" in " ".join(process.cmdline()))
+        yield scheduler, EngineClient(rank, engine.url, engine.headers, LIMIT_S)
+
+
+def reset_peak(process: psutil.Process) -> int:
+    """Set the kernel's peak of a process to what it holds now, and return that in bytes."""
+    Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+    return status_bytes(process, "VmRSS")
+
+
+def status_bytes(process: psutil.Process, field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+    assert found, f"no {field} in the status of process {process.pid}"
+    return int(found.group(1)) * 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Small inputs of a run, made once per session: nothing outside the repository is needed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_mp.data.arithmetic import make_problems, vocabulary_words, write_jsonl
+from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.models.tiny import make_tiny
+
+TRAIN_PROMPTS, EVAL_PROMPTS = 60, 6
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """A settings file whose model and data exist. `folder` holds everything; no run folder is made in it."""
+
+    folder: Path
+    config: Path
+    model: Path
+    train: Path
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """DeepSeek-V3's shape in two layers, random weights, arithmetic word problems."""
+    folder = tmp_path_factory.mktemp("tiny")
+    shape = {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32}
+    make_tiny(folder / "model", "deepseek_v3", make_tokenizer(vocabulary_words()), **shape)
+    train, held_out = make_problems(TRAIN_PROMPTS, EVAL_PROMPTS, seed=0, largest=9)
+    write_jsonl(train, folder / "train.jsonl")
+    write_jsonl(held_out, folder / "eval.jsonl")
+    (folder / "config.yaml").write_text(yaml.safe_dump(_settings(folder)))
+    return TinyRun(folder, folder / "config.yaml", folder / "model", folder / "train.jsonl")
+
+
+def _settings(folder: Path) -> dict[str, dict[str, object]]:
+    return {
+        "run": {"folder": str(folder / "run"), "steps": 3, "save_every": 0, "eval_every": 0},
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "layout": {"expert": 2},
+        "data": {"train": str(folder / "train.jsonl"), "eval": {"arithmetic": str(folder / "eval.jsonl")}},
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_prompt_tokens": 64, "max_response_tokens": 16},
+        "reward": {"answer": 1.0, "boxed": 0.5},
+        "algorithm": {"kl": {"weight": 0.01}},
+        "optimizer": {"lr": 1.0e-3, "updates_per_step": 2, "decay": "linear"},
+        "sync": {"check_tolerance": 1.0e-4},
+    }

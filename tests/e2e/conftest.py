@@ -1,0 +1,70 @@
+"""One real run, interrupted and gone on with, that many tests look at; and jobs for those that end badly."""
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TinyRun
+from tests.e2e.jobs import LAUNCH, Job, read_jsonl, spans
+
+LAST_STEP = 4
+REWARD = "def letters(completions, **_):\n    return [sum(map(str.isalpha, text)) / 10 for text in completions]\n"
+StartJob = Callable[..., Job]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended and what it said."""
+
+    status: int
+    out: str
+    err: str
+    left: list[str]  # processes
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """The first job got SIGUSR1 in its second step; the second, the same command to one more step, ended by itself."""
+
+    folder: Path
+    first: Outcome
+    second: Outcome
+    stopped_after: int
+
+
+@pytest.fixture(scope="session")
+def start_job(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartJob]:
+    """Starts two ranks on the tiny inputs, with settings laid over them."""
+    jobs: list[Job] = []
+
+    def start(*overrides: str, command: Sequence[str] = LAUNCH) -> Job:
+        folder = tmp_path_factory.mktemp("job")
+        jobs.append(Job(folder, [str(tiny_run.config), *overrides], command))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.end()
+
+
+@pytest.fixture(scope="session")
+def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "reward.py").write_text(REWARD)
+    run = folder / "run"
+    settings = (f"run.folder={run}", f"reward.functions={{{folder / 'reward.py'}:letters: 1.0}}")
+    job = start_job(*settings, f"run.steps={LAST_STEP - 1}")
+    job.wait_until(lambda: spans(run, 1, "TRAIN") == 2)
+    job.signal(signal.SIGUSR1, rank=1)
+    first = outcome(job)
+    stopped_after = len(read_jsonl(run / "metrics.jsonl"))
+    return FinishedRun(folder, first, outcome(start_job(*settings, f"run.steps={LAST_STEP}")), stopped_after)
+
+
+def outcome(job: Job) -> Outcome:
+    """Wait for the job's end, and a little for what dies of it."""
+    status = job.wait()
+    return Outcome(status, job.out, job.err, job.left())

@@ -1,0 +1,98 @@
+"""Real jobs in processes of their own: started, watched by their traces, signalled, and found to be gone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+LAUNCH = (sys.executable, "-m", "grpo_mp.launch", "--ranks", "2")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "grpo_mp.train")
+ALONE = (sys.executable, "-m", "grpo_mp.train")
+MARK = "GRPO_MP_TEST_JOB"  # in the environment of every process of a job
+LIMIT_S = 400.0
+GONE_LIMIT_S = 30.0
+
+
+class Job:
+    """One running job of two ranks. Whatever it leaves behind, `end` ends."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str], command: Sequence[str] = LAUNCH) -> None:
+        self._out, self._err = folder / "stdout.txt", folder / "stderr.txt"
+        self._mark = uuid.uuid4().hex
+        environment = {**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self._process = subprocess.Popen(
+                [*command, *arguments], stdout=out, stderr=err, env=environment, start_new_session=True
+            )
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    def wait(self, limit_s: float = LIMIT_S) -> int:
+        """The exit status."""
+        return self._process.wait(limit_s)
+
+    def wait_until(self, what: Callable[[], object]) -> None:
+        """Return when `what` is true; fails when the job ends first."""
+        deadline = time.monotonic() + LIMIT_S
+        while not what():
+            assert self._process.poll() is None, f"the job ended with {self._process.poll()}:\n{self.err}"
+            assert time.monotonic() < deadline, f"waited too long:\n{self.err}"
+            time.sleep(0.02)
+
+    def signal(self, number: signal.Signals, rank: int | None = None) -> None:
+        """To one rank, or to the launcher as a terminal or a scheduler does."""
+        if rank is None:
+            self._process.send_signal(number)
+        else:
+            self._rank(rank).send_signal(number)
+
+    def left(self) -> list[str]:
+        """What still runs when the watchers of engines have had time to end them."""
+        deadline = time.monotonic() + GONE_LIMIT_S
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return [" ".join(process.cmdline()) for process in self.alive()]
+
+    def alive(self) -> list[psutil.Process]:
+        """Every process of this job: launcher, ranks, engines and their children."""
+        return [process for process in psutil.process_iter() if _variable(process, MARK) == self._mark]
+
+    def end(self) -> None:
+        for process in self.alive():
+            process.kill()
+        self._process.wait(10.0)
+
+    def _rank(self, rank: int) -> psutil.Process:
+        children = psutil.Process(self._process.pid).children()
+        return next(child for child in children if _variable(child, "RANK") == str(rank))
+
+
+def spans(run: Path, rank: int, name: str) -> int:
+    """How many spans of this name the rank has begun."""
+    trace = run / "trace" / f"rank_{rank}.json"
+    lines = trace.read_text().splitlines() if trace.exists() else []
+    return sum('"ph": "B"' in line and f'"name": "{name}"' in line for line in lines)
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _variable(process: psutil.Process, name: str) -> str | None:
+    try:
+        return process.environ().get(name)
+    except psutil.Error:
+        return None

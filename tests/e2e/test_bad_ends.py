@@ -1,0 +1,82 @@
+"""Jobs that end badly: one sentence, a status that is not 0, no trace for a user's mistake, no process left."""
+
+import signal
+from pathlib import Path
+
+from tests.conftest import TinyRun
+from tests.e2e.conftest import Outcome, StartJob, outcome
+from tests.e2e.jobs import ALONE, TORCHRUN, spans
+
+PEER_LOST = "another rank ended; its message says why"
+NO_EVAL = "data.eval={}"
+ONE_ENGINE = "engine.count=1"
+
+
+def sentences(result: Outcome) -> list[str]:
+    """What the job said on stderr, without the lines of ranks that only lost the one that knows."""
+    return [line for line in result.err.splitlines() if PEER_LOST not in line]
+
+
+def test_a_mistake_under_torchrun_is_said_by_one_rank_and_last(start_job: StartJob, tmp_path: Path) -> None:
+    result = outcome(start_job(f"run.folder={tmp_path / 'run'}", "layout.expert=3", command=TORCHRUN))
+    assert result.status == 1
+    sentence = "error: layout: expert_tensor x expert x pipeline = 3 does not divide the 2 ranks"
+    lines = result.err.splitlines()
+    assert lines[0].startswith(sentence)
+    assert sentence in lines[-2]  # torchrun's summary, before its closing rule
+    assert result.err.count(sentence) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_engine_that_does_not_come_up_shows_its_log(start_job: StartJob, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = outcome(start_job(f"run.folder={run}", "engine.args={attention_backend: no_such}"))
+    assert result.status == 2
+    first, *log = sentences(result)
+    assert first.startswith("error: engine ")
+    assert f"ended while starting; the last lines of {run / 'logs' / 'engine_'}" in first
+    assert len(log) <= 12
+    assert "no_such" in "".join(log)
+    assert result.left == []
+
+
+def test_a_reward_that_raises_stops_every_rank(start_job: StartJob, tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("def broken(completions, **_):\n    raise ValueError('no such unit')\n")
+    reward = f"reward.functions={{{file}:broken: 1.0}}"
+    result = outcome(start_job(f"run.folder={tmp_path / 'run'}", NO_EVAL, ONE_ENGINE, reward))
+    assert result.status == 2
+    (sentence,) = sentences(result)
+    assert sentence.startswith("error: reward broken: prompt ")
+    assert "raised ValueError: no such unit; sample 0: " in sentence
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert result.left == []
+
+
+def test_a_killed_rank_takes_the_job_with_it(start_job: StartJob, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = start_job(f"run.folder={run}", NO_EVAL)
+    job.wait_until(lambda: spans(run, 1, "GENERATE"))
+    job.signal(signal.SIGKILL, rank=1)
+    result = outcome(job)
+    assert result.status == 128 + signal.SIGKILL
+    assert sentences(result) == ["error: rank 1 was ended by SIGKILL"]
+    assert result.left == []
+
+
+def test_ctrl_c_ends_ranks_and_engines(start_job: StartJob, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = start_job(f"run.folder={run}", NO_EVAL)
+    job.wait_until(lambda: (run / "logs" / "engine_1.log").exists())
+    job.signal(signal.SIGINT)
+    result = outcome(job)
+    assert result.status == 128 + signal.SIGINT
+    assert sentences(result) == ["rank 0 in START: stopped by Ctrl-C"]
+    assert result.left == []
+
+
+def test_without_a_launcher_the_way_to_start_is_said(start_job: StartJob, tiny_run: TinyRun) -> None:
+    result = outcome(start_job(command=ALONE))
+    assert result.status == 2
+    assert result.err.startswith("error: no launcher started this process: use `torchrun ")
+    assert not (tiny_run.folder / "run").exists()

@@ -1,0 +1,146 @@
+"""What a finished run leaves in its folder."""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_mp.config import Settings, load_settings
+from grpo_mp.monitor.metrics import find
+from grpo_mp.policy.checkpoint import load_policy
+from grpo_mp.policy.parallel import start_parallel, stop_parallel
+from grpo_mp.policy.policy import Policy
+from grpo_mp.scheduler.recovery import checkpoint_folder
+from grpo_mp.sync.check import fixed_sequences
+from grpo_mp.trainer.scores import policy_scores
+from tests.conftest import TinyRun
+from tests.e2e.conftest import LAST_STEP, FinishedRun
+from tests.e2e.jobs import read_jsonl
+
+STEPS = list(range(1, LAST_STEP + 1))
+
+
+@pytest.fixture(scope="module")
+def run(finished_run: FinishedRun) -> Path:
+    return finished_run.folder / "run"
+
+
+@pytest.fixture(scope="module")
+def settings(run: Path) -> Settings:
+    return load_settings(run / "settings.yaml")
+
+
+@pytest.fixture(scope="module")
+def metrics(run: Path) -> list[dict]:
+    return read_jsonl(run / "metrics.jsonl")
+
+
+def test_resolved_settings_are_those_that_were_given(
+    settings: Settings, finished_run: FinishedRun, tiny_run: TinyRun
+) -> None:
+    reward = finished_run.folder / "reward.py"
+    overrides = [
+        f"run.folder={finished_run.folder / 'run'}",
+        f"reward.functions={{{reward}:letters: 1.0}}",
+        f"run.steps={LAST_STEP}",
+    ]
+    assert settings == load_settings(tiny_run.config, overrides)
+
+
+def test_events_hold_the_metrics_under_documented_names(run: Path, metrics: list[dict]) -> None:
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = events.Tags()
+    assert {find(name, "scalar").name for name in tags["scalars"]}
+    assert set(tags["scalars"]) == {name for line in metrics for name in line} - {"step"}
+    for name in ("reward/mean", "train/grad_norm"):
+        assert [event.step for event in events.Scalars(name)] == STEPS
+        assert [event.value for event in events.Scalars(name)] == pytest.approx([line[name] for line in metrics])
+    assert "reward/values" in tags["histograms"]
+
+
+def test_every_step_learns(metrics: list[dict]) -> None:
+    assert all(line["train/grad_norm"] > 0 and line["reward/std"] > 0 for line in metrics)
+    assert metrics[0]["reward/part/letters"] > 0
+
+
+def test_engine_and_policy_agree_at_every_step(metrics: list[dict], settings: Settings) -> None:
+    """The sync before the first step is checked by the run itself, which ends where it is off by more than this."""
+    assert all(line["sync/check/logprob_abs_diff/mean"] <= 1e-4 for line in metrics)
+    assert all(line["mismatch/logprob_abs_diff/mean"] <= 1e-4 for line in metrics)
+    assert settings.sync.check_tolerance == 1e-4
+
+
+def test_shares_of_the_time_are_there(metrics: list[dict]) -> None:
+    assert all(0 <= line["time/overhead_share"] < 1 and 0 <= line["time/idle_share"] < 1 for line in metrics)
+
+
+def test_the_trace_holds_both_ranks_and_all_phases(run: Path) -> None:
+    events = json.loads((run / "trace.json").read_text())
+    begun = {(event["pid"], event["name"]) for event in events if event["ph"] == "B"}
+    phases = ("GENERATE", "SCORE", "LOGPROB", "TRAIN", "SYNC", "SAVE", "EVAL")
+    assert begun >= {(rank, phase) for rank in (0, 1) for phase in phases}
+    assert sum(event["ph"] == "B" for event in events) == sum(event["ph"] == "E" for event in events)
+
+
+def test_sampled_answers_are_there_of_the_steps_before_and_after_the_stop(run: Path, finished_run: FinishedRun) -> None:
+    """Of the groups that rank 0's engine took; in a step it may have taken none."""
+    rows = {int(file.stem.removeprefix("step_")): read_jsonl(file) for file in run.glob("samples/step_*.jsonl")}
+    assert min(rows) <= finished_run.stopped_after < max(rows) <= LAST_STEP
+    for row in (row for step in rows.values() for row in step):
+        assert row["reward"] == pytest.approx(row["parts"]["letters"] + _rule_reward(row))
+
+
+def _rule_reward(row: dict) -> float:
+    return 1.0 * row["parts"]["answer"] + 0.5 * row["parts"]["boxed"]
+
+
+@pytest.fixture(scope="module")
+def saved_scores(run: Path, settings: Settings) -> Iterator[tuple[list[tuple[int, ...]], list[list[float]]]]:
+    """Fixed sequences, and their logprobs by the policy of the last checkpoint: one rank loads what two saved."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in place.items():
+            patch.setitem(os.environ, name, value)
+        alone = settings.model_copy(update={"layout": settings.layout.model_copy(update={"expert": 1})})
+        parallel = start_parallel(alone.layout, seed=0, timeout_s=60.0)
+        policy = Policy(alone, parallel, with_reference=False)
+        load_policy(policy, checkpoint_folder(run, LAST_STEP) / "policy")
+        sequences = list(fixed_sequences(policy.hf.int("vocab_size"), longest=48, seed=1))
+        yield sequences, policy_scores(policy, sequences)
+        stop_parallel()
+
+
+def test_transformers_loads_the_final_folder_and_agrees_with_the_policy(
+    run: Path, saved_scores: tuple[list[tuple[int, ...]], list[list[float]]]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(run / "final", dtype=torch.float32).eval()
+    for sequence, scores in zip(*saved_scores, strict=True):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
+        expected = logprobs.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(scores), expected, atol=2e-5)
+
+
+def test_training_has_changed_the_weights(run: Path, tiny_run: TinyRun) -> None:
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        for folder in (tiny_run.model, run / "final")
+    )
+    assert before.keys() == after.keys()
+    assert sum(not torch.equal(before[name], after[name]) for name in before) > len(before) / 2
+
+
+def test_the_final_folder_has_the_tokenizer(run: Path, tiny_run: TinyRun) -> None:
+    chat = [{"role": "user", "content": "Tom has 3 apples."}]
+    first, last = (AutoTokenizer.from_pretrained(folder) for folder in (tiny_run.model, run / "final"))
+    assert first.apply_chat_template(chat)["input_ids"] == last.apply_chat_template(chat)["input_ids"]

@@ -1,0 +1,64 @@
+"""A run that is told to stop saves what it has; the same command goes on as if nothing had been."""
+
+import json
+
+from grpo_mp.data.cursor import Cursor, take
+from grpo_mp.scheduler.recovery import checkpoint_folder, latest_checkpoint
+from tests.conftest import TRAIN_PROMPTS, TinyRun
+from tests.e2e.conftest import LAST_STEP, FinishedRun
+from tests.e2e.jobs import read_jsonl
+
+LR, PROMPTS_PER_STEP, SAMPLES_PER_STEP, UPDATES_PER_STEP = 1e-3, 4, 16, 2
+
+
+def test_the_step_in_hand_is_finished_and_saved(finished_run: FinishedRun) -> None:
+    assert finished_run.first.status == 0, finished_run.first.err
+    assert finished_run.stopped_after == 2
+    assert "stopped after step 2: start again to go on" in finished_run.first.out
+    assert finished_run.first.err == ""
+
+
+def test_the_second_job_goes_on_there(finished_run: FinishedRun) -> None:
+    assert finished_run.second.status == 0, finished_run.second.err
+    assert "goes on after step 2" in finished_run.second.out
+    assert finished_run.second.err == ""
+
+
+def test_no_step_is_missing_or_twice_there(finished_run: FinishedRun) -> None:
+    steps = [line["step"] for line in read_jsonl(finished_run.folder / "run" / "metrics.jsonl")]
+    assert steps == list(range(1, LAST_STEP + 1))
+
+
+def test_the_last_checkpoint_counts_every_step(finished_run: FinishedRun) -> None:
+    run = finished_run.folder / "run"
+    assert latest_checkpoint(run) == checkpoint_folder(run, LAST_STEP)
+    state = json.loads((checkpoint_folder(run, LAST_STEP) / "manifest.json").read_text())["state"]
+    updates = LAST_STEP * UPDATES_PER_STEP
+    assert (state["step"], state["optimizer_step"], state["weight_version"]) == (LAST_STEP, updates, updates)
+    assert state["samples_seen"] == LAST_STEP * SAMPLES_PER_STEP
+    assert state["cursor"]["position"] == LAST_STEP * PROMPTS_PER_STEP
+
+
+def test_the_learning_rate_follows_the_settings_of_each_job(finished_run: FinishedRun) -> None:
+    """Linear decay to zero over all updates; the last update of each step is logged."""
+    lines = read_jsonl(finished_run.folder / "run" / "metrics.jsonl")
+    for line in lines:
+        step = int(line["step"])
+        steps = LAST_STEP - 1 if step <= finished_run.stopped_after else LAST_STEP
+        done = step * UPDATES_PER_STEP - 1
+        assert abs(line["train/lr"] - LR * (1 - done / (steps * UPDATES_PER_STEP))) < 1e-9, step
+
+
+def test_prompts_are_those_of_a_run_that_nothing_stopped(finished_run: FinishedRun, tiny_run: TinyRun) -> None:
+    questions = [row["question"] for row in read_jsonl(tiny_run.train)]
+    cursor = Cursor(seed=0)
+    for step in range(1, LAST_STEP + 1):
+        indices, cursor = take(cursor, TRAIN_PROMPTS, PROMPTS_PER_STEP, shuffle=True)
+        file = finished_run.folder / "run" / "samples" / f"step_{step:06d}.jsonl"
+        samples = read_jsonl(file) if file.exists() else []
+        assert {sample["prompt"] for sample in samples} <= {questions[index] for index in indices}
+        assert {sample["group_id"] // PROMPTS_PER_STEP for sample in samples} <= {step - 1}
+
+
+def test_nothing_of_either_job_is_left(finished_run: FinishedRun) -> None:
+    assert finished_run.first.left == finished_run.second.left == []

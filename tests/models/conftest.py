@@ -1,0 +1,42 @@
+"""Configs of every family at tiny sizes that divide over four ranks, except where a test wants otherwise."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mp.models.families import FAMILIES
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.tiny import RELEASED, SHAPES
+
+SMALL: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_hidden_layers": 2, "num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 4},
+    "qwen3_moe": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "num_attention_heads": 4,
+        "head_dim": 4,
+        "mlp_only_layers": [1],
+        "num_experts": 4,
+    },
+    "deepseek_v3": {"num_hidden_layers": 3, "n_shared_experts": 2, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2},
+}
+WIDTHS = {"hidden_size": 8, "intermediate_size": 16, "moe_intermediate_size": 12, "vocab_size": 10}
+MakeHf = Callable[..., HfConfig]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def make_hf() -> MakeHf:
+    """A config of a family; any key can be set over it."""
+
+    def make(family: str, **changes: Any) -> HfConfig:
+        values = {"model_type": family} | SHAPES[family] | RELEASED.get(family, {}) | WIDTHS | SMALL[family]
+        return HfConfig(Path("somewhere"), values | changes)
+
+    return make

@@ -1,0 +1,60 @@
+from pathlib import Path
+
+import pytest
+
+from grpo_mp.errors import UserError
+from grpo_mp.models.hf_config import HfConfig
+
+YARN = {"type": "yarn", "factor": 40, "mscale": 1.0}
+
+
+def config(**values: object) -> HfConfig:
+    return HfConfig(Path("folder"), values)
+
+
+def test_both_published_layouts_of_rotary_settings_read_alike() -> None:
+    older = config(rope_theta=10000, rope_scaling=YARN).rope
+    newer = config(rope_parameters={"rope_theta": 10000, "rope_type": "yarn", "factor": 40, "mscale": 1.0}).rope
+    wanted = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 40, "mscale": 1.0}
+    assert {key: older[key] for key in wanted} == {key: newer[key] for key in wanted} == wanted
+
+
+def test_plain_rotary_settings() -> None:
+    assert config(rope_theta=1e6, rope_scaling=None).rope == {"rope_theta": 1e6, "rope_type": "default"}
+    assert config().rope == {"rope_theta": 10000.0, "rope_type": "default"}
+    assert config(rope_theta=1e6, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}).rope["rope_theta"] == 5e5
+
+
+def test_numbers_are_required_and_a_missing_one_names_the_file() -> None:
+    hf = config(hidden_size=64, rms_norm_eps="1e-6", head_dim=None)
+    assert (hf.int("hidden_size"), hf.float("rms_norm_eps")) == (64, 1e-6)
+    for key in ("head_dim", "kv_lora_rank"):
+        with pytest.raises(UserError, match=f"folder/config.json: {key} is missing"):
+            hf.int(key)
+    assert hf.get("kv_lora_rank", 3) == 3
+
+
+def test_expect_counts_an_absent_key_as_the_first_choice() -> None:
+    hf = config(hidden_act="gelu")
+    hf.expect("attention_bias", False)
+    hf.expect("hidden_act", "silu", "gelu")
+    with pytest.raises(UserError, match="hidden_act='gelu' is not supported, only 'silu' or 'relu'"):
+        hf.expect("hidden_act", "silu", "relu")
+
+
+def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config.json does not exist: model.path must be a Hugging Face folder"):
+        HfConfig.read(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"')
+    with pytest.raises(UserError, match=r"config.json: not valid JSON"):
+        HfConfig.read(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "tie_word_embeddings": true}')
+    hf = HfConfig.read(tmp_path)
+    assert (hf.model_type, hf.tied, hf.path) == ("qwen3", True, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '"qwen3"'])
+def test_json_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config.json: expected an object of settings"):
+        HfConfig.read(tmp_path)

@@ -1,0 +1,111 @@
+"""Folders of safetensors: written here and read by safetensors, and the other way; torn and missing files."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from grpo_mp.errors import UserError
+from grpo_mp.models.hf_files import INDEX, HfReader, write_hf
+
+TENSORS = {
+    "model.a": torch.arange(24, dtype=torch.float32).view(6, 4),
+    "model.b": torch.arange(10, dtype=torch.bfloat16),
+    "model.c": torch.arange(30, dtype=torch.float32).view(10, 3).t(),
+    "model.d": torch.zeros(2, 2, 2),
+}
+
+
+@pytest.fixture
+def like(tmp_path: Path) -> Path:
+    """A folder with weights of its own, a config and a tokenizer."""
+    folder = tmp_path / "like"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("tokens")
+    (folder / INDEX).write_text("old")
+    (folder / "pytorch_model.bin").write_text("old")
+    save_file({"old": torch.zeros(1)}, folder / "model-00001-of-00001.safetensors")
+    return folder
+
+
+def check(folder: Path) -> None:
+    with HfReader(folder) as reader:
+        assert reader.names == frozenset(TENSORS)
+        for name, tensor in TENSORS.items():
+            assert reader.shape(name) == tuple(tensor.shape)
+            assert reader.read(name).dtype == tensor.dtype
+            assert torch.equal(reader.read(name), tensor)
+
+
+@pytest.mark.parametrize(("shard_bytes", "files"), [(10**9, 1), (130, 3), (1, 4)])
+def test_what_is_written_is_read_back(shard_bytes: int, files: int, tmp_path: Path, like: Path) -> None:
+    write_hf(tmp_path / "out", TENSORS.items(), like, shard_bytes)
+    check(tmp_path / "out")
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(shards) == files
+    held = [load_file(shard) for shard in shards]
+    assert sum(len(one) for one in held) == len(TENSORS)
+    for one in held:
+        assert len(one) == 1 or sum(tensor.nbytes for tensor in one.values()) <= shard_bytes
+    others = {path.name for path in (tmp_path / "out").iterdir()} - {shard.name for shard in shards}
+    assert others == {"config.json", "tokenizer.json"} | ({INDEX} if files > 1 else set())
+
+
+def test_the_index_says_where_each_tensor_is(tmp_path: Path, like: Path) -> None:
+    write_hf(tmp_path / "out", TENSORS.items(), like, 130)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
+    assert set(index["weight_map"].values()) == {f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)}
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "out" / file)[name], TENSORS[name])
+
+
+def test_slices(tmp_path: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in TENSORS.items()}, tmp_path / "model.safetensors")
+    with HfReader(tmp_path) as reader:
+        assert torch.equal(reader.read("model.a", 0, 2, 5), TENSORS["model.a"][2:5])
+        assert torch.equal(reader.read("model.a", 1, 1, 3), TENSORS["model.a"][:, 1:3])
+        assert torch.equal(reader.read("model.b", 0, 4, 4), TENSORS["model.b"][4:4])
+        with pytest.raises(UserError, match=r"no file holds the tensor model.x"):
+            reader.read("model.x")
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, like: Path) -> None:
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield "model.a", torch.ones(2)
+        raise RuntimeError("the rank died")
+
+    write_hf(tmp_path / "out", TENSORS.items(), like)
+    with pytest.raises(RuntimeError, match="the rank died"):
+        write_hf(tmp_path / "out", broken(), like)
+    check(tmp_path / "out")
+    write_hf(tmp_path / "out", list(TENSORS.items())[:1], like)
+    with HfReader(tmp_path / "out") as reader:
+        assert reader.names == {"model.a"}
+
+
+@pytest.mark.parametrize("keep", [0, 4, 60, -1])
+def test_a_torn_file_is_named(keep: int, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(100)}, file)
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"model.safetensors is torn or not a safetensors file .*copy it again"):
+        HfReader(tmp_path)
+
+
+def test_missing_files_and_a_broken_index_are_named(tmp_path: Path, like: Path) -> None:
+    with pytest.raises(UserError, match=rf"neither model.safetensors nor {INDEX} is there"):
+        HfReader(tmp_path)
+    write_hf(tmp_path / "out", TENSORS.items(), like, 130)
+    (tmp_path / "out" / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model-00002-of-00003.safetensors is missing: the index names it"):
+        HfReader(tmp_path / "out")
+    for text in ("{", "[]", '{"weight_map": 3}'):
+        (tmp_path / "out" / INDEX).write_text(text)
+        with pytest.raises(UserError, match="is not an index of safetensors files"):
+            HfReader(tmp_path / "out")

@@ -1,0 +1,50 @@
+"""The mapping names exactly the tensors that transformers writes, with their shapes."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.tiny import make_tiny
+
+TINY: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {"tie_word_embeddings": True}),
+    ("qwen3_moe", {"mlp_only_layers": [1], "num_experts": 4}),
+    ("deepseek_v3", {"first_k_dense_replace": 2, "n_shared_experts": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "shape"), CASES)
+def test_names_and_shapes_are_those_of_the_file(family: str, shape: dict[str, Any], tmp_path: Path) -> None:
+    make_tiny(tmp_path, family, make_tokenizer(["apples"]), **TINY, **shape)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    hf = HfConfig.read(tmp_path)
+    params = [param for param in family_of(hf).params(hf).values() if not param.alias]
+    assert Counter(name for param in params for name in param.hf) == Counter(list(saved))
+    assert {name: of for param in params for name, of in zip(param.hf, param.shapes, strict=True)} == saved
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == family
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_output_layer_is_an_alias(tied: bool, make_hf: Any, family: str) -> None:
+    hf = make_hf(family, tie_word_embeddings=tied)
+    params = family_of(hf).params(hf)
+    output, embedding = params["output_layer.weight"], params["embedding.word_embeddings.weight"]
+    assert (output.alias, embedding.alias) == (tied, False)
+    assert output.hf == (embedding.hf if tied else ("lm_head.weight",))
+    assert [param.name for param in params.values() if param.alias] == (["output_layer.weight"] if tied else [])
+
+
+def test_only_the_expert_bias_keeps_float32(make_hf: Any, family: str) -> None:
+    hf = make_hf(family)
+    kept = [param.name for param in family_of(hf).params(hf).values() if param.keep_float32]
+    layers = (1, 2) if family == "deepseek_v3" else ()
+    assert kept == [f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in layers]

@@ -1,0 +1,139 @@
+"""What runs in which layout: models, layouts and cases, as data."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# Small, but each width that a layout divides is there, and logits are not flat.
+SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.1}
+GROUPED = SMALL | {"head_dim": 16}
+SPARSE = {"moe_intermediate_size": 32}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what differs from its tiny shape
+    "deepseek_v3": ("deepseek_v3", SMALL | SPARSE | LATENT),
+    "qwen3_moe": ("qwen3_moe", GROUPED | SPARSE),
+    "qwen3": ("qwen3", GROUPED),
+    "tied": ("qwen3", GROUPED | {"tie_word_embeddings": True}),
+    "odd_vocabulary": ("qwen3_moe", GROUPED | SPARSE | {"vocab_size": 163}),
+}
+
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # name -> ranks, sizes
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "tp2": (2, {"tensor": 2}),  # experts: one expert-data rank per tensor rank
+    "tp2_etp2": (2, {"tensor": 2, "expert_tensor": 2}),
+    "tp2_ep2": (2, {"tensor": 2, "expert": 2}),
+    "etp2": (2, {"expert_tensor": 2}),
+    "pp2": (2, {"pipeline": 2}),
+    "pp2_vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "ep2": (2, {"expert": 2}),
+    "cp2": (2, {"context": 2}),
+    "tp2_pp2": (4, {"tensor": 2, "pipeline": 2}),
+    "tp2_pp2_vpp2": (4, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}),
+    "tp2_cp2": (4, {"tensor": 2, "context": 2}),
+    "tp2_dp2": (4, {"tensor": 2}),
+    "cp2_pp2": (4, {"context": 2, "pipeline": 2}),
+    "cp2_ep2": (4, {"context": 2, "expert": 2}),
+    "ep2_pp2": (4, {"expert": 2, "pipeline": 2}),
+    "ep4": (4, {"expert": 4}),
+    "tp2_ep2_pp2": (4, {"tensor": 2, "expert": 2, "pipeline": 2}),
+    "tp2_ep2_etp2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2}),
+}
+DENSE = ("one", "dp2", "tp2", "pp2", "pp2_vpp2", "cp2", "tp2_cp2", "cp2_pp2")
+TIED = ("one", "tp2", "pp2", "pp2_vpp2", "tp2_pp2")
+ODD = ("one", "tp2_ep2", "tp2_pp2_vpp2")
+USUAL = ("export", "logits", "logprobs", "scores", "gradient", "updates")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model in one layout, and what is measured there."""
+
+    model: str
+    layout: str
+    measures: tuple[str, ...] = USUAL
+    variant: str = ""
+    optimizer: dict[str, Any] = field(default_factory=dict)  # over the settings of every case
+    saves: bool = False  # a checkpoint after the second update
+    loads: str = ""  # the case that saved the checkpoint this one goes on from
+
+    @property
+    def name(self) -> str:
+        return "-".join(part for part in (self.model, self.layout, self.variant) if part)
+
+    @property
+    def ranks(self) -> int:
+        return LAYOUTS[self.layout][0]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return LAYOUTS[self.layout][1]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the cases whose results this one is compared with."""
+        return (f"{self.model}-one", *([self.loads] if self.loads else []))
+
+
+def having(measure: str) -> list[Case]:
+    """The cases in which something is measured; logits are not, where a pipeline passes them on."""
+    return [case for case in CASES.values() if measure in case.measures]
+
+
+SAVING = ("deepseek_v3-tp2_ep2_pp2", "qwen3_moe-pp2_vpp2", "tied-pp2")
+LOADING = {  # who saved -> layouts that load
+    "deepseek_v3-tp2_ep2_pp2": ("one", "tp2", "pp2", "pp2_vpp2", "ep2", "tp2_pp2", "ep2_pp2"),
+    "qwen3_moe-pp2_vpp2": ("one", "tp2_ep2", "ep2", "dp2"),
+    "tied-pp2": ("one", "tp2"),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "alone": {"max_tokens_per_microbatch": 1},
+    "together": {"max_tokens_per_microbatch": 4096},
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full", "max_tokens_per_microbatch": 60},
+}
+VARIED = {
+    "deepseek_v3": ("one", "tp2_ep2", "pp2_vpp2", "cp2", "cp2_ep2"),
+    "qwen3_moe": ("one", "ep2", "pp2", "tp2_ep2_pp2"),
+}
+UNSHARDED = ("deepseek_v3-tp2_ep2", "qwen3_moe-tp2", "qwen3_moe-tp2_ep2_pp2", "tied-pp2")
+
+
+def _every_layout() -> list[Case]:
+    layouts = {"deepseek_v3": LAYOUTS, "qwen3_moe": LAYOUTS, "qwen3": DENSE, "tied": TIED, "odd_vocabulary": ODD}
+    cases = []
+    for model, names in layouts.items():
+        for layout in names:
+            measures = [name for name in USUAL if name != "logits" or "pp2" not in layout]
+            if model == "qwen3_moe":
+                measures.append("exchange")
+            cases.append(Case(model, layout, tuple(measures), saves=f"{model}-{layout}" in SAVING))
+    return cases
+
+
+def _variants() -> list[Case]:
+    return [
+        Case(model, layout, ("gradient",), variant, optimizer)
+        for model, layouts in VARIED.items()
+        for layout in layouts
+        for variant, optimizer in VARIANTS.items()
+    ]
+
+
+def _unsharded() -> list[Case]:
+    """Without the distributed optimizer."""
+    optimizer = {"megatron": {"use_distributed_optimizer": False}}
+    return [Case(*name.split("-"), ("updates",), "unsharded", optimizer) for name in UNSHARDED]
+
+
+def _resumed() -> list[Case]:
+    return [
+        Case(saver.split("-")[0], layout, ("resumed",), "resumed", loads=saver)
+        for saver, layouts in LOADING.items()
+        for layout in layouts
+    ]
+
+
+# Two cases of one layout: the first breaks on one rank while the other waits, the second must not notice.
+BREAKING = [Case("qwen3", "dp2", ("broken",), "broken"), Case("qwen3", "dp2", ("logprobs",), "after_broken")]
+CASES = {case.name: case for case in [*_every_layout(), *_variants(), *_unsharded(), *BREAKING, *_resumed()]}

@@ -1,0 +1,128 @@
+"""The jobs: one torchrun start per number of ranks serves every case that a selected test needs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.models.tiny import make_tiny
+from tests.parallel.cases import CASES, LAYOUTS, MODELS, Case
+from tests.parallel.expected import Expected, expect
+from tests.parallel.whole import Tensors, file_tensors, whole_tensors
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 600.0  # of one job
+
+
+class Model:
+    """A tiny model, and what transformers computes with it."""
+
+    def __init__(self, name: str, root: Path) -> None:
+        family, shape = MODELS[name]
+        self.folder = root / "models" / name
+        self.config = make_tiny(self.folder, family, make_tokenizer(["apples"]), **shape)
+        self.expected: Expected = expect(self.folder, self.config["vocab_size"])
+        self.tensors: Tensors = file_tensors(self.folder)
+        torch.save(self.expected.given, root / "given" / f"{name}.pt")
+
+    @cached_property
+    def gradient(self) -> Tensors:
+        return self.expected.gradient()
+
+
+class Outcomes:
+    """What the ranks left behind, by case."""
+
+    def __init__(self, root: Path, models: dict[str, Model]) -> None:
+        self.root, self.models = root, models
+
+    def ranks(self, case: Case) -> list[dict[str, Any]]:
+        """The results of all ranks; those of a rank that broke have `error`, those of one that died are missing."""
+        files = [self.root / "results" / case.name / f"{rank}.pt" for rank in range(case.ranks)]
+        return [torch.load(file, weights_only=False) if file.exists() else {} for file in files]
+
+    def of(self, case: Case, measure: str) -> list[dict[str, Any]]:
+        """One measure by all ranks; the test fails where the case broke."""
+        ranks = self.ranks(case)
+        errors = [rank["error"] for rank in ranks if "error" in rank]
+        if errors:
+            pytest.fail("\n".join(errors), pytrace=False)
+        if not all(measure in rank for rank in ranks):
+            log = (self.root / f"job_{case.ranks}.log").read_text()
+            pytest.fail(f"not every rank answered; the end of the job's log:\n{log[-3000:]}", pytrace=False)
+        return [rank[measure] for rank in ranks]
+
+    def gradient(self, case: Case) -> Tensors:
+        """Whole gradient by name; ranks that hold the same part must agree."""
+        ranks = self.of(case, "gradient")
+        folder = self.models[case.model].folder
+        return whole_tensors(folder, [rank["shards"] for rank in ranks], [rank["held"] for rank in ranks], 1e-6)
+
+    def weights(self, case: Case, measure: str, index: int) -> Tensors:
+        """Whole weights by name: those of one of the measure's moments."""
+        ranks = self.of(case, measure)
+        folder = self.models[case.model].folder
+        return whole_tensors(folder, [rank["weights"][index] for rank in ranks], [rank["held"] for rank in ranks])
+
+
+@pytest.fixture(scope="session")
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Run every case that a selected test is about, and those that it is compared with."""
+    cases = _with_needs(_selected(request.session.items))
+    root = tmp_path_factory.mktemp("parallel")
+    (root / "given").mkdir()
+    models = {name: Model(name, root) for name in dict.fromkeys(case.model for case in cases)}
+    # Fewer ranks load what more ranks saved.
+    for ranks in sorted({case.ranks for case in cases}, reverse=True):
+        _run_job(root, ranks, [case for case in cases if case.ranks == ranks])
+    return Outcomes(root, models)
+
+
+def _selected(items: Iterable[pytest.Item]) -> list[Case]:
+    callspecs = (item.callspec for item in items if hasattr(item, "callspec"))
+    given = (value for callspec in callspecs for value in callspec.params.values())
+    return list(dict.fromkeys(value.name for value in given if isinstance(value, Case)))
+
+
+def _with_needs(names: Iterable[str]) -> list[Case]:
+    cases = {need: CASES[need] for name in names for need in (name, *CASES[name].needs)}
+    layouts = list(LAYOUTS)
+    order = list(CASES)
+    return sorted(cases.values(), key=lambda case: (bool(case.loads), layouts.index(case.layout), order.index(case.name)))
+
+
+def _run_job(root: Path, ranks: int, cases: Iterable[Case]) -> None:
+    job = root / f"job_{ranks}.json"
+    job.write_text(json.dumps([case.name for case in cases]))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *torchrun, "-m", "tests.parallel.worker", str(job)]
+    with job.with_suffix(".log").open("w") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            log.write(f"\nnot done after {LIMIT_S:.0f} s\n")
+        finally:
+            _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

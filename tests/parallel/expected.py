@@ -1,0 +1,95 @@
+"""What transformers computes from the same folder, one unpadded sequence at a time: logits and a gradient."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from grpo_mp.types import Sample
+from tests.parallel.inputs import KL_WEIGHT, TEMPERATURE, Given, give, random_samples, reference_logprobs
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of one model. Logits are [T, V] of each whole sample, at temperature 1."""
+
+    folder: Path
+    given: Given
+    logits: tuple[Tensor, ...]
+
+    @property
+    def scale(self) -> float:
+        """The largest absolute logit."""
+        return max(float(values.abs().max()) for values in self.logits)
+
+    def distributions(self, sample: int) -> Tensor:
+        """[T, V] log-probabilities at the rollout's temperature."""
+        return (self.logits[sample] / TEMPERATURE).log_softmax(-1)
+
+    def scores(self, sample: int) -> Tensor:
+        """[T - 1] logprob at temperature 1 of every token after the first."""
+        following = torch.tensor(self.given.sequence(sample)[1:])
+        return _of_tokens(self.logits[sample][:-1], following)
+
+    def gradient(self) -> dict[str, Tensor]:
+        """Of the GRPO loss of the first update, written out, by the names of the files."""
+        model = _load(self.folder)
+        update = self.given.first_update
+        losses = [_sample_loss(model, self.given.samples[i], self.given.advantages[i]) for i in update]
+        (torch.stack(losses).sum() / len(update)).backward()
+        return dict(_file_tensors((name, p.grad) for name, p in model.named_parameters() if p.grad is not None))
+
+
+def expect(folder: Path, vocabulary: int) -> Expected:
+    """Draw samples for the model of a folder, and compute its logits."""
+    model = _load(folder)
+    samples = random_samples(vocabulary)
+    with torch.no_grad():
+        logits = tuple(_logits(model, sample) for sample in samples)
+    own = [_response(values, sample) for values, sample in zip(logits, samples, strict=True)]
+    return Expected(folder, give(samples, own), logits)
+
+
+def _load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _logits(model: PreTrainedModel, sample: Sample) -> Tensor:
+    return model(torch.tensor([sample.prompt_tokens + sample.tokens])).logits[0]
+
+
+def _of_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+
+def _response(logits: Tensor, sample: Sample) -> Tensor:
+    """[T, V] logits of a whole sample -> logprobs of its response at the rollout's temperature."""
+    predicting = logits[len(sample.prompt_tokens) - 1 : -1] / TEMPERATURE
+    return _of_tokens(predicting, torch.tensor(sample.tokens))
+
+
+def _sample_loss(model: PreTrainedModel, sample: Sample, advantage: float) -> Tensor:
+    """-min(r A, clip(r) A) + weight * (q/p - log(q/p) - 1), mean over tokens; r = p / old, q the reference."""
+    own = _response(_logits(model, sample), sample)
+    old = torch.tensor(sample.rollout_logprobs)
+    reference = reference_logprobs(old, torch.tensor(sample.tokens))
+    ratio = (own - old).exp()
+    surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    kl = (reference - own).exp() - (reference - own) - 1
+    return (KL_WEIGHT * kl - surrogate).mean()
+
+
+def _file_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The names of the module -> those of the files, where experts stand one by one."""
+    for name, tensor in named:
+        layer, experts, kind = name.rpartition(".experts.")
+        if not experts:
+            yield name, tensor
+            continue
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        for expert, values in enumerate(tensor):
+            for part, piece in zip(parts, values.chunk(len(parts)), strict=True):
+                yield f"{layer}.experts.{expert}.{part}.weight", piece

@@ -1,0 +1,134 @@
+"""What every case is given: settings, samples, and old and reference logprobs that do not depend on the layout."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_mp.algorithms.aggregation import token_weights
+from grpo_mp.config import Settings, check_settings
+from grpo_mp.data.updates import Update, microbatches, plan_updates
+from grpo_mp.policy.parallel import Parallel
+from grpo_mp.types import MicroBatch, Sample
+from tests.parallel.cases import SMALL, Case
+
+TEMPERATURE = 0.7
+KL_WEIGHT = 0.2
+UPDATES = 3
+GROUP_SIZE = 4
+SAMPLES = 8 * UPDATES
+
+
+@dataclass(frozen=True)
+class Given:
+    """The samples of a step. Their `rollout_logprobs` are near the policy's and serve as the old logprobs, too."""
+
+    samples: tuple[Sample, ...]
+    advantages: tuple[float, ...]
+
+    @property
+    def first_update(self) -> range:
+        """Which samples the first update is made of."""
+        return range(len(self.samples) // UPDATES)
+
+    def sequence(self, sample: int) -> tuple[int, ...]:
+        """Prompt and response."""
+        return self.samples[sample].prompt_tokens + self.samples[sample].tokens
+
+
+def random_samples(vocabulary: int) -> tuple[Sample, ...]:
+    """Prompts of 1 to 12 tokens with responses of 1 to 40; rollout logprobs are still zero.
+
+    Token 0 pads, and a random model has zeros for its embedding, which would blow its gradient up: leave it out.
+    """
+    draw = random.Random(0)
+
+    def tokens(longest: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(1, vocabulary) for _ in range(draw.randint(1, longest)))
+
+    samples = []
+    for number in range(SAMPLES):
+        group, index = divmod(number, GROUP_SIZE)
+        prompt, response = tokens(12), tokens(40)
+        versions = tuple(draw.randrange(5) for _ in response)
+        sample = Sample(group, index, prompt, response, (0.0,) * len(response), versions, draw.random() < 0.5)
+        samples.append(replace(sample, reward=draw.random()))
+    return tuple(samples)
+
+
+def give(samples: Sequence[Sample], logprobs: Sequence[torch.Tensor]) -> Given:
+    """`logprobs`: of each response, by the present policy. The old ones are drawn around them, some beyond the clip."""
+    generator = torch.Generator().manual_seed(1)
+    placed = tuple(
+        replace(sample, rollout_logprobs=tuple((own + 0.15 * torch.randn(own.shape, generator=generator)).tolist()))
+        for sample, own in zip(samples, logprobs, strict=True)
+    )
+    return Given(placed, tuple(torch.randn(len(placed), generator=generator).tolist()))
+
+
+def reference_logprobs(old: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Some reference, up to 0.3 away from the old logprobs of these tokens."""
+    return old + 0.3 * torch.sin(tokens.float())
+
+
+def settings_of(case: Case, model: Path) -> Settings:
+    """Settings of a case. Adam's large eps keeps an update a smooth function of the gradient."""
+    optimizer = {
+        "lr": 1e-2,
+        "eps": 1e-2,
+        "warmup_updates": 1,
+        "decay": "linear",
+        "weight_decay": 0.1,
+        "updates_per_step": UPDATES,
+        "max_tokens_per_microbatch": 120,
+        "logprob_chunk_tokens": 50,
+    }
+    tree: dict[str, Any] = {
+        "run": {"folder": "unused", "steps": 2},
+        "model": {"path": str(model), "dtype": "float32"},
+        "layout": case.sizes,
+        "data": {"train": "unused"},
+        "rollout": {
+            "prompts_per_step": SAMPLES // GROUP_SIZE,
+            "group_size": GROUP_SIZE,
+            "max_prompt_tokens": 12,
+            "max_response_tokens": 40,
+            "temperature": TEMPERATURE,
+        },
+        "reward": {"boxed": 1.0},
+        "algorithm": {"kl": {"weight": KL_WEIGHT}},
+        "optimizer": optimizer | case.optimizer,
+        "sync": {"bucket_bytes": 40_000},
+    }
+    return check_settings(tree, case.name)
+
+
+def plan_step(given: Given, settings: Settings, parallel: Parallel) -> tuple[Update, ...]:
+    return plan_updates(
+        [sample.total_tokens for sample in given.samples],
+        UPDATES,
+        settings.layout,
+        parallel.data_parallel,
+        settings.optimizer.max_tokens_per_microbatch,
+        SMALL["hidden_size"],
+    )
+
+
+def step_microbatches(given: Given, settings: Settings, parallel: Parallel) -> list[list[MicroBatch]]:
+    """This rank's micro-batches of each update, with old and reference logprobs."""
+    samples = dict(enumerate(given.samples))
+    updates = []
+    for update in plan_step(given, settings, parallel):
+        weights = token_weights([len(samples[i].tokens) for i in update.samples], settings.algorithm.aggregation)
+        coordinates = (parallel.here.data, parallel.here.context)
+        batches = microbatches(update, samples, given.advantages, weights, settings.layout, *coordinates)
+        updates.append([_with_fixed(batch) for batch in batches])
+    return updates
+
+
+def _with_fixed(batch: MicroBatch) -> MicroBatch:
+    old = batch.rollout_logprobs
+    return replace(batch, old_logprobs=old, reference_logprobs=reference_logprobs(old, batch.targets))

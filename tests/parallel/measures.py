@@ -1,0 +1,210 @@
+"""What is measured in a layout. Each function runs on every rank and returns this rank's part."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_mp.algorithms.losses import make_loss
+from grpo_mp.config import Settings
+from grpo_mp.models.hf_files import HfReader
+from grpo_mp.policy.checkpoint import load_policy, save_policy
+from grpo_mp.policy.parallel import Parallel
+from grpo_mp.policy.policy import Policy, UpdateReport
+from grpo_mp.sync.reshard import Resharder
+from grpo_mp.sync.weight_sync import make_plan
+from grpo_mp.trainer.batch import assemble
+from grpo_mp.trainer.scores import policy_scores
+from grpo_mp.types import MicroBatch, Prompt, SampleGroup
+from tests.parallel.cases import SMALL, Case
+from tests.parallel.inputs import Given, step_microbatches
+
+Result = dict[str, Any]
+
+
+@dataclass
+class Bench:
+    """One case on this rank. `checkpoints`: the folder of what cases save."""
+
+    case: Case
+    settings: Settings
+    parallel: Parallel
+    given: Given
+    checkpoints: Path
+
+    @cached_property
+    def policy(self) -> Policy:
+        """A policy that keeps its weights. Without the distributed optimizer gradients are whole on every rank."""
+        optimizer = self.settings.optimizer
+        whole = optimizer.model_copy(update={"megatron": {"use_distributed_optimizer": False}})
+        settings = self.settings.model_copy(update={"optimizer": whole})
+        return Policy(settings, self.parallel, with_reference=False)
+
+    @cached_property
+    def updates(self) -> list[list[MicroBatch]]:
+        return step_microbatches(self.given, self.settings, self.parallel)
+
+    @cached_property
+    def initial_logprobs(self) -> list[Tensor]:
+        return self.policy.logprobs(self.updates[0])
+
+
+def export(bench: Bench) -> Result:
+    """Names of exported tensors, and of those that are not bit for bit in the folder the policy was read from."""
+    return {name: _export(bench, targets) for name, targets in (("first", (0,)), ("all", tuple(_ranks(bench))))}
+
+
+def _ranks(bench: Bench) -> range:
+    return range(bench.parallel.world_size)
+
+
+def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
+    policy, parallel = bench.policy, bench.parallel
+    size = bench.settings.sync.bucket_bytes
+    plan = make_plan(policy.params, policy.held_parts(), targets, size, torch.float32, parallel.host)
+    resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), parallel.rank in targets)
+    names, wrong = [], []
+    with HfReader(bench.settings.model.path) as reader:
+        for bucket in resharder.buckets():
+            names += [name for name, _ in bucket]
+            wrong += [name for name, tensor in bucket if not _same(tensor, reader.read(name))]
+    return {"names": names, "wrong": wrong, "buckets": len(plan.buckets)}
+
+
+def _same(some: Tensor, other: Tensor) -> bool:
+    return some.dtype == other.dtype and torch.equal(some, other)
+
+
+def logits(bench: Bench) -> Result:
+    """Rows of this rank's vocabulary shard for every token of the first update."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    (model,) = bench.policy.models()
+    rows = []
+    for batch in bench.updates[0]:
+        starts = torch.tensor((0, *batch.lengths)).cumsum(0).int()
+        longest = max(batch.lengths)
+        packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest)
+        with torch.no_grad():
+            values = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=packed)
+        rows.append(_at(batch, batch.sequence >= 0, logits=values))
+    return _joined(rows) | {"tensor": bench.parallel.here.tensor}
+
+
+def logprobs(bench: Bench) -> Result:
+    """Logprob and entropy at every position that predicts a response token of the first update."""
+    outputs = bench.initial_logprobs
+    batches = bench.updates[0] if outputs else []
+    pairs = zip(batches, outputs, strict=True)
+    return _joined([_at(batch, batch.mask.bool(), logprob=out[0], entropy=out[1]) for batch, out in pairs])
+
+
+def _at(batch: MicroBatch, where: Tensor, **values: Tensor) -> dict[str, Tensor]:
+    """Values [T, ...] of some positions, with the number of the sample and the position in it."""
+    sample = torch.tensor([*batch.sample_ids, -1])[batch.sequence]
+    columns = {"sample": sample, "position": batch.positions} | values
+    return {name: column[where] for name, column in columns.items()}
+
+
+def _joined(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]} if rows else {}
+
+
+def scores(bench: Bench) -> Result:
+    """What the engine check compares with: logprobs of given sequences, known to every rank."""
+    return {"scores": policy_scores(bench.policy, [bench.given.sequence(i) for i in bench.given.first_update])}
+
+
+def gradient(bench: Bench) -> Result:
+    """The whole gradient of this rank's parameters, and the sum of its losses."""
+    policy = bench.policy
+    losses = policy.gradients(bench.updates[0], make_loss(bench.settings.algorithm))
+    learned = {name: tensor for name, tensor in policy.tensors.items() if isinstance(tensor, torch.nn.Parameter)}
+    return {
+        "shards": _copy({name: tensor.main_grad for name, tensor in learned.items()}),
+        "held": _held(policy),
+        "loss": sum(float(report["loss"]) for report in losses),
+    }
+
+
+def updates(bench: Bench) -> Result:
+    """Weights after every update of the step; and is the reference then still the policy before it, exactly?"""
+    policy, loss = Policy(bench.settings, bench.parallel, with_reference=True), make_loss(bench.settings.algorithm)
+    weights, reports = [], []
+    for number, batches in enumerate(bench.updates, start=1):
+        reports.append(policy.update(batches, loss))
+        weights.append(_copy(policy.tensors))
+        if number == 2 and bench.case.saves:
+            _save(bench, policy)
+    found = policy.reference_logprobs(bench.updates[0])
+    return _updated(policy, weights, reports) | {
+        "reference": [torch.equal(a, b) for a, b in zip(found, bench.initial_logprobs, strict=True)],
+        "kept": all(torch.equal(weights[-1][name], tensor) for name, tensor in policy.tensors.items()),
+    }
+
+
+def _save(bench: Bench, policy: Policy) -> None:
+    folder = bench.checkpoints / bench.case.name
+    if bench.parallel.rank == 0:
+        folder.mkdir(parents=True)
+    dist.barrier(group=bench.parallel.host)
+    save_policy(policy, folder)
+
+
+def resumed(bench: Bench) -> Result:
+    """Weights as another layout saved them after its second update, and after the third."""
+    policy = Policy(bench.settings, bench.parallel, with_reference=False)
+    load_policy(policy, bench.checkpoints / bench.case.loads)
+    weights = [_copy(policy.tensors)]
+    report = policy.update(bench.updates[2], make_loss(bench.settings.algorithm))
+    return _updated(policy, [*weights, _copy(policy.tensors)], [report])
+
+
+def _updated(policy: Policy, weights: list[dict[str, Tensor]], reports: list[UpdateReport]) -> Result:
+    return {
+        "weights": weights,
+        "held": _held(policy),
+        "grad_norms": [report.grad_norm for report in reports],
+        "lrs": [report.lr for report in reports],
+        "skipped": any(report.skipped for report in reports),
+    }
+
+
+def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _held(policy: Policy) -> Result:
+    return {"parts": policy.held_parts(), "counts": policy.part_counts()}
+
+
+def exchange(bench: Bench) -> Result:
+    """Every rank holds some groups; do the samples that it trains on arrive?"""
+    given, parallel = bench.given, bench.parallel
+    groups = [
+        SampleGroup(Prompt(i, "", ()), tuple(sample for sample in given.samples if sample.group_id == i))
+        for i in {sample.group_id for sample in given.samples}
+        if i % parallel.world_size == parallel.rank
+    ]
+    batch = assemble(groups, bench.settings, parallel, SMALL["hidden_size"])
+    packed = [list(update) for update in batch.updates]
+    return {"packed": packed, "expected": bench.updates, "data": parallel.here.data}
+
+
+def broken(bench: Bench) -> Result:
+    """The last rank raises while the others wait for it."""
+    if bench.parallel.rank == bench.parallel.world_size - 1:
+        raise ZeroDivisionError("broken on purpose")
+    dist.barrier(group=bench.parallel.host)
+    return {}
+
+
+MEASURES: dict[str, Callable[[Bench], Result]] = {
+    measure.__name__: measure
+    for measure in (export, logits, logprobs, scores, gradient, updates, resumed, exchange, broken)
+}

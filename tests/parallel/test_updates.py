@@ -1,0 +1,65 @@
+"""Weights after optimizer updates: every layout against one rank, a resumed run against an undisturbed one."""
+
+import pytest
+
+from tests.parallel.cases import CASES, Case, having
+from tests.parallel.conftest import Outcomes
+from tests.parallel.whole import Tensors, above, difference, relative_errors
+
+NORM_BOUND = 1e-5
+# Of the change of the weights. A norm's weight near 1 changes by 1e-2, of which float32 knows 1e-5.
+CHANGE_BOUND = 5e-5
+
+
+def updated(case: Case, outcomes: Outcomes, updates: int) -> Tensors:
+    return outcomes.weights(case, "updates", updates - 1)
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("case", having("updates"), ids=lambda case: case.name)
+def test_weights_change_as_on_one_rank(case: Case, updates: int, outcomes: Outcomes) -> None:
+    start = outcomes.models[case.model].tensors
+    one = difference(updated(CASES[f"{case.model}-one"], outcomes, updates), start)
+    errors = relative_errors(difference(updated(case, outcomes, updates), start), one)
+    assert not above({kind: error for kind, error in errors.items() if not kind.endswith("correction_bias")}, CHANGE_BOUND)
+
+
+@pytest.mark.parametrize("case", having("updates"), ids=lambda case: case.name)
+def test_every_rank_knows_the_gradient_norm_of_one_rank(case: Case, outcomes: Outcomes) -> None:
+    (one,) = outcomes.of(CASES[f"{case.model}-one"], "updates")
+    for rank in outcomes.of(case, "updates"):
+        assert rank["grad_norms"] == pytest.approx(one["grad_norms"], rel=NORM_BOUND)
+        assert rank["lrs"] == one["lrs"]
+        assert not rank["skipped"]
+
+
+@pytest.mark.parametrize("case", having("updates"), ids=lambda case: case.name)
+def test_the_reference_is_exactly_the_first_policy_and_the_swap_keeps_the_policy(
+    case: Case, outcomes: Outcomes
+) -> None:
+    ranks = outcomes.of(case, "updates")
+    assert all(rank["kept"] for rank in ranks)
+    assert all(all(rank["reference"]) for rank in ranks)
+    assert any(rank["reference"] for rank in ranks)
+
+
+@pytest.mark.parametrize("case", having("resumed"), ids=lambda case: case.name)
+def test_another_layout_loads_the_weights_bit_for_bit(case: Case, outcomes: Outcomes) -> None:
+    saved = updated(CASES[case.loads], outcomes, 2)
+    loaded = outcomes.weights(case, "resumed", 0)
+    assert saved.keys() == loaded.keys()
+    assert [name for name in saved if not saved[name].equal(loaded[name])] == []
+
+
+@pytest.mark.parametrize("case", having("resumed"), ids=lambda case: case.name)
+def test_the_next_update_is_that_of_the_undisturbed_run(case: Case, outcomes: Outcomes) -> None:
+    saver = CASES[case.loads]
+    before = updated(saver, outcomes, 2)
+    undisturbed = difference(updated(saver, outcomes, 3), before)
+    errors = relative_errors(difference(outcomes.weights(case, "resumed", 1), before), undisturbed)
+    print(case.name, errors["all"], max(errors.values()))
+    assert not above({kind: error for kind, error in errors.items() if not kind.endswith("correction_bias")}, CHANGE_BOUND)
+    for rank in outcomes.of(case, "resumed"):
+        undisturbed_rank = outcomes.of(saver, "updates")[0]
+        assert rank["grad_norms"] == pytest.approx(undisturbed_rank["grad_norms"][2:], rel=NORM_BOUND)
+        assert rank["lrs"] == undisturbed_rank["lrs"][2:]

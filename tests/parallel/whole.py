@@ -1,0 +1,80 @@
+"""The ranks' shards -> whole tensors by Hugging Face name; and how far two sets of tensors are apart."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.hf_files import HfReader
+from grpo_mp.models.mapping import join, unfuse
+
+Tensors = dict[str, Tensor]
+
+
+def file_tensors(folder: Path) -> Tensors:
+    """All tensors of a Hugging Face folder."""
+    with HfReader(folder) as reader:
+        return {name: reader.read(name) for name in reader.names}
+
+
+def whole_tensors(
+    folder: Path, shards: Sequence[Mapping[str, Tensor]], held: Sequence[dict[str, Any]], tolerance: float = 0.0
+) -> Tensors:
+    """Join what the ranks hold of the model of a folder; parameters that no rank holds are left out.
+
+    Ranks that hold the same part must agree about it to a relative `tolerance`, and so must a tied copy.
+    """
+    hf = HfConfig.read(folder)
+    wholes: Tensors = {}
+    for name, param in family_of(hf).params(hf).items():
+        copies = [(held["parts"][name], shard[name]) for shard, held in zip(shards, held, strict=True) if name in shard]
+        if not copies:
+            continue
+        count = next(held["counts"][name] for held in held) if param.split is not None else 1
+        pieces = [unfuse(param, _agreed(name, part, copies, tolerance)) for part in range(count)]
+        for hf_name, whole in zip(param.hf, join(param, pieces), strict=True):
+            assert apart(whole, wholes.get(hf_name, whole)) <= tolerance, f"{name} is not the other {hf_name}"
+            wholes[hf_name] = whole
+    return wholes
+
+
+def _agreed(name: str, part: int, copies: list[tuple[int, Tensor]], tolerance: float) -> Tensor:
+    same = [tensor for at, tensor in copies if at == part]
+    assert same, f"no rank holds part {part} of {name}"
+    assert all(apart(tensor, same[0]) <= tolerance for tensor in same), f"ranks disagree about {name}, part {part}"
+    return same[0]
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    difference = float((found - expected).norm())
+    return difference / float(expected.norm()) if difference else 0.0
+
+
+def difference(some: Tensors, other: Tensors) -> Tensors:
+    """In float64."""
+    assert some.keys() == other.keys()
+    return {name: tensor.double() - other[name].double() for name, tensor in some.items()}
+
+
+def relative_errors(found: Tensors, expected: Tensors) -> dict[str, float]:
+    """Relative distance over all tensors together ('all'), and over each kind of tensor ('model.layers.*.mlp...')."""
+    assert found.keys() == expected.keys()
+    kinds: dict[str, list[str]] = {"all": list(expected)}
+    for name in expected:
+        kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    return {kind: apart(_flat(found, names), _flat(expected, names)) for kind, names in kinds.items()}
+
+
+def above(errors: Mapping[str, float], bound: float) -> dict[str, float]:
+    """The errors that are not within the bound; also those that are no number."""
+    return {kind: error for kind, error in errors.items() if not error <= bound}
+
+
+def _flat(tensors: Tensors, names: Sequence[str]) -> Tensor:
+    return torch.cat([tensors[name].double().flatten() for name in names])

@@ -1,0 +1,76 @@
+"""Attention over a paged cache against torch's attention of one sequence at a time."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from grpo_mp.platform import engine_attention
+from grpo_mp.platform.engine_attention import paged_attention
+
+SLOTS = 400
+
+
+def one_by_one(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: list[int],
+    new_tokens: list[int],
+    scale: float,
+) -> torch.Tensor:
+    """The same in float64, each sequence alone, from torch."""
+    outputs = []
+    for part, places, length, new in zip(query.split(new_tokens), slots, lengths, new_tokens, strict=True):
+        k, v = keys[places[:length]].double(), values[places[:length]].double()
+        mask = torch.ones(length, length, dtype=torch.bool).tril()[length - new :]
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (part.double(), k, v))
+        found = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        outputs.append(found[0].transpose(0, 1))
+    return torch.cat(outputs).to(query.dtype)
+
+
+@pytest.mark.parametrize(("heads", "groups", "size", "value_size"), [(4, 2, 8, 8), (4, 1, 12, 8), (3, 3, 4, 4)])
+@pytest.mark.parametrize(
+    ("lengths", "new_tokens"),
+    [
+        ([1], [1]),
+        ([5, 40, 17], [1, 1, 1]),
+        ([5, 40, 17], [5, 40, 17]),
+        ([3, 64, 30], [1, 1, 1]),
+        ([9, 9, 30, 31, 12], [2, 9, 1, 30, 2]),
+    ],
+)
+@pytest.mark.parametrize("limit", [1, 300, 2**24])
+@pytest.mark.parametrize("latent", [False, True])
+def test_equals_one_sequence_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    groups: int,
+    size: int,
+    value_size: int,
+    lengths: list[int],
+    new_tokens: list[int],
+    limit: int,
+    latent: bool,
+) -> None:
+    monkeypatch.setattr(engine_attention, "SCORES_LIMIT", limit)
+    torch.manual_seed(0)
+    query = torch.randn(sum(new_tokens), heads, size)
+    keys, values = torch.randn(SLOTS, groups, size), torch.randn(SLOTS, groups, value_size)
+    if latent:
+        values = keys[..., :value_size]
+    slots = torch.stack([torch.randperm(SLOTS)[:64] for _ in lengths])
+    arguments = (query, keys, values, slots, lengths, new_tokens, 0.3)
+    torch.testing.assert_close(paged_attention(*arguments), one_by_one(*arguments), atol=2e-6, rtol=1e-5)
+
+
+def test_a_low_precision_cache_is_used_as_it_is() -> None:
+    torch.manual_seed(0)
+    query = torch.randn(3, 4, 8, dtype=torch.bfloat16)
+    keys, values = (torch.randn(SLOTS, 2, 8, dtype=torch.bfloat16) for _ in range(2))
+    slots = torch.stack([torch.randperm(SLOTS)[:64] for _ in range(3)])
+    arguments = (query, keys, values, slots, [64, 3, 20], [1, 1, 1], 0.3)
+    found = paged_attention(*arguments)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found, one_by_one(*arguments), atol=2e-2, rtol=2e-2)
