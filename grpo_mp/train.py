@@ -1,7 +1,11 @@
 """The GRPO loop. `torchrun ... -m grpo_mp.train CONFIG section.key=value ...`; `--dry-run` only checks."""
 
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
 from typing import Any
 
 from grpo_mp.algorithms.losses import make_loss

@@ -7,119 +7,121 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cpu_index=https://download.pytorch.org/whl/cpu
 
 fail() {
-    echo "error: $*" >&2
-    exit 1
+  echo "error: $*" >&2
+  exit 1
 }
 
 # The first interpreter that is new enough and can make environments.
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3; do
-        command -v "$candidate" >/dev/null || continue
-        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
-        "$candidate" -c 'import ensurepip, venv' 2>/dev/null ||
-            fail "$candidate cannot make environments: install its venv module (Debian: apt-get install python3-venv)"
-        echo "$candidate"
-        return
-    done
-    fail "no Python 3.11 or newer was found: install python3.11 (Debian: apt-get install python3.11 python3.11-venv)"
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3; do
+    command -v "$candidate" >/dev/null || continue
+    "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
+    "$candidate" -c 'import ensurepip, venv' 2>/dev/null ||
+      fail "$candidate cannot make environments: install its venv module (Debian: apt-get install python3-venv)"
+    echo "$candidate"
+    return
+  done
+  fail "no Python 3.11 or newer was found: install python3.11 (Debian: apt-get install python3.11 python3.11-venv)"
 }
 
-# pip's output as one moving line on a terminal, as silence elsewhere; errors always show.
+# pip's output as one moving line on a terminal, as silence elsewhere.
 show_progress() {
-    local word name rest count=0
-    while read -r word name rest; do
-        [ -t 1 ] || continue
-        case $word in
-            Collecting) count=$((count + 1)) && printf '\r\033[K  %d %s' "$count" "$name" ;;
-            Installing) printf '\r\033[K  unpacking' ;;
-        esac
-    done
-    if [ -t 1 ]; then printf '\r\033[K'; fi
+  local word name rest count=0
+  while read -r word name rest; do
+    [ -t 1 ] || continue
+    case $word in
+      Collecting) count=$((count + 1)) && printf '\r\033[K  %d %s' "$count" "$name" ;;
+      Installing) printf '\r\033[K  unpacking' ;;
+    esac
+  done
+  if [ -t 1 ]; then printf '\r\033[K'; fi
 }
 
 pip_install() {
-    "$venv/bin/python" -m pip install --no-deps --no-compile --progress-bar off --disable-pip-version-check "$@" |
-        show_progress
+  local log=$venv/install.log
+  "$venv/bin/python" -m pip install --no-deps --no-compile --progress-bar off "$@" 2>&1 | tee "$log" | show_progress ||
+    fail "pip did not manage; the end of $log: $(tail -n 5 "$log")"
 }
 
-# Does pip, as this machine has set it up, already choose a CPU build for this requirement?
+# Does pip, as this machine has set it up, find a CPU build of this torch?
 offers_cpu_build() {
-    "$venv/bin/python" -m pip install --quiet --dry-run --no-deps --ignore-installed --report - "$1" 2>/dev/null |
-        grep -q '"version": "[^"]*+cpu"'
+  "$venv/bin/python" -m pip index versions torch 2>/dev/null | grep -w -- "$1+cpu" >/dev/null
 }
 
 # PyPI's own torch is built for CUDA, gigabytes larger: PyTorch's index has the CPU build.
 install_torch() {
-    local torch
-    torch=$(grep '^torch==' "$root/launch/requirements-cpu.txt")
-    if offers_cpu_build "$torch"; then
-        pip_install "$torch"
-    else
-        pip_install --extra-index-url "$cpu_index" "$torch"
-    fi
+  local version
+  version=$(sed -n 's/^torch==//p' "$root/launch/requirements-cpu.txt")
+  if offers_cpu_build "$version"; then
+    pip_install "torch==$version"
+  else
+    pip_install --extra-index-url "$cpu_index" "torch==$version"
+  fi
 }
 
 # step TEXT COMMAND...: says what happens, then how long it took.
 step() {
-    local start=$SECONDS text=$1
-    shift
-    printf '%s ...\n' "$text"
-    "$@"
-    printf '  done in %d s\n' $((SECONDS - start))
+  local start=$SECONDS text=$1
+  shift
+  printf '%s ...\n' "$text"
+  "$@"
+  printf '  done in %d s\n' $((SECONDS - start))
 }
 
 make_venv() {
-    "$(find_python)" -m venv "$venv"
+  local python
+  python=$(find_python)
+  "$python" -m venv "$venv"
 }
 
 stamp_of() {
-    { echo "$root" && cat "$root/pyproject.toml" "${BASH_SOURCE[0]}" "$1"; } | sha256sum
+  { echo "$root" && cat "$root/pyproject.toml" "${BASH_SOURCE[0]}" "$1"; } | sha256sum
 }
 
 # unless_there NAME LOCK COMMAND: runs COMMAND unless it was done for these very files before.
 unless_there() {
-    local stamp=$venv/installed-$1 wanted
-    wanted=$(stamp_of "$2")
-    if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
-        echo "$venv has the $1 packages already"
-        return
-    fi
-    "$3" "$2"
-    echo "$wanted" >"$stamp"
+  local stamp=$venv/installed-$1 wanted
+  wanted=$(stamp_of "$2")
+  if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    echo "$venv has the $1 packages already"
+    return
+  fi
+  "$3" "$2"
+  echo "$wanted" >"$stamp"
 }
 
 # Loads once what will run: a broken set is found now, and the first start need not compile.
 load_all() {
-    unset PYTHONDONTWRITEBYTECODE
-    export OMP_NUM_THREADS=1
-    local log
-    "$venv/bin/python" -P -c 'import grpo_mp.train' &
-    log=$(SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$root/grpo_mp/platform/engine_site "$venv/bin/python" -P -c \
-        'import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.models.registry' 2>&1) ||
-        fail "SGLang does not load: $log"
-    wait $! || fail "grpo_mp does not load"
+  unset PYTHONDONTWRITEBYTECODE
+  export OMP_NUM_THREADS=1
+  local log
+  "$venv/bin/python" -P -c 'import grpo_mp.train' &
+  log=$(SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$root/grpo_mp/platform/engine_site "$venv/bin/python" -P -c \
+    'import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.models.registry' 2>&1) ||
+    fail "SGLang does not load: $log"
+  wait $! || fail "grpo_mp does not load"
 }
 
 install_cpu() {
-    [ -x "$venv/bin/python" ] || step "making the environment $venv" make_venv
-    step "installing torch for the CPU (190 MB)" install_torch
-    step "installing Megatron-Core, SGLang and what they need (480 MB)" pip_install -r "$1"
-    step "installing grpo_mp itself" pip_install --no-build-isolation --editable "$root"
-    step "loading trainer and engine once" load_all
+  "$venv/bin/python" -m pip --version >/dev/null 2>&1 || step "making the environment $venv" make_venv
+  step "installing torch for the CPU (190 MB)" install_torch
+  step "installing Megatron-Core, SGLang and what they need (480 MB)" pip_install -r "$1"
+  step "installing grpo_mp itself" pip_install --no-build-isolation --editable "$root"
+  step "loading trainer and engine once" load_all
 }
 
 install_test() {
-    step "installing the test tools" pip_install -r "$1"
+  step "installing the test tools" pip_install -r "$1"
 }
 
 test_too=no
 if [ "${1:-}" = --test ]; then
-    test_too=yes
-    shift
+  test_too=yes
+  shift
 fi
 venv=${1:-.venv}
 unless_there cpu "$root/launch/requirements-cpu.txt" install_cpu
 if [ "$test_too" = yes ]; then
-    unless_there test "$root/launch/requirements-test.txt" install_test
+  unless_there test "$root/launch/requirements-test.txt" install_test
 fi

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a clone to a policy that has learnt by GRPO, on two CPU cores: `bash launch/quickstart.sh [section.key=value ...]`.
 # Makes .venv, a tiny DeepSeek-V3-shaped model with a cold start, its data, and runs/quickstart. A second run goes on
-# from what is there. SEED=1 takes another seed, RUN=runs/other another run folder.
+# from what is there. SEED=1 takes another seed, RUN=runs/other another run folder, VENV=folder another environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,9 +9,10 @@ seed=${SEED:-0}
 run=${RUN:-runs/quickstart}
 model=checkpoints/tiny_deepseek_v3_seed$seed
 data=data/arithmetic_seed$seed
-python=.venv/bin/python
+venv=${VENV:-.venv}
+python=$venv/bin/python
 
-bash launch/install.sh .venv
+bash launch/install.sh "$venv"
 
 if [ ! -f "$model/config.json" ]; then
   echo "quickstart: makes a tiny DeepSeek-V3 and teaches it the form of an answer (about a minute)"

@@ -108,7 +108,7 @@ def join(param: Param, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.
     wholes = []
     for index, shape in enumerate(param.shapes):
         pieces = [shard[index] for shard in shards]
-        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=param.split)  # type: ignore[arg-type]
+        whole = pieces[0] if param.split is None or len(pieces) == 1 else torch.cat(pieces, dim=param.split)
         wholes.append(whole[: shape[0]] if param.vocabulary else whole)
     return tuple(wholes)
 

@@ -41,11 +41,12 @@ def load_policy(policy: Policy, folder: Path) -> None:
 
 
 def _state(policy: Policy, loading: bool) -> dict[str, Any]:
+    metadata = dict(METADATA)  # Megatron adds this layout's groups to it
     state: dict[str, Any] = {
-        name: model.sharded_state_dict(metadata=METADATA)
+        name: model.sharded_state_dict(metadata=metadata)
         for name, model in zip(_names(policy), policy.models(), strict=True)
     }
-    state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=loading, metadata=METADATA)
+    state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     state["schedule"] = policy.schedule.state_dict()
     return state
 

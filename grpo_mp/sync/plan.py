@@ -61,7 +61,7 @@ def plan_sync(
 
     A target takes a shard from itself where it can, else from the holders in turn, so that replicas share
     the work. `itemsize`: bytes per element of each parameter. An atom larger than `bucket_bytes` gets a bucket
-    of its own. Raises ValueError where no rank holds a parameter or a part is missing.
+    of its own. Raises ValueError where no rank holds a parameter, or a part below the highest that is held.
     """
     holders = _holders(params, holdings)
     buckets: list[Bucket] = []

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -25,6 +26,7 @@ class Parser(argparse.ArgumentParser):
 
 def run_command(train: Callable[[Settings, Inputs], None], arguments: Sequence[str] | None = None) -> None:
     """Carry a command line out; `train` gets checked settings and what was read for them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # train.py leaves the imports to the default action
     with clean_end():
         hush_libraries()
         command = _parser().parse_intermixed_args(arguments)

@@ -1,7 +1,7 @@
 """Peak memory of a rank while weights are synchronized: `python -m tests.bench.sync_memory [--engines]`.
 
-Two ranks hold a random Qwen3-MoE of some hundred MB, expert parallelism 2, and push it as the loop does, each to an
-engine of its own: to a stand-in that reads every byte of a bucket as an engine would, or, with `--engines`, to SGLang.
+Two ranks hold a random Qwen3-MoE of some hundred MB, by expert and by tensor parallelism, and push it as the loop does,
+each to an engine of its own: to a stand-in that only looks where the tensors lie, or, with `--engines`, to SGLang.
 The peak is the kernel's mark of resident memory (VmHWM), reset before each push.
 
 Reach: the peak is at most the model and two buckets; the last column is the one over the other.
@@ -39,30 +39,34 @@ from grpo_mp.sync.transport import HostTransport, WeightClient
 from grpo_mp.sync.weight_sync import WeightSync, make_plan
 
 RANKS, PUSHES, LIMIT_S = 2, 3, 300.0
+LAYOUTS = ("expert", "tensor")
 BUCKET = "64MiB"
 SHAPE = {"hidden_size": 512, "head_dim": 128, "moe_intermediate_size": 512, "num_experts": 32}
-FOLDER = "GRPO_MP_BENCH_FOLDER"
+FOLDER = "GRPO_MP_BENCH_FOLDER"  # tells the ranks where the model is
 
 
 def main() -> None:
     """Make the model and start the ranks; in a rank, push."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", action="store_true", help="push into two SGLang servers")
-    engines = parser.parse_args().engines
+    parser.add_argument("--layout", choices=LAYOUTS, help="only this")
+    given = parser.parse_args()
     if FOLDER in os.environ:
-        run_rank(Path(os.environ[FOLDER]), engines)
+        run_rank(Path(os.environ[FOLDER]), given.layout, given.engines)
         return
     with tempfile.TemporaryDirectory() as folder:
         make_tiny(Path(folder) / "model", "qwen3_moe", make_tokenizer([]), **SHAPE)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         environment = os.environ | {FOLDER: folder, "OMP_NUM_THREADS": "1"}
-        print(f"{'process':10}{'seconds':>10}{'model':>14}{'bucket':>14}{'peak above':>14}{'ratio':>8}", flush=True)
-        subprocess.run([*launch, "-m", "tests.bench.sync_memory", *sys.argv[1:]], env=environment, check=True)
+        print(f"{'layout':8}{'process':10}{'seconds':>8}{'model':>14}{'bucket':>14}{'above':>14}{'ratio':>8}", flush=True)
+        for layout in [given.layout] if given.layout else LAYOUTS:
+            arguments = ["--layout", layout, *(["--engines"] if given.engines else [])]
+            subprocess.run([*launch, "-m", "tests.bench.sync_memory", *arguments], env=environment, check=True)
 
 
-def run_rank(folder: Path, engines: bool) -> None:
+def run_rank(folder: Path, layout: str, engines: bool) -> None:
     """Push a few times; prints a line for each push and process."""
-    settings = make_settings(folder)
+    settings = make_settings(folder, layout)
     parallel = start_parallel(settings.layout, settings.run.seed, LIMIT_S)
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
@@ -74,30 +78,33 @@ def run_rank(folder: Path, engines: bool) -> None:
         sync = build_sync(settings, parallel, policy, HostTransport(client, 1), runner)
         for version in range(PUSHES):
             dist.barrier(group=parallel.host)
-            measure_push(sync, version, policy, settings.sync.bucket_bytes, watched)
+            for line in measure_push(sync, version, policy, settings.sync.bucket_bytes, watched):
+                print(f"{layout:8}{line}", flush=True)
     stop_parallel()
 
 
 def measure_push(
     sync: WeightSync, version: int, policy: Policy, bucket_bytes: int, watched: dict[str, psutil.Process]
-) -> None:
-    """One push, and the peak of each process above what it held before."""
+) -> list[str]:
+    """One push; a line about the peak of each process above what it held before."""
     platform.free_device_memory()
     before = {name: reset_peak(process) for name, process in watched.items()}
     report = sync.push(version)
     model = sum(tensor.nbytes for tensor in policy.tensors.values())
+    lines = []
     for name, process in watched.items():
         above = status_bytes(process, "VmHWM") - before[name]
         ratio = (model + above) / (model + 2 * bucket_bytes)
         sizes = "".join(f"{size / 2**20:10.1f} MiB" for size in (model, report.largest_bucket, above))
-        print(f"{name:10}{report.seconds:10.2f}{sizes}{ratio:8.2f}", flush=True)
+        lines.append(f"{name:10}{report.seconds:8.2f}{sizes}{ratio:8.2f}")
+    return lines
 
 
-def make_settings(folder: Path) -> Settings:
+def make_settings(folder: Path, layout: str) -> Settings:
     tree = {
         "run": {"folder": str(folder / "run"), "steps": 1},
         "model": {"path": str(folder / "model"), "dtype": "float32"},
-        "layout": {"expert": RANKS},
+        "layout": {layout: RANKS},
         "data": {"train": "unused"},
         "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 8, "max_response_tokens": 8},
         "reward": {"length": 1.0},
@@ -118,15 +125,17 @@ def build_sync(
 
 
 class StandIn:
-    """Takes buckets in an engine's place and reads every byte of them."""
+    """Takes buckets in an engine's place and looks where their tensors lie, without reading them.
+
+    An engine reads them in its own process; here the rank's memory would count twice what it reads.
+    """
 
     async def begin_weight_update(self) -> None: ...
 
     async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
         for payload in payloads:
             ((_, note),) = pickle.loads(base64.b64decode(payload))
-            for _, tensor in borrow(note):
-                tensor.sum()
+            dict(borrow(note))
 
     async def end_weight_update(self, version: int) -> None: ...
 

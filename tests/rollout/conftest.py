@@ -15,7 +15,7 @@ from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0  # a limit for a busy machine: alone it takes ten seconds
 REQUEST_TIMEOUT_S = 60.0
 Logprobs = Callable[..., torch.Tensor]
 

@@ -2,10 +2,11 @@
 
 import asyncio
 import base64
+import itertools
 import json
 import pickle
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,29 +115,42 @@ def test_new_weights_are_used_numbered_and_replaced(
     assert {v for response in again for v in response.weight_versions} == {42}
 
 
-def test_tokens_around_an_update_carry_their_own_version(ask: Ask, model_folder: Path) -> None:
-    async def update_in_flight(client: EngineClient) -> list[Generated]:
+def while_generating(
+    ask: Ask, act: Callable[[EngineClient], Awaitable[None]], was_between: Callable[[list[Generated]], bool]
+) -> list[Generated]:
+    """Responses of a request during which `act` was done: tried with longer delays until `was_between` says so."""
+
+    async def generate(client: EngineClient, delay_s: float) -> list[Generated]:
         request = asyncio.create_task(client.generate(PROMPT, Sampling(140, ignore_eos=True), 4))
-        await asyncio.sleep(0.1)
-        await client.pause("retract")
-        await send_weights(client, model_folder, 51)
-        await client.resume()
+        await asyncio.sleep(delay_s)
+        await act(client)
         return await request
 
-    ask(lambda client: send_weights(client, model_folder, 50))
-    for response in ask(update_in_flight):
-        assert set(response.weight_versions) == {50, 51}
+    for delay_s in (0.1, 0.2, 0.4, 0.05, 0.8, 1.6):
+        group: list[Generated] = ask(lambda client, delay_s=delay_s: generate(client, delay_s))
+        if was_between(group):
+            return group
+    raise AssertionError("the call never came while the request was running")
+
+
+def test_tokens_around_an_update_carry_their_own_version(ask: Ask, model_folder: Path) -> None:
+    versions = itertools.count(50)
+
+    async def update(client: EngineClient) -> None:
+        await client.pause("retract")
+        await send_weights(client, model_folder, next(versions))
+        await client.resume()
+
+    ask(lambda client: send_weights(client, model_folder, next(versions)))
+    group = while_generating(ask, update, lambda group: len(set(group[0].weight_versions)) == 2)
+    last = next(versions) - 1
+    for response in group:
+        assert set(response.weight_versions) == {last - 1, last}
         assert list(response.weight_versions) == sorted(response.weight_versions)
 
 
 def test_abort_returns_what_there_is(ask: Ask) -> None:
-    async def abort(client: EngineClient) -> list[Generated]:
-        request = asyncio.create_task(client.generate(PROMPT, Sampling(140, ignore_eos=True), 4))
-        await asyncio.sleep(0.1)
-        await client.abort_all()
-        return await request
-
-    group = ask(abort)
+    group = while_generating(ask, lambda client: client.abort_all(), lambda group: group[0].aborted)
     assert all(response.aborted and not response.truncated for response in group)
     assert all(len(response.tokens) < 140 for response in group)
 

@@ -18,7 +18,8 @@ from grpo_mp.errors import PhaseTimeout, UserError
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess, last_lines
 
-GONE_LIMIT_S = 10.0
+START_TIMEOUT_S = 300.0
+GONE_LIMIT_S = 30.0
 START = """
 import sys, time
 from pathlib import Path
@@ -29,7 +30,7 @@ engine = EngineProcess(spec, Path(sys.argv[2]))
 engine.start()
 print(engine.session, flush=True)
 if sys.argv[3] == "ready":
-    engine.wait_ready(120)
+    engine.wait_ready(300)
 print("started", flush=True)
 time.sleep(600)
 """
@@ -107,7 +108,7 @@ def test_a_server_that_cannot_come_up_shows_why(make_spec: MakeSpec, tmp_path: P
     log = tmp_path / "logs" / "engine_3.log"
     with EngineProcess(make_spec(model=broken), log) as engine:
         with pytest.raises(UserError, match=r"(?s)engine 3 \(rank 1, .*\) ended while starting.*engine_3.log.*no_such"):
-            engine.wait_ready(60.0)
+            engine.wait_ready(START_TIMEOUT_S)
         wait_until_gone(engine.session)
 
 
@@ -149,7 +150,7 @@ def test_another_server_on_the_port_is_not_taken_for_ours_and_avoided(
     with EngineProcess(make_spec(), tmp_path / "engine.log") as engine:
         taken = engine.url
         impostor(httpx.URL(taken).port or 0)
-        engine.wait_ready(120.0)
+        engine.wait_ready(START_TIMEOUT_S)
         assert engine.url != taken
         assert httpx.get(f"{engine.url}/model_info", headers=engine.headers).json()["served_model_name"] == engine.name
 

@@ -1,0 +1,112 @@
+"""A step's samples over updates, data-parallel ranks and context-parallel ranks, and back."""
+
+import random
+from itertools import product
+
+import pytest
+
+from grpo_mp.algorithms.aggregation import token_weights
+from grpo_mp.config import Layout
+from grpo_mp.data.pack import gather_responses, join_context
+from grpo_mp.data.updates import Update, alignment, microbatches, plan_updates
+from grpo_mp.types import MicroBatch, Sample
+
+LAYOUTS = [
+    Layout(tensor=tensor, context=context, pipeline=pipeline, virtual_pipeline=virtual)
+    for tensor, context, (pipeline, virtual) in product((1, 2, 4), (1, 2), ((1, None), (2, None), (2, 2), (4, 3)))
+]
+MAX_TOKENS, HIDDEN = 48, 64
+
+
+def make_samples(count: int, seed: int) -> list[Sample]:
+    """Samples of other lengths whose tokens no other sample has."""
+    draw = random.Random(seed)
+    samples = []
+    for number in range(count):
+        prompt, response = draw.randint(1, 10), draw.randint(1, 40)
+        tokens = tuple(range(1000 * number, 1000 * number + prompt + response))
+        nothing = (0.0,) * response
+        samples.append(Sample(0, number, tokens[:prompt], tokens[prompt:], nothing, (0,) * response, truncated=False))
+    return samples
+
+
+def plan(samples: list[Sample], updates: int, layout: Layout, data_parallel: int) -> tuple[Update, ...]:
+    lengths = [sample.total_tokens for sample in samples]
+    return plan_updates(lengths, updates, layout, data_parallel, MAX_TOKENS, HIDDEN)
+
+
+def whole_batches(update: Update, samples: list[Sample], layout: Layout, data_rank: int) -> list[dict[str, object]]:
+    """What the context-parallel ranks of one data-parallel rank hold together, given only this rank's samples."""
+    mine = {i: samples[i] for i in update.samples_of(data_rank)}
+    advantages = [float(i) for i in range(len(samples))]
+    weights = token_weights([len(samples[i].tokens) for i in update.samples], "sequence_mean")
+    ranks = [microbatches(update, mine, advantages, weights, layout, data_rank, rank) for rank in range(layout.context)]
+    return [_joined(parts) for parts in zip(*ranks, strict=True)]
+
+
+def _joined(parts: tuple[MicroBatch, ...]) -> dict[str, object]:
+    values = {
+        name: join_context([getattr(part, name) for part in parts], parts[0].lengths)
+        for name in ("targets", "mask", "advantages", "weights", "sequence", "tokens", "positions", "rollout_logprobs")
+    }
+    batch = MicroBatch(**values, lengths=parts[0].lengths, sample_ids=parts[0].sample_ids)
+    per_sample = {name: gather_responses(values[name], batch) for name in ("targets", "advantages", "weights")}
+    return {"ids": batch.sample_ids, "lengths": batch.lengths, "mask": values["mask"], **per_sample}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("data_parallel", "updates"), [(1, 1), (2, 3), (3, 2)])
+def test_every_sample_is_trained_on_once_with_its_own_numbers(layout: Layout, data_parallel: int, updates: int) -> None:
+    samples = make_samples(12, seed=data_parallel)
+    planned = plan(samples, updates, layout, data_parallel)
+    assert [i for update in planned for i in update.samples] == list(range(12))
+    assert {len(update.samples) for update in planned} == {12 // updates}
+    seen = []
+    for update in planned:
+        total = 0.0
+        for data_rank in range(data_parallel):
+            for batch in whole_batches(update, samples, layout, data_rank):
+                columns = zip(batch["ids"], batch["targets"], batch["advantages"], batch["weights"], strict=True)
+                for number, targets, advantages, weights in columns:
+                    sample = update.samples[number]
+                    seen.append(sample)
+                    assert tuple(targets.tolist()) == samples[sample].tokens
+                    assert set(advantages.tolist()) == {float(sample)}
+                    total += float(weights.sum())
+        assert total == pytest.approx(1.0, rel=1e-5)
+    assert sorted(seen) == list(range(12))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_meet_in_equally_many_micro_batches_of_legal_sizes(layout: Layout) -> None:
+    samples = make_samples(13, seed=9)
+    (update,) = plan(samples, 1, layout, data_parallel=3)
+    ranks = [whole_batches(update, samples, layout, data_rank) for data_rank in range(3)]
+    assert len({len(rank) for rank in ranks}) == 1
+    if layout.virtual_pipeline:
+        assert len(ranks[0]) % layout.pipeline == 0
+    lengths = [batch["lengths"] for rank in ranks for batch in rank]
+    assert all(length % alignment(layout) == 0 for batch in lengths for length in batch)
+    sizes = {sum(batch) for batch in lengths}
+    if layout.pipeline > 1:
+        assert len(sizes) == 1
+    longest = max(sample.total_tokens for sample in samples)
+    assert max(sizes) < max(MAX_TOKENS, longest) + alignment(layout)
+
+
+def test_every_rank_gets_a_micro_batch_where_there_are_fewer_samples_than_ranks() -> None:
+    for layout in LAYOUTS:
+        samples = make_samples(2, seed=1)
+        (update,) = plan(samples, 1, layout, data_parallel=4)
+        ranks = [whole_batches(update, samples, layout, data_rank) for data_rank in range(4)]
+        assert sorted(len(update.samples_of(data_rank)) for data_rank in range(4)) == [0, 0, 1, 1]
+        for rank in ranks:
+            assert len(rank) == len(ranks[0]) >= 1
+            assert all(bool(batch["mask"].any()) == bool(batch["ids"]) for batch in rank)
+
+
+def test_sequences_are_aligned_for_tensor_shards_and_mirrored_context_slices() -> None:
+    assert alignment(Layout()) == 1
+    assert alignment(Layout(tensor=4)) == 4
+    assert alignment(Layout(context=2)) == 4
+    assert alignment(Layout(tensor=2, context=4, pipeline=2)) == 16

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Lint, types and tests on two CPU cores: bash tests/run.sh [pytest arguments]
+# Makes .venv where it is missing; VENV names another environment.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=${VENV:-.venv}
+bin=$venv/bin
+bash launch/install.sh --test "$venv"
+
+export OMP_NUM_THREADS=1        # ranks and engines share the cores
+export TOKENIZERS_PARALLELISM=false
+export HF_HUB_OFFLINE=1         # every model and data set is made here
+
+"$bin/ruff" check .
+"$bin/ruff" format --check .
+"$bin/shellcheck" launch/*.sh tests/*.sh .ci/run
+"$bin/mypy"
+exec "$bin/python" -m pytest "$@"

@@ -1,0 +1,35 @@
+from collections.abc import Iterator
+
+import pytest
+
+from grpo_mp import platform
+from grpo_mp.scheduler.ledger import Footprint, Ledger, largest
+
+
+def test_largest_field_by_field() -> None:
+    assert largest([Footprint(1, 9, 3), Footprint(4, 2, 3), Footprint(2, 2, 7)]) == Footprint(4, 9, 7)
+    assert largest(iter([Footprint(1, 2, 3)])) == Footprint(1, 2, 3)
+
+
+def test_the_largest_of_a_phase_is_kept_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts: Iterator[int] = iter([10, 30, 20, 5])
+    monkeypatch.setattr(platform, "host_bytes", lambda: next(hosts))
+    monkeypatch.setattr(platform, "device_bytes", lambda: 2)
+    monkeypatch.setattr(platform, "peak_device_bytes", lambda: 3)
+    ledger = Ledger()
+    for phase in ("TRAIN", "TRAIN", "GENERATE"):
+        ledger.begin()
+        ledger.end(phase)
+    assert ledger.take() == {"TRAIN": Footprint(30, 2, 3), "GENERATE": Footprint(20, 2, 3)}
+    assert ledger.take() == {}
+    ledger.end("TRAIN")
+    assert ledger.take() == {"TRAIN": Footprint(5, 2, 3)}
+
+
+def test_it_measures_this_process() -> None:
+    ledger = Ledger()
+    ledger.begin()
+    ledger.end("TRAIN")
+    found = ledger.take()["TRAIN"]
+    assert 10 * 2**20 < found.host_bytes < 2**40
+    assert found.peak_device_bytes >= found.device_bytes >= 0

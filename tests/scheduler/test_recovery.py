@@ -1,0 +1,182 @@
+"""Checkpoints and run folders on a real disk: what counts, what goes, what is refused."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from grpo_mp.errors import UserError
+from grpo_mp.scheduler import recovery
+from grpo_mp.scheduler.recovery import (
+    MANIFEST,
+    SETTINGS,
+    RunState,
+    begin_checkpoint,
+    check_run_folder,
+    checkpoint_folder,
+    claim_run_folder,
+    latest_checkpoint,
+    prune_checkpoints,
+    read_manifest,
+    write_manifest,
+)
+
+RESOLVED = "run:\n  steps: 10\n  save_every: 2\n  resume: auto\noptimizer:\n  lr: 1.0e-06\n"
+
+
+def state(step: int) -> RunState:
+    return RunState(
+        step=step,
+        optimizer_step=2 * step,
+        samples_seen=64 * step,
+        weight_version=2 * step + 1,
+        cursor={"seed": 3, "epoch": 1, "next": step},
+    )
+
+
+def save(run: Path, step: int, whole: bool = True) -> Path:
+    folder = checkpoint_folder(run, step)
+    begin_checkpoint(folder)
+    (folder / "policy").mkdir()
+    (folder / "policy" / "weights").write_bytes(b"w" * 100)
+    if whole:
+        write_manifest(folder, state(step))
+    return folder
+
+
+def test_the_state_comes_back(tmp_path: Path) -> None:
+    assert read_manifest(save(tmp_path, 7)) == state(7)
+    folder = checkpoint_folder(tmp_path, 8)
+    begin_checkpoint(folder)
+    write_manifest(folder, RunState())
+    assert read_manifest(folder) == RunState()
+
+
+def test_a_folder_counts_once_its_manifest_is_there(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    save(tmp_path, 4)
+    save(tmp_path, 12)
+    torn = save(tmp_path, 20, whole=False)
+    (torn / (MANIFEST + ".incomplete")).write_text("{")
+    assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 12)
+
+
+def test_a_write_that_is_killed_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path, 3, whole=False)
+
+    def killed(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_manifest(folder, state(3))
+    assert latest_checkpoint(tmp_path) is None
+    write_manifest(folder, state(3))
+    assert read_manifest(folder) == state(3)
+    assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, "policy"]
+
+
+def test_a_new_save_starts_from_an_empty_folder(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    begin_checkpoint(checkpoint_folder(tmp_path, 5))
+    assert list(checkpoint_folder(tmp_path, 5).iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_file_that_is_cut_or_gone_is_named(damage: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, 6)
+    weights = folder / "policy" / "weights"
+    weights.write_bytes(b"w" * 99) if damage == "cut" else weights.unlink()
+    with pytest.raises(UserError, match=r"step_000006: the checkpoint is torn, policy/weights is missing or cut short"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        json.dumps({"state": {"unknown": 1}, "file_bytes": {}}),
+        json.dumps({"state": asdict(state(1))}),
+        json.dumps({"state": asdict(state(1)), "file_bytes": 3}),
+    ],
+)
+def test_another_kind_of_manifest_is_refused(text: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    (folder / MANIFEST).write_text(text)
+    with pytest.raises(UserError, match=r"manifest.json: not a checkpoint manifest .*remove that folder"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 9])
+def test_pruning_keeps_the_newest_whole_ones(keep: int, tmp_path: Path) -> None:
+    for step in (2, 4, 10, 6):
+        save(tmp_path, step)
+    save(tmp_path, 12, whole=False)
+    prune_checkpoints(tmp_path, keep)
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == [f"step_{step:06d}" for step in [2, 4, 6, 10][-keep:]] + ["step_000012"]
+
+
+def test_pruning_takes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 4)
+
+    def killed(folder: Path) -> None:
+        assert not (folder / MANIFEST).exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recovery.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prune_checkpoints(tmp_path, 1)
+    assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 4)
+
+
+def test_a_new_folder_is_claimed_and_taken_up_again(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "one"
+    check_run_folder(run, RESOLVED, resume=True)
+    assert not run.exists()
+    claim_run_folder(run, RESOLVED)
+    assert [path.name for path in run.iterdir()] == [SETTINGS]
+    assert (run / SETTINGS).read_text() == RESOLVED
+    save(run, 2)
+    check_run_folder(run, RESOLVED.replace("steps: 10", "steps: 99").replace("save_every: 2", "save_every: 5"), True)
+
+
+@pytest.mark.parametrize("trace", ["checkpoint", "metrics"])
+def test_results_of_other_settings_are_refused(trace: str, tmp_path: Path) -> None:
+    claim_run_folder(tmp_path, RESOLVED)
+    check_run_folder(tmp_path, RESOLVED.replace("lr: 1.0e-06", "lr: 2.0e-06"), resume=True)
+    save(tmp_path, 2) if trace == "checkpoint" else (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"other settings \(lr: 1.0e-06 there, lr: 2.0e-06 here\): choose another"):
+        check_run_folder(tmp_path, RESOLVED.replace("lr: 1.0e-06", "lr: 2.0e-06"), resume=True)
+    with pytest.raises(UserError, match="one has more settings"):
+        check_run_folder(tmp_path, RESOLVED + "  eps: 1.0e-08\n", resume=True)
+    (tmp_path / SETTINGS).unlink()
+    with pytest.raises(UserError, match=r"it has no settings.yaml"):
+        check_run_folder(tmp_path, RESOLVED, resume=True)
+
+
+def test_checkpoints_are_not_run_over_without_resume(tmp_path: Path) -> None:
+    claim_run_folder(tmp_path, RESOLVED)
+    save(tmp_path, 2)
+    with pytest.raises(UserError, match=r"set run.resume=auto to go on, or remove it"):
+        check_run_folder(tmp_path, RESOLVED, resume=False)
+
+
+def test_a_torn_checkpoint_is_found_before_the_run_starts(tmp_path: Path) -> None:
+    claim_run_folder(tmp_path, RESOLVED)
+    (save(tmp_path, 2) / "policy" / "weights").unlink()
+    with pytest.raises(UserError, match="the checkpoint is torn"):
+        check_run_folder(tmp_path, RESOLVED, resume=True)
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(UserError, match="is not a folder that can be written to"):
+            check_run_folder(folder, RESOLVED, resume=True)

@@ -1,0 +1,88 @@
+"""A rank's phases with recording movers and the real monitors."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from grpo_mp.monitor.progress import Progress
+from grpo_mp.monitor.timeline import Timeline
+from grpo_mp.monitor.watchdog import Watchdog
+from grpo_mp.scheduler.phases import GENERATING, RESIDENT, Phase, Residency
+from grpo_mp.scheduler.scheduler import Mover, Scheduler
+
+ORDER = (Phase.GENERATE, Phase.LOGPROB, Phase.TRAIN, Phase.SYNC, Phase.GENERATE, Phase.SAVE)
+Monitors = tuple[Timeline, Watchdog, Progress]
+
+
+@pytest.fixture
+def monitors(tmp_path: Path) -> Iterator[Monitors]:
+    timeline = Timeline(tmp_path, rank=0)
+    with Watchdog(0, tmp_path) as watchdog:
+        yield timeline, watchdog, Progress(tmp_path, steps=1, console=Console(quiet=True))
+    timeline.close()
+
+
+def recording(calls: list[str]) -> dict[str, Mover]:
+    def mover(name: str) -> Mover:
+        return lambda wake: calls.append(f"{'+' if wake else '-'}{name}")
+
+    return {name: mover(name) for name in vars(Residency())}
+
+
+def test_movers_run_before_the_body_and_leave_before_they_come(monitors: Monitors) -> None:
+    calls: list[str] = []
+    scheduler = Scheduler(*monitors, 60.0, recording(calls), GENERATING)
+    for phase in ORDER:
+        with scheduler.phase(phase):
+            calls.append(phase)
+    assert " ".join(calls) == (
+        "GENERATE "
+        "-engine_weights -engine_cache +policy_weights LOGPROB "
+        "+gradients +optimizer TRAIN "
+        "-gradients -optimizer +engine_weights SYNC "
+        "-policy_weights +engine_cache GENERATE "
+        "-engine_weights -engine_cache +policy_weights +optimizer SAVE"
+    )
+
+
+def test_inside_each_phase_what_it_needs_is_resident(monitors: Monitors) -> None:
+    resident: dict[str, bool] = dict.fromkeys(vars(Residency()), False)
+    movers: dict[str, Mover] = {name: lambda wake, name=name: resident.update({name: wake}) for name in resident}
+    scheduler = Scheduler(*monitors, 60.0, movers)
+    for one in Phase:
+        for other in Phase:
+            for phase in (one, other):
+                with scheduler.phase(phase):
+                    assert resident == vars(RESIDENT[phase])
+
+
+def test_without_movers_nothing_moves(monitors: Monitors) -> None:
+    scheduler = Scheduler(*monitors, 60.0)
+    for phase in ORDER:
+        with scheduler.phase(phase):
+            pass
+    assert {span.name for span in monitors[0].take()} == set(ORDER)
+
+
+def test_spans_and_footprints_by_phase(monitors: Monitors) -> None:
+    scheduler = Scheduler(*monitors, 60.0, recording([]))
+    with scheduler.phase(Phase.TRAIN), scheduler.waiting():
+        pass
+    with scheduler.phase(Phase.EVAL, "arithmetic"):
+        pass
+    spans = monitors[0].take()
+    assert [span.name for span in spans] == ["MOVE", "WAIT", "TRAIN", "MOVE", "EVAL"]
+    assert set(scheduler.ledger.take()) == {"TRAIN", "EVAL"}
+
+
+def test_an_error_in_a_phase_comes_out_and_the_next_phase_starts_from_there(monitors: Monitors) -> None:
+    calls: list[str] = []
+    scheduler = Scheduler(*monitors, 60.0, recording(calls), GENERATING)
+    with pytest.raises(RuntimeError, match="in the body"), scheduler.phase(Phase.LOGPROB):
+        raise RuntimeError("in the body")
+    calls.clear()
+    with scheduler.phase(Phase.GENERATE):
+        pass
+    assert calls == ["-policy_weights", "+engine_weights", "+engine_cache"]

@@ -1,0 +1,107 @@
+"""What the host transport lends to an engine, taken as the engine's own processes take it."""
+
+import asyncio
+import base64
+import pickle
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_mp.sync.host_memory import LOADER, borrow, lend, load_bucket
+from grpo_mp.sync.transport import HostTransport, bucket_bytes
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
+
+
+class Recorder:
+    """A client whose engine keeps every tensor it is given, by engine rank."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.received: list[dict[str, Tensor]] = []
+        self.payload_bytes = 0
+
+    async def begin_weight_update(self) -> None:
+        self.calls.append("begin")
+
+    async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
+        self.calls.append(f"update by {load_format}")
+        self.payload_bytes = sum(map(len, payloads))
+        self.received = [self._load(payload) for payload in payloads]
+
+    async def end_weight_update(self, version: int) -> None:
+        self.calls.append(f"end {version}")
+
+    @staticmethod
+    def _load(payload: str) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = {}
+
+        def load_weights(named: Iterable[tuple[str, Tensor]]) -> None:
+            weights.update(named)
+
+        load_bucket(SimpleNamespace(load_weights=load_weights), pickle.loads(base64.b64decode(payload)))
+        return weights
+
+
+def sent(bucket: list[tuple[str, Tensor]], engine_ranks: int = 1) -> Recorder:
+    async def push() -> Recorder:
+        client = Recorder()
+        transport = HostTransport(client, engine_ranks)
+        await transport.begin()
+        await transport.send(bucket)
+        await transport.end(7)
+        return client
+
+    return asyncio.run(push())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_rank_of_the_engine_gets_equal_tensors(dtype: torch.dtype) -> None:
+    bucket = [
+        ("a.weight", torch.randn(3, 5).mul(9).to(dtype)),
+        ("b.weight", torch.randn(4, 3).mul(9).to(dtype).t()),
+        ("c.scale", torch.tensor(2.5)),
+        ("d.bias", torch.randn(7)),
+    ]
+    client = sent(bucket, engine_ranks=3)
+    assert client.calls == ["begin", f"update by {LOADER}", "end 7"]
+    assert len(client.received) == 3
+    for received in client.received:
+        assert list(received) == [name for name, _ in bucket]
+        for name, expected in bucket:
+            assert received[name].dtype == expected.dtype
+            assert torch.equal(received[name].double(), expected.double())
+
+
+def test_a_slice_travels_without_the_storage_it_looks_into() -> None:
+    whole = torch.randn(1000, 64)
+    client = sent([("rows", whole[10:12]), ("columns", whole[:2, 3:5])])
+    assert client.payload_bytes < 2000
+    (received,) = client.received
+    assert torch.equal(received["rows"], whole[10:12])
+    assert torch.equal(received["columns"], whole[:2, 3:5])
+    assert received["rows"].untyped_storage().nbytes() < 1000
+
+
+def test_what_is_borrowed_stays_and_is_a_copy_of_one_s_own() -> None:
+    tensor = torch.arange(5.0)
+    with lend([("a", tensor)]) as note:
+        (_, kept), *_ = borrow(note)
+        (_, changed), *_ = borrow(note)
+        changed.zero_()
+    tensor.fill_(9.0)
+    assert kept.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert changed.tolist() == [0.0] * 5
+
+
+def test_the_loader_is_named_as_python_imports_it() -> None:
+    module, _, name = LOADER.rpartition(".")
+    assert (load_bucket.__module__, load_bucket.__name__) == (module, name)
+
+
+def test_bytes_of_a_bucket() -> None:
+    assert bucket_bytes([("a", torch.zeros(3, 2)), ("b", torch.zeros(5, dtype=torch.bfloat16))]) == 34
+    assert bucket_bytes([]) == 0

@@ -1,0 +1,39 @@
+"""The locked CPU set, the declared dependencies and the environment that the tests run in are one."""
+
+import importlib.metadata
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = [requirement for extra in PROJECT["optional-dependencies"].values() for requirement in extra]
+
+
+def read_lock(name: str) -> dict[str, Version]:
+    """Canonical package name to its only version. Fails on a line that does not pin one."""
+    lines = (ROOT / "launch" / f"requirements-{name}.txt").read_text().splitlines()
+    pins = [line.split("==") for line in lines if not line.startswith("#")]
+    return {canonicalize_name(package): Version(version) for package, version in pins}
+
+
+CPU, TEST = read_lock("cpu"), read_lock("test")
+
+
+def test_no_package_is_locked_twice() -> None:
+    assert not CPU.keys() & TEST.keys()
+
+
+@pytest.mark.parametrize("declared", PROJECT["dependencies"] + EXTRAS)
+def test_a_declared_dependency_is_locked_at_an_allowed_version(declared: str) -> None:
+    requirement = Requirement(declared)
+    assert requirement.specifier.contains((CPU | TEST)[canonicalize_name(requirement.name)])
+
+
+@pytest.mark.parametrize("package", CPU)
+def test_an_installed_package_is_the_locked_one(package: str) -> None:
+    assert Version(importlib.metadata.version(package)).public == str(CPU[package])
