@@ -193,7 +193,7 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: give an existing settings file") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected sections (run:, model:, ...), found {type(tree).__name__}")

@@ -31,8 +31,10 @@ def train(session: Session) -> None:
     settings, scheduler, policy, rollout = session.settings, session.scheduler, session.policy, session.rollout
     loss = make_loss(settings.algorithm)
     recorder = Recorder(session)
-    synchronize(session)
+    sync, check = synchronize(session)
     before = after = evaluate(session, session.state.step)
+    if session.state.step == 0:
+        recorder.write(0, before.metrics | recorder.sync_metrics(sync, check))
     saved_step = session.state.step
     while session.state.step < settings.run.steps and not session.should_stop():
         step = session.state.step + 1

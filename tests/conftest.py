@@ -3,12 +3,17 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import pytest
 import yaml
 
 from grpo_mp.data.arithmetic import make_problems, vocabulary_words, write_jsonl
 from grpo_mp.data.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.tiny import make_tiny
+
+# A loaded machine is slow, not wrong.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
 
 TRAIN_PROMPTS, EVAL_PROMPTS = 60, 6
 

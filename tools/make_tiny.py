@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cold-start", type=float, default=0.0, metavar="P", help="probability to reach; 0: random")
     parser.add_argument("--slips", type=float, default=0.5, help="share of the worked examples with a careless slip")
-    parser.add_argument("--steps", type=int, default=400, help="most supervised steps")
+    parser.add_argument("--steps", type=int, default=300, help="most supervised steps")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     return parser
 

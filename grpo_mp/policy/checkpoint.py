@@ -36,7 +36,7 @@ def load_policy(policy: Policy, folder: Path) -> None:
         raise UserError(f"{folder}: the checkpoint cannot be read: {' '.join(str(error).split())[:300]}") from error
     for name, model in zip(_names(policy), policy.models(), strict=True):
         model.load_state_dict(state[name], strict=True)
-    policy.optimizer.load_state_dict(_merged(policy, state["optimizer"]))
+    policy.optimizer.load_state_dict(_for_optimizers(policy, state["optimizer"]))
     policy.schedule.load_state_dict(state["schedule"])
 
 
@@ -56,12 +56,23 @@ def _names(policy: Policy) -> list[str]:
     return ["model"] if count == 1 else [f"model{chunk}" for chunk in range(count)]
 
 
-def _merged(policy: Policy, state: dict[Any, Any]) -> dict[Any, Any]:
-    """Dense and expert parameters have optimizers of their own only where experts are divided.
+def _for_optimizers(policy: Policy, state: dict[Any, Any]) -> dict[Any, Any]:
+    """Arrange a loaded optimizer state for the optimizers of this layout.
 
-    A state saved so, loaded into one optimizer, keeps the first one's numbered entry: take its fields over.
+    Dense and expert parameters have optimizers of their own only where experts are divided in another way, and
+    what is saved once for all ranks (steps, learning rates) stands as the saving layout had it. Both kinds learn in
+    step, so every saved group serves for either.
     """
-    if len(policy.optimizer.chained_optimizers) > 1 or 0 not in state:
-        return state
-    merged = {key: value for key, value in state.items() if not isinstance(key, int)}
-    return state[0] | merged
+    count = len(policy.optimizer.chained_optimizers)
+    places = [state, *(state[key] for key in sorted(key for key in state if isinstance(key, int)))]
+    saved = [group for place in places if "optimizer" in place for group in place["optimizer"]["param_groups"]]
+    groups = [group | {"is_expert_parallel": expert} for group in saved for expert in (False, True)]
+
+    def arrange(place: dict[Any, Any]) -> dict[str, Any]:
+        return {
+            "optimizer": {"param_groups": groups},
+            "param_state": place["param_state"],
+            "param_state_sharding_type": METADATA["distrib_optim_sharding_type"],
+        }
+
+    return arrange(state) if count == 1 else {index: arrange(state[index]) for index in range(count)}

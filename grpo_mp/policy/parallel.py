@@ -10,6 +10,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from grpo_mp import platform
 from grpo_mp.config import Layout
+from grpo_mp.errors import UserError
 from grpo_mp.planner.grid import Coordinates, coordinates, data_parallel, replica_ranks
 
 
@@ -35,12 +36,13 @@ class Parallel:
 def start_parallel(layout: Layout, seed: int, timeout_s: float, name: str = "job") -> Parallel:
     """Join the job that torchrun or srun describes in the environment and make every group.
 
-    Processes that left with `stop_parallel` may join again, under another `name`.
+    Processes that left with `stop_parallel` may join again, under another `name`. Raises UserError where
+    they cannot meet.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     if platform.on_cuda():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, world_size = _meet(timeout)
     store = dist.PrefixStore(name, store)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
@@ -76,3 +78,15 @@ def stop_parallel() -> None:
     """Leave the job; every group ends."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def _meet(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
+    """The job's store, this rank, and how many there are. Raises UserError where the ranks cannot meet."""
+    try:
+        return next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        if "EADDRINUSE" in str(error):
+            raise UserError(f"MASTER_PORT={port} of {host} is taken: choose another, for every rank") from error
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"rank {os.environ['RANK']} cannot meet the others at {host}:{port}: {reason}") from error

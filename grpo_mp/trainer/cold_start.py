@@ -29,7 +29,7 @@ ALONE_TIMEOUT_S = 600.0
 class Recipe:
     """How the supervised steps run."""
 
-    steps: int = 400  # at most
+    steps: int = 300  # at most; the rate falls to a tenth by then
     batch: int = 128
     lr: float = 3e-3
     held_out: int = 200
@@ -138,7 +138,13 @@ def _settings(model: Path, seed: int, recipe: Recipe) -> Settings:
         "data": {"train": "worked examples"},
         "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 64, "max_response_tokens": 64},
         "reward": {"answer": 1.0},
-        "optimizer": {"lr": recipe.lr, "warmup_updates": 5, "max_tokens_per_microbatch": 8192},
+        "optimizer": {
+            "lr": recipe.lr,
+            "min_lr": recipe.lr / 10,
+            "decay": "linear",
+            "warmup_updates": 5,
+            "max_tokens_per_microbatch": 8192,
+        },
     }
     return check_settings(tree, "cold start")
 

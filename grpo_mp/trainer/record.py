@@ -60,6 +60,12 @@ class Recorder:
             "speed/train_tokens_per_s": tokens / seconds["TRAIN"],
             "speed/samples_per_s": len(batch.infos) / summary.wall_s,
             "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / parallel.world_size,
+            **self.sync_metrics(sync, check),
+        }
+
+    def sync_metrics(self, sync: SyncReport, check: CheckReport) -> dict[str, float]:
+        """What the last sync moved, and how far the engines are from the policy after it."""
+        return {
             "sync/weight_version": sync.version,
             "sync/bytes": sync.nbytes,
             "sync/buckets": sync.buckets,

@@ -40,15 +40,15 @@ def test_an_engine_that_does_not_come_up_shows_its_log(start_job: StartJob, tmp_
     assert result.left == []
 
 
-def test_a_reward_that_raises_stops_every_rank(start_job: StartJob, tmp_path: Path) -> None:
-    file = tmp_path / "broken.py"
-    file.write_text("def broken(completions, **_):\n    raise ValueError('no such unit')\n")
-    reward = f"reward.functions={{{file}:broken: 1.0}}"
-    result = outcome(start_job(f"run.folder={tmp_path / 'run'}", NO_EVAL, ONE_ENGINE, reward))
+def test_a_reward_that_hangs_stops_every_rank(start_job: StartJob, tmp_path: Path) -> None:
+    file = tmp_path / "hanging.py"
+    file.write_text("def hanging(completions, **_):\n    while True:\n        pass\n")
+    reward = (f"reward.functions={{{file}:hanging: 1.0}}", "reward.timeout_s=2")
+    result = outcome(start_job(f"run.folder={tmp_path / 'run'}", NO_EVAL, ONE_ENGINE, *reward))
     assert result.status == 2
     (sentence,) = sentences(result)
-    assert sentence.startswith("error: reward broken: prompt ")
-    assert "raised ValueError: no such unit; sample 0: " in sentence
+    assert sentence.startswith("error: reward hanging: prompt ")
+    assert "took longer than reward.timeout_s=2 s; sample 0: " in sentence
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert result.left == []
 

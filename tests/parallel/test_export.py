@@ -14,4 +14,4 @@ def test_every_tensor_arrives_once_and_bit_for_bit(case: Case, targets: str, out
         found = rank[targets]
         assert sorted(found["names"]) == (everything if targets == "all" or number == 0 else [])
         assert found["wrong"] == []
-        assert found["buckets"] > 10
+        assert found["buckets"] > 4

@@ -57,7 +57,7 @@ def check(case: Case, vocabulary: int, temperature: float, chunk: int) -> None:
 
 
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 5), st.sampled_from([0.5, 1.0, 2.0]), st.integers(1, 21))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_equal_to_log_softmax(tokens: int, vocabulary: int, padding: int, temperature: float, chunk: int) -> None:
     check(draw(tokens, 6, vocabulary, padding, seed=tokens), vocabulary, temperature, chunk)
 
@@ -112,9 +112,9 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("chunk", [1, 16, 64])
+@pytest.mark.parametrize("chunk", [4, 16, 64])
 def test_no_tensor_is_larger_than_a_chunk_of_logits(chunk: int) -> None:
-    tokens, vocabulary = 256, 640
+    tokens, vocabulary = 128, 640
     case = draw(tokens, 1, vocabulary, 0)
     with Largest() as largest:
         chunked(case, vocabulary, 1.0, chunk)

@@ -1,0 +1,61 @@
+"""The quickstart over several seeds, in one table: `python -m tests.bench.quickstart_seeds 0 1 2`.
+
+Each seed makes its own data and cold start and trains with the quickstart's own settings. Columns: accuracy on
+held-out prompts before and after (sampled at temperature 1), training seconds (first to last event of the trace),
+the largest mean |engine - policy| logprob difference of any step and of any check after a sync, and the median
+share of step time outside generate, logprob, train and sync work.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+REACH = {"after": 0.80, "seconds": 360.0, "mismatch": 1e-4, "overhead": 0.05}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seeds", type=int, nargs="+")
+    parser.add_argument("--only-read", action="store_true", help="do not run, only read runs/quickstart_seed*")
+    wanted = parser.parse_args()
+    table = Table("seed", "before", "after", "train s", "mismatch", "check", "overhead")
+    for seed in wanted.seeds:
+        run = Path(f"runs/quickstart_seed{seed}")
+        if not wanted.only_read:
+            environment = {**os.environ, "SEED": str(seed), "RUN": str(run)}
+            subprocess.run(["bash", "launch/quickstart.sh"], env=environment, check=True)
+        table.add_row(str(seed), *row(run))
+    Console().print(table, f"reach: {REACH}")
+
+
+def row(run: Path) -> list[str]:
+    """One run's figures as text."""
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    scores = [step["eval/arithmetic/accuracy"] for step in steps if "eval/arithmetic/accuracy" in step]
+    return [
+        f"{scores[0]:.1%}",
+        f"{scores[-1]:.1%}",
+        f"{seconds(run):.0f}",
+        f"{max(step.get('mismatch/logprob_abs_diff/mean', 0.0) for step in steps):.1e}",
+        f"{max(step.get('sync/check/logprob_abs_diff/mean', 0.0) for step in steps):.1e}",
+        f"{statistics.median(step['time/overhead_share'] for step in steps if 'time/overhead_share' in step):.1%}",
+    ]
+
+
+def seconds(run: Path) -> float:
+    """From the first event of any rank to the last."""
+    events = json.loads((run / "trace.json").read_text())
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    times = [event["ts"] for event in events if "ts" in event]
+    return (max(times) - min(times)) / 1e6
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Samples as flat tensors and back; and the exchange in a job of one rank."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mp.rollout.exchange import SampleInfo, _decode, _floats, _integers, deliver, share_infos
+from grpo_mp.types import Prompt, Sample, SampleGroup
+
+TOKENS = st.lists(st.integers(0, 2**31), min_size=1, max_size=8)
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    tokens = draw(TOKENS)
+    exact = st.floats(-100, 0, width=32)
+    return Sample(
+        group_id=draw(st.integers(0, 2**40)),
+        index=draw(st.integers(0, 100)),
+        prompt_tokens=tuple(draw(st.lists(st.integers(0, 2**31), max_size=8))),
+        tokens=tuple(tokens),
+        rollout_logprobs=tuple(draw(exact) for _ in tokens),
+        weight_versions=tuple(draw(st.integers(0, 2**20)) for _ in tokens),
+        truncated=draw(st.booleans()),
+    )
+
+
+@given(st.lists(samples(), max_size=4))
+@settings(max_examples=50)
+def test_what_is_encoded_is_decoded(sent: list[Sample]) -> None:
+    whole, real = _integers(sent), _floats(sent)
+    assert (whole.dtype, real.dtype) == (torch.int64, torch.float32)
+    assert _decode(whole, real) == sent
+
+
+@given(st.lists(samples(), max_size=2), st.lists(samples(), max_size=2))
+@settings(max_examples=30)
+def test_encodings_of_two_senders_may_stand_one_after_the_other(one: list[Sample], other: list[Sample]) -> None:
+    whole, real = torch.cat([_integers(one), _integers(other)]), torch.cat([_floats(one), _floats(other)])
+    assert _decode(whole, real) == one + other
+
+
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    """The group of a job of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def group(group_id: int) -> SampleGroup:
+    parts = {"answer": 1.0}
+    sample = Sample(group_id, 0, (1, 2), (3, 4, 5), (-0.5, -0.25, 0.0), (4, 2, 3), True, "text", 1.5, parts)
+    return SampleGroup(Prompt(0, "question", (1, 2)), (replace(sample, index=1), sample))
+
+
+def test_numbers_and_samples_in_a_job_of_one_rank(alone: dist.ProcessGroup) -> None:
+    groups = [group(7), group(3)]
+    infos = share_infos(groups, alone)
+    assert [info.key for info in infos] == [(3, 0), (3, 1), (7, 0), (7, 1)]
+    assert infos[0] == SampleInfo(3, 0, 0, 2, 3, 1.5, True, oldest_version=2, reward_parts={"answer": 1.0})
+    assert infos[0].total_tokens == 5
+    wanted = {0: [(7, 1), (3, 0)]}
+    found = deliver(groups, wanted, alone, alone, 0)
+    expected = {(7, 1): groups[0].samples[0], (3, 0): groups[1].samples[1]}
+    assert found == {key: replace(one, text="", reward=0.0, reward_parts={}) for key, one in expected.items()}

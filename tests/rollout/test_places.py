@@ -1,0 +1,58 @@
+"""Which ranks start which processes of which engine."""
+
+from itertools import product
+
+import pytest
+
+from grpo_mp.errors import UserError
+from grpo_mp.rollout.places import EnginePlace, engine_hosts, engine_places
+
+JOBS = [
+    (nodes * ranks_per_node, ranks_per_node, gpus)
+    for nodes, ranks_per_node, gpus in product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8, 16))
+    if gpus <= nodes * ranks_per_node
+]
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node", "gpus"), JOBS)
+def test_engines_span_consecutive_ranks_with_one_process_for_each_node(
+    world_size: int, ranks_per_node: int, gpus: int
+) -> None:
+    places = engine_places(world_size, ranks_per_node, gpus, None)
+    spans = [range(engine * gpus, (engine + 1) * gpus) for engine in range(world_size // gpus)]
+    for engine, span in enumerate(spans):
+        starters = [place for place in places if place.engine == engine]
+        nodes = sorted({rank // ranks_per_node for rank in span})
+        assert [place.rank for place in starters] == [
+            min(rank for rank in span if rank // ranks_per_node == node) for node in nodes
+        ]
+        assert [place.node_rank for place in starters] == list(range(len(nodes)))
+        assert {place.nodes for place in starters} == {len(nodes)}
+    assert {place.engine for place in places} == set(range(len(spans)))
+    assert len({place.rank for place in places}) == len(places)
+    assert engine_hosts(places) == tuple(span[0] for span in spans)
+
+
+def test_two_engines_over_two_nodes_each() -> None:
+    assert engine_places(16, 4, 8, None) == (
+        EnginePlace(0, 0, 0, 2),
+        EnginePlace(0, 4, 1, 2),
+        EnginePlace(1, 8, 0, 2),
+        EnginePlace(1, 12, 1, 2),
+    )
+
+
+def test_fewer_engines_than_fit_may_be_asked_for() -> None:
+    assert engine_hosts(engine_places(8, 8, 2, 3)) == (0, 2, 4)
+
+
+@pytest.mark.parametrize(("gpus", "count"), [(4, 3), (16, None), (1, 9)])
+def test_engines_that_do_not_fit_are_refused(gpus: int, count: int | None) -> None:
+    with pytest.raises(UserError, match=rf"engines of engine.gpus={gpus} do not fit the 8 ranks"):
+        engine_places(8, 8, gpus, count)
+
+
+@pytest.mark.parametrize(("ranks_per_node", "gpus"), [(4, 3), (3, 2), (4, 6)])
+def test_an_engine_that_would_straddle_nodes_unevenly_is_refused(ranks_per_node: int, gpus: int) -> None:
+    with pytest.raises(UserError, match=rf"engine.gpus={gpus} and the {ranks_per_node} ranks of a node"):
+        engine_places(12, ranks_per_node, gpus, None)

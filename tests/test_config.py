@@ -1,0 +1,156 @@
+"""Settings: typed, strict, frozen; overrides; units; the resolved form."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from grpo_mp.config import Settings, check_settings, dump_settings, exit_with, load_settings, parse_bytes
+from grpo_mp.errors import UserError
+
+LEAST: dict[str, Any] = {
+    "run": {"folder": "runs/x", "steps": 3},
+    "model": {"path": "checkpoints/x"},
+    "data": {"train": "train.jsonl"},
+    "rollout": {"prompts_per_step": 4, "group_size": 8, "max_prompt_tokens": 64, "max_response_tokens": 32},
+    "reward": {"answer": 1.0},
+    "optimizer": {"lr": 1e-6},
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "settings.yaml"
+    path.write_text(yaml.safe_dump(LEAST))
+    return path
+
+
+def test_what_is_left_out_takes_its_default(file: Path) -> None:
+    settings = load_settings(file)
+    assert settings == check_settings(LEAST, "here")
+    assert settings.layout.tensor == settings.layout.expert == 1
+    assert settings.samples_per_step == 32
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "name", "value"),
+    [
+        ("rollout.group_size=16", "rollout", "group_size", 16),
+        ("optimizer.lr=1e-5", "optimizer", "lr", 1e-5),
+        ("sync.bucket_bytes=512MiB", "sync", "bucket_bytes", 512 * 2**20),
+        ("layout.virtual_pipeline=null", "layout", "virtual_pipeline", None),
+        ("data.eval={held_out: eval.jsonl}", "data", "eval", {"held_out": "eval.jsonl"}),
+        ("rollout.stop=[END, STOP]", "rollout", "stop", ("END", "STOP")),
+        ("engine.args.mem_fraction_static=0.7", "engine", "args", {"mem_fraction_static": 0.7}),
+        ("model.path=a=b", "model", "path", Path("a=b")),
+        ("reward.on_error=-1", "reward", "on_error", -1.0),
+    ],
+)
+def test_overrides(file: Path, override: str, section: str, name: str, value: Any) -> None:
+    assert getattr(getattr(load_settings(file, [override]), section), name) == value
+
+
+def test_a_later_override_wins_and_reaches_deep(file: Path) -> None:
+    settings = load_settings(file, ["algorithm.kl.weight=0.1", "algorithm.kl.weight=0.2"])
+    assert settings.algorithm.kl.weight == 0.2
+
+
+@pytest.mark.parametrize("override", ["steps=3", "run.steps", "run.steps=[", ""])
+def test_what_is_no_override(file: Path, override: str) -> None:
+    with pytest.raises(UserError, match=r"^override "):
+        load_settings(file, [override])
+
+
+def test_the_resolved_form_names_every_setting_and_reads_back_equal(file: Path, tmp_path: Path) -> None:
+    settings = load_settings(
+        file, ["rollout.stop=[END]", "layout.expert=2", "reward.functions={'a.py:f': 2}", "optimizer.betas=[0.8, 0.9]"]
+    )
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump_settings(settings))
+    assert load_settings(resolved) == settings
+    tree = yaml.safe_load(dump_settings(settings))
+    assert tree.keys() == Settings.model_fields.keys()
+    assert all(tree[name].keys() == type(getattr(settings, name)).model_fields.keys() for name in tree)
+
+
+def test_settings_do_not_change(file: Path) -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load_settings(file).run.steps = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"run": {"folder": "x"}}, "here: setting run.steps is missing"),
+        ({"rollouts": {}}, "here: unknown setting rollouts (did you mean rollout?)"),
+        ({"engine": {"cout": 1}}, "here: unknown setting engine.cout (did you mean engine.count?)"),
+        (
+            {"algorithm": {"clip": {"hihg": 1}}},
+            "unknown setting algorithm.clip.hihg (did you mean algorithm.clip.high?)",
+        ),
+        ({"engine": {"zzz": 1}}, "here: unknown setting engine.zzz"),
+        ({"run": {"folder": "x", "steps": 0}}, "here: run.steps: Input should be greater than 0"),
+        (
+            {"sync": {"bucket_bytes": "lots"}},
+            "sync.bucket_bytes: 'lots' is not a number of bytes: write 512MiB, 1GiB or a",
+        ),
+        ({"reward": {"answer": 0}}, "here: reward: no reward has a weight"),
+        ({"optimizer": {"lr": 1, "updates_per_step": 5}}, "here: optimizer.updates_per_step=5 does not divide the 32"),
+        ({"rollout": 3}, "here: rollout: Input should be a valid dictionary"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_settings(LEAST | changes, "here")
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_all_complaints_come_at_once() -> None:
+    with pytest.raises(UserError, match=r"run\.steps.*; .*rollout\.group_size"):
+        check_settings(
+            LEAST | {"run": {"folder": "x", "steps": 0}, "rollout": LEAST["rollout"] | {"group_size": 1}}, ""
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("- a", "expected sections .* found list"),
+        ("a: [", "not valid YAML"),
+        ("", "expected sections .* found NoneType"),
+    ],
+)
+def test_files_that_are_no_settings(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=rf"settings\.yaml: {sentence}"):
+        load_settings(path)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"settings\.yaml: not valid YAML"):
+        load_settings(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1KiB", 1024), ("1.5MiB", 3 * 2**19), ("2GiB", 2**31), ("77", 77), ("0.5GiB", 2**29)]
+)
+def test_bytes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["1GB", "GiB", "-5", "", "xMiB"])
+def test_what_is_no_number_of_bytes(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a number of bytes|could not convert"):
+        parse_bytes(text)
+
+
+def test_a_mistake_ends_the_process_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        exit_with(UserError("x is wrong"))
+    assert (ended.value.code, capsys.readouterr().err) == (2, "error: x is wrong\n")

@@ -1,0 +1,137 @@
+"""Who speaks when a job ends, and with which status a rank leaves."""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from grpo_mp.errors import UserError
+from grpo_mp.monitor.watchdog import Watchdog
+from grpo_mp.trainer import ends
+from grpo_mp.trainer.ends import PeerLostError, clean_end, ignore_more_interrupts, one_voice
+
+# What torch says of a peer that is gone: gloo twice, NCCL, and the store of a launcher that was killed, twice.
+GONE = (
+    "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:32647.",
+    "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1447: Connection reset by peer.",
+    "NCCL error: remote process exited or there was a network error",
+    "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+    "sendBytes failed on SocketImpl(fd=3): Broken pipe",
+)
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """The handlers of this process, which ends change, are put back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_first_mistake_of_a_job_is_said_and_no_other(store: dist.Store) -> None:
+    with pytest.raises(UserError, match="engine 1 ended"), one_voice(1, store):
+        raise UserError("engine 1 ended")
+    with pytest.raises(PeerLostError, match=r"^rank 0: another rank ended; its message says why$"), one_voice(0, store):
+        raise UserError("engine 0 ended")
+
+
+@pytest.mark.parametrize("said", GONE)
+def test_a_rank_that_lost_its_peers_names_its_phase_only(store: dist.Store, tmp_path: Path, said: str) -> None:
+    with Watchdog(1, tmp_path) as watchdog:
+        with pytest.raises(PeerLostError) as lost, one_voice(1, store), watchdog.phase("TRAIN", 60.0):
+            raise RuntimeError(said)
+        assert str(lost.value) == "rank 1 in TRAIN: another rank ended; its message says why"
+    with pytest.raises(UserError), one_voice(0, store):  # the word is still free
+        raise UserError("the cause")
+
+
+def test_an_unexpected_error_stays_what_it_is(store: dist.Store) -> None:
+    with pytest.raises(RuntimeError, match="shapes"), one_voice(0, store):
+        raise RuntimeError("shapes do not match")
+
+
+def test_a_mistake_is_said_where_the_store_is_gone() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    del server
+    with pytest.raises(UserError, match="the cause"), one_voice(1, client):
+        raise UserError("the cause")
+
+
+def test_a_mistake_ends_with_its_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, clean_end():
+        raise UserError("no such file")
+    assert (ended.value.code, capsys.readouterr().err) == (2, "error: no such file\n")
+
+
+def test_what_every_rank_finds_another_than_the_first_says_only_when_that_one_does_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(ends.time, "sleep", lambda seconds: waited.append(seconds))
+    with pytest.raises(SystemExit) as ended, clean_end():
+        raise UserError("no such file on this node")
+    assert waited == [ends.FIRST_RANK_LIMIT_S]
+    assert (ended.value.code, capsys.readouterr().err) == (2, "error: no such file on this node\n")
+
+
+def test_a_lost_peer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, clean_end():
+        raise PeerLostError("rank 1: another rank ended; its message says why")
+    assert (ended.value.code, capsys.readouterr().err) == (1, "rank 1: another rank ended; its message says why\n")
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "rank 0 in SYNC: stopped by Ctrl-C\n"), ("1", "")])
+def test_ctrl_c_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, rank: str, said: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with (
+        Watchdog(int(rank), tmp_path) as watchdog,
+        pytest.raises(SystemExit) as ended,
+        clean_end(),
+        watchdog.phase("SYNC", 60.0),
+    ):
+        raise KeyboardInterrupt
+    assert (ended.value.code, capsys.readouterr().err) == (130, said)
+
+
+def test_a_second_ctrl_c_does_not_break_off_what_the_first_began() -> None:
+    ignore_more_interrupts(ValueError)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ignore_more_interrupts(KeyboardInterrupt)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_rank_that_is_ending_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher answers the end of one rank with SIGTERM to the others."""
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit), clean_end():
+        raise UserError("no such file")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize(("error", "said"), [(UserError("x"), "error: x"), (ValueError("y"), "ValueError: y")])
+def test_torchrun_shows_the_sentence_as_the_root_cause(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, said: str
+) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises((SystemExit, ValueError)), clean_end():
+        raise error
+    knows = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(file))
+    lost = ProcessFailure(local_rank=0, pid=2, exitcode=1, error_file="")
+    summary = ChildFailedError("train", {0: lost, 1: knows}).format_msg()
+    assert f"traceback : {said}\n" in summary.partition("Root Cause")[2]
+    assert json.loads(file.read_text())["message"]["message"] == said

@@ -1,0 +1,138 @@
+"""A step's metrics against numpy; every name stands in the metric dictionary."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from grpo_mp.algorithms.report import MAXIMA, SUMS
+from grpo_mp.config import Layout
+from grpo_mp.data.updates import plan_updates
+from grpo_mp.monitor.metrics import find
+from grpo_mp.planner.grid import coordinates
+from grpo_mp.policy.parallel import Parallel
+from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.rollout.exchange import SampleInfo
+from grpo_mp.scheduler.ledger import Footprint
+from grpo_mp.trainer.batch import StepBatch
+from grpo_mp.trainer.metrics import eval_metrics, eval_score, memory_metrics, rollout_metrics, update_metrics
+
+
+def info(group_id: int, index: int, reward: float, response: int, version: int = 4, **parts: float) -> SampleInfo:
+    return SampleInfo(
+        group_id=group_id,
+        index=index,
+        holder=0,
+        prompt_tokens=10 + group_id,
+        response_tokens=response,
+        reward=reward,
+        truncated=response == 16,
+        oldest_version=version,
+        reward_parts=parts,
+    )
+
+
+INFOS = [
+    info(0, 0, 1.5, 4, answer=1.0, boxed=1.0),
+    info(0, 1, 0.5, 16, answer=0.0, boxed=1.0),
+    info(0, 2, 0.0, 7, answer=0.0, boxed=0.0),
+    info(5, 0, 0.5, 9, 3, answer=0.0, boxed=1.0),
+    info(5, 1, 0.5, 16, 2, answer=0.0, boxed=1.0),
+]
+
+
+@pytest.fixture
+def alone() -> Iterator[Parallel]:
+    """A job of one rank."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group, layout = dist.group.WORLD, Layout()
+    yield Parallel(layout, 0, 1, coordinates(0, layout, 1), 1, replica=group, host=group, store=store)
+    dist.destroy_process_group()
+
+
+def test_rewards_and_lengths_of_a_step() -> None:
+    found = rollout_metrics(INFOS, weight_version=4)
+    rewards, lengths = np.array([1.5, 0.5, 0.0, 0.5, 0.5]), np.array([4, 16, 7, 9, 16])
+    assert found == pytest.approx(
+        {
+            "reward/mean": rewards.mean(),
+            "reward/std": rewards.std(),
+            "reward/min": 0.0,
+            "reward/max": 1.5,
+            "reward/group_std": (rewards[:3].std() + rewards[3:].std()) / 2,
+            "reward/zero_std_ratio": 0.5,
+            "reward/part/answer": 0.2,
+            "reward/part/boxed": 0.8,
+            "rollout/response_length/mean": lengths.mean(),
+            "rollout/response_length/min": 4,
+            "rollout/response_length/max": 16,
+            "rollout/prompt_length/mean": (3 * 10 + 2 * 15) / 5,
+            "rollout/truncated_ratio": 0.4,
+            "rollout/groups": 2,
+            "rollout/weight_version_lag/mean": (0 + 0 + 0 + 1 + 2) / 5,
+            "rollout/weight_version_lag/max": 2,
+        }
+    )
+    for name in found:
+        assert find(name, "scalar")
+
+
+def test_accuracy_is_the_answer_part_or_the_share_of_positive_rewards() -> None:
+    score = eval_score(INFOS)
+    assert (score.accuracy, score.reward, score.length) == pytest.approx((0.2, 0.6, 10.4))
+    without = [info(0, 0, -1.0, 4, length=0.2), info(0, 1, 0.3, 6, length=0.4)]
+    assert eval_score(without).accuracy == 0.5
+
+
+def test_eval_metrics_carry_the_set_s_name() -> None:
+    found = eval_metrics("arithmetic", INFOS)
+    assert found == pytest.approx(
+        {
+            "eval/arithmetic/accuracy": 0.2,
+            "eval/arithmetic/reward": 0.6,
+            "eval/arithmetic/length": 10.4,
+            "eval/arithmetic/truncated_ratio": 0.4,
+        }
+    )
+    for name in found:
+        assert find(name, "scalar")
+
+
+def test_updates_are_averaged_but_for_what_only_the_first_one_shows(alone: Parallel) -> None:
+    def update(value: float, grad_norm: float, lr: float, skipped: bool) -> UpdateReport:
+        sums = dict.fromkeys((*SUMS, *MAXIMA), torch.tensor(value, dtype=torch.float64))
+        sums["tokens"] = torch.tensor(2.0, dtype=torch.float64)
+        return UpdateReport([sums, sums], grad_norm, lr, skipped)
+
+    plan = plan_updates([one.total_tokens for one in INFOS], 1, Layout(tensor=4), 2, 64, 64)
+    batch = StepBatch(infos=tuple(INFOS), advantages=(), plan=plan, updates=())
+    found = update_metrics([update(1.0, 3.0, 0.1, False), update(3.0, 5.0, 0.2, True)], batch, alone)
+    assert found["train/loss"] == (2.0 + 6.0) / 2
+    assert found["train/entropy"] == (2.0 / 4 + 6.0 / 4) / 2
+    assert found["train/ratio/max"] == 3.0
+    assert found["mismatch/logprob_abs_diff/mean"] == 2.0 / 4
+    assert found["mismatch/logprob_abs_diff/max"] == 1.0
+    assert (found["train/grad_norm"], found["train/lr"]) == (4.0, 0.2)
+    assert (found["train/updates"], found["train/skipped_updates"]) == (2, 1)
+    lengths = [one.total_tokens for one in INFOS]
+    assert found["train/tokens"] == sum(lengths)
+    assert found["train/padding_ratio"] == pytest.approx(1 - sum(lengths) / sum(-(-n // 4) * 4 for n in lengths))
+    for name in found:
+        assert find(name, "scalar")
+
+
+def test_memory_of_each_phase(alone: Parallel) -> None:
+    found = memory_metrics({"TRAIN": Footprint(1, 2, 3), "GENERATE": Footprint(4, 5, 6)}, alone)
+    assert found == {
+        "memory/train/host_bytes": 1.0,
+        "memory/train/device_bytes": 2.0,
+        "memory/train/peak_device_bytes": 3.0,
+        "memory/generate/host_bytes": 4.0,
+        "memory/generate/device_bytes": 5.0,
+        "memory/generate/peak_device_bytes": 6.0,
+    }
+    for name in found:
+        assert find(name, "scalar")

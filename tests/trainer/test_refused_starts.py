@@ -1,0 +1,354 @@
+"""Everything a user can get wrong before a process group exists: one sentence, status 2, nothing written."""
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from grpo_mp.config import dump_settings, load_settings
+from grpo_mp.scheduler.recovery import RunState, begin_checkpoint, checkpoint_folder, claim_run_folder, write_manifest
+from grpo_mp.train import main
+from tests.conftest import TinyRun
+
+Refuse = Callable[..., str]
+
+
+@pytest.fixture
+def refuse(tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Refuse:
+    """Start with settings laid over the tiny run's; returns the one sentence that comes of it."""
+
+    def start(*overrides: str, config: Path = tiny_run.config, ranks: int = 2) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        arguments = [str(config), f"run.folder={tmp_path / 'run'}", *overrides, "--dry-run", "--ranks", str(ranks)]
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        out, err = capfd.readouterr()
+        assert ended.value.code == 2
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert sorted(tmp_path.rglob("*")) == before
+        return err.removeprefix("error: ").rstrip()
+
+    return start
+
+
+@pytest.fixture
+def model(tiny_run: TinyRun, tmp_path: Path) -> Path:
+    """A copy of the tiny checkpoint, to be damaged."""
+    return Path(shutil.copytree(tiny_run.model, tmp_path / "model"))
+
+
+def write_index(model: Path, file: str) -> None:
+    names = load_file(model / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, file)}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+# -- settings ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("rollout.group_sise=4", "unknown setting rollout.group_sise (did you mean rollout.group_size?)"),
+        ("algoritm.preset=grpo", "unknown setting algoritm (did you mean algorithm?)"),
+        ("algorithm.kl.wieght=1", "unknown setting algorithm.kl.wieght (did you mean algorithm.kl.weight?)"),
+        ("rollout.group_size=many", "rollout.group_size: Input should be a valid integer"),
+        ("optimizer.updates_per_step=3", "optimizer.updates_per_step=3 does not divide the 16 samples of a step"),
+        ("sync.bucket_bytes=1TB", "sync.bucket_bytes: '1TB' is not a number of bytes"),
+        ("engine.args={mem_fraction: 0.5}", "engine.args.mem_fraction: the installed SGLang has no such argument (did"),
+        ("engine.args={port: 1}", "engine.args.port cannot be set: free ports are chosen at start"),
+        ("engine.count=3", "engine.count=3 engines of engine.gpus=1 do not fit the 2 ranks of this job"),
+        ("optimizer.megatron={moe_aux_loss_coef: 1}", "optimizer.megatron.moe_aux_loss_coef: no field of Megatron's"),
+        (
+            "optimizer.megatron={recompute_granularity: rarely}",
+            "Megatron refuses this model, layout and optimizer.megatron",
+        ),
+        ("rollout.max_response_tokens=4000", "= 4064, but the model has only 1024 positions"),
+    ],
+)
+def test_settings(refuse: Refuse, override: str, sentence: str) -> None:
+    assert sentence in refuse(override)
+
+
+def test_a_settings_file_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
+    assert "none.yaml: No such file or directory: give an existing settings file" in refuse(
+        config=tmp_path / "none.yaml"
+    )
+
+
+def test_a_misspelt_option(refuse: Refuse) -> None:
+    assert "unrecognized arguments: --dryrun" in refuse("--dryrun")
+
+
+def test_no_reward_at_all(refuse: Refuse) -> None:
+    assert "no reward has a weight: set reward.answer, " in refuse("reward.answer=0", "reward.boxed=0")
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "rule", "nearest"),
+    [
+        ("expert=3", 2, "expert_tensor x expert x pipeline = 3 does not divide the 2 ranks", "expert=2"),
+        ("tensor=8", 8, "tensor=8 does not divide the 4 attention heads", "tensor=4"),
+        ("pipeline=4", 8, "pipeline x virtual_pipeline = 4 does not divide the 2 layers", "pipeline=2"),
+        ("virtual_pipeline=2", 2, "virtual_pipeline needs pipeline > 1", "pipeline=1"),
+        ("expert=16", 16, "expert=16 does not divide the 8 experts", "expert=8"),
+    ],
+)
+def test_an_impossible_layout(refuse: Refuse, layout: str, ranks: int, rule: str, nearest: str) -> None:
+    said = refuse(f"layout.{layout}", ranks=ranks)
+    assert said.startswith(f"layout: {rule}; ")
+    assert nearest in said.partition("the nearest valid layout is ")[2]
+
+
+# -- checkpoint and tokenizer --------------------------------------------------------------------------------
+
+
+def test_a_model_folder_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
+    assert refuse(f"model.path={tmp_path / 'none'}").endswith("model.path must be a Hugging Face folder")
+
+
+def test_a_config_that_is_cut_short(refuse: Refuse, model: Path) -> None:
+    (model / "config.json").write_text((model / "config.json").read_text()[:50])
+    assert "config.json: not valid JSON" in refuse(f"model.path={model}")
+
+
+def test_a_safetensors_file_that_is_cut_short(refuse: Refuse, model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    said = refuse(f"model.path={model}")
+    assert said.startswith(f"{file} is torn or not a safetensors file")
+    assert said.endswith("copy it again")
+
+
+def test_no_weights_at_all(refuse: Refuse, model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    assert "neither model.safetensors nor model.safetensors.index.json is there" in refuse(f"model.path={model}")
+
+
+def test_an_index_that_names_an_absent_file(refuse: Refuse, model: Path) -> None:
+    write_index(model, "model-00001-of-00002.safetensors")
+    assert "model-00001-of-00002.safetensors is missing: the index names it" in refuse(f"model.path={model}")
+
+
+def test_an_index_that_is_cut_short(refuse: Refuse, model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {')
+    assert "is not an index of safetensors files" in refuse(f"model.path={model}")
+
+
+def test_missing_tensors(refuse: Refuse, model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    lost = "model.layers.1.mlp.gate.weight"
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, model / "model.safetensors")
+    assert f"1 tensors are missing, the first is {lost}" in refuse(f"model.path={model}")
+
+
+def test_a_tensor_of_another_shape(refuse: Refuse, model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"][:-1]}, model / "model.safetensors")
+    assert "tensor model.norm.weight has shape [63], config.json says [64]" in refuse(f"model.path={model}")
+
+
+def test_an_architecture_that_is_not_supported(refuse: Refuse, model: Path) -> None:
+    change_json(model / "config.json", model_type="llama")
+    assert "model_type 'llama' is not supported" in refuse(f"model.path={model}")
+
+
+def test_a_tokenizer_without_chat_template(refuse: Refuse, model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+    assert "the tokenizer has no chat template: add chat_template.jinja" in refuse(f"model.path={model}")
+
+
+def test_a_folder_without_tokenizer(refuse: Refuse, model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    assert "the tokenizer cannot be read" in refuse(f"model.path={model}")
+
+
+def test_a_tokenizer_that_is_cut_short(refuse: Refuse, model: Path) -> None:
+    file = model / "tokenizer.json"
+    file.write_text(file.read_text()[:500])
+    assert f"{model}: the tokenizer cannot be read" in refuse(f"model.path={model}")
+
+
+def test_a_chat_template_that_is_none(refuse: Refuse, model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{% for message in %}")
+    assert "the tokenizer's chat template refuses the prompt" in refuse(f"model.path={model}")
+
+
+def test_a_tokenizer_of_another_model(refuse: Refuse, model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    rows = {name: tensors[name][:16].clone() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_file(tensors | rows, model / "model.safetensors")
+    change_json(model / "config.json", vocab_size=16)
+    assert "config.json says vocab_size 16: use the tokenizer of this model" in refuse(f"model.path={model}")
+
+
+def change_json(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+# -- data and rewards ----------------------------------------------------------------------------------------
+
+GOOD_ROW = '{"question": "Tom has 3 eggs.", "answer": "3"}\n'
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        (GOOD_ROW + "\n" + GOOD_ROW, "train.jsonl, line 2: empty row: remove it"),
+        (GOOD_ROW * 2 + '{"question": "Tom', "train.jsonl, line 3: not valid JSON"),
+        (GOOD_ROW + "[1]\n", "train.jsonl, line 2: expected an object with columns, found list"),
+        (
+            '{"prompt": "x", "answer": "1"}\n',
+            "train.jsonl, line 1: no column question, the row has: prompt, answer: set",
+        ),
+        ('{"question": "x"}\n', "train.jsonl, line 1: no column answer, the row has: question: set data.answer"),
+        ("", "train.jsonl: no rows: give a file with at least one prompt"),
+        (GOOD_ROW, "1 prompts fit, a step takes rollout.prompts_per_step=4"),
+    ],
+)
+def test_data(refuse: Refuse, tmp_path: Path, rows: str, sentence: str) -> None:
+    (tmp_path / "train.jsonl").write_text(rows)
+    assert sentence in refuse(f"data.train={tmp_path / 'train.jsonl'}")
+
+
+def test_prompts_that_are_all_too_long(refuse: Refuse) -> None:
+    assert "all 60 prompts are longer than rollout.max_prompt_tokens=4" in refuse("rollout.max_prompt_tokens=4")
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("no_such_module:f", "importing no_such_module failed: ModuleNotFoundError"),
+        ("json:laods", "json has no function laods (did you mean loads?)"),
+        ("nowhere/reward.py:f", "no such file: nowhere/reward.py"),
+        ("reward", "write module:function or path/file.py:function"),
+    ],
+)
+def test_a_reward_that_cannot_be_imported(refuse: Refuse, spec: str, sentence: str) -> None:
+    assert sentence in refuse(f"reward.functions={{'{spec}': 1.0}}")
+
+
+# -- run folder ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved_run(tiny_run: TinyRun, tmp_path: Path) -> Path:
+    """A run folder with a checkpoint after step 2, whose policy is one small file."""
+    run = tmp_path / "run"
+    claim_run_folder(run, dump_settings(load_settings(tiny_run.config, [f"run.folder={run}"])))
+    checkpoint = checkpoint_folder(run, 2)
+    begin_checkpoint(checkpoint)
+    (checkpoint / "policy").mkdir()
+    (checkpoint / "policy" / "__0_0.distcp").write_bytes(b"weights")
+    write_manifest(checkpoint, RunState(step=2))
+    return run
+
+
+def test_a_folder_of_other_settings(refuse: Refuse, saved_run: Path) -> None:
+    said = refuse("optimizer.lr=0.5")
+    assert said.startswith(f"{saved_run} holds a run of other settings (lr: 0.001 there, lr: 0.5 here)")
+    assert said.endswith("choose another run.folder, or remove it")
+
+
+def test_a_folder_with_checkpoints_and_no_wish_to_resume(refuse: Refuse, saved_run: Path) -> None:
+    assert "holds checkpoints of this run: set run.resume=auto" in refuse("run.resume=never")
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"weigh")])
+def test_a_torn_checkpoint_to_resume_from(refuse: Refuse, saved_run: Path, damage: Callable[[Path], Any]) -> None:
+    damage(saved_run / "checkpoints" / "step_000002" / "policy" / "__0_0.distcp")
+    said = refuse()
+    assert (
+        "step_000002: the checkpoint is torn, policy/__0_0.distcp is missing or cut short: remove that folder" in said
+    )
+
+
+def test_a_manifest_of_something_else(refuse: Refuse, saved_run: Path) -> None:
+    (saved_run / "checkpoints" / "step_000002" / "manifest.json").write_text("{}")
+    assert "manifest.json: not a checkpoint manifest" in refuse()
+
+
+def test_a_run_folder_that_is_a_file(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    assert "is not a folder that can be written to: choose another run.folder" in refuse()
+
+
+# -- what holds where all is well ----------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_what_would_run_and_writes_nothing(
+    tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    main([str(tiny_run.config), f"run.folder={run}", "--dry-run", "--ranks", "4", "layout.tensor=2"])
+    out, err = capfd.readouterr()
+    settings, _, facts = out.partition("\n\n")
+    (tmp_path / "resolved.yaml").write_text(settings)
+    assert load_settings(tmp_path / "resolved.yaml") == load_settings(
+        tiny_run.config, [f"run.folder={run}", "layout.tensor=2"]
+    )
+    assert (
+        "ranks: 4, 4 on each node; layout: tensor=2, pipeline=1, context=1, expert=2, expert_tensor=1, data=2" in facts
+    )
+    assert "engines: 4 x 1 rank(s), hosted by ranks (0, 1, 2, 3)" in facts
+    assert "train prompts: 60 (0 longer than the limit left out); eval: 6 of arithmetic" in facts
+    assert "a step: 4 prompts x 4 = 16 samples, 2 update(s) of 8" in facts
+    assert "nothing was started" in facts
+    assert err == ""
+    assert not run.exists()
+
+
+def test_what_may_change_between_attempts(
+    saved_run: Path, tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    main(
+        [
+            str(tiny_run.config),
+            f"run.folder={saved_run}",
+            "run.steps=9",
+            "run.save_every=5",
+            "--dry-run",
+            "--ranks",
+            "2",
+        ]
+    )
+    assert capfd.readouterr().err == ""
+
+
+def test_a_start_that_never_made_a_step_does_not_hold_its_folder(
+    saved_run: Path, tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(saved_run / "checkpoints")
+    main([str(tiny_run.config), f"run.folder={saved_run}", "optimizer.lr=0.5", "--dry-run", "--ranks", "2"])
+    assert capfd.readouterr().err == ""
+
+
+# -- the job's own port --------------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_taken(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        place = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            main([str(tiny_run.config), f"run.folder={tmp_path / 'run'}", "layout.expert=1"])
+    assert ended.value.code == 2
+    assert f"error: MASTER_PORT={port} of 127.0.0.1 is taken" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
