@@ -12,7 +12,7 @@ def test_largest_field_by_field() -> None:
 
 
 def test_the_largest_of_a_phase_is_kept_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts: Iterator[int] = iter([10, 30, 20, 5])
+    hosts: Iterator[int] = iter([30, 10, 20, 5])
     monkeypatch.setattr(platform, "host_bytes", lambda: next(hosts))
     monkeypatch.setattr(platform, "device_bytes", lambda: 2)
     monkeypatch.setattr(platform, "peak_device_bytes", lambda: 3)
