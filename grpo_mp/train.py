@@ -3,10 +3,10 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
-from typing import Any
 
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.config import Settings

@@ -60,7 +60,7 @@ def clean_end() -> Iterator[None]:
         yield
     except UserError as error:
         if rank and not dist.is_initialized():
-            time.sleep(FIRST_RANK_LIMIT_S)  # ends early: the launcher ends this rank when rank 0 has spoken
+            _leave_the_word()
         _ignore_launcher()
         _tell_launcher(f"error: {error}")
         exit_with(error)
@@ -75,6 +75,11 @@ def clean_end() -> Iterator[None]:
     except Exception as error:
         _tell_launcher(f"{type(error).__name__}: {error}")
         raise
+
+
+def _leave_the_word() -> None:
+    """Wait to be ended by the launcher; where rank 0 has nothing to say, the first rank of a node goes first."""
+    time.sleep(FIRST_RANK_LIMIT_S + int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def _takes_the_word(store: dist.Store) -> bool:

@@ -58,7 +58,9 @@ def main() -> None:
         make_tiny(Path(folder) / "model", "qwen3_moe", make_tokenizer([]), **SHAPE)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         environment = os.environ | {FOLDER: folder, "OMP_NUM_THREADS": "1"}
-        print(f"{'layout':8}{'process':10}{'seconds':>8}{'model':>14}{'bucket':>14}{'above':>14}{'ratio':>8}", flush=True)
+        print(
+            f"{'layout':8}{'process':10}{'seconds':>8}{'model':>14}{'bucket':>14}{'above':>14}{'ratio':>8}", flush=True
+        )
         for layout in [given.layout] if given.layout else LAYOUTS:
             arguments = ["--layout", layout, *(["--engines"] if given.engines else [])]
             subprocess.run([*launch, "-m", "tests.bench.sync_memory", *arguments], env=environment, check=True)

@@ -97,7 +97,9 @@ def _with_needs(names: Iterable[str]) -> list[Case]:
     cases = {need: CASES[need] for name in names for need in (name, *CASES[name].needs)}
     layouts = list(LAYOUTS)
     order = list(CASES)
-    return sorted(cases.values(), key=lambda case: (bool(case.loads), layouts.index(case.layout), order.index(case.name)))
+    return sorted(
+        cases.values(), key=lambda case: (bool(case.loads), layouts.index(case.layout), order.index(case.name))
+    )
 
 
 def _run_job(root: Path, ranks: int, cases: Iterable[Case]) -> None:

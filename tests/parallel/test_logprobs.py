@@ -20,7 +20,9 @@ def test_logits(case: Case, outcomes: Outcomes) -> None:
     for rank in outcomes.of(case, "logits"):
         width = rank["logits"].shape[1]
         start = rank["tensor"] * width
-        for sample, position, row in zip(rank["sample"].tolist(), rank["position"].tolist(), rank["logits"], strict=True):
+        for sample, position, row in zip(
+            rank["sample"].tolist(), rank["position"].tolist(), rank["logits"], strict=True
+        ):
             wanted = expected.logits[sample][position, start : start + width]  # without the padding of the vocabulary
             assert (row[: len(wanted)] - wanted).abs().max() <= BOUND * expected.scale
             seen.add((sample, position, start))

@@ -21,7 +21,9 @@ def test_weights_change_as_on_one_rank(case: Case, updates: int, outcomes: Outco
     start = outcomes.models[case.model].tensors
     one = difference(updated(CASES[f"{case.model}-one"], outcomes, updates), start)
     errors = relative_errors(difference(updated(case, outcomes, updates), start), one)
-    assert not above({kind: error for kind, error in errors.items() if not kind.endswith("correction_bias")}, CHANGE_BOUND)
+    assert not above(
+        {kind: error for kind, error in errors.items() if not kind.endswith("correction_bias")}, CHANGE_BOUND
+    )
 
 
 @pytest.mark.parametrize("case", having("updates"), ids=lambda case: case.name)
@@ -58,7 +60,9 @@ def test_the_next_update_is_that_of_the_undisturbed_run(case: Case, outcomes: Ou
     undisturbed = difference(updated(saver, outcomes, 3), before)
     errors = relative_errors(difference(outcomes.weights(case, "resumed", 1), before), undisturbed)
     print(case.name, errors["all"], max(errors.values()))
-    assert not above({kind: error for kind, error in errors.items() if not kind.endswith("correction_bias")}, CHANGE_BOUND)
+    assert not above(
+        {kind: error for kind, error in errors.items() if not kind.endswith("correction_bias")}, CHANGE_BOUND
+    )
     for rank in outcomes.of(case, "resumed"):
         undisturbed_rank = outcomes.of(saver, "updates")[0]
         assert rank["grad_norms"] == pytest.approx(undisturbed_rank["grad_norms"][2:], rel=NORM_BOUND)

@@ -73,7 +73,7 @@ def test_the_engine_loads_all_tensors_in_one_call() -> None:
     calls: list[list[str]] = []
 
     class Model:
-        def load_weights(self, named) -> None:  # noqa: ANN001
+        def load_weights(self, named) -> None:
             calls.append([name for name, _ in named])
 
     bucket = make_bucket()

@@ -78,11 +78,12 @@ def test_what_every_rank_finds_another_than_the_first_says_only_when_that_one_do
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waited: list[float] = []
-    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("RANK", "11")
+    monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(ends.time, "sleep", lambda seconds: waited.append(seconds))
     with pytest.raises(SystemExit) as ended, clean_end():
         raise UserError("no such file on this node")
-    assert waited == [ends.FIRST_RANK_LIMIT_S]
+    assert waited == [ends.FIRST_RANK_LIMIT_S + 3]
     assert (ended.value.code, capsys.readouterr().err) == (2, "error: no such file on this node\n")
 
 
