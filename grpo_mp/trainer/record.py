@@ -51,7 +51,8 @@ class Recorder:
         tokens = sum(info.total_tokens for info in batch.infos)
         seconds = summary.seconds
         return {
-            **rollout_metrics(batch.infos, session.state.weight_version),
+            # The samples were drawn before this step's updates moved the version on.
+            **rollout_metrics(batch.infos, sync.version - len(reports)),
             **update_metrics(reports, batch, parallel),
             **memory_metrics(session.scheduler.ledger.take(), parallel),
             **step_scalars(summary),

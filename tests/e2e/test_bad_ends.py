@@ -67,7 +67,7 @@ def test_a_killed_rank_takes_the_job_with_it(start_job: StartJob, tmp_path: Path
 def test_ctrl_c_ends_ranks_and_engines(start_job: StartJob, tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = start_job(f"run.folder={run}", NO_EVAL)
-    job.wait_until(lambda: (run / "logs" / "engine_1.log").exists())
+    job.wait_until(lambda: all((run / "logs" / f"engine_{engine}.log").exists() for engine in (0, 1)))
     job.signal(signal.SIGINT)
     result = outcome(job)
     assert result.status == 128 + signal.SIGINT

@@ -53,7 +53,7 @@ class Case:
     layout: str
     measures: tuple[str, ...] = USUAL
     variant: str = ""
-    optimizer: dict[str, Any] = field(default_factory=dict)  # over the settings of every case
+    optimizer: dict[str, Any] = field(default_factory=dict, hash=False)  # over the settings of every case
     saves: bool = False  # a checkpoint after the second update
     loads: str = ""  # the case that saved the checkpoint this one goes on from
 

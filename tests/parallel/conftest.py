@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,15 @@ class Model:
         self.tensors: Tensors = file_tensors(self.folder)
         torch.save(self.expected.given, root / "given" / f"{name}.pt")
 
-    @cached_property
-    def gradient(self) -> Tensors:
-        return self.expected.gradient()
-
 
 class Outcomes:
-    """What the ranks left behind, by case."""
+    """What the ranks left behind, by case. Tests of one case follow each other: a few cases are kept in memory."""
 
     def __init__(self, root: Path, models: dict[str, Model]) -> None:
         self.root, self.models = root, models
-
-    def ranks(self, case: Case) -> list[dict[str, Any]]:
-        """The results of all ranks; those of a rank that broke have `error`, those of one that died are missing."""
-        files = [self.root / "results" / case.name / f"{rank}.pt" for rank in range(case.ranks)]
-        return [torch.load(file, weights_only=False) if file.exists() else {} for file in files]
+        self.ranks = lru_cache(maxsize=4)(self._ranks)
+        self.gradient = lru_cache(maxsize=len(MODELS) + 1)(self._gradient)
+        self.weights = lru_cache(maxsize=3 * len(MODELS))(self._weights)
 
     def of(self, case: Case, measure: str) -> list[dict[str, Any]]:
         """One measure by all ranks; the test fails where the case broke."""
@@ -61,13 +55,18 @@ class Outcomes:
             pytest.fail(f"not every rank answered; the end of the job's log:\n{log[-3000:]}", pytrace=False)
         return [rank[measure] for rank in ranks]
 
-    def gradient(self, case: Case) -> Tensors:
+    def _ranks(self, case: Case) -> list[dict[str, Any]]:
+        """The results of all ranks; those of a rank that broke have `error`, those of one that died are missing."""
+        files = [self.root / "results" / case.name / f"{rank}.pt" for rank in range(case.ranks)]
+        return [torch.load(file, weights_only=False) if file.exists() else {} for file in files]
+
+    def _gradient(self, case: Case) -> Tensors:
         """Whole gradient by name; ranks that hold the same part must agree."""
         ranks = self.of(case, "gradient")
         folder = self.models[case.model].folder
         return whole_tensors(folder, [rank["shards"] for rank in ranks], [rank["held"] for rank in ranks], 1e-6)
 
-    def weights(self, case: Case, measure: str, index: int) -> Tensors:
+    def _weights(self, case: Case, measure: str, index: int) -> Tensors:
         """Whole weights by name: those of one of the measure's moments."""
         ranks = self.of(case, measure)
         folder = self.models[case.model].folder

@@ -1,7 +1,8 @@
 """What transformers computes from the same folder, one unpadded sequence at a time: logits and a gradient."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -25,15 +26,22 @@ class Expected:
         """The largest absolute logit."""
         return max(float(values.abs().max()) for values in self.logits)
 
-    def distributions(self, sample: int) -> Tensor:
-        """[T, V] log-probabilities at the rollout's temperature."""
-        return (self.logits[sample] / TEMPERATURE).log_softmax(-1)
+    @cached_property
+    def distributions(self) -> tuple[Tensor, ...]:
+        """[T, V] log-probabilities of each sample at the rollout's temperature."""
+        return tuple((values / TEMPERATURE).log_softmax(-1) for values in self.logits)
+
+    def target(self, sample: Tensor, position: Tensor) -> Tensor:
+        """[N] the token that follows each (sample, position)."""
+        pairs = zip(sample.tolist(), position.tolist(), strict=True)
+        return torch.tensor([self.given.sequence(i)[at + 1] for i, at in pairs])
 
     def scores(self, sample: int) -> Tensor:
         """[T - 1] logprob at temperature 1 of every token after the first."""
         following = torch.tensor(self.given.sequence(sample)[1:])
         return _of_tokens(self.logits[sample][:-1], following)
 
+    @cached_property
     def gradient(self) -> dict[str, Tensor]:
         """Of the GRPO loss of the first update, written out, by the names of the files."""
         model = _load(self.folder)
@@ -41,6 +49,12 @@ class Expected:
         losses = [_sample_loss(model, self.given.samples[i], self.given.advantages[i]) for i in update]
         (torch.stack(losses).sum() / len(update)).backward()
         return dict(_file_tensors((name, p.grad) for name, p in model.named_parameters() if p.grad is not None))
+
+
+def rows(values: Sequence[Tensor], sample: Tensor, position: Tensor) -> Tensor:
+    """[T, ...] of each sample -> [N, ...] at each (sample, position)."""
+    starts = torch.tensor([0, *(len(value) for value in values)]).cumsum(0)
+    return torch.cat(list(values))[starts[sample] + position]
 
 
 def expect(folder: Path, vocabulary: int) -> Expected:

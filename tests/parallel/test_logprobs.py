@@ -5,52 +5,48 @@ import torch
 
 from tests.parallel.cases import Case, having
 from tests.parallel.conftest import Outcomes
+from tests.parallel.expected import rows
 
 BOUND = 2e-6  # of the largest logit: float32 rounding of either side
 
 
-def each(measure: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", having(measure), ids=lambda case: case.name)
-
-
-@each("logits")
+@pytest.mark.parametrize("case", having("logits"), ids=lambda case: case.name)
 def test_logits(case: Case, outcomes: Outcomes) -> None:
     expected = outcomes.models[case.model].expected
     seen = set()
     for rank in outcomes.of(case, "logits"):
-        width = rank["logits"].shape[1]
-        start = rank["tensor"] * width
-        for sample, position, row in zip(
-            rank["sample"].tolist(), rank["position"].tolist(), rank["logits"], strict=True
-        ):
-            wanted = expected.logits[sample][position, start : start + width]  # without the padding of the vocabulary
-            assert (row[: len(wanted)] - wanted).abs().max() <= BOUND * expected.scale
-            seen.add((sample, position, start))
+        where, found = (rank["sample"], rank["position"]), rank["logits"]
+        start = rank["tensor"] * found.shape[1]
+        wanted = rows(expected.logits, *where)[:, start : start + found.shape[1]]
+        # What goes beyond the vocabulary is its padding.
+        assert (found[:, : wanted.shape[1]] - wanted).abs().max() <= BOUND * expected.scale
+        seen |= {(start, *at) for at in torch.stack(where, 1).tolist()}
     tokens = sum(len(expected.given.sequence(i)) for i in expected.given.first_update)
     assert len(seen) == tokens * case.sizes.get("tensor", 1)
 
 
-@each("logprobs")
+@pytest.mark.parametrize("case", having("logprobs"), ids=lambda case: case.name)
 def test_logprobs_and_entropies(case: Case, outcomes: Outcomes) -> None:
     expected = outcomes.models[case.model].expected
     seen = set()
     for rank in outcomes.of(case, "logprobs"):
-        columns = [rank[name].tolist() for name in ("sample", "position", "logprob", "entropy")] if rank else [[]] * 4
-        for sample, position, logprob, entropy in zip(*columns, strict=True):
-            distribution = expected.distributions(sample)[position]
-            target = expected.given.sequence(sample)[position + 1]
-            assert abs(logprob - float(distribution[target])) <= BOUND * expected.scale
-            assert abs(entropy + float((distribution.exp() * distribution).sum())) <= BOUND * expected.scale
-            seen.add((sample, position))
+        if not rank:
+            continue  # only the last pipeline stage knows
+        where = (rank["sample"], rank["position"])
+        wanted = rows(expected.distributions, *where)
+        logprobs = wanted.gather(1, expected.target(*where)[:, None])[:, 0]
+        entropies = -(wanted.exp() * wanted).sum(1)
+        assert (rank["logprob"] - logprobs).abs().max() <= BOUND * expected.scale
+        assert (rank["entropy"] - entropies).abs().max() <= BOUND * expected.scale
+        seen |= set(map(tuple, torch.stack(where, 1).tolist()))
     assert len(seen) == sum(len(expected.given.samples[i].tokens) for i in expected.given.first_update)
 
 
-@each("scores")
+@pytest.mark.parametrize("case", having("scores"), ids=lambda case: case.name)
 def test_scores_are_known_to_every_rank(case: Case, outcomes: Outcomes) -> None:
     expected = outcomes.models[case.model].expected
+    wanted = [expected.scores(i) for i in expected.given.first_update]
     for rank in outcomes.of(case, "scores"):
-        assert len(rank["scores"]) == len(expected.given.first_update)
-        for sample, scores in enumerate(rank["scores"]):
-            wanted = expected.scores(sample)
-            assert len(scores) == len(wanted)
-            assert not len(wanted) or (torch.tensor(scores) - wanted).abs().max() <= BOUND * expected.scale
+        assert [len(scores) for scores in rank["scores"]] == [len(scores) for scores in wanted]
+        found = torch.tensor([score for scores in rank["scores"] for score in scores])
+        assert (found - torch.cat(wanted)).abs().max() <= BOUND * expected.scale

@@ -59,7 +59,6 @@ def test_the_next_update_is_that_of_the_undisturbed_run(case: Case, outcomes: Ou
     before = updated(saver, outcomes, 2)
     undisturbed = difference(updated(saver, outcomes, 3), before)
     errors = relative_errors(difference(outcomes.weights(case, "resumed", 1), before), undisturbed)
-    print(case.name, errors["all"], max(errors.values()))
     assert not above(
         {kind: error for kind, error in errors.items() if not kind.endswith("correction_bias")}, CHANGE_BOUND
     )

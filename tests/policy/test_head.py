@@ -51,9 +51,10 @@ def whole(case: Case, vocabulary: int, temperature: float) -> tuple[Tensor, Tens
 
 def check(case: Case, vocabulary: int, temperature: float, chunk: int) -> None:
     found, expected = chunked(case, vocabulary, temperature, chunk), whole(case, vocabulary, temperature)
-    for one, other in zip(found, expected, strict=True):
+    # In float32 a gradient is a sum of terms that cancel, larger than itself by the spread of the logits.
+    for one, other, bound in zip(found, expected, (2e-6, 1e-5, 1e-5), strict=True):
         assert one.dtype == torch.float32
-        assert float((one - other).abs().max()) <= 2e-6 * max(1.0, float(other.abs().max()))
+        assert float((one - other).abs().max()) <= bound * max(1.0, float(other.abs().max()))
 
 
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 5), st.sampled_from([0.5, 1.0, 2.0]), st.integers(1, 21))

@@ -1,0 +1,93 @@
+"""install.sh with a Python that only notes what it is asked: which torch it takes, what it skips, how it fails."""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+INSTALL = Path(__file__).parents[2] / "launch" / "install.sh"
+TOOLS = ("bash", "dirname", "sha256sum", "cat", "sed", "grep", "mkdir", "cp", "tee", "tail")
+CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
+PYTHON = """#!/usr/bin/env bash
+echo "$*" >>"$NOTES"
+case "$*" in
+  *version_info*) exit "${TOO_OLD:-0}" ;;
+  *ensurepip*) exit "${NO_VENV:-0}" ;;
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  "-m pip index"*) echo "Available versions: 9.9.9, $OFFERED" ;;
+  *requirements-cpu*) echo "no such wheel" && exit "${PIP_STATUS:-0}" ;;
+esac
+"""
+Install = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    """Every command line that the Python was given."""
+    file = tmp_path / "notes"
+    file.touch()
+    return file
+
+
+@pytest.fixture
+def install(tmp_path: Path, notes: Path) -> Install:
+    """Runs install.sh for the same folder on a machine with nothing but TOOLS and that Python."""
+    path = tmp_path / "bin"
+    path.mkdir()
+    for tool in TOOLS:
+        (path / tool).symlink_to(str(shutil.which(tool)))
+    (path / "env").symlink_to(str(shutil.which("env")))
+    python = path / "python3.11"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def run(**variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": str(path), "NOTES": str(notes), "OFFERED": "2.13.0", **variables}
+        command = [str(shutil.which("bash")), str(INSTALL), str(tmp_path / "venv")]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+def test_where_pip_knows_only_the_cuda_build_the_cpu_index_is_asked(install: Install, notes: Path) -> None:
+    assert install().returncode == 0
+    lines = [line for line in notes.read_text().splitlines() if CPU_INDEX in line]
+    assert len(lines) == 1
+    assert lines[0].endswith("torch==2.13.0")
+
+
+def test_where_pip_has_a_cpu_build_no_other_host_is_asked(install: Install, notes: Path) -> None:
+    assert install(OFFERED="2.13.0+cpu, 2.13.0").returncode == 0
+    assert "download.pytorch.org" not in notes.read_text()
+    assert "torch==2.13.0" in notes.read_text()
+
+
+def test_a_second_run_skips_everything(install: Install, notes: Path) -> None:
+    install()
+    notes.write_text("")
+    assert "has the cpu packages already" in install().stdout
+    assert notes.read_text() == ""
+
+
+def test_a_failed_install_says_why_and_is_done_anew(install: Install) -> None:
+    failed = install(PIP_STATUS="1")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: pip did not manage")
+    assert "no such wheel" in failed.stderr
+    assert "installing" in install().stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"TOO_OLD": "1"}, "error: no Python 3.11 or newer was found"),
+        ({"NO_VENV": "1"}, "error: python3.11 cannot make environments"),
+    ],
+)
+def test_a_machine_without_the_right_python(install: Install, variables: dict[str, str], sentence: str) -> None:
+    result = install(**variables)
+    assert result.returncode == 1
+    assert result.stderr.startswith(sentence)
+    assert len(result.stderr.splitlines()) == 1
