@@ -15,8 +15,8 @@ python=$venv/bin/python
 bash launch/install.sh "$venv"
 
 if [ ! -f "$model/config.json" ]; then
-  echo "quickstart: makes a tiny DeepSeek-V3 and teaches it the form of an answer (about a minute)"
-  "$python" tools/make_tiny.py --family deepseek_v3 --out "$model" --data "$data" --seed "$seed" --cold-start 0.3
+  echo "quickstart: makes a tiny DeepSeek-V3 and teaches it the form of an answer (two minutes)"
+  "$python" tools/make_tiny.py --family deepseek_v3 --out "$model" --data "$data" --seed "$seed" --cold-start 0.4
 fi
 
 echo "quickstart: GRPO with two ranks and two engines; engine logs are in $run/logs"
