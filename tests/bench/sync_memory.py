@@ -92,9 +92,10 @@ def measure_push(
     platform.free_device_memory()
     before = {name: reset_peak(process) for name, process in watched.items()}
     report = sync.push(version)
-    model = sum(tensor.nbytes for tensor in policy.tensors.values())
+    shards = sum(tensor.nbytes for tensor in policy.tensors.values())
     lines = []
     for name, process in watched.items():
+        model = report.nbytes if name.startswith("engine") else shards
         above = status_bytes(process, "VmHWM") - before[name]
         ratio = (model + above) / (model + 2 * bucket_bytes)
         sizes = "".join(f"{size / 2**20:10.1f} MiB" for size in (model, report.largest_bucket, above))

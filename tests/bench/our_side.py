@@ -1,0 +1,71 @@
+"""One rank of our side: `grpo_mp.train` as it is, with an engine client that asks for responses of given lengths.
+
+Started by beside_trl.py under torchrun; the times are read from the run's trace.
+"""
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from grpo_mp.config import Settings, check_settings
+from grpo_mp.rollout.client import EngineClient, Generated, Sampling
+from grpo_mp.train import train
+from grpo_mp.trainer.preflight import check_and_read
+from grpo_mp.trainer.session import local_ranks, open_session
+from tests.bench import workload as w
+
+
+class ExactLengths(EngineClient):
+    """Draws each response of a group with its own length; the prompt is computed first, as SGLang does for `n`."""
+
+    def __init__(self, client: EngineClient, lengths: dict[tuple[int, ...], list[int]]) -> None:
+        self.__dict__.update(vars(client))  # the same connections
+        self._lengths = lengths
+
+    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling, count: int = 1) -> list[Generated]:
+        draw = super().generate
+        await draw(prompt_tokens, replace(sampling, max_response_tokens=1, ignore_eos=True))
+        wanted = self._lengths[tuple(prompt_tokens)]
+        exact = [replace(sampling, max_response_tokens=length, ignore_eos=True) for length in wanted]
+        groups = await asyncio.gather(*(draw(prompt_tokens, one) for one in exact))
+        return [sample for group in groups for sample in group]
+
+
+def make_settings(folder: Path, run_folder: Path, steps: int) -> Settings:
+    tree = {
+        "run": {"folder": str(run_folder), "steps": steps, "save_every": 0, "eval_every": 0, "export": False},
+        "model": {"path": str(folder / w.MODEL), "dtype": "float32"},
+        "data": {"train": str(folder / w.PROMPT_FILE), "shuffle": False},
+        "rollout": {
+            "prompts_per_step": w.PROMPTS,
+            "group_size": w.GROUP_SIZE,
+            "max_prompt_tokens": w.PROMPT_TOKENS,
+            "max_response_tokens": w.LONGEST,
+        },
+        "reward": {"length": 1.0},
+        "algorithm": {"kl": {"weight": w.KL_WEIGHT}},
+        "optimizer": {"lr": w.LEARNING_RATE, "betas": w.BETAS, "eps": w.EPS, "clip_grad": w.CLIP_GRAD},
+    }
+    return check_settings(tree, "the benchmark")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--steps", type=int, required=True)
+    given = parser.parse_args()
+    settings = make_settings(given.folder, given.run_folder, given.steps)
+    inputs = check_and_read(settings, *local_ranks())
+    lengths = w.read_lengths(given.folder)
+    with open_session(settings, inputs) as session:
+        if session.rollout.client:
+            by_tokens = {prompt.tokens: lengths[prompt.text] for prompt in inputs.train}
+            session.rollout.client = ExactLengths(session.rollout.client, by_tokens)
+        train(session)
+
+
+if __name__ == "__main__":
+    main()
