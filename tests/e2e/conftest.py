@@ -60,7 +60,7 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
     job.wait_until(lambda: spans(run, 1, "TRAIN") == 2)
     job.signal(signal.SIGUSR1, rank=1)
     first = outcome(job)
-    stopped_after = len(read_jsonl(run / "metrics.jsonl"))
+    stopped_after = len(read_jsonl(run / "metrics.jsonl")) - 1  # besides the line of step 0
     return FinishedRun(folder, first, outcome(start_job(*settings, f"run.steps={LAST_STEP}")), stopped_after)
 
 
