@@ -1,5 +1,6 @@
 """The engine is not trusted: after a sync its logprobs of fixed tokens must be the policy's. Pure parts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,10 +15,16 @@ class CheckReport:
 
     mean: float
     largest: float
+    typical: float  # median over the sequences of the mean inside one
 
     def passes(self, tolerance: float) -> bool:
-        """False also where a value is not a number."""
-        return self.mean <= tolerance
+        """False also where a value is not a number.
+
+        The typical sequence decides, not the mean over all: where two experts' scores tie, rounding may choose
+        another expert for one token, and that sequence is far off although every weight is right. A wrong weight
+        shows in most sequences.
+        """
+        return self.typical <= tolerance and math.isfinite(self.mean)
 
 
 def fixed_sequences(
@@ -37,4 +44,7 @@ def compare(engine: Sequence[Sequence[float]], policy: Sequence[Sequence[float]]
     if [len(sequence) for sequence in engine] != [len(sequence) for sequence in policy]:
         raise ValueError("engine and policy scored different numbers of tokens")
     apart = (torch.tensor(flat_engine, dtype=torch.float64) - torch.tensor(flat_policy, dtype=torch.float64)).abs()
-    return CheckReport(float(apart.mean()), float(apart.max()))
+    by_sequence = torch.stack([piece.mean() for piece in apart.split([len(sequence) for sequence in engine])])
+    # The upper one of two middle values: half of the sequences being wrong is too many.
+    typical = by_sequence.sort().values[len(by_sequence) // 2]
+    return CheckReport(float(apart.mean()), float(apart.max()), float(typical))

@@ -47,19 +47,19 @@ def check_engines(
 
     Raises EngineDisagreesError on every rank when an engine is further away than the tolerance.
     """
-    everyone = torch.zeros(parallel.world_size, 2, dtype=torch.float64)
+    everyone = torch.zeros(parallel.world_size, 3, dtype=torch.float64)
     if rollout.client:
         report = compare(rollout.call(rollout.client.score(sequences)), expected)
-        everyone[parallel.rank] = torch.tensor([report.mean, report.largest], dtype=torch.float64)
+        everyone[parallel.rank] = torch.tensor([report.mean, report.largest, report.typical], dtype=torch.float64)
     dist.all_reduce(everyone, group=parallel.host)
     tolerance = settings.sync.check_tolerance or TOLERANCE[settings.model.dtype]
     for engine, rank in enumerate(rollout.hosts):
         found = CheckReport(*everyone[rank].tolist())
         if not found.passes(tolerance):
             raise EngineDisagreesError(
-                f"after the weight sync engine {engine} (rank {rank}) disagrees with the policy: mean |logprob "
-                f"difference| {found.mean:.3g}, largest {found.largest:.3g}, allowed {tolerance:g} "
-                "(sync.check_tolerance)"
+                f"after the weight sync engine {engine} (rank {rank}) disagrees with the policy: typical |logprob "
+                f"difference| {found.typical:.3g}, mean {found.mean:.3g}, largest {found.largest:.3g}, allowed "
+                f"{tolerance:g} (sync.check_tolerance)"
             )
     return CheckReport(*everyone.amax(dim=0).tolist())
 

@@ -7,9 +7,17 @@ from grpo_mp.sync.check import CheckReport, compare, fixed_sequences
 
 def test_mean_and_largest_difference_over_all_tokens() -> None:
     report = compare([[-1.0, -2.0], [-3.0]], [[-1.5, -2.0], [-2.75]])
-    assert report == CheckReport(mean=0.25, largest=0.5)
+    assert report == CheckReport(mean=0.25, largest=0.5, typical=0.25)
     assert report.passes(0.25)
     assert not report.passes(0.2499)
+
+
+def test_one_sequence_behind_a_routing_tie_is_no_wrong_weight_but_half_of_them_are() -> None:
+    policy = [[-1.0, -1.0]] * 8
+    tied = compare([[-1.0, -9.0]] + [[-1.0, -1.0]] * 7, policy)
+    assert tied.mean == 0.5
+    assert tied.passes(1e-4)
+    assert not compare([[-1.0, -1.001]] * 4 + [[-1.0, -1.0]] * 4, policy).passes(1e-4)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
