@@ -132,7 +132,7 @@ class Optimizer(Section):
 class Sync(Section):
     transport: Literal["auto", "host", "ipc"] = "auto"
     bucket_bytes: int = Field(2**30, gt=0)
-    check_tolerance: float | None = Field(None, gt=0, description="mean |engine - policy| logprob; null: by dtype")
+    check_tolerance: float | None = Field(None, gt=0, description="nats between engine and policy; null: by dtype")
     timeout_s: float = Field(600.0, gt=0)
 
     @field_validator("bucket_bytes", mode="before")
