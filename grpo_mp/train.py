@@ -17,11 +17,11 @@ from grpo_mp.sync.check import CheckReport
 from grpo_mp.sync.weight_sync import SyncReport
 from grpo_mp.trainer.batch import StepBatch, assemble, with_old, with_reference
 from grpo_mp.trainer.command_line import run_command
+from grpo_mp.trainer.engine_check import check_engines
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, evaluate
 from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.trainer.record import Recorder
 from grpo_mp.trainer.saving import export_hf, save
-from grpo_mp.trainer.scores import EngineDisagreesError, check_engines, find_wrong_tensor, policy_scores
 from grpo_mp.trainer.session import Session, open_session
 from grpo_mp.types import MicroBatch, Prompt
 
@@ -99,21 +99,8 @@ def synchronize(session: Session) -> tuple[SyncReport, CheckReport]:
     """Push the policy's weights into every engine and check that the engines hold them."""
     with session.scheduler.phase(Phase.SYNC):
         report = session.sync.push(session.state.optimizer_step)
-        session.state = replace(session.state, weight_version=report.version)
-        expected = policy_scores(session.policy, session.check_sequences)
-    with session.scheduler.phase(Phase.CHECK):
-        check = checked(session, report.version, expected)
-    return report, check
-
-
-def checked(session: Session, version: int, expected: Sequence[Sequence[float]]) -> CheckReport:
-    """Compare the engines with the policy; where one disagrees, the run stops and names the wrong tensor."""
-    parallel, rollout = session.parallel, session.rollout
-    try:
-        return check_engines(session.settings, parallel, rollout, session.check_sequences, expected)
-    except EngineDisagreesError as error:
-        where = find_wrong_tensor(session.sync, version, parallel, rollout)
-        raise EngineDisagreesError(f"{error}; {where}") from error
+    session.state = replace(session.state, weight_version=report.version)
+    return report, check_engines(session)
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -29,6 +29,13 @@ SYNC = (
         "below 1",
         "As the mean.",
     ),
+    Metric(
+        "sync/check/tokens",
+        "tokens",
+        "Tokens compared after the sync; 32 times as many where the mean of the first was beyond its limit.",
+        "steady",
+        "More on single steps: a tie of two experts. On every step: look at the mean.",
+    ),
 )
 
 TIME = (

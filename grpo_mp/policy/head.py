@@ -1,7 +1,8 @@
 """Token logprobs and entropy over a vocabulary that tensor parallelism divides, a chunk of tokens at a time.
 
 The logits of at most `chunk_tokens` tokens exist at once, forward and backward: backward makes them again
-from the hidden states and the saved log-sum-exp.
+from the hidden states and the saved normaliser: the largest logit and the log of the sum over it, apart, because
+float32 knows the small one better than their sum.
 """
 
 from collections.abc import Iterator
@@ -39,23 +40,23 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, shard, temperature, chunk_tokens):  # type: ignore[no-untyped-def]
         result = torch.empty(2, len(targets), dtype=torch.float32, device=hidden.device)
-        log_sum = torch.empty_like(result[0])
+        norm = torch.empty_like(result)
         for piece in _chunks(len(targets), chunk_tokens):
             logits = _logits(hidden[piece], weight, shard, temperature)
-            result[:, piece], log_sum[piece] = _forward_chunk(logits, targets[piece], shard)
-        ctx.save_for_backward(hidden, weight, targets, log_sum, result[1])
+            result[:, piece], norm[:, piece] = _forward_chunk(logits, targets[piece], shard)
+        ctx.save_for_backward(hidden, weight, targets, norm, result[1])
         ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
         return result
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        hidden, weight, targets, log_sum, entropy = ctx.saved_tensors
+        hidden, weight, targets, norm, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for piece in _chunks(len(targets), ctx.chunk_tokens):
             logits = _logits(hidden[piece], weight, ctx.shard, ctx.temperature)
             grad_logits = _backward_chunk(
-                logits, targets[piece], log_sum[piece], entropy[piece], grad[:, piece], ctx.shard
+                logits, targets[piece], norm[:, piece], entropy[piece], grad[:, piece], ctx.shard
             )
             grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)
             grad_hidden[piece] = grad_logits @ weight
@@ -79,21 +80,22 @@ def _forward_chunk(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> t
     top = logits.amax(dim=1)
     if shard.group is not None:
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=shard.group)
-    columns, here = _local(targets, shard, logits.shape[1])
-    picked = logits.gather(1, columns[:, None])[:, 0].where(here, 0.0)
-    weights = (logits - top[:, None]).exp_()
-    sums = torch.stack([weights.sum(1), (weights * logits.clamp(min=torch.finfo(torch.float32).min)).sum(1), picked])
+    below = logits.sub_(top[:, None])
+    columns, here = _local(targets, shard, below.shape[1])
+    picked = below.gather(1, columns[:, None])[:, 0].where(here, 0.0)
+    weights = below.exp()
+    sums = torch.stack([weights.sum(1), weights.mul_(below.clamp_(min=NO_PROBABILITY)).sum(1), picked])
     if shard.group is not None:
         dist.all_reduce(sums, group=shard.group)
-    log_sum = top + sums[0].log()
-    return torch.stack([sums[2] - log_sum, log_sum - sums[1] / sums[0]]), log_sum
+    log_sum = sums[0].log()
+    return torch.stack([sums[2] - log_sum, log_sum - sums[1] / sums[0]]), torch.stack([top, log_sum])
 
 
 def _backward_chunk(
-    logits: Tensor, targets: Tensor, log_sum: Tensor, entropy: Tensor, grad: Tensor, shard: VocabularyShard
+    logits: Tensor, targets: Tensor, norm: Tensor, entropy: Tensor, grad: Tensor, shard: VocabularyShard
 ) -> Tensor:
     """d logprob / d logit = onehot - p;  d entropy / d logit = -p (log p + entropy)."""
-    log_p = logits.sub_(log_sum[:, None])
+    log_p = logits.sub_(norm[0][:, None]).sub_(norm[1][:, None])
     p = log_p.exp()
     slope = (log_p.clamp_(min=NO_PROBABILITY) + entropy[:, None]).mul_(grad[1][:, None])
     result = slope.add_(grad[0][:, None]).mul_(p).neg_()

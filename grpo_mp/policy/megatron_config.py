@@ -17,6 +17,30 @@ from grpo_mp.planner.layout import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+OWNED = {
+    "tensor_model_parallel_size": "set layout.tensor",
+    "pipeline_model_parallel_size": "set layout.pipeline",
+    "virtual_pipeline_model_parallel_size": "set layout.virtual_pipeline",
+    "context_parallel_size": "set layout.context",
+    "expert_model_parallel_size": "set layout.expert",
+    "expert_tensor_parallel_size": "set layout.expert_tensor",
+    "sequence_parallel": "it follows from layout.tensor",
+    "params_dtype": "set model.dtype",
+    "pipeline_dtype": "set model.dtype",
+    "bf16": "set model.dtype",
+    "fp16": "set model.dtype",
+    "lr": "set optimizer.lr",
+    "min_lr": "set optimizer.min_lr",
+    "weight_decay": "set optimizer.weight_decay",
+    "adam_beta1": "set optimizer.betas",
+    "adam_beta2": "set optimizer.betas",
+    "adam_eps": "set optimizer.eps",
+    "clip_grad": "set optimizer.clip_grad",
+    "calculate_per_token_loss": "the loss carries its own denominator",
+    "use_distributed_optimizer": "a checkpoint that any layout loads needs it",
+    "perform_initialization": "every weight is read from the checkpoint",
+}
+
 
 def transformer_config(settings: Settings, hf: HfConfig) -> TransformerConfig:
     """The model's shape from its Hugging Face config, the layout and the run's numerics.
@@ -71,10 +95,12 @@ def overrides_for(settings: Settings, kind: type) -> dict[str, Any]:
 
 
 def check_overrides(settings: Settings) -> None:
-    """Raise UserError for a name in `optimizer.megatron` that none of Megatron's configs has."""
+    """Raise UserError for a name in `optimizer.megatron` that Megatron's configs lack or that the run itself sets."""
     kinds = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
     known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     for name in settings.optimizer.megatron:
+        if name in OWNED:
+            raise UserError(f"optimizer.megatron.{name} cannot be set: {OWNED[name]}")
         if name not in known:
             raise UserError(f"optimizer.megatron.{name}: no field of Megatron's configs{nearest(name, known)}")
 

@@ -43,6 +43,8 @@ def build_optimizer(
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer over all chunks, and the schedule that `update` advances once per optimizer update."""
     optimizer = get_megatron_optimizer(optimizer_config(settings), chunks)
+    for part in optimizer.chained_optimizers:  # else there is nothing to save before the first update
+        part.init_state_fn(part.optimizer, part.config)
     wanted = settings.optimizer
     total = settings.run.steps * wanted.updates_per_step
     return optimizer, _schedule(optimizer, wanted, total)

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,13 +75,17 @@ class EngineSpec:
     first_gpu: int = 0  # device number on this node
     nodes: int = 1
     node_rank: int = 0
-    node_address: str | None = None  # host:port where the nodes of one engine meet
     threads: int = 1  # CPU threads of each process of the engine
     args: Mapping[str, Any] = field(default_factory=dict)  # the user's engine.args
 
 
-def engine_arguments(spec: EngineSpec, port: int, nccl_port: int, name: str, key: str) -> dict[str, Any]:
-    """Every ServerArgs value that differs from SGLang's default. `name` and `key` prove who answers."""
+def engine_arguments(
+    spec: EngineSpec, port: int, nccl_port: int, name: str, key: str, meeting: str | None = None
+) -> dict[str, Any]:
+    """Every ServerArgs value that differs from SGLang's default. `name` and `key` prove who answers.
+
+    `meeting`: host:port where the nodes of one engine find each other.
+    """
     device = {**CPU_DEFAULTS, "max_total_tokens": _cpu_cache_tokens(spec)} if spec.cpu else {}
     owned = {
         "model_path": str(spec.model),
@@ -92,7 +97,7 @@ def engine_arguments(spec: EngineSpec, port: int, nccl_port: int, name: str, key
         "base_gpu_id": spec.first_gpu,
         "nnodes": spec.nodes,
         "node_rank": spec.node_rank,
-        "dist_init_addr": spec.node_address,
+        "dist_init_addr": meeting,
         "host": "127.0.0.1",
         "port": port,
         "nccl_port": nccl_port,
@@ -129,7 +134,7 @@ def engine_environment(
         "HF_HUB_OFFLINE": "1",
         "no_proxy": loopback,
         "NO_PROXY": loopback,
-        **({"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"} if spec.cpu else {}),
+        **(_cpu_environment(spec) if spec.cpu else {}),
     }
 
 
@@ -169,6 +174,16 @@ def _annotated_fields(file: Path) -> Iterator[str]:
 
 def _from_launcher(name: str) -> bool:
     return name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES)
+
+
+def _cpu_environment(spec: EngineSpec) -> dict[str, str]:
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        # SGLang gives each rank of an engine a NUMA node of its own unless it is told; here all share the cores.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * spec.gpus),
+    }
 
 
 def _cpu_cache_tokens(spec: EngineSpec) -> int:

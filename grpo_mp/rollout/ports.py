@@ -4,6 +4,7 @@ SGLang binds its ports many seconds after they were chosen. Until then a choice 
 kernel's abstract socket namespace: it is seen by every process of the host and goes when the holder ends.
 """
 
+import os
 import random
 import socket
 from pathlib import Path
@@ -43,6 +44,15 @@ def claim_port() -> PortClaim:
             return PortClaim(port, holder)
         holder.close()
     raise UserError(f"no free port between {FIRST_PORT} and {last} on this host: end what holds them")
+
+
+def own_address() -> str:
+    """How the job's other nodes reach this one: its address on the network that leads to MASTER_ADDR."""
+    master = os.environ["MASTER_ADDR"]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, int(os.environ["MASTER_PORT"])))  # sends nothing
+        address: str = probe.getsockname()[0]
+    return master if address.startswith("127.") else address  # the master's node may know its own name as loopback
 
 
 def _last_port() -> int:

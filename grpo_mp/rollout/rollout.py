@@ -15,6 +15,7 @@ from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.client import EngineClient, Sampling
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.places import EnginePlace, engine_hosts, engine_places
+from grpo_mp.rollout.ports import own_address
 from grpo_mp.rollout.queue import WorkQueue
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
@@ -47,10 +48,19 @@ class Rollout:
     def is_host(self) -> bool:
         return self.place is not None and self.place.is_host
 
-    def start(self) -> None:
-        """Start this rank's engine process, if it has one; returns at once."""
-        if self._process:
+    def start(self, store: dist.Store) -> None:
+        """Start this rank's engine process, if it has one. Returns at once, but on an engine's further nodes
+        after its first has started: the job's `store` tells them where that is.
+        """
+        if not (self._process and self.place):
+            return
+        where = f"engine/{self.place.engine}/meeting"
+        if self.place.nodes == 1:
             self._process.start()
+        elif self.place.is_host:
+            store.set(where, self._process.start(host=own_address()) or "")
+        else:
+            self._process.start(meeting=store.get(where).decode())
 
     def wait_ready(self) -> None:
         """Return when this rank's engine answers."""

@@ -56,6 +56,7 @@ class EngineProcess:
         self.key = secrets.token_hex(16)
         self._base = dict(os.environ if environment is None else environment)
         self._claims: list[PortClaim] = []
+        self._meeting: str | None = None
         self._scratch = ""
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -71,11 +72,17 @@ class EngineProcess:
             raise RuntimeError(f"{self._who()} was not started")
         return self._process.pid
 
-    def start(self) -> None:
-        """Start the processes; the log file is begun anew."""
+    def start(self, host: str | None = None, meeting: str | None = None) -> str | None:
+        """Start the processes; the log file is begun anew.
+
+        For an engine over several nodes: `host` is this node's name for the others, given on the engine host, which
+        returns host:port where they meet it; `meeting` is that answer, given on the others.
+        """
         self._claims = [claim_port(), claim_port()]
+        self._meeting = f"{host}:{self._claims[1].port}" if host else meeting
         self._scratch = tempfile.mkdtemp(prefix="grpo_mp_engine_")
-        arguments = engine_arguments(self.spec, self._claims[0].port, self._claims[1].port, self.name, self.key)
+        port, nccl_port = (claim.port for claim in self._claims)
+        arguments = engine_arguments(self.spec, port, nccl_port, self.name, self.key, self._meeting)
         environment = engine_environment(self.spec, arguments, self._scratch, self._base)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.unlink(missing_ok=True)
@@ -83,6 +90,7 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 COMMAND, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
+        return self._meeting
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return when this very server answers; where somebody else took its port meanwhile, it starts anew.
@@ -143,8 +151,8 @@ class EngineProcess:
             return Answer.STRANGER
 
     def _start_elsewhere(self, attempts: int) -> None:
-        if attempts == PORT_ATTEMPTS:
-            raise UserError(f"{self._who()}: somebody else served each of the {attempts} ports chosen for it")
+        if attempts == PORT_ATTEMPTS or self._meeting:  # the other nodes were told where this one is
+            raise UserError(f"{self._who()}: somebody else served each of the {attempts} port(s) chosen for it")
         self.stop()
         self.start()
 

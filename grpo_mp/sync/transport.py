@@ -4,6 +4,8 @@ import base64
 import pickle
 from typing import Protocol
 
+from grpo_mp import platform
+from grpo_mp.config import Sync
 from grpo_mp.sync.host_memory import LOADER, lend
 from grpo_mp.sync.reshard import Named
 
@@ -48,6 +50,11 @@ class HostTransport:
 
     async def end(self, version: int) -> None:
         await self._client.end_weight_update(version)
+
+
+def over_ipc(wanted: Sync) -> bool:
+    """Whether buckets stay on the device; otherwise they go through host memory."""
+    return wanted.transport == "ipc" or (wanted.transport == "auto" and platform.on_cuda())
 
 
 def bucket_bytes(bucket: Named) -> int:

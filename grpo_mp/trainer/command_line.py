@@ -32,8 +32,8 @@ def run_command(train: Callable[[Settings, Inputs], None], arguments: Sequence[s
         command = _parser().parse_intermixed_args(arguments)
         settings = load_settings(command.config, command.overrides)
         if command.dry_run:
-            _dry_run(settings, command.ranks)
-        elif command.ranks:
+            _dry_run(settings, command.ranks, command.ranks_per_node)
+        elif command.ranks or command.ranks_per_node:
             raise UserError("--ranks is for --dry-run; `python -m grpo_mp.launch --ranks N CONFIG` starts N ranks")
         else:
             train(settings, _check(settings))
@@ -45,6 +45,7 @@ def _parser() -> Parser:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file's")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     parser.add_argument("--ranks", type=int, help="ranks to check a dry run for (default: those that were started)")
+    parser.add_argument("--ranks-per-node", type=int, help="of these on one node (default: all)")
     return parser
 
 
@@ -59,10 +60,11 @@ def _check(settings: Settings) -> Inputs:
     return check_and_read(settings, world_size, ranks_per_node)
 
 
-def _dry_run(settings: Settings, ranks: int | None) -> None:
-    if ranks is not None and ranks < 1:
-        raise UserError(f"--ranks {ranks}: give at least one rank")
-    world_size, ranks_per_node = (ranks, ranks) if ranks else local_ranks()
+def _dry_run(settings: Settings, ranks: int | None, per_node: int | None) -> None:
+    for option, value in (("--ranks", ranks), ("--ranks-per-node", per_node)):
+        if value is not None and value < 1:
+            raise UserError(f"{option} {value}: give at least one rank")
+    world_size, ranks_per_node = (ranks, per_node or ranks) if ranks else local_ranks()
     inputs = check_and_read(settings, world_size, ranks_per_node)
     if int(os.environ.get("RANK", 0)) == 0:
         print(describe_run(settings, inputs, world_size, ranks_per_node))

@@ -13,6 +13,7 @@ from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.places import engine_places
 from grpo_mp.scheduler.recovery import check_run_folder
+from grpo_mp.sync.transport import over_ipc
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,13 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
     """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
     check_policy(settings, world_size)
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
-    engine_places(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
+    places = engine_places(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
+    if places[0].nodes > 1 and not over_ipc(settings.sync):
+        raise UserError(
+            f"engine.gpus={settings.engine.gpus} spans {places[0].nodes} nodes of {ranks_per_node} ranks, but through "
+            "host memory weights reach only the engine's first node: lower engine.gpus, or use CUDA and "
+            "sync.transport=ipc"
+        )
     check_arguments(settings.engine.args, known_arguments())
     tokenizer = _tokenizer(settings)
     _check_sizes(settings, HfConfig.read(settings.model.path), len(tokenizer))

@@ -73,6 +73,7 @@ class Recorder:
             "sync/bytes_per_s": sync.nbytes / sync.seconds,
             "sync/check/logprob_abs_diff/mean": check.mean,
             "sync/check/logprob_abs_diff/max": check.largest,
+            "sync/check/tokens": check.tokens,
         }
 
     def write(self, step: int, scalars: Mapping[str, float], groups: Sequence[SampleGroup] = ()) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from grpo_mp import platform
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.monitor.progress import Progress
@@ -20,10 +19,9 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.recovery import RunState, claim_run_folder, latest_checkpoint, read_manifest
 from grpo_mp.scheduler.scheduler import Scheduler
-from grpo_mp.sync.check import fixed_sequences
 from grpo_mp.sync.ipc import IpcTransport
 from grpo_mp.sync.reshard import Resharder
-from grpo_mp.sync.transport import HostTransport, Transport
+from grpo_mp.sync.transport import HostTransport, Transport, over_ipc
 from grpo_mp.sync.weight_sync import WeightSync, make_plan
 from grpo_mp.trainer.ends import ignore_more_interrupts, one_voice
 from grpo_mp.trainer.movers import EVERYTHING, device_movers
@@ -45,7 +43,6 @@ class Session:
     timeline: Timeline
     progress: Progress
     stop: StopRequest
-    check_sequences: tuple[tuple[int, ...], ...]
     state: RunState
 
     @property
@@ -93,7 +90,7 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
         stack.push(ignore_more_interrupts)
         progress.note(_greeting(settings, parallel, state))
         with watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
-            rollout.start()
+            rollout.start(parallel.store)
             policy = _build_policy(settings, parallel)
             rollout.wait_ready()
             dist.barrier(group=parallel.host)
@@ -108,12 +105,6 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
             timeline=timeline,
             progress=progress,
             stop=stop,
-            check_sequences=fixed_sequences(
-                policy.hf.int("vocab_size"),
-                settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens,
-                settings.run.seed,
-                [prompt.tokens for prompt in inputs.train.prompts[:4]],
-            ),
             state=state,
         )
         yield session
@@ -141,8 +132,7 @@ def _build_scheduler(
 
 
 def _build_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout: Rollout) -> WeightSync:
-    over_ipc = settings.sync.transport == "ipc" or (settings.sync.transport == "auto" and platform.on_cuda())
-    targets = rollout.ranks if over_ipc else rollout.hosts
+    targets = rollout.ranks if over_ipc(settings.sync) else rollout.hosts
     plan = make_plan(
         policy.params,
         policy.held_parts(),
@@ -152,11 +142,11 @@ def _build_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout:
         parallel.host,
     )
     resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), parallel.rank in targets)
-    return WeightSync(resharder, _transport(settings, parallel, rollout, over_ipc), rollout.call)
+    return WeightSync(resharder, _transport(settings, parallel, rollout), rollout.call)
 
 
-def _transport(settings: Settings, parallel: Parallel, rollout: Rollout, over_ipc: bool) -> Transport | None:
-    if not over_ipc:
+def _transport(settings: Settings, parallel: Parallel, rollout: Rollout) -> Transport | None:
+    if not over_ipc(settings.sync):
         return HostTransport(rollout.client, settings.engine.gpus) if rollout.client else None
     size = settings.engine.gpus
     groups = [dist.new_group(list(range(host, host + size)), backend="gloo") for host in rollout.hosts]

@@ -8,6 +8,7 @@ from tests.e2e.conftest import Outcome, StartJob, outcome
 from tests.e2e.jobs import ALONE, TORCHRUN, spans
 
 PEER_LOST = "another rank ended; its message says why"
+SPOILED = (*TORCHRUN[:-1], "tests.e2e.spoiled")
 NO_EVAL = "data.eval={}"
 ONE_ENGINE = "engine.count=1"
 
@@ -37,6 +38,17 @@ def test_an_engine_that_does_not_come_up_shows_its_log(start_job: StartJob, tmp_
     assert f"ended while starting; the last lines of {run / 'logs' / 'engine_'}" in first
     assert len(log) <= 12
     assert "no_such" in "".join(log)
+    assert result.left == []
+
+
+def test_an_engine_with_one_wrong_tensor_stops_the_run_and_is_named(start_job: StartJob, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = outcome(start_job(f"run.folder={run}", NO_EVAL, command=SPOILED))
+    assert result.status != 0
+    sentence = next(line for line in result.err.splitlines() if line.startswith("error: "))
+    assert sentence.startswith("error: after the weight sync engine ")
+    assert "a second push changed model.layers.1.mlp.experts.w2_weight: the first did not arrive whole" in sentence
+    assert not (run / "checkpoints").exists()
     assert result.left == []
 
 

@@ -62,9 +62,9 @@ def test_the_users_arguments_win_over_defaults_only() -> None:
 
 
 def test_an_engine_over_nodes_and_gpus() -> None:
-    place: dict[str, Any] = {"gpus": 16, "nodes": 2, "node_rank": 1, "node_address": "10.0.0.1:7000"}
+    place: dict[str, Any] = {"gpus": 16, "nodes": 2, "node_rank": 1}
     spec = replace(SPEC, rank=8, **place)
-    arguments = engine_arguments(spec, 1, 2, "name", "key")
+    arguments = engine_arguments(spec, 1, 2, "name", "key", "10.0.0.1:7000")
     assert arguments["tp_size"] == 16
     assert (arguments["nnodes"], arguments["node_rank"]) == (2, 1)
     assert arguments["dist_init_addr"] == "10.0.0.1:7000"

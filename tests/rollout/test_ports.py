@@ -4,11 +4,12 @@ import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from grpo_mp.errors import UserError
 from grpo_mp.rollout import ports
-from grpo_mp.rollout.ports import claim_port
+from grpo_mp.rollout.ports import claim_port, own_address
 
 CLAIM = """
 import sys
@@ -64,3 +65,14 @@ def test_another_process_sees_the_claim(monkeypatch: pytest.MonkeyPatch) -> None
     assert b"no free port" in subprocess.run(command, capture_output=True, timeout=300).stderr
     claim.release()
     assert subprocess.run(command, capture_output=True, timeout=300).returncode == 0
+
+
+def test_own_address_is_the_one_that_leads_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert own_address() == "localhost"
+    routed = [address.address for addresses in psutil.net_if_addrs().values() for address in addresses]
+    for address in routed:
+        if address.count(".") == 3 and not address.startswith("127."):
+            monkeypatch.setenv("MASTER_ADDR", address)
+            assert own_address() == address

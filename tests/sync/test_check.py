@@ -2,28 +2,46 @@ import math
 
 import pytest
 
-from grpo_mp.sync.check import CheckReport, compare, fixed_sequences
+from grpo_mp.sync.check import TOLERANCE, WIDER_SETS, CheckReport, compare, fixed_sequences, pooled, worst
 
 
 def test_mean_and_largest_difference_over_all_tokens() -> None:
     report = compare([[-1.0, -2.0], [-3.0]], [[-1.5, -2.0], [-2.75]])
-    assert report == CheckReport(mean=0.25, largest=0.5, typical=0.25)
+    assert report == CheckReport(mean=0.25, largest=0.5, tokens=3)
     assert report.passes(0.25)
     assert not report.passes(0.2499)
 
 
-def test_one_sequence_behind_a_routing_tie_is_no_wrong_weight_but_half_of_them_are() -> None:
-    policy = [[-1.0, -1.0]] * 8
-    tied = compare([[-1.0, -9.0]] + [[-1.0, -1.0]] * 7, policy)
-    assert tied.mean == 0.5
-    assert tied.passes(1e-4)
-    assert not compare([[-1.0, -1.001]] * 4 + [[-1.0, -1.0]] * 4, policy).passes(1e-4)
+def test_pooled_is_the_report_on_all_tokens_at_once() -> None:
+    engine, policy = [[-1.0, -2.0], [-3.0], [-4.0, -5.0, -6.0]], [[-1.5, -2.0], [-2.75], [-4.0, -5.0, -7.0]]
+    apart = [compare([one], [other]) for one, other in zip(engine, policy, strict=True)]
+    assert pooled(apart) == compare(engine, policy)
+
+
+def test_one_token_at_a_routing_tie_passes_among_many_and_a_small_error_everywhere_does_not() -> None:
+    tied = CheckReport(mean=0.53 / 500, largest=0.53, tokens=500)
+    good = CheckReport(mean=4e-7, largest=2e-6, tokens=500)
+    assert not tied.passes(TOLERANCE["float32"])
+    assert pooled([tied] + [good] * (WIDER_SETS - 1)).passes(TOLERANCE["float32"])
+    assert not pooled([CheckReport(1.1e-4, 1e-3, 500)] * WIDER_SETS).passes(TOLERANCE["float32"])
+
+
+def test_the_worst_of_several_engines() -> None:
+    assert worst([CheckReport(0.1, 0.5, 7), CheckReport(0.2, 0.3, 7)]) == CheckReport(0.2, 0.5, 7)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_no_number_never_passes(bad: float) -> None:
-    assert not compare([[-1.0, bad]], [[-1.0, -1.0]]).passes(1e9)
+    spoiled = compare([[-1.0, bad]], [[-1.0, -1.0]])
+    assert not spoiled.passes(1e9)
     assert not compare([[bad]], [[bad]]).passes(1e9)
+    assert not pooled([spoiled, CheckReport(0.0, 0.0, 1000)]).passes(1e9)
+
+
+@pytest.mark.parametrize("nothing", [[], [[]]])
+def test_nothing_to_compare_is_refused(nothing: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="no token"):
+        compare(nothing, nothing)
 
 
 @pytest.mark.parametrize(

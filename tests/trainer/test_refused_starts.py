@@ -67,6 +67,10 @@ def write_index(model: Path, file: str) -> None:
         ("engine.count=3", "engine.count=3 engines of engine.gpus=1 do not fit the 2 ranks of this job"),
         ("optimizer.megatron={moe_aux_loss_coef: 1}", "optimizer.megatron.moe_aux_loss_coef: no field of Megatron's"),
         (
+            "optimizer.megatron={use_distributed_optimizer: false}",
+            "optimizer.megatron.use_distributed_optimizer cannot be set: a checkpoint that any layout loads needs it",
+        ),
+        (
             "optimizer.megatron={recompute_granularity: rarely}",
             "Megatron refuses this model, layout and optimizer.megatron",
         ),
@@ -89,6 +93,11 @@ def test_a_misspelt_option(refuse: Refuse) -> None:
 
 def test_no_reward_at_all(refuse: Refuse) -> None:
     assert "no reward has a weight: set reward.answer, " in refuse("reward.answer=0", "reward.boxed=0")
+
+
+def test_an_engine_over_nodes_that_host_memory_does_not_join(refuse: Refuse) -> None:
+    said = refuse("engine.gpus=4", "--ranks-per-node", "2", ranks=4)
+    assert said.startswith("engine.gpus=4 spans 2 nodes of 2 ranks, but through host memory weights reach only ")
 
 
 @pytest.mark.parametrize(
