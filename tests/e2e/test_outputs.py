@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.monitor.metrics import find
-from grpo_mp.policy.checkpoint import load_policy
+from grpo_mp.policy.checkpoint import load_policy, save_policy
 from grpo_mp.policy.parallel import start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
 from grpo_mp.scheduler.recovery import checkpoint_folder
@@ -106,8 +106,8 @@ def _rule_reward(row: dict) -> float:
 
 
 @pytest.fixture(scope="module")
-def saved_scores(run: Path, settings: Settings) -> Iterator[tuple[list[tuple[int, ...]], list[list[float]]]]:
-    """Fixed sequences, and their logprobs by the policy of the last checkpoint: one rank loads what two saved."""
+def first_policy(settings: Settings) -> Iterator[Policy]:
+    """The policy before any update, on one rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -117,11 +117,22 @@ def saved_scores(run: Path, settings: Settings) -> Iterator[tuple[list[tuple[int
             patch.setitem(os.environ, name, value)
         alone = settings.model_copy(update={"layout": settings.layout.model_copy(update={"expert": 1})})
         parallel = start_parallel(alone.layout, seed=0, timeout_s=60.0)
-        policy = Policy(alone, parallel, with_reference=False)
-        load_policy(policy, checkpoint_folder(run, LAST_STEP) / "policy")
-        sequences = list(fixed_sequences(policy.hf.int("vocab_size"), longest=48, seed=1))
-        yield sequences, policy_scores(policy, sequences)
+        yield Policy(alone, parallel, with_reference=False)
         stop_parallel()
+
+
+@pytest.fixture(scope="module")
+def saved_scores(run: Path, first_policy: Policy) -> tuple[list[tuple[int, ...]], list[list[float]]]:
+    """Fixed sequences, and their logprobs by the policy of the last checkpoint: one rank loads what two saved."""
+    load_policy(first_policy, checkpoint_folder(run, LAST_STEP) / "policy")
+    sequences = list(fixed_sequences(first_policy.hf.int("vocab_size"), longest=48, seed=1))
+    return sequences, policy_scores(first_policy, sequences)
+
+
+def test_a_policy_can_be_saved_before_its_first_update(first_policy: Policy, tmp_path: Path) -> None:
+    """A signal in the first step, or a first gradient that is not finite, must not end in an error."""
+    save_policy(first_policy, tmp_path)
+    load_policy(first_policy, tmp_path)
 
 
 def test_transformers_loads_the_final_folder_and_agrees_with_the_policy(

@@ -1,0 +1,20 @@
+"""The loop in layouts that the other runs of this folder do not have."""
+
+from pathlib import Path
+
+from tests.e2e.conftest import REWARD, StartJob, outcome
+from tests.e2e.jobs import read_jsonl
+
+
+def test_a_tensor_parallel_policy_feeds_one_tensor_parallel_engine(start_job: StartJob, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    run = tmp_path / "run"
+    layout = ("layout={tensor: 2}", "engine.gpus=2", "data.eval={}", "run.steps=2", "run.export=false")
+    result = outcome(
+        start_job(f"run.folder={run}", f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}", *layout)
+    )
+    assert (result.status, result.err, result.left) == (0, "", [])
+    steps = read_jsonl(run / "metrics.jsonl")
+    assert all(step["train/grad_norm"] > 0 for step in steps[1:])
+    assert all(step["sync/check/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
+    assert all(step["mismatch/logprob_abs_diff/mean"] <= 1e-4 for step in steps[1:])
