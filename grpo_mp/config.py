@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from grpo_mp.algorithms.presets import with_preset
+from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.errors import USER_STATUS, UserError, nearest
+from grpo_mp.section import Section
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class Run(Section):
@@ -47,7 +46,7 @@ class Layout(Section):
 
 class Data(Section):
     train: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
-    eval: dict[str, str] = {}
+    eval: dict[str, str] = Field({}, description="name to file or `datasets` name")
     prompt: str = "question"
     answer: str | None = "answer"
     system: str | None = None
@@ -57,7 +56,7 @@ class Data(Section):
 
 class Rollout(Section):
     prompts_per_step: int = Field(gt=0)
-    group_size: int = Field(gt=1)
+    group_size: int = Field(gt=0)
     max_prompt_tokens: int = Field(gt=0)
     max_response_tokens: int = Field(gt=0)
     temperature: float = Field(1.0, gt=0)
@@ -88,29 +87,6 @@ class Reward(Section):
         if not (self.answer or self.boxed or self.length or self.functions):
             raise ValueError("no reward has a weight: set reward.answer, reward.boxed or reward.functions")
         return self
-
-
-class KL(Section):
-    weight: float = Field(0.0, ge=0)
-    estimator: Literal["k3"] = "k3"
-
-
-class Advantage(Section):
-    normalise_std: bool = True
-    eps: float = Field(1e-4, gt=0)
-
-
-class Clip(Section):
-    low: float = Field(0.2, gt=0)
-    high: float = Field(0.2, gt=0)
-
-
-class Algorithm(Section):
-    preset: Literal["grpo"] = "grpo"
-    kl: KL = KL()
-    advantage: Advantage = Advantage()
-    clip: Clip = Clip()
-    aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
 
 
 class Optimizer(Section):
@@ -169,6 +145,15 @@ class Settings(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> "Settings":
+        if self.rollout.group_size == 1 and self.algorithm.advantage.baseline != "none":
+            raise ValueError(
+                f"rollout.group_size=1 leaves algorithm.advantage.baseline={self.algorithm.advantage.baseline} nothing "
+                "to compare with: set 2 or more, or algorithm: reinforce_pp"
+            )
+        return self
+
     @property
     def samples_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.group_size
@@ -205,7 +190,7 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
 def check_settings(tree: dict[str, Any], where: str) -> Settings:
     """Validate a plain dictionary; raises UserError with all complaints in one sentence each."""
     try:
-        return Settings.model_validate(tree)
+        return Settings.model_validate(with_preset(tree))
     except ValidationError as error:
         raise UserError("; ".join(_sentence(where, item) for item in error.errors())) from error
 
@@ -217,12 +202,12 @@ def dump_settings(settings: Settings) -> str:
 
 def _lay_over(tree: dict[str, Any], override: str) -> None:
     name, equals, value = override.partition("=")
-    if not equals or "." not in name:
+    if not equals or ("." not in name and name not in Settings.model_fields):
         raise UserError(f"override {override!r}: write section.key=value, e.g. rollout.group_size=16")
     *sections, key = name.split(".")
     for section in sections:
         if not isinstance(tree.get(section), dict):
-            tree[section] = {}
+            tree[section] = {"preset": tree[section]} if section == "algorithm" and section in tree else {}
         tree = tree[section]
     try:
         tree[key] = yaml.safe_load(value)

@@ -3,33 +3,33 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
 
-from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.config import Settings
-from grpo_mp.data.cursor import take
 from grpo_mp.monitor.timeline import merge_traces
+from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.scheduler.phases import Phase
+from grpo_mp.scheduler.recovery import RunState
 from grpo_mp.sync.check import CheckReport
 from grpo_mp.sync.weight_sync import SyncReport
-from grpo_mp.trainer.batch import StepBatch, assemble, with_old, with_reference
+from grpo_mp.trainer.batch import StepBatch, assemble
+from grpo_mp.trainer.collect import Collected, collect
 from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.engine_check import check_engines
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, evaluate
+from grpo_mp.trainer.fixed import fixed_values
+from grpo_mp.trainer.learning import learn, refresh_reference
 from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.trainer.record import Recorder
 from grpo_mp.trainer.saving import export_hf, save
 from grpo_mp.trainer.session import Session, open_session
-from grpo_mp.types import MicroBatch, Prompt
 
 
 def train(session: Session) -> None:
     """Generate groups, score them, turn rewards into advantages, update the policy, give engines its weights."""
-    settings, scheduler, policy, rollout = session.settings, session.scheduler, session.policy, session.rollout
-    loss = make_loss(settings.algorithm)
+    settings, scheduler = session.settings, session.scheduler
     recorder = Recorder(session)
     sync, check = synchronize(session)
     before = after = evaluate(session, session.state.step)
@@ -38,33 +38,26 @@ def train(session: Session) -> None:
     saved_step = session.state.step
     while session.state.step < settings.run.steps and not session.should_stop():
         step = session.state.step + 1
-        prompts, cursor = next_prompts(session)
         recorder.begin_step()
 
-        with scheduler.phase(Phase.GENERATE):
-            groups = rollout.generate(prompts, session.state.step * len(prompts), step, session.parallel.store)
+        collected = collect(session, step)
         if session.should_stop():
             break  # the step is done anew after a restart
         with scheduler.phase(Phase.SCORE):
-            batch = assemble(groups, settings, session.parallel, policy.config.hidden_size)
+            batch = make_batch(session, collected)
         with scheduler.phase(Phase.LOGPROB):
-            updates = fixed_logprobs(session, batch)
+            updates = fixed_values(session, batch)
         with scheduler.phase(Phase.TRAIN):
-            reports = [policy.update(update, loss) for update in updates]
+            reports = learn(session, updates)
+            session.state = advanced(session.state, step, collected, reports)
+            refresh_reference(session)
 
-        session.state = replace(
-            session.state,
-            step=step,
-            cursor=cursor,
-            optimizer_step=session.state.optimizer_step + len(reports),
-            samples_seen=session.state.samples_seen + len(batch.infos),
-        )
         sync, check = synchronize(session)
-        scalars = recorder.step_metrics(batch, reports, sync, check)
+        scalars = recorder.step_metrics(collected, batch, reports, sync, check)
         if is_due(step, settings.run.eval_every, settings.run.steps):
             after = evaluate(session, step)
             scalars |= after.metrics
-        recorder.write(step, scalars, groups)
+        recorder.write(step, scalars, collected.groups)
         session.progress.step(step, scalars)
         if is_due(step, settings.run.save_every, settings.run.steps):
             save(session)
@@ -75,24 +68,29 @@ def train(session: Session) -> None:
     finish(session, before, after)
 
 
-def next_prompts(session: Session) -> tuple[list[Prompt], dict[str, Any]]:
-    """The prompts of the next step, and the cursor behind them as it is saved."""
-    settings, prompts = session.settings, session.inputs.train
-    indices, cursor = take(session.cursor, len(prompts), settings.rollout.prompts_per_step, settings.data.shuffle)
-    return [prompts[index] for index in indices], cursor.to_dict()
+def make_batch(session: Session, collected: Collected) -> StepBatch:
+    """Rewards to advantages, and samples to the ranks that train on them."""
+    return assemble(
+        collected.groups,
+        collected.infos,
+        session.inputs.scorer.weights,
+        session.settings,
+        session.parallel,
+        session.policy.config.hidden_size,
+    )
 
 
-def fixed_logprobs(session: Session, batch: StepBatch) -> list[list[MicroBatch]]:
-    """What stays fixed over the step's updates: the reference's logprobs, and the policy's before the first.
-
-    With a single update the old logprobs are those of the update itself, and are not computed twice.
-    """
-    policy, updates = session.policy, [list(update) for update in batch.updates]
-    if len(updates) > 1:
-        updates = [with_old(update, policy.logprobs(update)) for update in updates]
-    if policy.reference:
-        updates = [with_reference(update, policy.reference_logprobs(update)) for update in updates]
-    return updates
+def advanced(state: RunState, step: int, collected: Collected, reports: Sequence[UpdateReport]) -> RunState:
+    """Where the run stands after a step; what the updates adapted is in `state` already."""
+    return replace(
+        collected.state,
+        step=step,
+        optimizer_step=state.optimizer_step + len(reports),
+        samples_seen=state.samples_seen + len(collected.infos),
+        weight_version=state.weight_version,
+        controls=state.controls,
+        reference_refreshed=state.reference_refreshed,
+    )
 
 
 def synchronize(session: Session) -> tuple[SyncReport, CheckReport]:

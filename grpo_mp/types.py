@@ -1,9 +1,12 @@
 """What flows through one step: prompts, samples, groups and packed micro-batches."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+
+PerToken = float | torch.Tensor  # one number for all response tokens of a sample, or [response tokens]
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Sample:
     text: str = ""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)  # by reward name, unweighted
+    step_rewards: tuple[tuple[int, float], ...] = ()  # (index of the step's last token, reward)
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -66,11 +70,13 @@ class MicroBatch:
     lengths: tuple[int, ...]  # padded length of every packed sequence; sums to T
     sequence: torch.Tensor  # int64, which sequence of `sample_ids` a token belongs to; -1 is padding
     sample_ids: tuple[int, ...]  # index of each packed sequence into the update's sample list
-    advantages: torch.Tensor  # float32
-    weights: torch.Tensor  # float32, share of the token in the update's loss
+    advantages: torch.Tensor  # float64
+    weights: torch.Tensor  # float64, share of the token in the update's loss
     rollout_logprobs: torch.Tensor  # float32
     old_logprobs: torch.Tensor | None = None  # float32; None: the logprobs of the first update are the old ones
     reference_logprobs: torch.Tensor | None = None  # float32
+    entropy_floor: float = -math.inf  # nats: tokens below it do not learn
+    entropy_weight: float = 0.0  # 1 / tokens of the update that the entropy bonus is a mean over
 
     @property
     def total_tokens(self) -> int:

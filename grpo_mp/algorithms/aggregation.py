@@ -5,17 +5,45 @@ backward, whatever the layout, micro-batch size or packing.
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
-Aggregation = Literal["sequence_mean", "token_mean"]
+import torch
+
+from grpo_mp.algorithms.settings import Algorithm
+from grpo_mp.types import PerToken
 
 
-def token_weights(response_tokens: Sequence[int], aggregation: Aggregation) -> tuple[float, ...]:
-    """Weight of each token of each sample; over all tokens of the update the weights sum to 1.
+def token_weights(
+    response_tokens: Sequence[int], learns: Sequence[bool], algorithm: Algorithm, max_response_tokens: int
+) -> list[PerToken]:
+    """Weight of each token of each of the update's samples; zero for a sample that does not learn.
 
     sequence_mean: mean over samples of the mean over tokens (DeepSeekMath, eq. 3).
-    token_mean: mean over all tokens of the update (DAPO, eq. 8).
+    token_mean: mean over all tokens that learn (DAPO, eq. 8).
+    sequence_sum: mean over samples of the sum over tokens (LUSPO; RLOO).
+    constant: sum over tokens / (samples x max_response_tokens) (Dr. GRPO).
+    decoupled: mean over samples of control_weight x first token + mean of the others (Thinkless, eq. 5).
+    A sample that does not learn counts as a sample, its tokens do not count as tokens, as in TRL.
     """
-    if aggregation == "token_mean":
-        return (1.0 / sum(response_tokens),) * len(response_tokens)
-    return tuple(1.0 / (len(response_tokens) * tokens) for tokens in response_tokens)
+    samples = len(response_tokens)
+    learning = sum(tokens for tokens, yes in zip(response_tokens, learns, strict=True) if yes)
+
+    def weight(tokens: int) -> PerToken:
+        match algorithm.aggregation:
+            case "token_mean":
+                return 1.0 / learning
+            case "sequence_sum":
+                return 1.0 / samples
+            case "constant":
+                return 1.0 / (samples * max_response_tokens)
+            case "decoupled":
+                return _decoupled(tokens, algorithm.control_weight) / samples
+            case "sequence_mean":
+                return 1.0 / (samples * tokens)
+
+    return [weight(tokens) if yes else 0.0 for tokens, yes in zip(response_tokens, learns, strict=True)]
+
+
+def _decoupled(tokens: int, control: float) -> torch.Tensor:
+    weights = torch.full((tokens,), 1.0 / max(1, tokens - 1), dtype=torch.float64)
+    weights[0] = control
+    return weights

@@ -1,54 +1,82 @@
-"""Per-token losses, and the loss function that the policy's backward runs on each micro-batch."""
+"""The loss function that the policy's backward runs on each micro-batch, put together from its parts."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grpo_mp.algorithms.corrections import importance, on_policy_enough
+from grpo_mp.algorithms.kl import ESTIMATORS
 from grpo_mp.algorithms.report import loss_report
-from grpo_mp.config import Algorithm
+from grpo_mp.algorithms.sequences import Reduce, Sequences, alone
+from grpo_mp.algorithms.settings import Algorithm
+from grpo_mp.algorithms.surrogates import SURROGATES, Terms
 from grpo_mp.types import MicroBatch
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+LARGEST_LOG_RATIO = 700.0  # e^709 is the end of float64
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A) per token (PPO, eq. 7); [T] -> [T]."""
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+@dataclass(frozen=True)
+class Weights:
+    """Of the terms beside the surrogate, as their controllers have them now."""
+
+    kl: float
+    entropy: float
+
+    @staticmethod
+    def of(algorithm: Algorithm) -> "Weights":
+        return Weights(algorithm.kl.weight, algorithm.entropy.weight)
 
 
-def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Unbiased, non-negative estimate of KL(policy || reference) per token: r - log r - 1, r = ref / policy.
-
-    DeepSeekMath, eq. 4; [T] -> [T].
-    """
-    log_ratio = reference - logprobs
-    return log_ratio.exp() - log_ratio - 1
-
-
-def make_loss(algorithm: Algorithm) -> LossFunction:
+def make_loss(algorithm: Algorithm, weights: Weights | None = None, reduce: Reduce = alone) -> LossFunction:
     """The loss of one micro-batch: its share of the update's loss, and sums for the metrics.
 
-    Without `old_logprobs` this is the first update of a rollout: the old policy is the present one.
+    `reduce` sums over the ranks that hold parts of the same sequences. Without `old_logprobs` this is the first
+    update of a rollout: the old policy is the present one.
     """
+    weights = weights or Weights.of(algorithm)
+    kl_weight = weights.kl if algorithm.kl.place == "loss" else 0.0
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         batch = responses_only(batch.to(logprobs.device))
-        new = at_responses(logprobs, batch.mask)
-        log_ratio = new - (new.detach() if batch.old_logprobs is None else batch.old_logprobs)
-        surrogate = clipped_surrogate(log_ratio.exp(), batch.advantages, algorithm.clip.low, algorithm.clip.high)
-        kl = torch.zeros_like(surrogate)
-        if batch.reference_logprobs is not None:
-            kl = k3(new, batch.reference_logprobs)
+        new, entropy = at_responses(logprobs, batch.mask), at_responses(entropy, batch.mask)
+        heard = batch.rollout_logprobs.isfinite()  # a token whose engine logprob is no number does not learn
+        terms = _terms(new, batch, algorithm, Sequences.of_batch(batch, reduce))
+        decides = (entropy.detach() >= batch.entropy_floor) & heard
+        trusted = on_policy_enough(
+            new, batch.rollout_logprobs, batch.advantages, terms.sequences, algorithm.correction.off_policy_limit
+        )
+        correction = terms.correction if algorithm.surrogate != "vespo" else 1.0
+        surrogate = SURROGATES[algorithm.surrogate](terms, algorithm) * correction * trusted * decides
+        kl = _kl(new, terms.log_ratio, batch, algorithm) * heard
         policy_loss = (surrogate * batch.weights).sum()
-        total = policy_loss + algorithm.kl.weight * (kl * batch.weights).sum()
-        entropy = at_responses(entropy.detach(), batch.mask)
-        report = loss_report(batch, new.detach(), entropy, log_ratio.detach(), kl.detach(), algorithm.clip)
+        bonus = (entropy * decides * batch.mask).sum() * batch.entropy_weight
+        total = policy_loss + kl_weight * (kl * batch.weights).sum() - weights.entropy * bonus
+        report = loss_report(batch, terms, entropy.detach(), kl.detach(), trusted, algorithm)
         return total.to(logprobs.dtype), report | {"loss": total.detach(), "pg_loss": policy_loss.detach()}
 
     return loss
+
+
+def _terms(new: Tensor, batch: MicroBatch, algorithm: Algorithm, sequences: Sequences) -> Terms:
+    old = new.detach() if batch.old_logprobs is None else batch.old_logprobs
+    rollout = batch.rollout_logprobs
+    if algorithm.old_logprobs == "engine":
+        old = rollout.where(rollout.isfinite(), new.detach())
+    log_ratio = (new - old).clamp(max=LARGEST_LOG_RATIO)
+    if algorithm.ratio == "sequence":
+        # s = exp(mean log ratio) as value, pi / sg(pi) as gradient (GSPO, eq. 14): the gradient of eq. 7 as well.
+        log_ratio = sequences.means(log_ratio) + log_ratio - log_ratio.detach()
+    return Terms(new, log_ratio, batch.advantages, importance(old, rollout, sequences, algorithm.correction), sequences)
+
+
+def _kl(new: Tensor, log_ratio: Tensor, batch: MicroBatch, algorithm: Algorithm) -> Tensor:
+    if batch.reference_logprobs is None:
+        return torch.zeros_like(new)
+    return ESTIMATORS[algorithm.kl.estimator](batch.reference_logprobs - new, log_ratio.exp())
 
 
 def at_responses(values: Tensor, mask: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from grpo_mp.config import Clip
+from grpo_mp.algorithms.settings import Algorithm
+from grpo_mp.algorithms.surrogates import Terms
 from grpo_mp.types import MicroBatch
 
 SUMS = (
@@ -13,6 +14,7 @@ SUMS = (
     "entropy",
     "kl",
     "ratio",
+    "ratio2",
     "clipped_low",
     "clipped_high",
     "drift",
@@ -24,41 +26,61 @@ SUMS = (
     "engine_p2",
     "policy_p2",
     "both_p",
+    "correction",
+    "corrected_away",
+    "mistrusted",
+    "unheard",
 )
 MAXIMA = ("ratio_max", "mismatch_max")
 
 
 def loss_report(
-    batch: MicroBatch, logprobs: Tensor, entropy: Tensor, log_ratio: Tensor, kl: Tensor, clip: Clip
+    batch: MicroBatch, terms: Terms, entropy: Tensor, kl: Tensor, trusted: Tensor, algorithm: Algorithm
 ) -> dict[str, Tensor]:
-    """Sums (and maxima) over the response tokens of one micro-batch; all values [T] in float64, finite everywhere."""
-    mask = batch.mask.double()
+    """Sums (and maxima) over the response tokens of one micro-batch; all values [T] in float64."""
+    mask, log_ratio = batch.mask.double(), terms.log_ratio.detach()
 
     def total(values: Tensor) -> Tensor:
         return (values * mask).sum()
 
-    ratio = log_ratio.exp()
-    apart = (logprobs - batch.rollout_logprobs).abs() * mask
-    engine, policy = batch.rollout_logprobs.exp(), logprobs.exp()
-    up, down = batch.advantages > 0, batch.advantages < 0
+    ratio, up, down = log_ratio.exp(), batch.advantages > 0, batch.advantages < 0
     return {
         "tokens": mask.sum(),
         "entropy": total(entropy),
         "kl": total(kl),
         "ratio": total(ratio),
-        "clipped_low": total((ratio < 1 - clip.low) & down),
-        "clipped_high": total((ratio > 1 + clip.high) & up),
+        "ratio2": total(ratio.square()),
+        "clipped_low": total((ratio < 1 - algorithm.clip.low) & down),
+        "clipped_high": total((ratio > 1 + algorithm.clip.high) & up),
         "drift": total(-log_ratio),
-        "mismatch": total(apart),
+        "ratio_max": (ratio * mask).max(),
+        "correction": total(terms.correction),
+        "corrected_away": total(terms.correction == 0),
+        "mistrusted": total(trusted == 0),
+        **_mismatch(batch, terms.new.detach(), mask),
+    }
+
+
+def _mismatch(batch: MicroBatch, logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Engine against policy, over the tokens whose engine logprob is a number."""
+    heard = batch.rollout_logprobs.isfinite()
+    rollout = batch.rollout_logprobs.where(heard, logprobs)
+    apart, engine, policy = (logprobs - rollout).abs() * mask, rollout.exp(), logprobs.exp()
+
+    def total(values: Tensor) -> Tensor:
+        return (values * mask).sum()
+
+    return {
+        "mismatch": apart.sum(),
         "mismatch_ratio": total(apart.exp()),
-        "mismatch_kl": total(batch.rollout_logprobs - logprobs),
+        "mismatch_kl": total(rollout - logprobs),
         "engine_p": total(engine),
         "policy_p": total(policy),
         "engine_p2": total(engine**2),
         "policy_p2": total(policy**2),
         "both_p": total(engine * policy),
-        "ratio_max": (ratio * mask).max(),
         "mismatch_max": apart.max(),
+        "unheard": total(~heard),
     }
 
 
@@ -83,6 +105,11 @@ def metrics(sums: dict[str, float]) -> dict[str, float]:
         "mismatch/logprob_abs_diff/max": sums["mismatch_max"],
         "mismatch/token_mult_prob_error": mean["mismatch_ratio"],
         "mismatch/kl": mean["mismatch_kl"],
+        "train/effective_samples": mean["ratio"] ** 2 / mean["ratio2"] if mean["ratio2"] > 0 else 1.0,
+        "mismatch/correction/mean": mean["correction"],
+        "mismatch/corrected_away_ratio": mean["corrected_away"],
+        "mismatch/off_policy_masked_ratio": mean["mistrusted"],
+        "mismatch/unheard_tokens": sums["unheard"],
         "mismatch/pearson": covariance / spread**0.5 if spread > 0 else 1.0,
     }
 

@@ -11,20 +11,21 @@ from typing import Any
 import torch
 
 from grpo_mp.data.schedule import MicroBatchPlan
-from grpo_mp.types import MicroBatch, Sample
+from grpo_mp.types import MicroBatch, PerToken, Sample
 
 
 def pack(
     samples: Sequence[Sample] | Mapping[int, Sample],
-    advantages: Sequence[float],
-    weights: Sequence[float],
+    advantages: Sequence[PerToken],
+    weights: Sequence[PerToken],
     plan: MicroBatchPlan,
     align: int,
     pad_to: int = 0,
 ) -> MicroBatch:
     """Pack the plan's samples end to end; what is missing to `pad_to` tokens becomes one last sequence of padding.
 
-    The plan's indices pick the samples, their `advantages` and the loss `weights` of their tokens. Without samples the
+    The plan's indices pick the samples, their `advantages` and the loss `weights` of their tokens: one number, or
+    [response tokens]. Without samples the
     micro-batch is one dummy sequence of padding, `align` tokens or `pad_to`.
     Raises ValueError for a sample longer than planned or without a prompt.
     """
@@ -38,8 +39,8 @@ def pack(
         lengths=lengths,
         sequence=torch.full((total,), -1),
         sample_ids=plan.samples,
-        advantages=torch.zeros(total),
-        weights=torch.zeros(total),
+        advantages=torch.zeros(total, dtype=torch.float64),
+        weights=torch.zeros(total, dtype=torch.float64),
         rollout_logprobs=torch.zeros(total),
     )
     start = 0

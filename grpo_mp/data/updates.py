@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from grpo_mp.config import Layout
 from grpo_mp.data.pack import pack, slice_context
 from grpo_mp.data.schedule import Cost, Schedule, plan_microbatches
-from grpo_mp.types import MicroBatch, Sample
+from grpo_mp.types import MicroBatch, PerToken, Sample
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,14 @@ class Update:
 def plan_updates(
     lengths: Sequence[int], updates: int, layout: Layout, data_parallel: int, max_tokens: int, hidden_size: int
 ) -> tuple[Update, ...]:
-    """Divide the step's samples, in order, into `updates` equal parts and plan the micro-batches of each.
+    """Divide the step's samples, in order, into `updates` parts of equal size, as near as may be, and plan each.
 
     `lengths` are tokens of prompt and response; `max_tokens` bounds one micro-batch.
     """
-    size = len(lengths) // updates
     cost = Cost(1.0, 1.0 / (12 * hidden_size))
     multiple = layout.pipeline if layout.virtual_pipeline else 1
-    parts = [tuple(range(start, start + size)) for start in range(0, size * updates, size)]
+    bounds = [len(lengths) * part // updates for part in range(updates + 1)]
+    parts = [tuple(range(start, end)) for start, end in pairwise(bounds) if end > start]
     return tuple(
         Update(
             part,
@@ -49,8 +50,8 @@ def alignment(layout: Layout) -> int:
 def microbatches(
     update: Update,
     samples: Mapping[int, Sample],
-    advantages: Sequence[float],
-    weights: Sequence[float],
+    advantages: Sequence[PerToken],
+    weights: Sequence[PerToken],
     layout: Layout,
     data_rank: int,
     context_rank: int,

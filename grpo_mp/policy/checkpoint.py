@@ -8,6 +8,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from grpo_mp.errors import UserError
 from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.reference import Reference
 
 # Fully reshardable: the distributed optimizer's shards are saved by parameter, not by rank.
 METADATA = {
@@ -30,14 +31,47 @@ def load_policy(policy: Policy, folder: Path) -> None:
 
     Raises UserError where the checkpoint is torn or belongs to another model.
     """
-    try:
-        state = dist_checkpointing.load(_state(policy, loading=True), str(folder))
-    except (CheckpointingException, OSError, KeyError, RuntimeError) as error:
-        raise UserError(f"{folder}: the checkpoint cannot be read: {' '.join(str(error).split())[:300]}") from error
-    for name, model in zip(_names(policy), policy.models(), strict=True):
-        model.load_state_dict(state[name], strict=True)
+    state = _read(_state(policy, loading=True), folder)
+    _put(policy, state)
     policy.optimizer.load_state_dict(_for_optimizers(policy, state["optimizer"]))
     policy.schedule.load_state_dict(state["schedule"])
+
+
+def save_reference(policy: Policy, folder: Path) -> None:
+    """Write the reference's weights into an empty, existing folder. Every rank must call this."""
+    with _reference_of(policy).on_device():
+        dist_checkpointing.save(_weights(policy), str(folder))
+
+
+def load_reference(policy: Policy, folder: Path) -> None:
+    """Read what `save_reference` wrote, from any layout. Every rank must call this; raises as `load_policy`."""
+    with _reference_of(policy).on_device():
+        _put(policy, _read(_weights(policy), folder))
+
+
+def _reference_of(policy: Policy) -> Reference:
+    if policy.reference is None:
+        raise ValueError("this policy was built without a reference")
+    return policy.reference
+
+
+def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    try:
+        return dict(dist_checkpointing.load(state, str(folder)))
+    except (CheckpointingException, OSError, KeyError, RuntimeError) as error:
+        raise UserError(f"{folder}: the checkpoint cannot be read: {' '.join(str(error).split())[:300]}") from error
+
+
+def _put(policy: Policy, state: dict[str, Any]) -> None:
+    for name, model in zip(_names(policy), policy.models(), strict=True):
+        model.load_state_dict(state[name], strict=True)
+
+
+def _weights(policy: Policy) -> dict[str, Any]:
+    return {
+        name: model.sharded_state_dict(metadata=dict(METADATA))
+        for name, model in zip(_names(policy), policy.models(), strict=True)
+    }
 
 
 def _state(policy: Policy, loading: bool) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 import datetime
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -72,6 +74,20 @@ def start_parallel(layout: Layout, seed: int, timeout_s: float, name: str = "job
         host=dist.new_group(backend="gloo", timeout=timeout),
         store=store,
     )
+
+
+def sum_over_context(values: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+    """The sum over the ranks that hold parts of the same sequences; every one of them must call this."""
+    if parallel.layout.context == 1:
+        return values
+    moved = values.to(platform.device())
+    dist.all_reduce(moved, group=parallel_state.get_context_parallel_group())
+    return moved.to(values.device)
+
+
+def context_reduction(parallel: Parallel) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`sum_over_context` of this job."""
+    return partial(sum_over_context, parallel=parallel)
 
 
 def stop_parallel() -> None:

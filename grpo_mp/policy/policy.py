@@ -1,8 +1,8 @@
 """The policy of one rank: logprobs, updates and weights, whatever the layout."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class UpdateReport:
     grad_norm: float
     lr: float
     skipped: bool  # the gradient was not finite
+    measured: Mapping[str, float] = field(default_factory=dict)  # metrics over the whole job
 
 
 class Policy:

@@ -35,6 +35,13 @@ class Reference:
             self._exchange()
 
     @torch.no_grad()
+    def refresh(self, mix: float) -> None:
+        """Become mix x policy + (1 - mix) x what it was, as TRL's sync_ref_model does."""
+        for name, tensor in self._tensors.items():
+            host = self._host[name]
+            host.copy_(host.lerp(tensor.detach().to(host.device), mix))
+
+    @torch.no_grad()
     def _exchange(self) -> None:
         for name, tensor in self._tensors.items():
             waiting = tensor.detach().clone()

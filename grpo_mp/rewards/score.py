@@ -55,6 +55,11 @@ class Scorer:
         return tuple(part.name for part in self._parts)
 
     @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each part by its name."""
+        return {part.name: part.weight for part in self._parts}
+
+    @property
     def answers_given_up(self) -> int:
         """Answers that math-verify could not compare in time; they count as wrong."""
         return self._equality.timeouts
@@ -66,7 +71,7 @@ class Scorer:
         Raises UserError for a failing reward under `on_error: stop`.
         """
         columns = {part.name: self._checked_values(part, group, step) for part in self._parts}
-        weights = {part.name: part.weight for part in self._parts}
+        weights = self.weights
         parts = [
             {name: value for name, values in columns.items() if (value := values[i]) is not None}
             for i in range(len(group.samples))

@@ -1,5 +1,6 @@
 """Typed HTTP to one SGLang server: tokens in, tokens out, weights in. Nothing here is specific to CUDA or CPU."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -203,7 +204,7 @@ class EngineClient:
         reason = (meta["finish_reason"] or {}).get("type")
         return Generated(
             tokens=tokens,
-            logprobs=tuple(entry[0] for entry in pairs),
+            logprobs=tuple(math.nan if entry[0] is None else entry[0] for entry in pairs),
             weight_versions=token_versions(meta, len(tokens)),
             truncated=reason == "length",
             aborted=reason == "abort",

@@ -28,6 +28,13 @@ class SampleInfo:
     truncated: bool
     oldest_version: int
     reward_parts: dict[str, float] = field(default_factory=dict)
+    step_rewards: tuple[tuple[int, float], ...] = ()
+    prompt: int = 0  # index in the prompt set
+
+    @property
+    def right(self) -> bool:
+        """By the `answer` part; without that part, by a positive reward."""
+        return self.reward_parts.get("answer", float(self.reward > 0)) >= 1
 
     @property
     def key(self) -> tuple[int, int]:
@@ -41,7 +48,7 @@ class SampleInfo:
 def share_infos(groups: Iterable[SampleGroup], group: dist.ProcessGroup) -> list[SampleInfo]:
     """Numbers of all samples of the job in the order of (group id, index), the same on every rank."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    mine = [_info(sample, rank) for held in groups for sample in held.samples]
+    mine = [_info(sample, held.prompt.index, rank) for held in groups for sample in held.samples]
     everyone: list[list[SampleInfo]] = [[] for _ in range(world_size)]
     dist.all_gather_object(everyone, mine, group=group)
     return sorted((info for infos in everyone for info in infos), key=lambda info: info.key)
@@ -68,7 +75,7 @@ def deliver(
     return {(sample.group_id, sample.index): sample for sample in _decode(whole, real)}
 
 
-def _info(sample: Sample, rank: int) -> SampleInfo:
+def _info(sample: Sample, prompt: int, rank: int) -> SampleInfo:
     return SampleInfo(
         group_id=sample.group_id,
         index=sample.index,
@@ -79,6 +86,8 @@ def _info(sample: Sample, rank: int) -> SampleInfo:
         truncated=sample.truncated,
         oldest_version=min(sample.weight_versions),
         reward_parts=sample.reward_parts,
+        step_rewards=sample.step_rewards,
+        prompt=prompt,
     )
 
 

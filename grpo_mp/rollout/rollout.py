@@ -73,11 +73,11 @@ class Rollout:
         )
 
     def generate(
-        self, prompts: Sequence[Prompt], first_group_id: int, step: int, store: dist.Store
+        self, prompts: Sequence[Prompt], first_group_id: int, step: int, store: dist.Store, name: str
     ) -> list[SampleGroup]:
-        """The groups that this rank's engine generated and scored of the step's prompts."""
+        """The groups that this rank's engine generated and scored. `name` is new in the job each time."""
         size = self._settings.rollout.group_size
-        return self._work(RolloutTask(prompts, size, first_group_id, step, self._sampling()), f"step/{step}", store)
+        return self._work(RolloutTask(prompts, size, first_group_id, step, self._sampling()), name, store)
 
     def evaluate(self, prompts: Sequence[Prompt], name: str, step: int, store: dist.Store) -> list[SampleGroup]:
         """One scored sample of each prompt that this rank's engine took."""

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,11 @@ class RunState:
     samples_seen: int = 0
     weight_version: int = 0
     cursor: dict[str, Any] | None = None  # of the train prompts
+    groups_launched: int = 0
+    right_in_a_row: dict[str, int] = field(default_factory=dict)  # by prompt index
+    resting: dict[str, int] = field(default_factory=dict)  # prompt index -> step after which it is taken again
+    controls: dict[str, float] = field(default_factory=dict)  # what adaptive weights have come to
+    reference_refreshed: bool = False  # the checkpoint holds a reference of its own
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:

@@ -1,18 +1,18 @@
 """A step's groups -> the micro-batches that this rank trains on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from grpo_mp.algorithms.advantages import group_advantages
+from grpo_mp.algorithms.advantages import decoupled_advantages, outcome_advantages, process_advantages
 from grpo_mp.algorithms.aggregation import token_weights
 from grpo_mp.config import Settings
 from grpo_mp.data.updates import Update, microbatches, plan_updates
 from grpo_mp.planner.grid import replica_ranks
 from grpo_mp.policy.parallel import Parallel
-from grpo_mp.rollout.exchange import SampleInfo, deliver, share_infos
-from grpo_mp.types import MicroBatch, SampleGroup
+from grpo_mp.rollout.exchange import SampleInfo, deliver
+from grpo_mp.types import MicroBatch, PerToken, SampleGroup
 
 
 @dataclass(frozen=True)
@@ -20,18 +20,26 @@ class StepBatch:
     """Samples of the whole step in numbers, and this rank's micro-batches of each update."""
 
     infos: tuple[SampleInfo, ...]
-    advantages: tuple[float, ...]
+    learns: tuple[bool, ...]
     plan: tuple[Update, ...]
     updates: tuple[tuple[MicroBatch, ...], ...]
 
 
-def assemble(groups: Sequence[SampleGroup], settings: Settings, parallel: Parallel, hidden_size: int) -> StepBatch:
-    """Share the small numbers, plan alike on every rank, and bring each sample to where it is trained on."""
-    infos = share_infos(groups, parallel.host)
-    wanted = settings.algorithm.advantage
-    advantages = group_advantages(
-        [info.reward for info in infos], [info.group_id for info in infos], wanted.normalise_std, wanted.eps
-    )
+def assemble(
+    groups: Sequence[SampleGroup],
+    infos: Sequence[SampleInfo],
+    reward_weights: Mapping[str, float],
+    settings: Settings,
+    parallel: Parallel,
+    hidden_size: int,
+) -> StepBatch:
+    """Plan alike on every rank, and bring each sample to where it is trained on.
+
+    groups: of this rank's engine; infos: of the whole step, the same on every rank.
+    """
+    advantages = sample_advantages(infos, [info.reward for info in infos], reward_weights, settings)
+    masks = settings.algorithm.filter.truncated == "mask"
+    learns = tuple(not (masks and info.truncated) for info in infos)
     plan = plan_updates(
         [info.total_tokens for info in infos],
         settings.optimizer.updates_per_step,
@@ -45,21 +53,49 @@ def assemble(groups: Sequence[SampleGroup], settings: Settings, parallel: Parall
     )
     at = {info.key: i for i, info in enumerate(infos)}
     mine = {at[key]: sample for key, sample in samples.items()}
+    here = parallel.here
     updates = tuple(
         tuple(
-            microbatches(
+            replace(batch, entropy_weight=1.0 / max(1, _learning_tokens(update, infos, learns)))
+            for batch in microbatches(
                 update,
                 mine,
                 advantages,
-                token_weights([infos[i].response_tokens for i in update.samples], settings.algorithm.aggregation),
+                _weights(update, infos, learns, settings),
                 settings.layout,
-                parallel.here.data,
-                parallel.here.context,
+                here.data,
+                here.context,
             )
         )
         for update in plan
     )
-    return StepBatch(tuple(infos), advantages, plan, updates)
+    return StepBatch(tuple(infos), learns, plan, updates)
+
+
+def sample_advantages(
+    infos: Sequence[SampleInfo], rewards: Sequence[float], weights: Mapping[str, float], settings: Settings
+) -> list[PerToken]:
+    """The advantage of each sample, from `rewards` or, as the settings say, from its parts or its steps."""
+    wanted, ids = settings.algorithm.advantage, [info.group_id for info in infos]
+    if wanted.level == "process":
+        lengths = [info.response_tokens for info in infos]
+        return list(process_advantages([info.step_rewards for info in infos], lengths, ids, wanted))
+    if wanted.combine == "normalise":
+        return list(decoupled_advantages([info.reward_parts for info in infos], weights, ids, wanted.eps))
+    return list(outcome_advantages(rewards, ids, wanted))
+
+
+def _weights(update: Update, infos: Sequence[SampleInfo], learns: Sequence[bool], settings: Settings) -> list[PerToken]:
+    return token_weights(
+        [infos[i].response_tokens for i in update.samples],
+        [learns[i] for i in update.samples],
+        settings.algorithm,
+        settings.rollout.max_response_tokens,
+    )
+
+
+def _learning_tokens(update: Update, infos: Sequence[SampleInfo], learns: Sequence[bool]) -> int:
+    return sum(infos[i].response_tokens for i in update.samples if learns[i])
 
 
 def with_reference(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor]) -> list[MicroBatch]:

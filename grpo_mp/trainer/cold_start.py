@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from grpo_mp.algorithms.aggregation import token_weights
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.data.cursor import Cursor, take
 from grpo_mp.data.pack import gather_responses
@@ -170,5 +169,5 @@ def _batches(policy: Policy, settings: Settings, samples: Sequence[Sample]) -> l
         settings.optimizer.max_tokens_per_microbatch,
         policy.config.hidden_size,
     )[0]
-    weights = token_weights([len(sample.tokens) for sample in samples], "token_mean")
+    weights = [1.0 / sum(len(sample.tokens) for sample in samples)] * len(samples)
     return microbatches(update, dict(enumerate(samples)), [1.0] * len(samples), weights, settings.layout, 0, 0)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.algorithms.advantages import groups_without_difference
-from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics
+from grpo_mp.algorithms.report import MAXIMA, SUMS, merge
 from grpo_mp.monitor.metrics import fill
 from grpo_mp.monitor.screen import EvalScore
 from grpo_mp.policy.parallel import Parallel
@@ -17,6 +17,7 @@ from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.rollout.exchange import SampleInfo
 from grpo_mp.scheduler.ledger import Footprint, largest
 from grpo_mp.trainer.batch import StepBatch
+from grpo_mp.trainer.collect import Collected
 
 
 def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
@@ -32,9 +33,11 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
         "reward/min": min(rewards),
         "reward/max": max(rewards),
         "reward/group_std": statistics.fmean(statistics.pstdev(group) for group in by_group.values()),
-        "reward/zero_std_ratio": groups_without_difference(rewards, [info.group_id for info in infos]),
+        "reward/zero_std_ratio": len(groups_without_difference(rewards, [info.group_id for info in infos]))
+        / len(by_group),
         **_parts(infos),
         "rollout/response_length/mean": statistics.fmean(lengths),
+        **_lengths_by_answer(infos),
         "rollout/response_length/min": min(lengths),
         "rollout/response_length/max": max(lengths),
         "rollout/prompt_length/mean": statistics.fmean(info.prompt_tokens for info in infos),
@@ -45,10 +48,11 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
     }
 
 
-def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, parallel: Parallel) -> dict[str, float]:
-    """Means over the step's updates of what the losses reported. Every rank must call this."""
-    reduced = [_reduce(report, parallel) for report in reports]
-    named = [metrics(sums) for sums in reduced]
+def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch) -> dict[str, float]:
+    """Means over the step's updates of what the losses measured."""
+    named = [report.measured for report in reports]
+    if not named:
+        return {"train/updates": 0}
     tokens = sum(
         len(plan.samples) and sum(plan.lengths)
         for update in batch.plan
@@ -65,6 +69,7 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, parallel: 
         "train/lr": reports[-1].lr,
         "train/updates": len(reports),
         "train/skipped_updates": sum(report.skipped for report in reports),
+        "train/drift_skipped_updates": len(batch.plan) - len(reports),
         "train/tokens": real,
         "train/padding_ratio": 1 - real / tokens,
     }
@@ -98,6 +103,24 @@ def eval_metrics(name: str, infos: Sequence[SampleInfo]) -> dict[str, float]:
     return {fill(f"eval/{{set}}/{kind}", set=name): value for kind, value in values.items()}
 
 
+def collect_metrics(collected: Collected) -> dict[str, float]:
+    """What became of the groups that were launched."""
+    return {
+        "rollout/launched_groups": len({info.group_id for info in collected.launched}),
+        "rollout/rounds": collected.rounds,
+        "rollout/resting_prompts": len(collected.state.resting),
+        **{fill("rollout/dropped_groups/{reason}", reason=why): n for why, n in collected.dropped.items()},
+    }
+
+
+def _lengths_by_answer(infos: Sequence[SampleInfo]) -> dict[str, float]:
+    """The length bias that Dr. GRPO names: wrong answers growing while right ones do not."""
+    by_answer: dict[str, list[int]] = defaultdict(list)
+    for info in infos:
+        by_answer["right" if info.right else "wrong"].append(info.response_tokens)
+    return {fill("rollout/response_length/{answer}", answer=name): statistics.fmean(v) for name, v in by_answer.items()}
+
+
 def _parts(infos: Sequence[SampleInfo]) -> dict[str, float]:
     parts: dict[str, list[float]] = defaultdict(list)
     for info in infos:
@@ -106,7 +129,8 @@ def _parts(infos: Sequence[SampleInfo]) -> dict[str, float]:
     return {fill("reward/part/{name}", name=name): statistics.fmean(values) for name, values in parts.items()}
 
 
-def _reduce(report: UpdateReport, parallel: Parallel) -> dict[str, float]:
+def reduce_report(report: UpdateReport, parallel: Parallel) -> dict[str, float]:
+    """Sums and maxima of one update over the whole job. Every rank must call this."""
     counts = bool(report.losses) and parallel.here.tensor == 0  # tensor ranks report the same tokens
     sums, maxima = merge(report.losses if counts else [])
     dist.all_reduce(sums, group=parallel.host)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
+from grpo_mp.monitor.metrics import fill
 from grpo_mp.monitor.samples import SampleWriter
 from grpo_mp.monitor.summary import StepSummary, over_ranks, step_scalars, summarise
 from grpo_mp.monitor.writer import MetricWriter
@@ -11,7 +12,8 @@ from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.sync.check import CheckReport
 from grpo_mp.sync.weight_sync import SyncReport
 from grpo_mp.trainer.batch import StepBatch
-from grpo_mp.trainer.metrics import memory_metrics, rollout_metrics, update_metrics
+from grpo_mp.trainer.collect import Collected
+from grpo_mp.trainer.metrics import collect_metrics, memory_metrics, rollout_metrics, update_metrics
 from grpo_mp.trainer.session import Session
 from grpo_mp.types import SampleGroup
 
@@ -42,24 +44,31 @@ class Recorder:
         return over_ranks(everyone)
 
     def step_metrics(
-        self, batch: StepBatch, reports: Sequence[UpdateReport], sync: SyncReport, check: CheckReport
+        self,
+        collected: Collected,
+        batch: StepBatch,
+        reports: Sequence[UpdateReport],
+        sync: SyncReport,
+        check: CheckReport,
     ) -> dict[str, float]:
         """All scalars of the step but those of evaluation. Every rank must call this."""
         session, parallel = self._session, self._session.parallel
         summary = self.end_step()
-        response_tokens = sum(info.response_tokens for info in batch.infos)
+        response_tokens = sum(info.response_tokens for info in collected.launched)
         tokens = sum(info.total_tokens for info in batch.infos)
         seconds = summary.seconds
         return {
             # The samples were drawn before this step's updates moved the version on.
-            **rollout_metrics(batch.infos, sync.version - len(reports)),
-            **update_metrics(reports, batch, parallel),
+            **rollout_metrics(collected.launched, sync.version - len(reports)),
+            **collect_metrics(collected),
+            **update_metrics(reports, batch),
+            **{fill("train/control/{name}", name=name): value for name, value in session.state.controls.items()},
             **memory_metrics(session.scheduler.ledger.take(), parallel),
             **step_scalars(summary),
             "reward/failures": float(sum(session.inputs.scorer.errors.values())),
             "speed/generate_tokens_per_s": response_tokens / seconds["GENERATE"],
             "speed/train_tokens_per_s": tokens / seconds["TRAIN"],
-            "speed/samples_per_s": len(batch.infos) / summary.wall_s,
+            "speed/samples_per_s": len(collected.launched) / summary.wall_s,
             "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / parallel.world_size,
             **self.sync_metrics(sync, check),
         }

@@ -1,14 +1,13 @@
 """Checkpoints and the final Hugging Face folder."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from grpo_mp.models.hf_files import write_hf
-from grpo_mp.policy.checkpoint import save_policy
+from grpo_mp.policy.checkpoint import save_policy, save_reference
 from grpo_mp.policy.policy import Policy
 from grpo_mp.scheduler.phases import Phase
 from grpo_mp.scheduler.recovery import begin_checkpoint, checkpoint_folder, prune_checkpoints, write_manifest
@@ -24,11 +23,15 @@ def save(session: Session) -> Path:
         if session.is_first:
             begin_checkpoint(folder)
             (folder / "policy").mkdir()
+            if session.state.reference_refreshed:
+                (folder / "reference").mkdir()
         dist.barrier(group=session.parallel.host)
         save_policy(session.policy, folder / "policy")
+        if session.state.reference_refreshed:
+            save_reference(session.policy, folder / "reference")
         dist.barrier(group=session.parallel.host)
         if session.is_first:
-            write_manifest(folder, replace(session.state, cursor=session.cursor.to_dict()))
+            write_manifest(folder, session.state)
             prune_checkpoints(session.settings.run.folder, session.settings.run.keep_checkpoints)
     return folder
 

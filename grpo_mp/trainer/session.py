@@ -12,7 +12,7 @@ from grpo_mp.data.cursor import Cursor
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
-from grpo_mp.policy.checkpoint import load_policy
+from grpo_mp.policy.checkpoint import load_policy, load_reference
 from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.parallel import Parallel, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
@@ -55,10 +55,9 @@ class Session:
         with self.scheduler.waiting():
             return self.stop.agreed(self.parallel.host)
 
-    @property
-    def cursor(self) -> Cursor:
-        saved = self.state.cursor
-        return Cursor.from_dict(saved) if saved else Cursor(seed=self.settings.run.seed)
+    def cursor_of(self, state: RunState) -> Cursor:
+        """Where a state stands in the train prompts."""
+        return Cursor.from_dict(state.cursor) if state.cursor else Cursor(seed=self.settings.run.seed)
 
 
 @contextmanager
@@ -91,7 +90,7 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
         progress.note(_greeting(settings, parallel, state))
         with watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
             rollout.start(parallel.store)
-            policy = _build_policy(settings, parallel)
+            policy = _build_policy(settings, parallel, state)
             rollout.wait_ready()
             dist.barrier(group=parallel.host)
         session = Session(
@@ -116,11 +115,13 @@ def _resume_state(settings: Settings) -> RunState:
     return read_manifest(folder) if folder else RunState()
 
 
-def _build_policy(settings: Settings, parallel: Parallel) -> Policy:
+def _build_policy(settings: Settings, parallel: Parallel, state: RunState) -> Policy:
     policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.weight > 0)
     folder = latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
     if folder:
         load_policy(policy, folder / "policy")
+        if state.reference_refreshed and policy.reference:
+            load_reference(policy, folder / "reference")
     return policy
 
 

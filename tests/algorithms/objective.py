@@ -1,21 +1,27 @@
-"""The GRPO objective of one update, written out sample by sample in float64; and the same as micro-batches."""
+"""Every objective of the family written out sample by sample in float64, as the papers have it; and as micro-batches.
 
+Nothing here is packed, masked or weighted per token: a sequence ratio is one number of its sample, an aggregation is
+its own sum. Gradients are autograd's of these sums.
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from grpo_mp.algorithms.advantages import group_advantages
+from grpo_mp.algorithms.advantages import outcome_advantages
 from grpo_mp.algorithms.aggregation import token_weights
-from grpo_mp.config import Algorithm
+from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.data.pack import pack, scatter_responses
 from grpo_mp.data.schedule import plan_microbatches
 from grpo_mp.types import MicroBatch, Sample
 
 Values = NDArray[np.float32]
-PROMPT_TOKENS = 3
+PROMPT_TOKENS, LIMIT = 3, 50  # LIMIT: max_response_tokens
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,10 @@ class Drawn:
         return [len(values) for values in self.logprobs]
 
 
-def draw(lengths: Sequence[int], groups: Sequence[int], seed: int, apart: float, first: bool, kl: bool) -> Drawn:
-    """`apart`: standard deviation of the log-ratios to the old policy and to the reference."""
+def draw(
+    lengths: Sequence[int], groups: Sequence[int], seed: int, apart: float, first: bool, kl: bool, heard: float = 0.01
+) -> Drawn:
+    """`apart`: standard deviation of the log-ratios to the old policy and to the reference; `heard`: to the engine."""
     generator = np.random.default_rng(seed)
 
     def near(centre: Sequence[Values], by: float) -> list[Values]:
@@ -46,7 +54,7 @@ def draw(lengths: Sequence[int], groups: Sequence[int], seed: int, apart: float,
         groups=groups,
         rewards=generator.choice([0.0, 0.5, 1.5], len(lengths)).tolist(),
         logprobs=logprobs,
-        rollout=near(logprobs, 0.01),
+        rollout=near(logprobs, heard),
         old=None if first else near(logprobs, apart),
         reference=near(logprobs, apart) if kl else None,
     )
@@ -54,50 +62,130 @@ def draw(lengths: Sequence[int], groups: Sequence[int], seed: int, apart: float,
 
 @dataclass(frozen=True)
 class Written:
-    """Loss and its gradients by sample. Scales are sums of the terms' sizes: rounding is measured against them."""
+    """Loss and its gradient by sample. `scale`: sum of the sizes of the loss's terms, which rounding is measured by."""
 
     loss: float
     scale: float
-    gradients: list[NDArray[np.float64]]
-    gradient_scales: list[NDArray[np.float64]]
+    gradients: list[Tensor]
 
 
-def write_out(drawn: Drawn, algorithm: Algorithm) -> Written:
-    """DeepSeekMath, eq. 3 with the estimator of eq. 4, negated; the gradient as eq. 21 gives it, clipping added."""
-    loss = scale = 0.0
-    gradients, gradient_scales = [], []
-    low, high, beta = 1 - algorithm.clip.low, 1 + algorithm.clip.high, algorithm.kl.weight
-    for i, logprobs in enumerate(np.asarray(values, np.float64) for values in drawn.logprobs):
-        advantage = _advantage(drawn, i, algorithm)
-        ratio = np.ones_like(logprobs) if drawn.old is None else np.exp(logprobs - drawn.old[i].astype(np.float64))
-        gain = np.minimum(ratio * advantage, np.clip(ratio, low, high) * advantage)
-        moves = ratio <= high if advantage > 0 else ratio >= low
-        to_reference = np.zeros_like(logprobs)
-        if drawn.reference is not None:
-            to_reference = drawn.reference[i].astype(np.float64) - logprobs
-        kl = np.exp(to_reference) - to_reference - 1
-        tokens = sum(drawn.lengths) if algorithm.aggregation == "token_mean" else len(drawn.lengths) * len(logprobs)
-        loss -= float((gain - beta * kl).sum()) / tokens
-        scale += float((np.abs(gain) + beta * kl).sum()) / tokens
-        slope, pull = moves * ratio * advantage / tokens, beta * (np.exp(to_reference) - 1) / tokens
-        gradients.append(-slope - pull)
-        gradient_scales.append(np.abs(slope) + np.abs(pull))
-    return Written(loss, scale, gradients, gradient_scales)
+def write_out(drawn: Drawn, algorithm: Algorithm, advantages: Sequence[float] | None = None) -> Written:
+    """The loss of the update: minus the paper's objective."""
+    advantages = advantages or [_advantage(drawn, i, algorithm) for i in range(len(drawn.lengths))]
+    leaves = [torch.from_numpy(values).double().requires_grad_() for values in drawn.logprobs]
+    terms = [_sample_terms(drawn, i, leaf, advantages[i], algorithm) for i, leaf in enumerate(leaves)]
+    losses = [_aggregate(term, drawn.lengths, algorithm) for term in terms]
+    loss = torch.stack(losses).sum()
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    scale = sum(float(_aggregate(term.detach().abs(), drawn.lengths, algorithm)) for term in terms)
+    return Written(loss.item(), scale, list(gradients))
+
+
+def _sample_terms(drawn: Drawn, i: int, new: Tensor, advantage: float, algorithm: Algorithm) -> Tensor:
+    """[tokens]: what each token adds to the loss before it is aggregated."""
+    rollout = torch.from_numpy(drawn.rollout[i]).double()
+    old = new.detach() if drawn.old is None else torch.from_numpy(drawn.old[i]).double()
+    if algorithm.old_logprobs == "engine":
+        old = rollout
+    correction = _correction(old, rollout, algorithm)
+    surrogate = _surrogate(new, old, correction, advantage, algorithm)
+    if algorithm.surrogate != "vespo":
+        surrogate = surrogate * correction
+    limit = algorithm.correction.off_policy_limit
+    if limit is not None and advantage < 0 and float((rollout - new.detach()).mean()) > limit:
+        surrogate = surrogate * 0
+    if drawn.reference is None or algorithm.kl.place == "reward":
+        return surrogate
+    x = torch.from_numpy(drawn.reference[i]).double() - new
+    ratio = (new - old).exp() if algorithm.ratio == "token" else (new - old).mean().exp()
+    kl = {
+        "k1": -x,
+        "k2": 0.5 * x**2,
+        "k3": x.exp() - x - 1,
+        "k3_clamped": torch.clamp(x.exp() - x - 1, max=10.0),
+        "k3_unbiased": ratio * (x.exp() - x - 1),
+    }[algorithm.kl.estimator]
+    return surrogate + algorithm.kl.weight * kl
+
+
+def _surrogate(new: Tensor, old: Tensor, correction: Tensor, advantage: float, algorithm: Algorithm) -> Tensor:
+    low, high = 1 - algorithm.clip.low, 1 + algorithm.clip.high
+    ratio = (new - old).exp()
+    if algorithm.ratio == "sequence":
+        ratio = (new - old).mean().exp() * torch.ones_like(new)
+    if algorithm.surrogate == "clip":
+        bounded = ratio if algorithm.clip.dual is None else torch.clamp(ratio, max=algorithm.clip.dual)
+        return -torch.min(bounded * advantage, torch.clamp(ratio, low, high) * advantage)
+    if algorithm.surrogate == "cispo":
+        return -torch.clamp(ratio.detach(), low, high) * advantage * new
+    if algorithm.surrogate == "sapo":
+        tau = algorithm.gate.positive if advantage > 0 else algorithm.gate.negative
+        return -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
+    if algorithm.surrogate == "gmpo":
+        sign = 1.0 if advantage > 0 else -1.0
+        bounds = torch.clamp(ratio, max(low, 1e-300), high)
+        smaller = torch.min(ratio**sign, bounds**sign) ** sign
+        return -(smaller.log().mean().exp()) * advantage * torch.ones_like(new)
+    if algorithm.surrogate == "vespo":
+        gamma = algorithm.gamma
+        k, rate = gamma.k_positive, gamma.lambda_positive
+        if advantage < 0:
+            k, rate = gamma.k_negative, gamma.lambda_negative
+        log_w = torch.clamp((new - old).detach(), -20, 20).sum()
+        log_w = log_w + torch.clamp(torch.log(correction), math.log(1e-8), 20).sum()
+        w = torch.clamp(log_w, math.log(1e-8), 20).exp()
+        return -(w**k * torch.exp(rate * (1 - w))) * advantage * new
+    return -ratio * advantage
+
+
+def _correction(old: Tensor, rollout: Tensor, algorithm: Algorithm) -> Tensor:
+    wanted = algorithm.correction
+    w = (old - rollout).exp() if wanted.level == "token" else (old - rollout).sum().exp() * torch.ones_like(old)
+    low = 0.0 if wanted.low is None else wanted.low
+    high = math.inf if wanted.high is None else wanted.high
+    if wanted.kind == "truncate":
+        return torch.clamp(w, low, high)
+    if wanted.kind == "mask":
+        return torch.where((w < low) | (w > high), 0.0, w)
+    return torch.ones_like(w)
+
+
+def _aggregate(terms: Tensor, lengths: Sequence[int], algorithm: Algorithm) -> Tensor:
+    """One sample's share of the update's loss."""
+    if algorithm.aggregation == "token_mean":
+        return terms.sum() / sum(lengths)
+    if algorithm.aggregation == "constant":
+        return terms.sum() / LIMIT / len(lengths)
+    if algorithm.aggregation == "sequence_sum":
+        return terms.sum() / len(lengths)
+    if algorithm.aggregation == "decoupled":
+        rest = terms[1:].mean() if len(terms) > 1 else torch.zeros((), dtype=terms.dtype)
+        return (algorithm.control_weight * terms[0] + rest) / len(lengths)
+    return terms.mean() / len(lengths)
 
 
 def _advantage(drawn: Drawn, sample: int, algorithm: Algorithm) -> float:
-    pairs = zip(drawn.rewards, drawn.groups, strict=True)
-    group = np.array([reward for reward, group in pairs if group == drawn.groups[sample]])
-    spread = group.std(ddof=1) + algorithm.advantage.eps if len(group) > 1 else 1.0
-    return float((drawn.rewards[sample] - group.mean()) / spread)
+    wanted, reward, rewards = algorithm.advantage, drawn.rewards[sample], np.array(drawn.rewards)
+    group = rewards[np.array(drawn.groups) == drawn.groups[sample]]
+    if wanted.baseline == "none":
+        centred = reward
+    elif wanted.baseline == "leave_one_out":
+        centred = reward - (group.sum() - reward) / (len(group) - 1) if len(group) > 1 else 0.0
+    else:
+        centred = reward - group.mean()
+    if wanted.baseline != "none" and group.min() == group.max():
+        return 0.0
+    std = {"none": None, "group_std": group, "batch_std": rewards}[wanted.scale]
+    return float(centred if std is None else centred / (std.std(ddof=1) + wanted.eps))
 
 
-def as_microbatches(drawn: Drawn, algorithm: Algorithm, max_tokens: int) -> tuple[list[MicroBatch], list[torch.Tensor]]:
+def as_microbatches(
+    drawn: Drawn, algorithm: Algorithm, max_tokens: int, advantages: Sequence[float] | None = None
+) -> tuple[list[MicroBatch], list[torch.Tensor]]:
     """Packed micro-batches of at most `max_tokens`, and the present logprobs [T] of each."""
     samples = [_sample(values) for values in drawn.rollout]
-    wanted = algorithm.advantage
-    advantages = group_advantages(drawn.rewards, drawn.groups, wanted.normalise_std, wanted.eps)
-    weights = token_weights(drawn.lengths, algorithm.aggregation)
+    advantages = advantages or outcome_advantages(drawn.rewards, drawn.groups, algorithm.advantage)
+    weights = token_weights(drawn.lengths, [True] * len(samples), algorithm, LIMIT)
     plans = plan_microbatches([sample.total_tokens for sample in samples], 1, max_tokens, align=4).ranks[0]
     batches = [pack(samples, advantages, weights, plan, align=4) for plan in plans]
     filled = [

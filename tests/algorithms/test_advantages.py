@@ -1,76 +1,148 @@
-"""Advantages against the formula of TRL's trainer, written out group by group in float64."""
+"""Advantages against their formulas, written out group by group in float64."""
 
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mp.algorithms.advantages import group_advantages, groups_without_difference
+from grpo_mp.algorithms.advantages import (
+    decoupled_advantages,
+    groups_without_difference,
+    outcome_advantages,
+    process_advantages,
+)
+from grpo_mp.algorithms.settings import Advantage
 
 EPS = 1e-4
-REWARDS = st.lists(
+DRAWN = st.lists(
     st.tuples(st.integers(0, 5), st.one_of(st.sampled_from([0.0, 0.5, 1.0, 1.5]), st.floats(-1e3, 1e3))), max_size=40
+)
+KINDS = st.tuples(
+    st.sampled_from(["group_mean", "leave_one_out", "none"]), st.sampled_from(["group_std", "batch_std", "none"])
 )
 
 
-def written_out(rewards: Sequence[float], group_ids: Sequence[int], normalise_std: bool) -> list[float]:
-    """(r - mean) / (std + eps), std over n - 1; zero where no reward of the group differs."""
-    advantages = []
-    for reward, group_id in zip(rewards, group_ids, strict=True):
-        group = [other for other, other_id in zip(rewards, group_ids, strict=True) if other_id == group_id]
-        if min(group) == max(group):
-            advantages.append(0.0)
+def advantages(rewards: Sequence[float], group_ids: Sequence[int], **wanted: Any) -> tuple[float, ...]:
+    return outcome_advantages(rewards, group_ids, Advantage(**({"eps": EPS} | wanted)))
+
+
+def written_out(rewards: Sequence[float], group_ids: Sequence[int], baseline: str, scale: str) -> list[float]:
+    """(r - baseline) / (std + eps), std over n - 1; zero where no reward of the group differs."""
+    found = []
+    for i, (reward, group_id) in enumerate(zip(rewards, group_ids, strict=True)):
+        members = [j for j, other in enumerate(group_ids) if other == group_id]
+        group = [rewards[j] for j in members]
+        others = [rewards[j] for j in members if j != i]
+        if baseline != "none" and min(group) == max(group):
+            found.append(0.0)
             continue
-        scale = np.std(group, ddof=1) + EPS if normalise_std else 1.0
-        advantages.append(float((reward - math.fsum(group) / len(group)) / scale))
-    return advantages
+        if baseline == "none":
+            gain = reward
+        elif baseline == "leave_one_out":
+            gain = reward - math.fsum(others) / len(others)
+        else:
+            gain = reward - math.fsum(group) / len(group)
+        over = {"group_std": group, "batch_std": rewards, "none": None}[scale]
+        if over is not None:
+            gain /= (float(np.std(over, ddof=1)) if len(over) > 1 else 0.0) + EPS
+        found.append(float(gain))
+    return found
 
 
-@given(REWARDS, st.booleans())
-def test_any_rewards_in_any_groups(drawn: list[tuple[int, float]], normalise_std: bool) -> None:
+@given(DRAWN, KINDS)
+def test_any_rewards_in_any_groups(drawn: list[tuple[int, float]], kind: tuple[str, str]) -> None:
     group_ids, rewards = [group for group, _ in drawn], [reward for _, reward in drawn]
-    found = group_advantages(rewards, group_ids, normalise_std, EPS)
-    expected = written_out(rewards, group_ids, normalise_std)
+    baseline, scale = kind
+    found = advantages(rewards, group_ids, baseline=baseline, scale=scale)
     # Where rewards differ only in their last digits, so does the mean: its rounding is the limit.
-    scale = max(map(abs, rewards), default=0.0) / (EPS if normalise_std else 1.0)
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-14 * scale)
+    limit = max(map(abs, rewards), default=0.0) / (EPS if scale != "none" else 1.0)
+    np.testing.assert_allclose(found, written_out(rewards, group_ids, baseline, scale), rtol=1e-9, atol=1e-13 * limit)
 
 
-@given(REWARDS, st.randoms(use_true_random=False))
-def test_order_means_nothing(drawn: list[tuple[int, float]], shuffle: random.Random) -> None:
+@given(DRAWN, KINDS, st.randoms(use_true_random=False))
+def test_order_means_nothing(drawn: list[tuple[int, float]], kind: tuple[str, str], shuffle: random.Random) -> None:
     order = list(range(len(drawn)))
     shuffle.shuffle(order)
-    straight = group_advantages([reward for _, reward in drawn], [group for group, _ in drawn], True, EPS)
-    mixed = group_advantages([drawn[i][1] for i in order], [drawn[i][0] for i in order], True, EPS)
+    wanted = {"baseline": kind[0], "scale": kind[1]}
+    straight = advantages([reward for _, reward in drawn], [group for group, _ in drawn], **wanted)
+    mixed = advantages([drawn[i][1] for i in order], [drawn[i][0] for i in order], **wanted)
     # Sums in another order round otherwise.
-    scale = max((abs(reward) for _, reward in drawn), default=0.0) / EPS
-    np.testing.assert_allclose([straight[i] for i in order], mixed, rtol=1e-9, atol=1e-14 * scale)
+    limit = max((abs(reward) for _, reward in drawn), default=0.0) / EPS
+    np.testing.assert_allclose([straight[i] for i in order], mixed, rtol=1e-9, atol=1e-13 * limit)
 
 
 def test_one_group_by_hand() -> None:
-    assert group_advantages([0.0, 1.0, 2.0], [7, 7, 7], True, 0.0) == (-1.0, 0.0, 1.0)
-    assert group_advantages([0.0, 1.0, 5.0], [7, 7, 7], False, EPS) == (-2.0, -1.0, 3.0)
+    assert advantages([0.0, 1.0, 2.0], [7, 7, 7], eps=1e-300) == (-1.0, 0.0, 1.0)
+    assert advantages([0.0, 1.0, 5.0], [7, 7, 7], scale="none") == (-2.0, -1.0, 3.0)
+    assert advantages([0.0, 1.0, 5.0], [7, 7, 7], scale="none", baseline="leave_one_out") == (-3.0, -1.5, 4.5)
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6 + 0.1, -0.7])
 @pytest.mark.parametrize("size", [1, 3, 7, 10])
-def test_a_group_without_difference_is_exactly_zero(reward: float, size: int) -> None:
-    found = group_advantages([reward] * size + [0.0, 1.0], [4] * size + [2, 2], True, EPS)
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
+def test_a_group_without_difference_is_exactly_zero(reward: float, size: int, baseline: str) -> None:
+    found = advantages([reward] * size + [0.0, 1.0], [4] * size + [2, 2], baseline=baseline)
     assert found[:size] == (0.0,) * size
     assert found[size] == -found[size + 1] < 0
 
 
-def test_share_of_groups_without_difference() -> None:
-    assert groups_without_difference([1.0, 1.0, 0.0, 0.5, 0.3], [9, 9, 1, 1, 5]) == pytest.approx(2 / 3)
-    assert groups_without_difference([0.0, 1.0], [3, 3]) == 0.0
-    assert groups_without_difference([0.1] * 6, [0, 1, 0, 1, 0, 1]) == 1.0
+def test_groups_without_difference() -> None:
+    assert groups_without_difference([1.0, 1.0, 0.0, 0.5, 0.3], [9, 9, 1, 1, 5]) == (5, 9)
+    assert groups_without_difference([0.0, 1.0], [3, 3]) == ()
+    assert groups_without_difference([0.1] * 6, [0, 1, 0, 1, 0, 1]) == (0, 1)
 
 
 def test_nothing_gives_nothing_and_unequal_lists_are_refused() -> None:
-    assert group_advantages([], [], True, EPS) == ()
-    with pytest.raises(ValueError, match="2 rewards but 1 group ids"):
-        group_advantages([1.0, 2.0], [0], True, EPS)
+    assert advantages([], []) == ()
+    with pytest.raises(ValueError, match="2 samples but 1 group ids"):
+        advantages([1.0, 2.0], [0])
+
+
+def test_rewards_normalised_apart_before_they_are_summed() -> None:
+    """GDPO: a reward of large spread does not drown one of small spread; the sum is normalised over the batch."""
+    right, style, ids = [0.0, 1.0, 1.0, 0.0, 0.0, 1.0], [0.01, 0.02, 0.01, 0.02, 0.01, 0.03], [0, 0, 0, 1, 1, 1]
+    parts = [{"right": a, "style": b} for a, b in zip(right, style, strict=True)]
+    found = decoupled_advantages(parts, {"right": 2.0, "style": 0.5}, ids, EPS)
+
+    def normal(values: list[float]) -> np.ndarray:
+        groups = np.array(values).reshape(2, 3)
+        return ((groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + EPS)).ravel()
+
+    total = 2.0 * normal(right) + 0.5 * normal(style)
+    np.testing.assert_allclose(found, (total - total.mean()) / (total.std(ddof=1) + EPS), rtol=1e-12)
+
+
+def test_a_part_that_does_not_apply_counts_nothing_and_no_difference_is_zero() -> None:
+    parts = [{"a": 1.0}, {"a": 0.0}, {"a": 1.0, "b": 3.0}]
+    alone = decoupled_advantages(parts, {"a": 1.0}, [0, 0, 0], EPS)
+    assert decoupled_advantages(parts, {"a": 1.0, "b": 1.0}, [0, 0, 0], EPS) == alone
+    assert decoupled_advantages([{"a": 1.0}] * 3, {"a": 1.0}, [0, 0, 0], EPS) == (0.0, 0.0, 0.0)
+
+
+def test_a_token_gains_from_every_step_that_ends_after_it() -> None:
+    steps = [[(1, 0.0), (3, 1.0)], [(2, 0.5)]]
+    found = process_advantages(steps, [5, 3], [4, 4], Advantage(level="process", eps=EPS))
+    rewards = np.array([0.0, 1.0, 0.5])
+    first, second, third = (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPS)
+    np.testing.assert_allclose(found[0], [first + second] * 2 + [second] * 2 + [0.0])
+    np.testing.assert_allclose(found[1], [third] * 3)
+
+
+def test_steps_of_one_reward_and_samples_without_steps_give_zeros() -> None:
+    found = process_advantages([[(0, 1.0), (1, 1.0)], [], [(1, 1.0)]], [2, 4, 2], [0, 0, 0], Advantage(level="process"))
+    assert [values.tolist() for values in found] == [[0.0] * 2, [0.0] * 4, [0.0] * 2]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30), st.floats(-5, 5)), min_size=1, max_size=20))
+def test_one_step_at_the_end_is_the_outcome_advantage(drawn: list[tuple[int, int, float]]) -> None:
+    ids, lengths, rewards = (list(column) for column in zip(*drawn, strict=True))
+    wanted = Advantage(level="process", eps=EPS)
+    steps = [[(length - 1, reward)] for length, reward in zip(lengths, rewards, strict=True)]
+    found = process_advantages(steps, lengths, ids, wanted)
+    for values, single in zip(found, outcome_advantages(rewards, ids, wanted), strict=True):
+        assert set(values.tolist()) == {single}

@@ -8,7 +8,7 @@ import torch
 
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics
-from grpo_mp.config import Algorithm
+from grpo_mp.algorithms.settings import Algorithm
 from tests.algorithms.objective import Drawn, as_microbatches, draw, write_out
 
 ALGORITHM = Algorithm.model_validate({"kl": {"weight": 0.3}, "clip": {"low": 0.1, "high": 0.25}})
@@ -48,6 +48,11 @@ def by_numpy(drawn: Drawn) -> dict[str, Any]:
         "train/pg_clipfrac_high": high.mean(),
         "train/ratio/mean": ratio.mean(),
         "train/ratio/max": ratio.max(),
+        "train/effective_samples": ratio.sum() ** 2 / (ratio**2).sum() / len(ratio),
+        "mismatch/correction/mean": 1.0,
+        "mismatch/corrected_away_ratio": 0.0,
+        "mismatch/off_policy_masked_ratio": 0.0,
+        "mismatch/unheard_tokens": 0.0,
         "mismatch/logprob_abs_diff/mean": apart.mean(),
         "mismatch/logprob_abs_diff/max": apart.max(),
         "mismatch/token_mult_prob_error": np.exp(apart).mean(),

@@ -1,7 +1,16 @@
-"""TRL's own loss and advantages on the same update."""
+"""TRL's own code on the same update: losses, gradients, corrections, advantages, for everything that TRL has.
 
+Its loss is called; the advantages and the engine correction stand inside one long method, so those statements are cut
+out of its source and run.
+"""
+
+import inspect
+import math
 import runpy
+import textwrap
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +20,12 @@ import torch
 from torch import Tensor
 
 import grpo_mp.platform
-from grpo_mp.algorithms.advantages import group_advantages
+from grpo_mp.algorithms.advantages import decoupled_advantages, outcome_advantages
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics
-from grpo_mp.config import Algorithm
-from grpo_mp.data.pack import gather_responses
-from tests.algorithms.objective import Drawn, as_microbatches, draw
+from grpo_mp.algorithms.settings import Advantage, Algorithm
+from grpo_mp.data.pack import gather_responses, scatter_responses
+from tests.algorithms.objective import LIMIT, Drawn, as_microbatches, draw
 
 pytest.importorskip("trl")
 if not torch.cuda.is_available():
@@ -24,80 +33,267 @@ if not torch.cuda.is_available():
     runpy.run_path(str(Path(grpo_mp.platform.__file__).parent / "engine_site" / "sitecustomize.py"))
 
 from trl import GRPOTrainer
-from trl.trainer.utils import nanstd
+from trl.trainer import grpo_trainer
 
-ALGORITHM = Algorithm.model_validate({"kl": {"weight": 0.1}, "clip": {"low": 0.1, "high": 0.25}})
 LENGTHS, GROUP_SIZE = (1, 9, 2, 30, 17, 4, 4, 1), 4
+GROUPS = [number // GROUP_SIZE for number in range(len(LENGTHS))]
+CLIP = {"low": 0.1, "high": 0.25}
+LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # loss_type -> our parts, TRL's attributes
+    "grpo": ({"clip": CLIP}, {}),
+    "bnpo": ({"clip": CLIP, "aggregation": "token_mean"}, {}),
+    "dr_grpo": ({"clip": CLIP, "aggregation": "constant"}, {}),
+    "dapo": ({"clip": CLIP, "aggregation": "token_mean"}, {}),
+    "cispo": (
+        {"surrogate": "cispo", "clip": {"low": 1.0, "high": 0.5}, "aggregation": "token_mean"},
+        {"epsilon_high": 1.5},
+    ),
+    "sapo": ({"surrogate": "sapo"}, {}),
+    "luspo": ({"clip": CLIP, "aggregation": "sequence_sum"}, {}),
+    "vespo": ({"surrogate": "vespo", "aggregation": "token_mean"}, {}),
+}
+CORRECTIONS = {
+    f"{level}_{kind}": {"kind": kind, "level": level, "high": 1.3, "low": low}
+    for level in ("token", "sequence")
+    for kind, low in (("truncate", None), ("mask", 0.8))
+}
+
+
+def cut_out(first: str, last: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Run the statements of TRL's `_generate_and_score_completions` between two lines; all its names afterwards."""
+    lines = inspect.getsource(GRPOTrainer._generate_and_score_completions).splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
+    end = next(i for i, line in enumerate(lines) if i > begin and line.strip().startswith(last))
+    names = vars(grpo_trainer) | given
+    exec(textwrap.dedent("\n".join(lines[begin : end + 1])), names)
+    return names
 
 
 def padded(values: Any) -> Tensor:
-    """[samples, longest], zero behind each sample's end."""
-    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(one) for one in values], batch_first=True)
+    """[samples, longest] in float64, zero behind each sample's end."""
+    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(one).double() for one in values], batch_first=True)
 
 
-def trl_loss(drawn: Drawn, advantages: Tensor) -> tuple[float, Tensor, dict[str, float]]:
-    """What TRL's trainer computes in training: loss, gradient by logprob, logged metrics."""
-    logprobs = padded(drawn.logprobs).requires_grad_()
-    mask = padded([torch.ones(length) for length in LENGTHS])
-    logged: dict[str, Any] = defaultdict(lambda: defaultdict(list))
+def trl_correction(old: Tensor, rollout: Tensor, mask: Tensor, mode: str, low: float | None) -> Tensor:
     trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.ones_like(logprobs), None),
-        _metrics=logged,
-        accelerator=SimpleNamespace(reduce=lambda values, reduction: values, gather=lambda values: values),
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=None),
-        model=SimpleNamespace(training=True),
-        beta=ALGORITHM.kl.weight,
-        epsilon_low=ALGORITHM.clip.low,
-        epsilon_high=ALGORITHM.clip.high,
-        importance_sampling_level="token",
-        loss_type="grpo",
-        current_gradient_accumulation_steps=1,
-        off_policy_mask_threshold=None,
-        top_entropy_quantile=1.0,
-        use_vllm=False,
-        aux_loss_enabled=False,
-        _entropy_bonus_enabled=False,
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_max=1.3,
+        vllm_importance_sampling_clip_min=low,
     )
-    inputs = {
-        "prompt_ids": torch.zeros(len(LENGTHS), 1),
-        "prompt_mask": torch.ones(len(LENGTHS), 1),
-        "completion_ids": torch.zeros_like(mask),
+    given = {
+        "self": trainer,
         "completion_mask": mask,
-        "advantages": advantages,
-        "old_per_token_logps": padded(drawn.old) if drawn.old else None,
-        "ref_per_token_logps": padded(drawn.reference),
+        "tool_mask": None,
+        "old_per_token_logps": old,
+        "sampling_per_token_logps": rollout,
     }
-    loss = GRPOTrainer._compute_loss(trainer, None, inputs)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    return loss.item(), gradient, {name: values[0] for name, values in logged["train"].items()}
+    marks = ("if self.use_vllm and self.vllm_importance_sampling_correction:", "# Compute the per-token log")
+    ratio: Tensor = cut_out(*marks, given)["vllm_importance_sampling_ratio"]
+    return ratio
 
 
-def trl_advantages(rewards: list[float]) -> Tensor:
-    """The lines of TRL's `_generate_and_score_completions`, with its own standard deviation."""
-    grouped = torch.tensor(rewards).view(-1, GROUP_SIZE)
-    centred = grouped - grouped.mean(dim=1, keepdim=True)
-    return (centred / (nanstd(grouped, dim=1)[:, None] + 1e-4)).flatten()
+class Trl:
+    """TRL's loss of an update: `_compute_loss` with what the update's settings say."""
+
+    def __init__(self, drawn: Drawn, algorithm: Algorithm, advantages: Sequence[float], **attributes: Any) -> None:
+        self.logprobs = padded(drawn.logprobs).requires_grad_()
+        self.mask = padded([torch.ones(length) for length in LENGTHS])
+        self.logged: dict[str, Any] = defaultdict(lambda: defaultdict(list))
+        self.rollout = padded(drawn.rollout)
+        self.old = padded(drawn.old) if drawn.old else self.logprobs.detach()
+        self.advantages = torch.tensor(advantages, dtype=torch.float64)
+        self.reference = padded(drawn.reference) if drawn.reference else None
+        self.attributes, self.algorithm = attributes, algorithm
+        self.trainer = self._trainer()
+
+    def _trainer(self) -> SimpleNamespace:
+        wanted, gamma, settings = self.algorithm, self.algorithm.gamma, self.attributes
+        trainer = SimpleNamespace(
+            _get_per_token_logps_and_entropies=lambda *_, **__: (self.logprobs, settings["entropies"], None),
+            _metrics=self.logged,
+            accelerator=SimpleNamespace(
+                reduce=lambda values, reduction: values,
+                gather=lambda values: values,
+                pad_across_processes=lambda values, **_: values,
+                num_processes=1,
+                sync_gradients=True,
+            ),
+            args=SimpleNamespace(
+                use_bias_correction_kl=wanted.kl.estimator == "k3_unbiased",
+                delta=wanted.clip.dual,
+                sapo_temperature_pos=wanted.gate.positive,
+                sapo_temperature_neg=wanted.gate.negative,
+                vespo_k_pos=gamma.k_positive,
+                vespo_lambda_pos=gamma.lambda_positive,
+                vespo_k_neg=gamma.k_negative,
+                vespo_lambda_neg=gamma.lambda_negative,
+                steps_per_generation=1,
+            ),
+            model=SimpleNamespace(training=True),
+            beta=wanted.kl.weight,
+            epsilon_low=wanted.clip.low,
+            epsilon_high=settings.get("epsilon_high", wanted.clip.high),
+            importance_sampling_level=wanted.ratio,
+            loss_type=settings["loss_type"],
+            current_gradient_accumulation_steps=1,
+            max_completion_length=LIMIT,
+            off_policy_mask_threshold=wanted.correction.off_policy_limit,
+            top_entropy_quantile=wanted.entropy.top_quantile,
+            use_vllm=wanted.correction.kind != "none",
+            vllm_importance_sampling_correction=True,
+            aux_loss_enabled=False,
+            _entropy_bonus_enabled=wanted.entropy.weight > 0,
+            use_adaptive_entropy=False,
+            entropy_coef=wanted.entropy.weight,
+            get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+            get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        )
+        trainer.get_high_entropy_mask = partial(GRPOTrainer.get_high_entropy_mask, trainer)
+        return trainer
+
+    def loss(self) -> tuple[float, Tensor]:
+        """The loss, and its gradient by logprob [samples, longest]."""
+        inputs = {
+            "prompt_ids": torch.zeros(len(LENGTHS), 1),
+            "prompt_mask": torch.ones(len(LENGTHS), 1),
+            "completion_ids": torch.zeros_like(self.mask),
+            "completion_mask": self.mask,
+            "advantages": self.advantages,
+            "old_per_token_logps": self.old,
+            "sampling_per_token_logps": self.rollout,
+            "ref_per_token_logps": self.reference,
+            "num_items_in_batch": self.mask.sum(),
+        }
+        wanted = self.algorithm.correction
+        if wanted.kind != "none":
+            mode = f"{wanted.level}_{wanted.kind}"
+            inputs["importance_sampling_ratio"] = trl_correction(self.old, self.rollout, self.mask, mode, wanted.low)
+        value = GRPOTrainer._compute_loss(self.trainer, None, inputs)
+        (gradient,) = torch.autograd.grad(value, self.logprobs)
+        return value.item(), gradient
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_loss_gradient_and_metrics_are_trl_s(first: bool) -> None:
-    groups = [number // GROUP_SIZE for number in range(len(LENGTHS))]
-    drawn = draw(LENGTHS, groups, seed=3, apart=0.3, first=first, kl=True)
-    advantages = trl_advantages(drawn.rewards)
-    ours = group_advantages(drawn.rewards, groups, True, 1e-4)
-    torch.testing.assert_close(torch.tensor(ours), advantages, rtol=1e-5, atol=1e-6)
+def compare(parts: dict[str, Any], first: bool = False, seed: int = 3, **attributes: Any) -> tuple[dict, dict]:
+    """Assert equal loss and gradient; returns our metrics and what TRL logged."""
+    algorithm = Algorithm.model_validate(parts)
+    drawn = draw(LENGTHS, GROUPS, seed=seed, apart=0.3, first=first, kl=algorithm.kl.weight > 0, heard=0.2)
+    advantages = outcome_advantages(drawn.rewards, GROUPS, Advantage())
+    (batch,), (logprobs,) = as_microbatches(drawn, algorithm, 10_000, advantages)
+    entropies = [torch.rand(n, generator=torch.Generator().manual_seed(n + i)) for i, n in enumerate(LENGTHS)]
+    theirs = Trl(drawn, algorithm, advantages, entropies=padded(entropies), **attributes)
+    expected, expected_gradient = theirs.loss()
 
-    (batch,), (logprobs,) = as_microbatches(drawn, ALGORITHM, 10_000)
+    decides, floor = torch.cat(entropies), -math.inf
+    if (share := algorithm.entropy.top_quantile) < 1:
+        floor = float(decides.quantile(1 - share))
+        decides = decides[decides >= floor]
+    batch.entropy_floor, batch.entropy_weight = floor, 1 / len(decides)
+    entropy = scatter_responses([entropies[i] for i in batch.sample_ids], batch)
     leaf = logprobs.requires_grad_()
-    loss, report = make_loss(ALGORITHM)(leaf, torch.ones_like(leaf), batch)
+    loss, report = make_loss(algorithm)(leaf, entropy, batch)
     (gradient,) = torch.autograd.grad(loss, leaf)
-    values = metrics(dict(zip((*SUMS, *MAXIMA), torch.cat(merge([report])).tolist(), strict=True)))
-
-    expected, expected_gradient, logged = trl_loss(drawn, advantages)
     assert loss.item() == pytest.approx(expected, rel=1e-5, abs=1e-7)
     by_sample = dict(zip(batch.sample_ids, gather_responses(gradient, batch), strict=True))
     found = padded([by_sample[i] for i in range(len(LENGTHS))])
-    torch.testing.assert_close(found, expected_gradient, rtol=1e-4, atol=1e-6)
-    assert values["train/kl_loss"] == pytest.approx(logged["kl"], rel=1e-5)
-    assert values["train/pg_clipfrac_low"] == pytest.approx(logged["clip_ratio/low_mean"])
-    assert values["train/pg_clipfrac_high"] == pytest.approx(logged["clip_ratio/high_mean"])
+    torch.testing.assert_close(found, expected_gradient, rtol=1e-5, atol=1e-8)
+    values = metrics(dict(zip((*SUMS, *MAXIMA), torch.cat(merge([report])).tolist(), strict=True)))
+    return values, {name: logged[0] for name, logged in theirs.logged["train"].items()}
+
+
+def loss_type(name: str, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    parts, attributes = LOSSES[name]
+    return parts | more, attributes | {"loss_type": name}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("first", [False, True])
+def test_every_loss_type(name: str, first: bool) -> None:
+    parts, attributes = loss_type(name, kl={"weight": 0.1})
+    compare(parts, first=first, **attributes)
+
+
+@pytest.mark.parametrize("name", ["grpo", "sapo", "luspo", "bnpo", "dr_grpo", "dapo"])
+def test_sequence_ratios(name: str) -> None:
+    parts, attributes = loss_type(name, ratio="sequence")
+    compare(parts, **attributes)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_correction(name: str, correction: str) -> None:
+    if name == "vespo" and correction.startswith("sequence"):
+        pytest.skip("refused by both")
+    parts, attributes = loss_type(name, correction=CORRECTIONS[correction])
+    compare(parts, **attributes)
+
+
+@pytest.mark.parametrize("correction", ["sequence_truncate", "sequence_mask"])
+def test_gspo_with_a_sequence_correction(correction: str) -> None:
+    parts, attributes = loss_type("grpo", ratio="sequence", correction=CORRECTIONS[correction])
+    compare(parts, **attributes)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"clip": CLIP | {"dual": 1.4}},
+        {"kl": {"weight": 0.3, "estimator": "k3_unbiased"}},
+        {"correction": {"off_policy_limit": 0.02}},
+        {"entropy": {"weight": 0.2}},
+        {"entropy": {"top_quantile": 0.2}, "kl": {"weight": 0.1}},
+        {"entropy": {"top_quantile": 0.5, "weight": 0.2}},
+    ],
+    ids=["delta", "unbiased KL", "off-policy mask", "entropy bonus", "entropy mask", "both"],
+)
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_every_other_term(name: str, more: dict[str, Any]) -> None:
+    parts, attributes = loss_type(name, **more)
+    for seed in range(3):
+        compare(parts, seed=seed, **attributes)
+
+
+def test_metrics() -> None:
+    parts, attributes = loss_type("grpo", kl={"weight": 0.1})
+    ours, theirs = compare(parts, **attributes)
+    assert ours["train/kl_loss"] == pytest.approx(theirs["kl"], rel=1e-5)
+    assert ours["train/entropy"] == pytest.approx(theirs["entropy"], rel=1e-5)
+    assert ours["train/pg_clipfrac_low"] == pytest.approx(theirs["clip_ratio/low_mean"])
+    assert ours["train/pg_clipfrac_high"] == pytest.approx(theirs["clip_ratio/high_mean"])
+
+
+def trl_advantages(rewards: Tensor, weights: Tensor, scale: str, aggregation: str) -> Tensor:
+    """rewards [samples, functions]; NaN where a function does not apply."""
+    trainer = SimpleNamespace(
+        multi_objective_aggregation=aggregation,
+        reward_weights=weights,
+        reward_funcs=[None] * rewards.shape[1],
+        scale_rewards=scale,
+    )
+    given = {"self": trainer, "rewards_per_func": rewards, "num_generations": GROUP_SIZE, "device": "cpu"}
+    found: Tensor = cut_out("unscorable_mask = ", "advantages = torch.nan_to_num", given)["advantages"]
+    return found
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_every_reward_scaling(scale: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rewards = torch.randint(0, 3, (24, 1), generator=generator).double() / 2
+    ids = [number // GROUP_SIZE for number in range(24)]
+    expected = trl_advantages(rewards, torch.ones(1), scale, "sum_then_normalize")
+    name = {"group": "group_std", "batch": "batch_std", "none": "none"}[scale]
+    found = outcome_advantages(rewards[:, 0].tolist(), ids, Advantage.model_validate({"scale": name}))
+    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.3])
+def test_rewards_normalised_before_they_are_summed(missing: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    rewards = torch.rand(24, 2, generator=generator, dtype=torch.float64)
+    rewards[torch.rand(24, 2, generator=generator) < missing] = torch.nan
+    rewards[rewards.isnan().all(1)] = 0.5
+    weights, ids = torch.tensor([2.0, 0.5], dtype=torch.float64), [number // GROUP_SIZE for number in range(24)]
+    expected = trl_advantages(rewards, weights, "group", "normalize_then_sum")
+    parts = [{n: v for n, v in zip("ab", row, strict=True) if not math.isnan(v)} for row in rewards.tolist()]
+    found = decoupled_advantages(parts, {"a": 2.0, "b": 0.5}, ids, 1e-4)
+    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, rtol=1e-5, atol=1e-9)

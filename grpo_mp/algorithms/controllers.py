@@ -1,0 +1,45 @@
+"""Weights that follow what is measured, and the guard that ends a step's updates. Pure."""
+
+from collections.abc import Mapping
+
+from grpo_mp.algorithms.losses import Weights
+from grpo_mp.algorithms.settings import Algorithm, Drift
+
+KL_GAIN = 0.1
+LARGEST_ERROR = 0.2
+
+Controls = Mapping[str, float]
+
+
+def current_weights(controls: Controls, algorithm: Algorithm) -> Weights:
+    """The weights of the next updates. The bonus acts only while the entropy is not above its target, as in TRL."""
+    entropy = controls.get("entropy", algorithm.entropy.weight)
+    target = algorithm.entropy.target
+    if target is not None and controls.get("measured_entropy", float("inf")) > target:
+        entropy = 0.0
+    return Weights(controls.get("kl", algorithm.kl.weight), entropy)
+
+
+def adapted(controls: Controls, kl: float, entropy: float, algorithm: Algorithm) -> dict[str, float]:
+    """The controls after an update that measured a mean KL and a mean entropy, nats per token.
+
+    KL: weight x (1 + 0.1 clip(kl / target - 1, -0.2, 0.2)) (Ziegler et al., arXiv 1909.08593, section 2.2).
+    Entropy: up by `step` at or below the target, down above it (Skywork-OR1, arXiv 2505.22312, section 4).
+    """
+    after = dict(controls)
+    if algorithm.kl.target is not None:
+        error = min(max(kl / algorithm.kl.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
+        after["kl"] = controls.get("kl", algorithm.kl.weight) * (1 + KL_GAIN * error)
+    if (target := algorithm.entropy.target) is not None:
+        wanted = algorithm.entropy
+        move = wanted.step if entropy <= target else -wanted.step
+        after["entropy"] = min(max(controls.get("entropy", wanted.weight) + move, 0.0), wanted.largest)
+        after["measured_entropy"] = entropy
+    return after
+
+
+def has_drifted(kl: float, effective_samples: float, limits: Drift) -> bool:
+    """Whether the policy is too far from the one that the step's samples count as drawn from."""
+    too_far = limits.kl is not None and abs(kl) > limits.kl
+    too_few = limits.effective_samples is not None and effective_samples < limits.effective_samples
+    return too_far or too_few

@@ -1,0 +1,175 @@
+"""The published recipes by name: which parts, which constants, and where they stand. Data; no recipe is a branch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+Tree = dict[str, Any]
+
+GROUP_MEAN_ONLY: Tree = {"baseline": "group_mean", "scale": "none"}
+CLIP_HIGHER: Tree = {"low": 0.2, "high": 0.28}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """`settings` are laid under the user's own, section by section."""
+
+    source: str
+    use: str  # when to take it
+    settings: Tree
+
+
+def _algorithm(source: str, use: str, **parts: Any) -> Preset:
+    return Preset(source, use, {"algorithm": parts})
+
+
+PRESETS: dict[str, Preset] = {
+    "grpo": _algorithm(
+        "DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; constants as in TRL, the KL weight (paper: 0.04) is left to you",
+        "The original. A start for any verifiable task with short answers.",
+    ),
+    "grpo_process": _algorithm(
+        "DeepSeekMath, arXiv 2402.03300, section 4.1.3",
+        "You can judge single steps of an answer (reward.steps).",
+        advantage={"level": "process"},
+    ),
+    "dr_grpo": _algorithm(
+        "Liu et al., Understanding R1-Zero-like training, arXiv 2503.20783, section 3.2",
+        "Wrong answers grow long under grpo; questions differ much in difficulty.",
+        advantage=GROUP_MEAN_ONLY,
+        aggregation="constant",
+    ),
+    "dapo": Preset(
+        "DAPO, arXiv 2503.14476, eq. 8 to 13",
+        "Long chains of thought on hard questions; entropy falls too fast under grpo.",
+        {
+            "algorithm": {
+                "clip": CLIP_HIGHER,
+                "aggregation": "token_mean",
+                "filter": {"no_difference": "refill"},
+            },
+            "reward": {"overlong": {"weight": 1.0}},
+        },
+    ),
+    "degrpo": _algorithm(
+        "Thinkless, arXiv 2505.13379, eq. 5 (decoupled GRPO)",
+        "The first token chooses a mode, such as thinking or a short answer, and must not be drowned by the rest.",
+        aggregation="decoupled",
+        control_weight=1e-3,
+    ),
+    "gspo": _algorithm(
+        "GSPO, arXiv 2507.18071, eq. 5 to 7, clip of section 5.1",
+        "Mixture of experts with several updates per step: routing changes make token ratios noisy.",
+        ratio="sequence",
+        clip={"low": 3e-4, "high": 4e-4},
+    ),
+    "gspo_token": _algorithm(
+        "GSPO, arXiv 2507.18071, eq. 13 and 14",
+        "As gspo, with advantages that differ by token.",
+        ratio="sequence",
+        clip={"low": 3e-4, "high": 4e-4},
+    ),
+    "cispo": _algorithm(
+        "MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; upper bound 5 as in ScaleRL, arXiv 2510.13786",
+        "Rare but decisive tokens are clipped away under grpo; many updates per step.",
+        surrogate="cispo",
+        clip={"low": 1.0, "high": 4.0},
+        aggregation="token_mean",
+    ),
+    "gmpo": _algorithm(
+        "GMPO, arXiv 2507.20673, eq. 4: token clip (e^-0.4, e^0.4)",
+        "Outlier ratios make grpo unstable.",
+        surrogate="gmpo",
+        clip={"low": 0.3296799539643607, "high": 0.4918246976412703},
+    ),
+    "sapo": _algorithm(
+        "SAPO, arXiv 2511.20347: sigmoid gates, temperatures 1.0 and 1.05",
+        "You want a smooth trust region instead of a clip.",
+        surrogate="sapo",
+    ),
+    "luspo": _algorithm(
+        "LUSPO, arXiv 2602.05261: GSPO with the sequence loss multiplied by its length",
+        "Answers shrink under gspo.",
+        ratio="sequence",
+        clip={"low": 3e-4, "high": 4e-4},
+        aggregation="sequence_sum",
+    ),
+    "vespo": _algorithm(
+        "VESPO, arXiv 2602.10693: gamma weighting of sequence ratios, k 2 and 3, lambda 3 and 2",
+        "Stale samples: asynchronous generation, or many updates per step.",
+        surrogate="vespo",
+        aggregation="token_mean",
+    ),
+    "bnpo": _algorithm(
+        "TRL's loss_type bnpo: all tokens of the update count alike, symmetric clip",
+        "grpo without its preference for short right answers, and nothing else changed.",
+        aggregation="token_mean",
+    ),
+    "rloo": _algorithm(
+        "Ahmadian et al., Back to basics, arXiv 2402.14740, eq. 8; KL in the reward, weight 0.05 as in TRL",
+        "Small groups; one update per step; a reward model.",
+        advantage={"baseline": "leave_one_out", "scale": "none"},
+        surrogate="none",
+        aggregation="sequence_sum",
+        kl={"weight": 0.05, "estimator": "k1", "place": "reward"},
+    ),
+    "reinforce_pp": _algorithm(
+        "REINFORCE++, arXiv 2501.03262: KL in the reward, returns to go, whitened over the batch",
+        "One answer per prompt; general reward models.",
+        advantage={"baseline": "none", "scale": "none", "whiten": True},
+        aggregation="token_mean",
+        kl={"weight": 0.01, "estimator": "k1", "place": "reward"},
+    ),
+    "reinforce_pp_baseline": _algorithm(
+        "REINFORCE++-baseline, arXiv 2501.03262: group mean, whitened over the batch, k2 in the loss",
+        "Groups with sparse rewards; std inside groups is too noisy.",
+        advantage={"baseline": "group_mean", "scale": "none", "whiten": True},
+        aggregation="token_mean",
+        kl={"weight": 0.01, "estimator": "k2"},
+    ),
+    "grpo_pp": Preset(
+        "The bundle known as GRPO++: DAPO's four parts, no std (Dr. GRPO), truncated importance sampling",
+        "The usual choice for long reasoning with an engine whose numbers differ from the trainer's.",
+        {
+            "algorithm": {
+                "advantage": GROUP_MEAN_ONLY,
+                "clip": CLIP_HIGHER,
+                "aggregation": "token_mean",
+                "filter": {"no_difference": "refill"},
+                "correction": {"kind": "truncate", "level": "token", "high": 2.0},
+            },
+            "reward": {"overlong": {"weight": 1.0}},
+        },
+    ),
+    "r1": Preset(
+        "DeepSeek-R1, Nature 645 (2025), section R1-Zero: 512 prompts x 16, 16 updates, clip 10, KL 0.001, lr 3e-6",
+        "Repeating R1, or a policy of its size.",
+        {
+            "algorithm": {
+                "clip": {"low": 10.0, "high": 10.0},
+                "kl": {"weight": 0.001, "refresh_every": 25, "refresh_mix": 1.0},
+            },
+            "rollout": {"prompts_per_step": 512, "group_size": 16},
+            "optimizer": {"lr": 3e-6, "updates_per_step": 16},
+        },
+    ),
+}
+
+
+def with_preset(tree: Tree) -> Tree:
+    """The user's settings laid over those of the preset that they name; `algorithm: dapo` names one as well."""
+    algorithm = tree.get("algorithm", {})
+    if isinstance(algorithm, str):
+        algorithm = {"preset": algorithm}
+    preset = PRESETS.get(algorithm.get("preset", "grpo")) if isinstance(algorithm, dict) else None
+    return _laid_over(preset.settings if preset else {}, tree | {"algorithm": algorithm})
+
+
+def _laid_over(under: Tree, over: Tree) -> Tree:
+    both = {
+        key: _laid_over(under[key], over[key]) for key in under.keys() & over.keys() if _are_trees(under, over, key)
+    }
+    return under | over | both
+
+
+def _are_trees(under: Tree, over: Tree, key: str) -> bool:
+    return isinstance(under[key], dict) and isinstance(over[key], dict)

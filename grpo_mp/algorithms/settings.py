@@ -1,0 +1,158 @@
+"""The `algorithm` section: independent parts, each with its choices. A preset fills all of them (presets.py)."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from grpo_mp.algorithms.presets import PRESETS
+from grpo_mp.errors import nearest
+from grpo_mp.section import Section
+
+
+class Advantage(Section):
+    level: Literal["outcome", "process"] = Field("outcome", description="process: rewards per step (reward.steps)")
+    baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
+    scale: Literal["group_std", "batch_std", "none"] = "group_std"
+    combine: Literal["sum", "normalise"] = Field("sum", description="normalise: each reward in its group, then summed")
+    whiten: bool = Field(False, description="over all response tokens of the step, after all else")
+    eps: float = Field(1e-4, gt=0)
+
+
+class Clip(Section):
+    low: float = Field(0.2, gt=0, description="ratios below 1 - low are clipped; 1 or more: none")
+    high: float = Field(0.2, gt=0, description="ratios above 1 + high are clipped")
+    dual: float | None = Field(None, gt=1, description="the largest ratio where the advantage is negative")
+
+
+class Gate(Section):
+    """SAPO's temperatures."""
+
+    positive: float = Field(1.0, gt=0)
+    negative: float = Field(1.05, gt=0)
+
+
+class Gamma(Section):
+    """VESPO's weighting w^k e^(lambda (1 - w)), by the sign of the advantage."""
+
+    k_positive: float = Field(2.0, gt=0)
+    lambda_positive: float = Field(3.0, gt=0)
+    k_negative: float = Field(3.0, gt=0)
+    lambda_negative: float = Field(2.0, gt=0)
+
+
+class KL(Section):
+    weight: float = Field(0.0, ge=0, description="0: no reference is loaded")
+    estimator: Literal["k1", "k2", "k3", "k3_clamped", "k3_unbiased"] = "k3"
+    place: Literal["loss", "reward"] = "loss"
+    target: float | None = Field(None, gt=0, description="nats per token that the adaptive weight aims at")
+    refresh_every: int = Field(0, ge=0, description="steps after which the reference follows the policy; 0: never")
+    refresh_mix: float = Field(0.6, gt=0, le=1, description="share of the policy in the refreshed reference")
+
+
+class Entropy(Section):
+    weight: float = Field(0.0, ge=0, description="of the bonus")
+    target: float | None = Field(None, gt=0, description="nats; the weight rises by `step` below it and falls above")
+    step: float = Field(0.005, gt=0)
+    largest: float = Field(1.0, gt=0)
+    top_quantile: float = Field(1.0, gt=0, le=1, description="share of tokens, of the highest entropy, that learn")
+
+
+class Correction(Section):
+    """Of the difference between engine and policy: w = old / rollout."""
+
+    kind: Literal["none", "truncate", "mask"] = "none"
+    level: Literal["token", "sequence"] = "token"
+    low: float | None = Field(None, ge=0)
+    high: float | None = Field(None, gt=0)
+    off_policy_limit: float | None = Field(
+        None, gt=0, description="nats per token: sequences with negative advantage beyond it do not learn"
+    )
+
+
+class Drift(Section):
+    """When the remaining updates of a step are skipped."""
+
+    kl: float | None = Field(None, gt=0, description="nats per token between old policy and policy")
+    effective_samples: float | None = Field(None, gt=0, lt=1, description="share of tokens, by ratio weights")
+
+
+class Filter(Section):
+    no_difference: Literal["keep", "drop", "refill"] = Field("keep", description="groups whose rewards are all equal")
+    most_tries: int = Field(10, ge=1, description="rounds of generation until a refilled step must be full")
+    truncated: Literal["keep", "mask"] = Field("keep", description="mask: truncated samples do not learn")
+    rest_after: int = Field(0, ge=0, description="times in a row all right until a prompt rests; 0: never")
+    rest_steps: int = Field(50, ge=1)
+    oversample: float = Field(1.0, ge=1, description="groups launched for each that is needed")
+    admit: Literal["launch", "finish"] = Field("launch", description="which of them are taken first")
+
+
+SURROGATES = ("clip", "cispo", "sapo", "gmpo", "vespo", "none")
+AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_sum", "constant", "decoupled")
+
+
+class Algorithm(Section):
+    preset: str = "grpo"
+    advantage: Advantage = Advantage()
+    ratio: Literal["token", "sequence"] = "token"
+    surrogate: Literal["clip", "cispo", "sapo", "gmpo", "vespo", "none"] = "clip"
+    clip: Clip = Clip()
+    gate: Gate = Gate()
+    gamma: Gamma = Gamma()
+    aggregation: Literal["sequence_mean", "token_mean", "sequence_sum", "constant", "decoupled"] = "sequence_mean"
+    control_weight: float = Field(1e-3, gt=0, description="of the first token in the decoupled aggregation")
+    old_logprobs: Literal["recomputed", "engine"] = "recomputed"
+    kl: KL = KL()
+    entropy: Entropy = Entropy()
+    correction: Correction = Correction()
+    drift: Drift = Drift()
+    filter: Filter = Filter()
+
+    @field_validator("preset")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in PRESETS:
+            raise ValueError(f"unknown preset {value!r}{nearest(value, PRESETS)}; there are: {', '.join(PRESETS)}")
+        return value
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> "Algorithm":
+        for complaint in contradictions(self):
+            raise ValueError(complaint)
+        return self
+
+
+def contradictions(wanted: Algorithm) -> Iterator[str]:
+    """Parts that cannot stand together, each with the nearest choice that works."""
+    kl, correction = wanted.kl, wanted.correction
+    if kl.weight == 0 and (kl.target or kl.refresh_every):
+        yield "kl.target and kl.refresh_every need a reference: set kl.weight above 0"
+    if correction.kind != "none" and correction.low is None and correction.high is None:
+        yield f"correction.kind={correction.kind} has no limit: set correction.high, e.g. 2.0"
+    if correction.kind == "none" and (correction.low is not None or correction.high is not None):
+        yield "correction.low and correction.high do nothing with correction.kind=none: set it to truncate or mask"
+    if wanted.ratio == "sequence" and correction.kind != "none" and correction.level == "token":
+        yield "ratio=sequence weighs sequences, correction.level=token single tokens: set correction.level=sequence"
+    if wanted.old_logprobs == "engine" and correction.kind != "none":
+        yield "old_logprobs=engine leaves nothing to correct: set correction.kind=none or old_logprobs=recomputed"
+    if wanted.surrogate in ("gmpo", "vespo", "cispo") and wanted.ratio == "sequence":
+        yield f"surrogate={wanted.surrogate} is defined on token ratios: set ratio=token"
+    if wanted.surrogate == "vespo" and correction.kind != "none" and correction.level == "sequence":
+        yield "surrogate=vespo multiplies token corrections itself: set correction.level=token"
+    yield from _advantage_contradictions(wanted)
+
+
+def _advantage_contradictions(wanted: Algorithm) -> Iterator[str]:
+    advantage = wanted.advantage
+    if advantage.level == "process" and wanted.preset == "gspo":
+        yield "preset=gspo has one advantage for a sequence: set preset=gspo_token for advantage.level=process"
+    if advantage.level == "process" and (advantage.baseline, advantage.combine) != ("group_mean", "sum"):
+        yield "advantage.level=process needs advantage.baseline=group_mean and advantage.combine=sum"
+    if advantage.level == "process" and wanted.kl.place == "reward" and wanted.kl.weight:
+        yield "advantage.level=process has no reward of the whole response for the KL: set kl.place=loss"
+    if advantage.combine == "normalise" and advantage.baseline == "none":
+        yield "advantage.combine=normalise works inside groups: set advantage.baseline=group_mean"
+    if advantage.baseline == "none" and advantage.scale == "group_std":
+        yield "advantage.scale=group_std needs a group baseline: set advantage.scale=none or batch_std"
+    if wanted.filter.no_difference != "keep" and advantage.baseline == "none":
+        yield "filter.no_difference looks at groups: set advantage.baseline=group_mean, or filter.no_difference=keep"

@@ -1,0 +1,65 @@
+"""Which groups of a step are trained on, and which prompts are taken. Pure."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from grpo_mp.algorithms.advantages import groups_without_difference
+from grpo_mp.algorithms.settings import Filter
+from grpo_mp.rollout.exchange import SampleInfo
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What became of the groups that were launched for a step, so far."""
+
+    admitted: tuple[int, ...]  # group ids in launch order
+    no_difference: int  # groups dropped because all their rewards are equal
+    surplus: int  # groups that were not needed
+
+    def missing(self, wanted: int) -> int:
+        return wanted - len(self.admitted)
+
+
+def admit(infos: Sequence[SampleInfo], wanted: int, rule: Filter) -> Admission:
+    """Take the first `wanted` groups in launch order; without those of no difference, where the rule drops them."""
+    ids = sorted({info.group_id for info in infos})
+    same: set[int] = set()
+    if rule.no_difference != "keep":
+        same = set(groups_without_difference([info.reward for info in infos], [info.group_id for info in infos]))
+    able = [group for group in ids if group not in same]
+    return Admission(tuple(able[:wanted]), len(same), max(0, len(able) - wanted))
+
+
+def to_launch(missing: int, rule: Filter) -> int:
+    """Groups to launch for those that are missing."""
+    return math.ceil(missing * rule.oversample)
+
+
+@dataclass(frozen=True)
+class Graduation:
+    """Prompts whose samples were all right: how often in a row, and until which step they rest."""
+
+    in_a_row: Mapping[int, int]
+    resting: Mapping[int, int]
+
+    def rests(self, prompt: int, step: int) -> bool:
+        """Whether a prompt is left out of `step`."""
+        return self.resting.get(prompt, 0) >= step
+
+    def after(self, infos: Sequence[SampleInfo], step: int, rule: Filter) -> "Graduation":
+        """The state after a step. A prompt that returns from its rest begins anew."""
+        if not rule.rest_after:
+            return self
+        all_right: dict[int, bool] = {}
+        for info in infos:
+            all_right[info.prompt] = all_right.get(info.prompt, True) and info.right
+        counts = dict(self.in_a_row) | {
+            p: self.in_a_row.get(p, 0) + 1 if right else 0 for p, right in all_right.items()
+        }
+        done = {prompt for prompt, count in counts.items() if count >= rule.rest_after}
+        resting = {prompt: last for prompt, last in self.resting.items() if last > step}
+        return Graduation(
+            {prompt: count for prompt, count in counts.items() if count and prompt not in done},
+            resting | dict.fromkeys(done, step + rule.rest_steps),
+        )

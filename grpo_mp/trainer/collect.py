@@ -1,0 +1,96 @@
+"""The groups of a step: prompts from the cursor, generated and scored until enough of them teach something."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from grpo_mp.data.cursor import take
+from grpo_mp.errors import UserError
+from grpo_mp.rollout.exchange import SampleInfo, share_infos
+from grpo_mp.rollout.filters import Admission, Graduation, admit, to_launch
+from grpo_mp.scheduler.phases import Phase
+from grpo_mp.scheduler.recovery import RunState
+from grpo_mp.trainer.session import Session
+from grpo_mp.types import Prompt, SampleGroup
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a step trains on. `launched` holds all samples that were generated for it, admitted or not."""
+
+    groups: list[SampleGroup]  # admitted, of this rank's engine
+    infos: tuple[SampleInfo, ...]  # admitted, of all engines
+    launched: tuple[SampleInfo, ...]
+    dropped: Counter[str]
+    rounds: int
+    state: RunState  # cursor and counters behind this step's prompts
+
+
+def collect(session: Session, step: int) -> Collected:
+    """Generate the step's groups. Every rank must call this; the small numbers are the same on all.
+
+    Raises UserError where `filter.no_difference: refill` finds too few groups within `filter.most_tries` rounds.
+    """
+    wanted, rule = session.settings.rollout.prompts_per_step, session.settings.algorithm.filter
+    state, held, infos = session.state, list[SampleGroup](), list[SampleInfo]()
+    admission, rounds = Admission((), 0, 0), 0
+    while admission.missing(wanted) > 0:
+        if rounds == rule.most_tries:
+            raise UserError(_cannot_fill(session, step, admission, len({info.group_id for info in infos})))
+        prompts, state = _next_prompts(session, state, to_launch(admission.missing(wanted), rule), step)
+        with session.scheduler.phase(Phase.GENERATE):
+            groups = session.rollout.generate(
+                prompts, state.groups_launched, step, session.parallel.store, name=f"step/{step}/{rounds}"
+            )
+        state = replace(state, groups_launched=state.groups_launched + len(prompts))
+        with session.scheduler.phase(Phase.SCORE):
+            infos += share_infos(groups, session.parallel.host)
+        held, rounds = held + groups, rounds + 1
+        admission = admit(infos, wanted, rule)
+        if rule.no_difference != "refill":
+            break
+    admitted = set(admission.admitted)
+    return Collected(
+        groups=[group for group in held if group.samples[0].group_id in admitted],
+        infos=tuple(info for info in infos if info.group_id in admitted),
+        launched=tuple(infos),
+        dropped=Counter(no_difference=admission.no_difference, surplus=admission.surplus),
+        rounds=rounds,
+        state=_graduated(state, infos, step, session),
+    )
+
+
+def _next_prompts(session: Session, state: RunState, count: int, step: int) -> tuple[list[Prompt], RunState]:
+    """The next prompts that do not rest; where nearly all rest, those that do."""
+    prompts, shuffle = session.inputs.train, session.settings.data.shuffle
+    graduation, cursor = _graduation(state), session.cursor_of(state)
+    taken: list[int] = []
+    for _ in range(max(1, len(prompts) // count)):
+        indices, cursor = take(cursor, len(prompts), count - len(taken), shuffle)
+        taken += [index for index in indices if not graduation.rests(prompts[index].index, step)]
+        if len(taken) == count:
+            break
+    rest, cursor = take(cursor, len(prompts), count - len(taken), shuffle)
+    return [prompts[index] for index in (*taken, *rest)], replace(state, cursor=cursor.to_dict())
+
+
+def _graduation(state: RunState) -> Graduation:
+    """JSON knows only text as keys."""
+    return Graduation(
+        *({int(key): value for key, value in side.items()} for side in (state.right_in_a_row, state.resting))
+    )
+
+
+def _graduated(state: RunState, infos: list[SampleInfo], step: int, session: Session) -> RunState:
+    after = _graduation(state).after(infos, step, session.settings.algorithm.filter)
+    in_a_row, resting = ({str(key): value for key, value in side.items()} for side in (after.in_a_row, after.resting))
+    return replace(state, right_in_a_row=in_a_row, resting=resting)
+
+
+def _cannot_fill(session: Session, step: int, admission: Admission, launched: int) -> str:
+    settings = session.settings
+    return (
+        f"step {step}: of {launched} groups in {settings.algorithm.filter.most_tries} rounds only "
+        f"{len(admission.admitted)} have rewards that differ, {settings.rollout.prompts_per_step} are needed: take "
+        "data that is neither too easy nor too hard, raise algorithm.filter.most_tries or rollout.group_size, or set "
+        "algorithm.filter.no_difference=keep"
+    )

@@ -1,0 +1,135 @@
+"""What stays fixed over the updates of a step: logprobs of reference and old policy, and what is computed from them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from grpo_mp.algorithms.kl import ESTIMATORS
+from grpo_mp.algorithms.settings import Algorithm
+from grpo_mp.data.pack import context_index
+from grpo_mp.policy.parallel import Parallel, sum_over_context
+from grpo_mp.trainer.batch import StepBatch, sample_advantages, with_old, with_reference
+from grpo_mp.trainer.session import Session
+from grpo_mp.types import MicroBatch
+
+Updates = list[list[MicroBatch]]
+
+
+def fixed_values(session: Session, batch: StepBatch) -> Updates:
+    """The step's micro-batches with everything that its updates need. Every rank must call this.
+
+    With a single update the old logprobs are those of the update itself, and are not computed twice.
+    """
+    policy, wanted = session.policy, session.settings.algorithm
+    kl_in_reward = wanted.kl.place == "reward" and policy.reference is not None
+    updates = [list(update) for update in batch.updates]
+    if len(updates) > 1 or wanted.entropy.top_quantile < 1 or kl_in_reward:
+        outputs = [policy.logprobs(update) for update in updates]
+        floors = [_entropy_floor(*pair, wanted, session.parallel) for pair in zip(updates, outputs, strict=True)]
+        updates = [with_old(*pair) for pair in zip(updates, outputs, strict=True)]
+        updates = [
+            [replace(one, entropy_floor=floor, entropy_weight=one.entropy_weight / share) for one in update]
+            for update, (floor, share) in zip(updates, floors, strict=True)
+        ]
+    if policy.reference:
+        updates = [with_reference(update, policy.reference_logprobs(update)) for update in updates]
+    if kl_in_reward:
+        updates = _with_kl_in_reward(updates, batch, session)
+    return _whitened(updates, session.parallel) if wanted.advantage.whiten else updates
+
+
+def counts_here(parallel: Parallel) -> bool:
+    """Tensor ranks compute the same tokens, and only the last stage computes any: one of them counts."""
+    return parallel.here.tensor == 0 and parallel.here.pipeline == parallel.layout.pipeline - 1
+
+
+def _entropy_floor(
+    update: Sequence[MicroBatch], outputs: Sequence[Tensor], wanted: Algorithm, parallel: Parallel
+) -> tuple[float, float]:
+    """The entropy that the wanted share of the update's tokens reaches, and that share (80/20, arXiv 2506.01939)."""
+    if wanted.entropy.top_quantile == 1:
+        return -np.inf, 1.0
+    mine = [out[1].cpu()[one.mask.bool()].numpy() for one, out in zip(update, outputs, strict=False)]
+    everyone: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * parallel.world_size
+    counts = counts_here(parallel) and mine
+    dist.all_gather_object(everyone, np.concatenate(mine) if counts else everyone[0], group=parallel.host)
+    entropies = np.concatenate(everyone)
+    floor = float(np.quantile(entropies, 1 - wanted.entropy.top_quantile))
+    return floor, float((entropies >= floor).mean())
+
+
+def _with_kl_in_reward(updates: Updates, batch: StepBatch, session: Session) -> Updates:
+    """Advantages of rewards from which the KL to the reference was taken.
+
+    With a group baseline the whole KL of a response counts against its reward; without one each token bears the KL
+    of itself and of the tokens after it (REINFORCE++, arXiv 2501.03262, eq. 7).
+    """
+    wanted, parallel = session.settings.algorithm, session.parallel
+    weight = session.state.controls.get("kl", wanted.kl.weight)
+    costs = [[weight * _kl(one, wanted) for one in update] for update in updates]
+    if wanted.advantage.baseline == "none":
+        return [
+            [
+                replace(one, advantages=one.advantages - _to_go(cost, one, parallel))
+                for one, cost in zip(*pair, strict=True)
+            ]
+            for pair in zip(updates, costs, strict=True)
+        ]
+    spent = torch.zeros(len(batch.infos), dtype=torch.float64)
+    places = [
+        [_samples_of(one, plan.samples) for one in update] for update, plan in zip(updates, batch.plan, strict=True)
+    ]
+    if counts_here(parallel):
+        for update, of in zip(costs, places, strict=True):
+            for cost, place in zip(update, of, strict=True):
+                spent.index_add_(0, place, cost)
+    dist.all_reduce(spent, group=parallel.host)
+    rewards = [info.reward - float(kl) for info, kl in zip(batch.infos, spent, strict=True)]
+    advantages = torch.tensor(sample_advantages(batch.infos, rewards, {}, session.settings), dtype=torch.float64)
+    return [
+        [replace(one, advantages=advantages[place] * one.mask) for one, place in zip(*pair, strict=True)]
+        for pair in zip(updates, places, strict=True)
+    ]
+
+
+def _kl(batch: MicroBatch, wanted: Algorithm) -> Tensor:
+    """[T] in float64, zero at prompts and padding, and on stages that have no logprobs."""
+    if batch.reference_logprobs is None or batch.old_logprobs is None:
+        return torch.zeros_like(batch.advantages)
+    log_r = (batch.reference_logprobs - batch.old_logprobs).double()
+    return ESTIMATORS[wanted.kl.estimator](log_r, torch.ones_like(log_r)).where(batch.mask.bool(), 0.0)
+
+
+def _samples_of(batch: MicroBatch, samples: Sequence[int]) -> Tensor:
+    """[T]: which sample of the step a token belongs to; padding names any."""
+    return torch.tensor([samples[i] for i in batch.sample_ids] or [0])[batch.sequence.clamp(min=0)]
+
+
+def _to_go(values: Tensor, batch: MicroBatch, parallel: Parallel) -> Tensor:
+    """[T]: the sum of `values` from a token to the end of its sequence, wherever context parallelism put them."""
+    index = context_index(batch.lengths, parallel.layout.context, parallel.here.context)
+    whole = torch.zeros(sum(batch.lengths), dtype=values.dtype).index_copy(0, index, values)
+    whole = sum_over_context(whole, parallel)
+    pieces = [piece.flip(0).cumsum(0).flip(0) for piece in whole.split(list(batch.lengths))]
+    return torch.cat(pieces)[index] * batch.mask
+
+
+def _whitened(updates: Updates, parallel: Parallel) -> Updates:
+    """(A - mean) / (std + 1e-8) over all response tokens of the step (REINFORCE++, eq. 8)."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    if counts_here(parallel):
+        for one in (one for update in updates for one in update):
+            mask, values = one.mask.double(), one.advantages
+            sums += torch.stack([mask.sum(), (values * mask).sum(), (values.square() * mask).sum()])
+    dist.all_reduce(sums, group=parallel.host)
+    count, mean = sums[0].clamp(min=1), sums[1] / sums[0].clamp(min=1)
+    std = ((sums[2] / count - mean.square()).clamp(min=0) * count / (count - 1).clamp(min=1)).sqrt()
+    return [
+        [replace(one, advantages=(one.advantages - mean) / (std + 1e-8) * one.mask) for one in update]
+        for update in updates
+    ]

@@ -1,0 +1,39 @@
+"""The optimizer updates of a step, and the controls that follow from what they measure."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from grpo_mp.algorithms.controllers import adapted, current_weights, has_drifted
+from grpo_mp.algorithms.losses import make_loss
+from grpo_mp.algorithms.report import metrics
+from grpo_mp.policy.parallel import context_reduction
+from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.trainer.metrics import reduce_report
+from grpo_mp.trainer.session import Session
+from grpo_mp.types import MicroBatch
+
+
+def learn(session: Session, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateReport]:
+    """Update the policy until the step's updates are done, or it has drifted too far from what sampled them.
+
+    Adaptive weights move after every update. Every rank must call this.
+    """
+    wanted, reports = session.settings.algorithm, list[UpdateReport]()
+    for update in updates:
+        weights = current_weights(session.state.controls, wanted)
+        report = session.policy.update(update, make_loss(wanted, weights, context_reduction(session.parallel)))
+        measured = metrics(reduce_report(report, session.parallel))
+        reports.append(replace(report, measured=measured))
+        controls = adapted(session.state.controls, measured["train/kl_loss"], measured["train/entropy"], wanted)
+        session.state = replace(session.state, controls=controls)
+        if has_drifted(measured["train/ppo_kl"], measured["train/effective_samples"], wanted.drift):
+            break
+    return reports
+
+
+def refresh_reference(session: Session) -> None:
+    """Where it is due, the reference takes a share of the policy: mix x policy + (1 - mix) x reference."""
+    wanted, reference = session.settings.algorithm.kl, session.policy.reference
+    if reference and wanted.refresh_every and session.state.step % wanted.refresh_every == 0:
+        reference.refresh(wanted.refresh_mix)
+        session.state = replace(session.state, reference_refreshed=True)
