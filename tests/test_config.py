@@ -111,7 +111,7 @@ def test_what_is_refused(changes: dict[str, Any], sentence: str) -> None:
 def test_all_complaints_come_at_once() -> None:
     with pytest.raises(UserError, match=r"run\.steps.*; .*rollout\.group_size"):
         check_settings(
-            LEAST | {"run": {"folder": "x", "steps": 0}, "rollout": LEAST["rollout"] | {"group_size": 1}}, ""
+            LEAST | {"run": {"folder": "x", "steps": 0}, "rollout": LEAST["rollout"] | {"group_size": 0}}, ""
         )
 
 

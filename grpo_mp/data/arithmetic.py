@@ -134,7 +134,7 @@ def add_columns(a: int, b: int, slip: Slip | None = None) -> tuple[str, int]:
     """a + b digit by digit from the right, the carry in its place: 18 + 34 is '8+4=12 1+3+1=5', 52."""
     steps, carry, result = [], 0, 0
     for place, (x, y) in enumerate(_columns(a, b)):
-        total = abs(x + y + carry + _off(slip, place))
+        total = min(19, abs(x + y + carry + _off(slip, place)))  # more than a carry of one is no column sum
         steps.append(f"{x}+{y}{'+1' if carry else ''}={total}")
         carry, digit = divmod(total, 10)
         result += digit * 10**place

@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 
-from grpo_mp.algorithms.aggregation import token_weights
 from grpo_mp.config import Layout
 from grpo_mp.data.pack import gather_responses, join_context
 from grpo_mp.data.updates import Update, alignment, microbatches, plan_updates
@@ -39,7 +38,7 @@ def whole_batches(update: Update, samples: list[Sample], layout: Layout, data_ra
     """What the context-parallel ranks of one data-parallel rank hold together, given only this rank's samples."""
     mine = {i: samples[i] for i in update.samples_of(data_rank)}
     advantages = [float(i) for i in range(len(samples))]
-    weights = token_weights([len(samples[i].tokens) for i in update.samples], "sequence_mean")
+    weights = [1.0 / (len(update.samples) * len(samples[i].tokens)) for i in update.samples]
     ranks = [microbatches(update, mine, advantages, weights, layout, data_rank, rank) for rank in range(layout.context)]
     return [_joined(parts) for parts in zip(*ranks, strict=True)]
 

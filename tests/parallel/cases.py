@@ -134,6 +134,19 @@ def _resumed() -> list[Case]:
     ]
 
 
+# Where tokens of one sequence, samples of one update or micro-batches of one rank lie apart, and mixes.
+FAMILY_LAYOUTS = ("one", "dp2", "cp2", "pp2_vpp2", "tp2_ep2", "cp2_pp2", "tp2_cp2", "tp2_dp2")
+
+
+def _family() -> list[Case]:
+    """Every preset, and parts that no preset has; once more with other micro-batches."""
+    cases = [Case("qwen3_moe", layout, ("family",), "family") for layout in FAMILY_LAYOUTS]
+    alone = {"max_tokens_per_microbatch": 1}
+    return [*cases, *(Case("qwen3_moe", layout, ("family",), "family_alone", alone) for layout in ("one", "cp2"))]
+
+
 # Two cases of one layout: the first breaks on one rank while the other waits, the second must not notice.
 BREAKING = [Case("qwen3", "dp2", ("broken",), "broken"), Case("qwen3", "dp2", ("logprobs",), "after_broken")]
-CASES = {case.name: case for case in [*_every_layout(), *_variants(), *_unsharded(), *BREAKING, *_resumed()]}
+CASES = {
+    case.name: case for case in [*_every_layout(), *_variants(), *_unsharded(), *_family(), *BREAKING, *_resumed()]
+}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from grpo_mp.algorithms.aggregation import token_weights
+from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.data.updates import Update, microbatches, plan_updates
 from grpo_mp.policy.parallel import Parallel
@@ -20,6 +21,18 @@ KL_WEIGHT = 0.2
 UPDATES = 3
 GROUP_SIZE = 4
 SAMPLES = 8 * UPDATES
+
+
+FAMILY: dict[str, dict[str, Any]] = {  # algorithms whose gradient must not depend on the layout
+    **{name: {"preset": name, **preset.settings["algorithm"]} for name, preset in PRESETS.items()},
+    "sequence_correction": {"correction": {"kind": "truncate", "level": "sequence", "high": 1.5}},
+    "sequence_mask": {"ratio": "sequence", "correction": {"kind": "mask", "level": "sequence", "low": 0.5, "high": 2}},
+    "off_policy_mask": {"correction": {"off_policy_limit": 0.001}},
+    "top_entropy": {"entropy": {"top_quantile": 0.3, "weight": 0.1}, "aggregation": "token_mean"},
+    "truncated_masked": {"filter": {"truncated": "mask"}, "aggregation": "token_mean"},
+    "kl_in_reward": {"kl": {"weight": 0.1, "estimator": "k3", "place": "reward"}},
+    "unbiased_kl": {"kl": {"weight": 0.1, "estimator": "k3_unbiased"}},
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,8 @@ def random_samples(vocabulary: int) -> tuple[Sample, ...]:
         prompt, response = tokens(12), tokens(40)
         versions = tuple(draw.randrange(5) for _ in response)
         sample = Sample(group, index, prompt, response, (0.0,) * len(response), versions, draw.random() < 0.5)
-        samples.append(replace(sample, reward=draw.random()))
+        steps = ((len(response) // 3, draw.random()), (len(response) - 1, draw.random()))
+        samples.append(replace(sample, reward=draw.random(), step_rewards=steps[-min(2, len(response)) :]))
     return tuple(samples)
 
 
@@ -122,7 +136,9 @@ def step_microbatches(given: Given, settings: Settings, parallel: Parallel) -> l
     samples = dict(enumerate(given.samples))
     updates = []
     for update in plan_step(given, settings, parallel):
-        weights = token_weights([len(samples[i].tokens) for i in update.samples], settings.algorithm.aggregation)
+        lengths = [len(samples[i].tokens) for i in update.samples]
+        limit = settings.rollout.max_response_tokens
+        weights = token_weights(lengths, [True] * len(lengths), settings.algorithm, limit)
         coordinates = (parallel.here.data, parallel.here.context)
         batches = microbatches(update, samples, given.advantages, weights, settings.layout, *coordinates)
         updates.append([_with_fixed(batch) for batch in batches])

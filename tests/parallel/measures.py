@@ -1,28 +1,34 @@
 """What is measured in a layout. Each function runs on every rank and returns this rank's part."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mp.algorithms.losses import make_loss
+from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.config import Settings
 from grpo_mp.models.hf_files import HfReader
 from grpo_mp.policy.checkpoint import load_policy, save_policy
-from grpo_mp.policy.parallel import Parallel
+from grpo_mp.policy.parallel import Parallel, context_reduction
 from grpo_mp.policy.policy import Policy, UpdateReport
+from grpo_mp.rollout.exchange import share_infos
+from grpo_mp.scheduler.recovery import RunState
 from grpo_mp.sync.reshard import Resharder
 from grpo_mp.sync.weight_sync import make_plan
 from grpo_mp.trainer.batch import assemble
+from grpo_mp.trainer.fixed import fixed_values
 from grpo_mp.trainer.scores import policy_scores
-from grpo_mp.types import MicroBatch, Prompt, SampleGroup
+from grpo_mp.trainer.session import Session
+from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from tests.parallel.cases import SMALL, Case
-from tests.parallel.inputs import Given, step_microbatches
+from tests.parallel.inputs import FAMILY, Given, step_microbatches
 
 Result = dict[str, Any]
 
@@ -40,10 +46,26 @@ class Bench:
     @cached_property
     def policy(self) -> Policy:
         """A policy that keeps its weights. Without the distributed optimizer gradients are whole on every rank."""
+        return self._policy(with_reference=False)
+
+    @cached_property
+    def policy_with_reference(self) -> Policy:
+        """The reference has all weights a little larger."""
+        policy = self._policy(with_reference=True)
+        assert policy.reference
+        with torch.no_grad():
+            for tensor in policy.tensors.values():
+                tensor.mul_(1.02)
+            policy.reference.refresh(1.0)
+            for tensor in policy.tensors.values():
+                tensor.div_(1.02)
+        return policy
+
+    def _policy(self, with_reference: bool) -> Policy:
         optimizer = self.settings.optimizer
         whole = optimizer.model_copy(update={"megatron": {"use_distributed_optimizer": False}})
         settings = self.settings.model_copy(update={"optimizer": whole})
-        return Policy(settings, self.parallel, with_reference=False)
+        return Policy(settings, self.parallel, with_reference)
 
     @cached_property
     def updates(self) -> list[list[MicroBatch]]:
@@ -124,12 +146,16 @@ def gradient(bench: Bench) -> Result:
     """The whole gradient of this rank's parameters, and the sum of its losses."""
     policy = bench.policy
     losses = policy.gradients(bench.updates[0], make_loss(bench.settings.algorithm))
-    learned = {name: tensor for name, tensor in policy.tensors.items() if isinstance(tensor, torch.nn.Parameter)}
     return {
-        "shards": _copy({name: tensor.main_grad for name, tensor in learned.items()}),
+        "shards": _gradients(policy),
         "held": _held(policy),
         "loss": sum(float(report["loss"]) for report in losses),
     }
+
+
+def _gradients(policy: Policy) -> dict[str, Tensor]:
+    learned = {name: tensor for name, tensor in policy.tensors.items() if isinstance(tensor, torch.nn.Parameter)}
+    return _copy({name: tensor.main_grad for name, tensor in learned.items()})
 
 
 def updates(bench: Bench) -> Result:
@@ -185,15 +211,38 @@ def _held(policy: Policy) -> Result:
 
 def exchange(bench: Bench) -> Result:
     """Every rank holds some groups; do the samples that it trains on arrive?"""
-    given, parallel = bench.given, bench.parallel
-    groups = [
-        SampleGroup(Prompt(i, "", ()), tuple(sample for sample in given.samples if sample.group_id == i))
-        for i in {sample.group_id for sample in given.samples}
-        if i % parallel.world_size == parallel.rank
-    ]
-    batch = assemble(groups, bench.settings, parallel, SMALL["hidden_size"])
+    parallel, groups = bench.parallel, _groups(bench, bench.given.samples)
+    batch = assemble(groups, share_infos(groups, parallel.host), {}, bench.settings, parallel, SMALL["hidden_size"])
     packed = [list(update) for update in batch.updates]
     return {"packed": packed, "expected": bench.updates, "data": parallel.here.data}
+
+
+def _groups(bench: Bench, samples: Sequence[Sample]) -> list[SampleGroup]:
+    """Those that this rank's engine would hold."""
+    return [
+        SampleGroup(Prompt(i, "", ()), tuple(sample for sample in samples if sample.group_id == i))
+        for i in sorted({sample.group_id for sample in samples})
+        if i % bench.parallel.world_size == bench.parallel.rank
+    ]
+
+
+def family(bench: Bench) -> Result:
+    """The gradient of one update by every algorithm, through all that happens between groups and loss."""
+    policy, parallel = bench.policy_with_reference, bench.parallel
+    groups = _groups(bench, [bench.given.samples[i] for i in bench.given.first_update])
+    infos = share_infos(groups, parallel.host)
+    gradients = {}
+    for name, tree in FAMILY.items():
+        algorithm = Algorithm.model_validate(tree)
+        optimizer = bench.settings.optimizer.model_copy(update={"updates_per_step": 1})
+        settings = bench.settings.model_copy(update={"algorithm": algorithm, "optimizer": optimizer})
+        batch = assemble(groups, infos, {}, settings, parallel, SMALL["hidden_size"])
+        session = cast(Session, SimpleNamespace(policy=policy, settings=settings, parallel=parallel, state=RunState()))
+        (update,) = fixed_values(session, batch)
+        update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]
+        policy.gradients(update, make_loss(algorithm, reduce=context_reduction(parallel)))
+        gradients[name] = {"shards": _gradients(policy), "held": _held(policy)}
+    return gradients
 
 
 def broken(bench: Bench) -> Result:
@@ -206,5 +255,5 @@ def broken(bench: Bench) -> Result:
 
 MEASURES: dict[str, Callable[[Bench], Result]] = {
     measure.__name__: measure
-    for measure in (export, logits, logprobs, scores, gradient, updates, resumed, exchange, broken)
+    for measure in (export, logits, logprobs, scores, gradient, updates, resumed, exchange, family, broken)
 }

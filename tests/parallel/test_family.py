@@ -1,0 +1,28 @@
+"""The gradient of one update by every preset, and by parts that no preset has: every layout against one rank."""
+
+import pytest
+
+from tests.parallel.cases import CASES, Case, having
+from tests.parallel.conftest import Outcomes
+from tests.parallel.inputs import FAMILY
+from tests.parallel.whole import above, relative_errors
+
+BOUND = 1e-5
+ONE = CASES["qwen3_moe-one-family"]
+
+
+@pytest.mark.parametrize("algorithm", FAMILY)
+@pytest.mark.parametrize("case", having("family"), ids=lambda case: case.name)
+def test_every_layout_and_microbatch_against_one_rank(case: Case, algorithm: str, outcomes: Outcomes) -> None:
+    one = outcomes.family_gradient(ONE, algorithm)
+    assert any(float(tensor.abs().max()) > 0 for tensor in one.values())
+    assert not above(relative_errors(outcomes.family_gradient(case, algorithm), one), BOUND)
+
+
+def test_the_algorithms_differ(outcomes: Outcomes) -> None:
+    """Where two had one gradient, a part would not act; gspo's token variant is gspo for outcome rewards."""
+    norms = {
+        name: sum(float(t.double().norm()) for t in outcomes.family_gradient(ONE, name).values()) for name in FAMILY
+    }
+    same = {frozenset(pair) for pair in ((a, b) for a in norms for b in norms if a != b and norms[a] == norms[b])}
+    assert same <= {frozenset({"gspo", "gspo_token"})}

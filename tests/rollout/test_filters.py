@@ -1,0 +1,57 @@
+from typing import Any
+
+import pytest
+
+from grpo_mp.algorithms.settings import Filter
+from grpo_mp.rollout.exchange import SampleInfo
+from grpo_mp.rollout.filters import Graduation, admit, to_launch
+
+
+def infos(*groups: tuple[float, ...], first: int = 10) -> list[SampleInfo]:
+    """One group for each tuple of rewards; prompts are numbered from 100."""
+    return [
+        SampleInfo(first + group, index, 0, 3, 5, reward, False, 0, {"answer": reward}, prompt=100 + group)
+        for group, rewards in enumerate(groups)
+        for index, reward in enumerate(rewards)
+    ]
+
+
+def rule(**values: Any) -> Filter:
+    return Filter.model_validate(values)
+
+
+SAME, MIXED = (1.0, 1.0), (0.0, 1.0)
+
+
+def test_everything_is_kept_by_default_in_launch_order() -> None:
+    found = admit(infos(SAME, MIXED, SAME), wanted=3, rule=rule())
+    assert (found.admitted, found.no_difference, found.surplus) == ((10, 11, 12), 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["drop", "refill"])
+def test_groups_without_difference_are_left_out_and_counted(kind: str) -> None:
+    found = admit(infos(SAME, MIXED, SAME, MIXED), wanted=4, rule=rule(no_difference=kind))
+    assert (found.admitted, found.no_difference, found.missing(4)) == ((11, 13), 2, 2)
+
+
+def test_the_first_launched_are_taken_and_the_rest_is_surplus() -> None:
+    found = admit(list(reversed(infos(MIXED, SAME, MIXED, MIXED))), wanted=2, rule=rule(no_difference="refill"))
+    assert (found.admitted, found.no_difference, found.surplus) == ((10, 12), 1, 1)
+    assert to_launch(3, rule(oversample=1.5)) == 5
+
+
+def test_a_prompt_rests_after_being_all_right_in_a_row_and_begins_anew() -> None:
+    wanted = rule(rest_after=2, rest_steps=3)
+    state = Graduation({}, {})
+    state = state.after(infos(SAME, MIXED), 1, wanted)
+    assert (state.in_a_row, state.resting) == ({100: 1}, {})
+    state = state.after(infos(SAME, SAME), 2, wanted)
+    assert (state.in_a_row, state.resting) == ({101: 1}, {100: 5})
+    assert [state.rests(100, step) for step in (3, 4, 5, 6)] == [True, True, True, False]
+    assert not state.rests(101, 3)
+    state = state.after(infos(MIXED, MIXED), 5, wanted)
+    assert (state.in_a_row, state.resting) == ({}, {})
+
+
+def test_without_the_rule_nothing_is_remembered() -> None:
+    assert Graduation({}, {}).after(infos(SAME), 1, rule()) == Graduation({}, {})
