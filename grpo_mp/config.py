@@ -6,7 +6,7 @@ Every section refuses unknown names and says which known one is nearest. Units s
 
 import sys
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -14,6 +14,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from grpo_mp.errors import USER_STATUS, UserError, nearest
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """'512MiB' -> 536870912. Raises ValueError for another unit."""
+    for unit, size in UNITS.items():
+        if text.endswith(unit):
+            return int(float(text.removesuffix(unit)) * size)
+    if text.isdigit():
+        return int(text)
+    raise ValueError(f"{text!r} is not a number of bytes: write 512MiB, 1GiB or a plain number")
+
+
+def _bytes(value: Any) -> Any:
+    return parse_bytes(value) if isinstance(value, str) else value
 
 
 class Section(BaseModel):
@@ -75,17 +89,57 @@ class Engine(Section):
     args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
 
 
+class Overlong(Section):
+    weight: float = Field(0.0, ge=0, description="0: off")
+    buffer_tokens: int = Field(4096, gt=0, description="the last tokens before max_response_tokens, L_cache of DAPO")
+
+
+class Repetition(Section):
+    weight: float = Field(0.0, ge=0, description="0: off")
+    ngram: int = Field(4, gt=0, description="tokens")
+
+
+class RewardModel(Section):
+    url: str = Field(pattern="^https?://", description="an SGLang server with a reward head and the policy's tokenizer")
+    weight: float = 1.0
+    timeout_s: float = Field(30.0, gt=0, description="limit of one call for one group")
+    retries: int = Field(2, ge=0, description="after no answer, or a status of 429 or 500 and above")
+
+
+class Code(Section):
+    weight: float = 1.0
+    tests: str = Field("tests", description="data column: asserts, a list of them, or a list of {input, output}")
+    partial: bool = Field(False, description="the share of passed tests; false: 1 if all pass, else 0")
+    isolation: Literal["required", "best_effort"] = Field(
+        "required", description="refuse, or run with limits only, where the kernel gives no namespaces"
+    )
+    parallel: int = Field(4, gt=0, description="programs that run at one time on one rank")
+    timeout_s: float = Field(5.0, gt=0, description="limit for all tests of one response")
+    memory_bytes: int = Field(512 * 2**20, gt=0, description="address space of each process of a program")
+    output_bytes: int = Field(2**20, gt=0, description="the largest file a program may write, its output included")
+    processes: int = Field(16, gt=0, description="processes and threads of one program")
+
+    _unit = field_validator("memory_bytes", "output_bytes", mode="before")(_bytes)
+
+
 class Reward(Section):
     answer: float = 0.0
     boxed: float = 0.0
     length: float = Field(0.0, description="weight of min(1, tokens / max_response_tokens); negative punishes length")
+    overlong: Overlong = Overlong()
+    repetition: Repetition = Repetition()
+    model: RewardModel | None = None
+    code: Code | None = None
     functions: dict[str, float] = Field({}, description="'module:function' or 'file.py:function' to its weight")
+    steps: str | None = Field(None, description="'module:function' or 'file.py:function' that rewards single steps")
     timeout_s: float = Field(30.0, gt=0)
     on_error: Literal["stop"] | float = Field("stop", description="or the reward that a failing call scores")
 
     @model_validator(mode="after")
     def _some_reward(self) -> "Reward":
-        if not (self.answer or self.boxed or self.length or self.functions):
+        sections = (self.overlong, self.repetition, self.model, self.code)
+        weights = [self.answer, self.boxed, self.length, *(one.weight for one in sections if one)]
+        if not (any(weights) or self.functions or self.steps):
             raise ValueError("no reward has a weight: set reward.answer, reward.boxed or reward.functions")
         return self
 
@@ -135,10 +189,7 @@ class Sync(Section):
     check_tolerance: float | None = Field(None, gt=0, description="nats between engine and policy; null: by dtype")
     timeout_s: float = Field(600.0, gt=0)
 
-    @field_validator("bucket_bytes", mode="before")
-    @classmethod
-    def _unit(cls, value: Any) -> Any:
-        return parse_bytes(value) if isinstance(value, str) else value
+    _unit = field_validator("bucket_bytes", mode="before")(_bytes)
 
 
 class Monitor(Section):
@@ -169,19 +220,19 @@ class Settings(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _buffer_inside_response(self) -> "Settings":
+        overlong, limit = self.reward.overlong, self.rollout.max_response_tokens
+        if overlong.weight and overlong.buffer_tokens >= limit:
+            raise ValueError(
+                f"reward.overlong.buffer_tokens={overlong.buffer_tokens} is not below "
+                f"rollout.max_response_tokens={limit}: lower it"
+            )
+        return self
+
     @property
     def samples_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.group_size
-
-
-def parse_bytes(text: str) -> int:
-    """'512MiB' -> 536870912. Raises ValueError for another unit."""
-    for unit, size in UNITS.items():
-        if text.endswith(unit):
-            return int(float(text.removesuffix(unit)) * size)
-    if text.isdigit():
-        return int(text)
-    raise ValueError(f"{text!r} is not a number of bytes: write 512MiB, 1GiB or a plain number")
 
 
 def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
@@ -241,15 +292,21 @@ def _sentence(where: str, item: Any) -> str:
 
 
 def _nearest_setting(location: tuple[Any, ...]) -> str:
-    section: Any = Settings
+    section: type[Section] | None = Settings
     for part in location[:-1]:
-        field = section.model_fields.get(part) if isinstance(section, type) and issubclass(section, Section) else None
-        section = field.annotation if field else None
-    if not (isinstance(section, type) and issubclass(section, Section)):
+        field = section.model_fields.get(part) if section else None
+        section = _section_of(field.annotation) if field else None
+    if section is None:
         return ""
     prefix = ".".join(str(part) for part in location[:-1])
     hint = nearest(str(location[-1]), section.model_fields)
     return hint.replace("mean ", f"mean {prefix}.") if prefix else hint
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    """The section that an annotation `X` or `X | None` names."""
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+    return next((kind for kind in kinds if issubclass(kind, Section)), None)
 
 
 def exit_with(error: UserError) -> NoReturn:
