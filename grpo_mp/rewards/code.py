@@ -75,7 +75,7 @@ def read_checks(prompt: Prompt, column: str, joined: bool) -> list[Check]:
     if column not in prompt.columns:
         raise UserError(f"reward.code.tests: the prompts have no column {column!r}: set the column of their tests")
     tests = prompt.columns[column]
-    rows: list[Any] = [tests] if isinstance(tests, str) else list(tests or [])
+    rows: list[Any] = list(tests or []) if isinstance(tests, list | tuple | None) else [tests]
     if all(isinstance(row, dict) and {"input", "output"} <= row.keys() for row in rows):
         return [Check(None, str(row["input"]), str(row["output"])) for row in rows]
     if not all(isinstance(row, str) and _is_python(row) for row in rows):

@@ -1,8 +1,9 @@
 """What the jailed interpreter executes: the program, then its tests. Its text is handed over, it is never imported.
 
 Arguments: descriptor of the job {"program", "tests", "token"}, descriptor of the verdict. The verdict is the token,
-written after the last test: a program that leaves early, by whatever way, has not written it. Until then the token
-stands in no place that the program knows; the descriptor of the job is closed before the program begins.
+which is random and written after the last test: a program that leaves early, by whatever way, or prints a verdict has
+not written it. Asserts share the interpreter with the program, so code written against this very file could still
+find the token, or return objects that equal everything; {input, output} tests are judged outside and leave no such way.
 """
 
 import json

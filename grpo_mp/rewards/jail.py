@@ -81,14 +81,15 @@ def _become_program(job: dict[str, Any], user: int) -> None:
 
 
 def _enter_root(folder: Path, visible: list[str], size: int) -> None:
-    """A root of its own in memory, with `visible` laid in read-only."""
+    """A read-only root of its own with `visible` laid in, and a folder in memory for `size` bytes."""
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
-    _mount("tmpfs", str(folder), "tmpfs", MS_NOSUID | MS_NODEV, f"size={size},mode=755")
+    _mount("tmpfs", str(folder), "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
     for name in visible:
         if os.path.exists(name):
             _lay_in(name, f"{folder}{name}")
     os.mkdir(f"{folder}{HOME}")
-    os.chmod(f"{folder}{HOME}", 0o777)
+    _mount("tmpfs", f"{folder}{HOME}", "tmpfs", MS_NOSUID | MS_NODEV, f"size={size},mode=777")
+    _mount(None, str(folder), None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir(folder)
     _libc("pivot_root", b".", b".")
     _libc("umount2", b".", MNT_DETACH)
