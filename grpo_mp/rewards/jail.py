@@ -26,7 +26,7 @@ MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
 NOBODY = 65534
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
-HOME = "/home"  # the program's own folder inside
+HOME = "/program"  # its own folder inside
 
 
 def main(job: dict[str, Any]) -> int:

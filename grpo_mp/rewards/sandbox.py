@@ -19,7 +19,7 @@ from grpo_mp.rewards.limit import RewardError
 JAIL, HARNESS = (Path(__file__).with_name(name) for name in ("jail.py", "harness.py"))
 FOLDER_FILES = 16  # the program's folder holds this many files of the largest size
 GRACE_S = 10.0  # the jail ends by itself; after this it is ended
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/home", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/program", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from grpo_mp.rewards.steps import Steps, checked_steps, fallback_steps
 from grpo_mp.types import SampleGroup
 
 SHOWN_CHARACTERS = 300
-STEPS = "steps"  # name of the step rewards in `errors`
+STEPS = "steps"  # the name under which step rewards are logged; no part of the reward
 T = TypeVar("T")
 
 
@@ -40,12 +40,13 @@ class Scorer:
         self._step_reward = load_reward(settings.steps, "reward.steps") if settings.steps else None
         self._built_in = BuiltIn(settings, max_response_tokens)
         built_in = self._built_in.parts
-        self._parts = (*built_in, *self._function_parts([part.name for part in built_in]))
+        taken = [part.name for part in built_in] + [STEPS] * bool(settings.steps)
+        self._parts = (*built_in, *self._function_parts(taken))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the parts, as in `Sample.reward_parts`."""
-        return tuple(part.name for part in self._parts)
+        """Names that stand in `Sample.reward_parts`."""
+        return (*(part.name for part in self._parts), *([STEPS] if self._step_reward else []))
 
     @property
     def answers_given_up(self) -> int:
@@ -56,21 +57,23 @@ class Scorer:
         """The group with its rewards: `reward` is the weighted sum of `reward_parts`, the parts that apply, unweighted.
 
         A sample to which no part applies gets the mean of its group: its advantage is zero and moves no other's.
+        Rewards of steps stand apart, in `step_rewards`; only their mean is shown among the parts.
         Raises UserError for a failing reward under `on_error: stop`.
         """
-        columns = {part.name: self._checked_values(part, group, step) for part in self._parts}
+        parts, all_steps = self._part_values(group, step), self._steps(group, step)
         weights = {part.name: part.weight for part in self._parts}
-        parts = [
-            {name: value for name, values in columns.items() if (value := values[i]) is not None}
-            for i in range(len(group.samples))
-        ]
         totals = [sum(weights[name] * value for name, value in scored.items()) for scored in parts]
         mean = statistics.fmean([t for t, scored in zip(totals, parts, strict=True) if scored] or [0.0])
         with self._lock:
             self.unscored += sum(not scored for scored in parts) if self._parts else 0
         samples = (
-            replace(sample, reward=float(total) if scored else mean, reward_parts=scored, step_rewards=steps)
-            for sample, total, scored, steps in zip(group.samples, totals, parts, self._steps(group, step), strict=True)
+            replace(
+                sample,
+                reward=float(total) if scored else mean,
+                reward_parts=scored | _mean_step(steps),
+                step_rewards=steps,
+            )
+            for sample, total, scored, steps in zip(group.samples, totals, parts, all_steps, strict=True)
         )
         return replace(group, samples=tuple(samples))
 
@@ -84,6 +87,14 @@ class Scorer:
     def close(self) -> None:
         """End the process that compares answers, and connections."""
         self._built_in.close()
+
+    def _part_values(self, group: SampleGroup, step: int) -> list[dict[str, float]]:
+        """By name, for each sample, the parts that apply."""
+        columns = {part.name: self._checked_values(part, group, step) for part in self._parts}
+        return [
+            {name: value for name, values in columns.items() if (value := values[i]) is not None}
+            for i in range(len(group.samples))
+        ]
 
     def _checked_values(self, part: Part, group: SampleGroup, step: int) -> Values:
         def values() -> Values:
@@ -118,11 +129,11 @@ class Scorer:
                 self.errors[name] += 1
             return default(float(self._settings.on_error))
 
-    def _function_parts(self, rule_names: list[str]) -> list[Part]:
+    def _function_parts(self, other_names: list[str]) -> list[Part]:
         """Named by function; by module and function where the short name stands for more than one part."""
         loaded = {spec: load_reward(spec) for spec in self._settings.functions}
         short = {spec: spec.rpartition(":")[2] for spec in loaded}
-        taken = Counter([*short.values(), *rule_names])
+        taken = Counter([*short.values(), *other_names])
         return [
             Part(short[spec] if taken[short[spec]] == 1 else spec, weight, self._limited(loaded[spec]))
             for spec, weight in self._settings.functions.items()
@@ -150,6 +161,10 @@ def _check_values(values: Values, count: int) -> None:
     for index, value in enumerate(values):
         if value is not None and not math.isfinite(value):
             raise RewardError(f"returned {value}, which is not finite", index)
+
+
+def _mean_step(steps: Steps) -> dict[str, float]:
+    return {STEPS: statistics.fmean(reward for _, reward in steps)} if steps else {}
 
 
 def _failure_sentence(name: str, group: SampleGroup, failure: RewardError) -> str:

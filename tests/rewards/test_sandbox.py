@@ -208,7 +208,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 gained = []
 for name, call in {
     "setuid": lambda: os.setuid(0),
-    "mount": lambda: 1 / (1 + libc.mount(b"tmpfs", b"/home", b"tmpfs", 0, None)),
+    "mount": lambda: 1 / (1 + libc.mount(b"tmpfs", b"/program", b"tmpfs", 0, None)),
     "remount": lambda: 1 / (1 + libc.mount(None, b"/usr", None, 32 | 4096, None)),
     "chroot": lambda: os.chroot("/usr"),
     "hostname": lambda: 1 / (1 + libc.sethostname(b"x", 1)),

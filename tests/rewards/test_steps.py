@@ -61,8 +61,10 @@ def steps(group: SampleGroup) -> list[Any]:
 def test_steps_stand_apart_from_the_outcome(score: Callable[..., Any]) -> None:
     group, scorer = score("lines", length=1.0)
     assert steps(group) == [((1, 0.0), (3, 0.5))] * 2
-    assert [(sample.reward, sample.reward_parts) for sample in group.samples] == [(0.5, {"length": 0.5})] * 2
-    assert scorer.names == ("length",)
+    assert [(sample.reward, sample.reward_parts) for sample in group.samples] == [
+        (0.5, {"length": 0.5, "steps": 0.25})
+    ] * 2
+    assert scorer.names == ("length", "steps")
     assert scorer.take_metrics() == {"columns": 3.0}  # prompts, log_extra, trainer_state
 
 
@@ -74,7 +76,15 @@ def test_steps_alone_leave_no_sample_unscored(score: Callable[..., Any]) -> None
 
 
 def test_without_steps(score: Callable[..., Any]) -> None:
-    assert steps(score("none")[0]) == [(), ()]
+    group, scorer = score("none")
+    assert steps(group) == [(), ()]
+    assert [sample.reward_parts for sample in group.samples] == [{}, {}]
+
+
+def test_a_function_of_the_same_name_keeps_its_whole_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def steps(**columns): ...")
+    name = f"{tmp_path / 'mine.py'}:steps"
+    assert Scorer(RewardSettings(steps=name, functions={name: 1.0}), 8).names == (name, "steps")
 
 
 @pytest.mark.parametrize("function", BROKEN)
