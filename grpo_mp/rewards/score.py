@@ -172,7 +172,7 @@ def _failure_sentence(name: str, group: SampleGroup, failure: RewardError) -> st
     shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
     return (
         f"reward {name}: prompt {group.prompt.index}: {failure}; sample {failure.sample}: {shown!r}; "
-        "mend the function, or set reward.on_error to the reward that a failing call scores"
+        "mend it, or set reward.on_error to the reward that a failing call scores"
     )
 
 

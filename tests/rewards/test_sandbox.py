@@ -22,6 +22,26 @@ if os.fork() == 0:
     os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", "{mark}"])
 time.sleep(0.3)
 """
+FORGES = """
+import gc, os, re, sys
+def search():
+    held, frame = [], sys._getframe()
+    while frame:
+        held.append({**frame.f_locals, **frame.f_globals})
+        frame = frame.f_back
+    held += [one for one in gc.get_objects() if isinstance(one, (dict, list, tuple))]
+    return {token for one in held for value in (one.values() if isinstance(one, dict) else one)
+            if isinstance(value, (str, bytes)) for token in re.findall(rb"[0-9a-f]{32}", value.encode(errors="replace")
+            if isinstance(value, str) else value)}
+def leave():
+    for token in search():
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, token)
+            except OSError:
+                pass
+    os._exit(0)
+"""
 FAILS = "raise AssertionError('reached')"
 
 
@@ -70,6 +90,13 @@ def test_leaving_inside_a_test_is_a_failure(run: Callable[..., Outcome]) -> None
     for leave in ("os._exit(0)", "exit(0)"):
         assert not run(f"import os\ndef f(x): {leave}", "assert f(1) == 2").passed
     assert run("def f(x): return 2", "assert f(1) == 2").passed
+
+
+def test_no_variable_holds_what_makes_a_verdict(run: Callable[..., Outcome]) -> None:
+    hidden = "0123456789abcdef" * 2
+    assert run(FORGES + f"held = '{hidden}'", f"assert {hidden.encode()!r} in search()").passed
+    assert not run(FORGES + "leave()", FAILS).passed
+    assert not run(FORGES, "leave()\n" + FAILS).passed
 
 
 def test_an_endless_program_ends_at_its_limit(run: Callable[..., Outcome]) -> None:

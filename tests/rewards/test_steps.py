@@ -76,7 +76,7 @@ def test_steps_alone_leave_no_sample_unscored(score: Callable[..., Any]) -> None
 
 
 def test_without_steps(score: Callable[..., Any]) -> None:
-    group, scorer = score("none")
+    group, _ = score("none")
     assert steps(group) == [(), ()]
     assert [sample.reward_parts for sample in group.samples] == [{}, {}]
 
