@@ -50,14 +50,17 @@ def main(job: dict[str, Any]) -> int:
 
 def _unshare(user: int) -> None:
     """New namespaces. Who may map two users lives outside, so a child that stays there writes the map."""
-    here, (wait, go) = os.getpid(), os.pipe()
-    users = f"0 0 1\n{user} {user} 1" if os.geteuid() == 0 else f"{user} {user} 1"
+    here, (wait, go) = Path(f"/proc/{os.getpid()}"), os.pipe()
     writer = os.fork()
     if not writer:
         os.read(wait, 1)
-        Path(f"/proc/{here}/setgroups").write_text("deny")
-        Path(f"/proc/{here}/uid_map").write_text(users)
-        Path(f"/proc/{here}/gid_map").write_text(users if os.geteuid() == 0 else f"{os.getegid()} {os.getegid()} 1")
+        if os.geteuid() == 0:
+            users = groups = f"0 0 1\n{user} {user} 1"
+        else:
+            users, groups = f"{user} {user} 1", f"{os.getegid()} {os.getegid()} 1"
+            (here / "setgroups").write_text("deny")  # the kernel's condition for a group map by who is not root
+        (here / "uid_map").write_text(users)
+        (here / "gid_map").write_text(groups)
         os._exit(0)
     _libc("unshare", CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC)
     os.write(go, b"1")
@@ -66,7 +69,8 @@ def _unshare(user: int) -> None:
 
 
 def _become_program(job: dict[str, Any], user: int) -> None:
-    """Never returns: the process is the program, or ends with a reason on stderr."""
+    """Never returns: the process is the program, or ends with a reason on the monitor's stderr."""
+    complaints = os.dup(2)  # closed when the program takes over
     try:
         source = Path(job["harness"]).read_text()
         if job["isolate"]:
@@ -76,7 +80,7 @@ def _become_program(job: dict[str, Any], user: int) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.execve(job["python"], [job["python"], "-I", "-B", "-c", source, *job["arguments"]], job["environment"])
     except BaseException as error:  # noqa: BLE001 - whatever it is, this copy of the monitor must not go on
-        os.write(2, f"{type(error).__name__}: {error}".encode())
+        os.write(complaints, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
 
 
@@ -124,6 +128,7 @@ def _limit(job: dict[str, Any]) -> None:
 def _drop(user: int) -> None:
     """No way back to root, no new rights through set-uid files; the kernel ends the program with its monitor."""
     if os.geteuid() == 0:
+        os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     _libc("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

@@ -34,7 +34,7 @@ class Sandbox:
     """Runs programs. May be shared between threads."""
 
     def __init__(self, settings: Code) -> None:
-        """Runs one empty program. Raises UserError where isolation is required and the kernel does not give it."""
+        """Runs one empty program. Raises UserError where it fails, or isolation is required and not to be had."""
         self._settings = settings
         self._isolate = True
         reason = self._failure()
@@ -110,12 +110,17 @@ class Sandbox:
             raise RewardError(f"the program did not end {GRACE_S:g} s after its limit") from error
 
     def _failure(self) -> str:
-        """Why an empty program cannot run; empty if it can."""
+        """Why an empty program cannot be shut in; empty if it can. Raises UserError where the limits end it."""
         try:
             ran = self.run("", "", "", GRACE_S)
         except RewardError as error:
             return str(error)
-        return "" if ran.passed else "an empty program failed under reward.code.memory_bytes and processes"
+        if not ran.passed:
+            raise UserError(
+                "reward.code: an empty program fails under its limits: raise reward.code.memory_bytes="
+                f"{self._settings.memory_bytes} or reward.code.output_bytes={self._settings.output_bytes}"
+            )
+        return ""
 
 
 def _part(text: str) -> bytes:

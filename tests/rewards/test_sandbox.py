@@ -247,6 +247,16 @@ for name, call in {
         pass
 """
     assert run(program, "assert not gained and os.getuid() == os.geteuid() != 0, gained").passed
+    if os.geteuid() == 0:
+        assert run("import os", "assert (os.getuid(), os.getgid(), os.getgroups()) == (65534, 65534, [])").passed
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_limits_that_no_program_can_live_under() -> None:
+    with pytest.raises(
+        UserError, match=r"an empty program fails under its limits: raise reward\.code\.memory_bytes=9999999"
+    ):
+        Sandbox(Code(memory_bytes=9999999))
 
 
 def test_nothing_stays_behind(run: Callable[..., Outcome]) -> None:
