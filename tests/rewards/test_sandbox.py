@@ -1,5 +1,6 @@
 """Hostile programs, run for real. Where the kernel gives no namespaces, only what limits can hold is asked for."""
 
+import hashlib
 import os
 import socket
 import time
@@ -22,8 +23,8 @@ if os.fork() == 0:
     os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", "{mark}"])
 time.sleep(0.3)
 """
-FORGES = """
-import gc, os, re, sys
+SEARCH = """
+import gc, hashlib, re, sys
 def search():
     held, frame = [], sys._getframe()
     while frame:
@@ -33,14 +34,6 @@ def search():
     return {token for one in held for value in (one.values() if isinstance(one, dict) else one)
             if isinstance(value, (str, bytes)) for token in re.findall(rb"[0-9a-f]{32}", value.encode(errors="replace")
             if isinstance(value, str) else value)}
-def leave():
-    for token in search():
-        for descriptor in range(3, 64):
-            try:
-                os.write(descriptor, token)
-            except OSError:
-                pass
-    os._exit(0)
 """
 FAILS = "raise AssertionError('reached')"
 
@@ -92,11 +85,13 @@ def test_leaving_inside_a_test_is_a_failure(run: Callable[..., Outcome]) -> None
     assert run("def f(x): return 2", "assert f(1) == 2").passed
 
 
-def test_no_variable_holds_what_makes_a_verdict(run: Callable[..., Outcome]) -> None:
-    hidden = "0123456789abcdef" * 2
-    assert run(FORGES + f"held = '{hidden}'", f"assert {hidden.encode()!r} in search()").passed
-    assert not run(FORGES + "leave()", FAILS).passed
-    assert not run(FORGES, "leave()\n" + FAILS).passed
+def test_no_variable_holds_what_makes_a_verdict(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+    token = "0123456789abcdef" * 2
+    monkeypatch.setattr(sandbox_module.secrets, "token_hex", lambda _: token)
+    program = f"{SEARCH}\nknown = {hashlib.sha256(token.encode()).hexdigest()!r}\nearly = search()"
+    unseen = "assert known not in {hashlib.sha256(token).hexdigest() for token in early | search()}"
+    assert run(program, unseen).passed
+    assert not run(f"{program}\nheld = '{token}'", unseen).passed
 
 
 def test_an_endless_program_ends_at_its_limit(run: Callable[..., Outcome]) -> None:
