@@ -6,7 +6,7 @@ Every section refuses unknown names and says which known one is nearest. Units s
 
 import sys
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -14,9 +14,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from grpo_mp.algorithms.presets import with_preset
 from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.errors import USER_STATUS, UserError, nearest
-from grpo_mp.section import Section
-
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+from grpo_mp.rewards.settings import Reward
+from grpo_mp.section import Section, as_bytes
 
 
 class Run(Section):
@@ -74,21 +73,6 @@ class Engine(Section):
     args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
 
 
-class Reward(Section):
-    answer: float = 0.0
-    boxed: float = 0.0
-    length: float = Field(0.0, description="weight of min(1, tokens / max_response_tokens); negative punishes length")
-    functions: dict[str, float] = Field({}, description="'module:function' or 'file.py:function' to its weight")
-    timeout_s: float = Field(30.0, gt=0)
-    on_error: Literal["stop"] | float = Field("stop", description="or the reward that a failing call scores")
-
-    @model_validator(mode="after")
-    def _some_reward(self) -> "Reward":
-        if not (self.answer or self.boxed or self.length or self.functions):
-            raise ValueError("no reward has a weight: set reward.answer, reward.boxed or reward.functions")
-        return self
-
-
 class Optimizer(Section):
     lr: float = Field(gt=0)
     min_lr: float = Field(0.0, ge=0)
@@ -111,10 +95,7 @@ class Sync(Section):
     check_tolerance: float | None = Field(None, gt=0, description="nats between engine and policy; null: by dtype")
     timeout_s: float = Field(600.0, gt=0)
 
-    @field_validator("bucket_bytes", mode="before")
-    @classmethod
-    def _unit(cls, value: Any) -> Any:
-        return parse_bytes(value) if isinstance(value, str) else value
+    _unit = field_validator("bucket_bytes", mode="before")(as_bytes)
 
 
 class Monitor(Section):
@@ -154,19 +135,32 @@ class Settings(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _buffer_inside_response(self) -> "Settings":
+        overlong, limit = self.reward.overlong, self.rollout.max_response_tokens
+        if overlong.weight and overlong.buffer_tokens is not None and overlong.buffer_tokens >= limit:
+            raise ValueError(
+                f"reward.overlong.buffer_tokens={overlong.buffer_tokens} is not below "
+                f"rollout.max_response_tokens={limit}: lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _steps_are_rewarded_and_used(self) -> "Settings":
+        process = self.algorithm.advantage.level == "process"
+        if process and not self.reward.steps:
+            raise ValueError(
+                "advantage.level=process has no step rewards: set reward.steps, or level=outcome"
+            )
+        if not process and self.reward.steps and not self.reward.has_outcome:
+            raise ValueError(
+                "reward.steps alone rewards no whole response: set algorithm=grpo_process, or reward.answer"
+            )
+        return self
+
     @property
     def samples_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.group_size
-
-
-def parse_bytes(text: str) -> int:
-    """'512MiB' -> 536870912. Raises ValueError for another unit."""
-    for unit, size in UNITS.items():
-        if text.endswith(unit):
-            return int(float(text.removesuffix(unit)) * size)
-    if text.isdigit():
-        return int(text)
-    raise ValueError(f"{text!r} is not a number of bytes: write 512MiB, 1GiB or a plain number")
 
 
 def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
@@ -226,15 +220,21 @@ def _sentence(where: str, item: Any) -> str:
 
 
 def _nearest_setting(location: tuple[Any, ...]) -> str:
-    section: Any = Settings
+    section: type[Section] | None = Settings
     for part in location[:-1]:
-        field = section.model_fields.get(part) if isinstance(section, type) and issubclass(section, Section) else None
-        section = field.annotation if field else None
-    if not (isinstance(section, type) and issubclass(section, Section)):
+        field = section.model_fields.get(part) if section else None
+        section = _section_of(field.annotation) if field else None
+    if section is None:
         return ""
     prefix = ".".join(str(part) for part in location[:-1])
     hint = nearest(str(location[-1]), section.model_fields)
     return hint.replace("mean ", f"mean {prefix}.") if prefix else hint
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    """The section that an annotation `X` or `X | None` names."""
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+    return next((kind for kind in kinds if issubclass(kind, Section)), None)
 
 
 def exit_with(error: UserError) -> NoReturn:

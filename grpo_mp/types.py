@@ -34,7 +34,7 @@ class Sample:
     text: str = ""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)  # by reward name, unweighted
-    step_rewards: tuple[tuple[int, float], ...] = ()  # (index of the step's last token, reward)
+    step_rewards: tuple[tuple[int, float], ...] = ()  # (index of a step's last token in `tokens`, its reward)
 
     def __post_init__(self) -> None:
         if not self.tokens:

@@ -7,8 +7,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from grpo_mp.config import Settings, check_settings, dump_settings, exit_with, load_settings, parse_bytes
+from grpo_mp.config import Settings, check_settings, dump_settings, exit_with, load_settings
 from grpo_mp.errors import UserError
+from grpo_mp.section import parse_bytes
 
 LEAST: dict[str, Any] = {
     "run": {"folder": "runs/x", "steps": 3},
@@ -75,6 +76,23 @@ def test_the_resolved_form_names_every_setting_and_reads_back_equal(file: Path, 
     assert all(tree[name].keys() == type(getattr(settings, name)).model_fields.keys() for name in tree)
 
 
+@pytest.mark.parametrize(
+    "reward",
+    [
+        {"overlong": {"weight": 1, "buffer_tokens": 31}},
+        {"repetition": {"weight": 0.5}},
+        {"model": {"url": "http://127.0.0.1:30000"}},
+        {"code": {"memory_bytes": "1GiB"}},
+        {"steps": "mine:steps", "boxed": 0.5},
+    ],
+)
+def test_each_reward_is_enough_and_reads_back_equal(reward: dict[str, Any], tmp_path: Path) -> None:
+    settings = check_settings(LEAST | {"reward": reward}, "here")
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump_settings(settings))
+    assert load_settings(resolved) == settings
+
+
 def test_settings_do_not_change(file: Path) -> None:
     with pytest.raises(ValidationError, match="frozen"):
         load_settings(file).run.steps = 4  # type: ignore[misc]
@@ -97,6 +115,19 @@ def test_settings_do_not_change(file: Path) -> None:
             "sync.bucket_bytes: 'lots' is not a number of bytes: write 512MiB, 1GiB or a",
         ),
         ({"reward": {"answer": 0}}, "here: reward: no reward has a weight"),
+        ({"reward": {"repetition": {"ngram": 3}}}, "here: reward: no reward has a weight"),
+        ({"reward": {"code": {"weight": 0}}}, "here: reward: no reward has a weight"),
+        (
+            {"reward": {"overlong": {"weight": 1, "buffer_tokens": 32}}},
+            "here: reward.overlong.buffer_tokens=32 is not below rollout.max_response_tokens=32: lower it",
+        ),
+        ({"reward": {"model": {"weight": 1}}}, "here: setting reward.model.url is missing"),
+        ({"reward": {"model": {"url": "localhost:30000"}}}, "here: reward.model.url: String should match pattern"),
+        (
+            {"reward": {"code": {"timeout": 1}}},
+            "here: unknown setting reward.code.timeout (did you mean reward.code.timeout_s?)",
+        ),
+        ({"reward": {"code": {"memory_bytes": "1GB"}}}, "reward.code.memory_bytes: '1GB' is not a number of bytes"),
         ({"optimizer": {"lr": 1, "updates_per_step": 5}}, "here: optimizer.updates_per_step=5 does not divide the 32"),
         ({"rollout": 3}, "here: rollout: Input should be a valid dictionary"),
     ],

@@ -32,6 +32,18 @@ class Reward(Protocol):
     ) -> Sequence[float | None] | Awaitable[Sequence[float | None]]: ...
 
 
+class StepReward(Protocol):
+    """A user's rewards of single steps, called with the keywords of a `Reward`. It may also be a coroutine function.
+
+    Returns for each completion its (end, reward) pairs: `end` is the index, into `completion_ids`, of the last token
+    of the step; ends ascend strictly.
+    """
+
+    def __call__(
+        self, prompts: list[Any], completions: list[Any], **columns: Any
+    ) -> Sequence[Sequence[tuple[int, float]]] | Awaitable[Sequence[Sequence[tuple[int, float]]]]: ...
+
+
 @dataclass(frozen=True)
 class Callbacks:
     """What a reward function is handed beside the data."""
@@ -59,42 +71,50 @@ def call_arguments(group: SampleGroup, prompt_column: str, callbacks: Callbacks)
 
 def call_reward(reward: Reward, arguments: dict[str, Any]) -> list[float | None]:
     """Call it and wait for its coroutine, if it is one. Raises what the function raises, TypeError for no list."""
-    values = reward(**arguments)
-    if inspect.isawaitable(values):
-        values = asyncio.run(_awaited(values))
-    return [None if value is None else float(value) for value in values]
+    return [None if value is None else float(value) for value in call_user(reward, arguments)]
 
 
-async def _awaited(values: Awaitable[Sequence[float | None]]) -> Sequence[float | None]:
-    return await values
+def call_user(function: Reward | StepReward, arguments: dict[str, Any]) -> Any:
+    """What the function returns, or its coroutine gives. Raises what it raises."""
+    returned = function(**arguments)
+    return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
 
 
-def load_reward(name: str) -> Reward:
-    """Import 'module:function' or 'path/file.py:function'. Raises UserError with the reason where that fails."""
+async def _awaited(returned: Awaitable[Any]) -> Any:
+    return await returned
+
+
+def load_reward(name: str, setting: str = "reward.functions") -> Any:
+    """Import 'module:function' or 'path/file.py:function': a `Reward` or `StepReward`, as the setting says.
+
+    Raises UserError with the reason where that fails.
+    """
     place, colon, function = name.rpartition(":")
     if not colon or not place or not function:
-        raise UserError(f"reward.functions {name!r}: write module:function or path/file.py:function")
+        raise UserError(f"{setting} {name!r}: write module:function or path/file.py:function")
     try:
-        module = _load_file(Path(place), name) if place.endswith(".py") else importlib.import_module(place)
+        module = (
+            _load_file(Path(place), f"{setting} {name!r}") if place.endswith(".py") else importlib.import_module(place)
+        )
     except UserError:
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"reward.functions {name!r}: importing {place} failed: {reason}") from error
+        raise UserError(f"{setting} {name!r}: importing {place} failed: {reason}") from error
     found = vars(module).get(function)
     if not callable(found):
         hint = nearest(function, [key for key, value in vars(module).items() if callable(value)])
-        raise UserError(f"reward.functions {name!r}: {place} has no function {function}{hint}")
+        raise UserError(f"{setting} {name!r}: {place} has no function {function}{hint}")
     return found
 
 
-def _load_file(path: Path, name: str) -> ModuleType:
+def _load_file(path: Path, where: str) -> ModuleType:
     if not path.is_file():
-        raise UserError(f"reward.functions {name!r}: no such file: {path}")
+        raise UserError(f"{where}: no such file: {path}")
     module_name = f"grpo_mp_reward_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise UserError(f"reward.functions {name!r}: {path} is not a Python file")
+        raise UserError(f"{where}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look a class's module up here
     spec.loader.exec_module(module)

@@ -2,8 +2,10 @@
 
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 Values = list[float | None]  # one per sample; None: the reward does not apply
+T = TypeVar("T")
 
 
 class RewardError(Exception):
@@ -14,13 +16,13 @@ class RewardError(Exception):
         self.sample = sample
 
 
-def run_limited(call: Callable[[], Values], limit_s: float) -> Values:
+def run_limited(call: Callable[[], T], limit_s: float) -> T:
     """The result of `call`, which gets `limit_s` seconds. Raises RewardError if it raises or takes longer.
 
     The call runs in a daemon thread: it shares models and clients that the function holds, which a process could
     not. A thread cannot be killed, so one that hangs is left behind; being a daemon it does not keep the program alive.
     """
-    results: list[Values] = []
+    results: list[T] = []
     raised: list[BaseException] = []
 
     def run() -> None:

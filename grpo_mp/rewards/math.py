@@ -41,11 +41,6 @@ def answer_part(response: str, answer: str, equality: Equality) -> float:
     return float(found == answer or equality.equal(answer, found))
 
 
-def length_part(tokens: int, max_response_tokens: int) -> float:
-    """Share of the response limit that was used: 0 to 1."""
-    return min(1.0, tokens / max_response_tokens)
-
-
 def numeric_readings(text: str) -> tuple[float, ...]:
     r"""The values that a plain number can mean; empty for anything else.
 

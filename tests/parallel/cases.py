@@ -72,7 +72,8 @@ class Case:
     @property
     def needs(self) -> tuple[str, ...]:
         """Names of the cases whose results this one is compared with."""
-        return (f"{self.model}-one", *([self.loads] if self.loads else []))
+        one = f"{self.model}-one-family" if "family" in self.measures else f"{self.model}-one"
+        return (one, *([self.loads] if self.loads else []))
 
 
 def having(measure: str) -> list[Case]:
@@ -147,6 +148,5 @@ def _family() -> list[Case]:
 
 # Two cases of one layout: the first breaks on one rank while the other waits, the second must not notice.
 BREAKING = [Case("qwen3", "dp2", ("broken",), "broken"), Case("qwen3", "dp2", ("logprobs",), "after_broken")]
-CASES = {
-    case.name: case for case in [*_every_layout(), *_variants(), *_unsharded(), *_family(), *BREAKING, *_resumed()]
-}
+ALL = [*_every_layout(), *_variants(), *_unsharded(), *_family(), *BREAKING, *_resumed()]
+CASES = {case.name: case for case in ALL}

@@ -66,6 +66,12 @@ class Outcomes:
         folder = self.models[case.model].folder
         return whole_tensors(folder, [rank["shards"] for rank in ranks], [rank["held"] for rank in ranks], 1e-6)
 
+    def family_gradient(self, case: Case, algorithm: str) -> Tensors:
+        """The same, by one algorithm of the family."""
+        ranks = [rank[algorithm] for rank in self.of(case, "family")]
+        folder = self.models[case.model].folder
+        return whole_tensors(folder, [rank["shards"] for rank in ranks], [rank["held"] for rank in ranks], 1e-6)
+
     def _weights(self, case: Case, measure: str, index: int) -> Tensors:
         """Whole weights by name: those of one of the measure's moments."""
         ranks = self.of(case, measure)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from grpo_mp.errors import UserError
 from grpo_mp.rewards import equality as equality_module
 from grpo_mp.rewards.equality import Equality
-from grpo_mp.rewards.math import answer_part, boxed_part, last_boxed, length_part, numeric_readings
+from grpo_mp.rewards.math import answer_part, boxed_part, last_boxed, numeric_readings
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,3 @@ def test_a_child_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(equality_module.sys, "executable", "/bin/false")
     with pytest.raises(UserError, match="math-verify did not start"):
         Equality(1.0).equal("x", "y")
-
-
-def test_length_part() -> None:
-    assert [length_part(tokens, 8) for tokens in (2, 8, 9)] == [0.25, 1.0, 1.0]

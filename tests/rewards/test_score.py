@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.config import Reward as RewardSettings
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.settings import Reward as RewardSettings
 from grpo_mp.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]

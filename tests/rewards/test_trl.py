@@ -11,9 +11,9 @@ import torch
 from transformers import TrainerState
 
 import grpo_mp.platform
-from grpo_mp.config import Reward as RewardSettings
 from grpo_mp.rewards.base import Callbacks, call_arguments
 from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.settings import Reward as RewardSettings
 from grpo_mp.types import SampleGroup
 
 pytest.importorskip("trl")

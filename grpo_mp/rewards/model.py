@@ -1,0 +1,61 @@
+"""A reward model behind HTTP: an SGLang server with a reward head scores whole groups."""
+
+from typing import Any
+
+import httpx
+
+from grpo_mp.rewards.limit import RewardError, Values
+from grpo_mp.rewards.settings import RewardModel
+from grpo_mp.types import SampleGroup
+
+PATH = "/classify"  # SGLang's "reward model request": {"input_ids"} to [{"embedding": [score], "meta_info"}, ...]
+MESSAGE_CHARACTERS = 300
+
+
+class ModelClient:
+    """Calls to one server. May be used from several threads at once."""
+
+    def __init__(self, settings: RewardModel) -> None:
+        """Opens no connection: the server may come up later."""
+        self._retries = settings.retries
+        self._where = f"{settings.url.rstrip('/')}{PATH}"
+        # Proxies of the environment would take loopback for the outside: trust_env is off.
+        self._http = httpx.Client(timeout=settings.timeout_s, trust_env=False)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def values(self, group: SampleGroup, step: int) -> Values:
+        """One score per sample, read at the last token of prompt and response, which go out as token ids.
+
+        Raises RewardError: no answer, an error status, or an answer that is not one score per sample.
+        """
+        reply = self._post({"input_ids": [[*sample.prompt_tokens, *sample.tokens] for sample in group.samples]})
+        try:
+            vectors = [entry["embedding"] for entry in reply.json()]
+            scores: Values = [float(score) for (score,) in vectors]
+        except (ValueError, TypeError, KeyError) as error:
+            raise RewardError(
+                f"{self._where} answered {_shown(reply)!r}, not one score per sequence: serve a model with one label"
+            ) from error
+        return scores
+
+    def _post(self, body: dict[str, Any]) -> httpx.Response:
+        failure = ""
+        for _ in range(self._retries + 1):
+            try:
+                reply = self._http.post(self._where, json=body)
+            except httpx.TransportError as error:
+                failure = f"gave no answer ({type(error).__name__}: {error})"
+                continue
+            if reply.is_success:
+                return reply
+            failure = f"answered status {reply.status_code}: {_shown(reply)}"
+            if reply.status_code < 500 and reply.status_code != 429:
+                break
+        raise RewardError(f"{self._where} {failure}")
+
+
+def _shown(reply: httpx.Response) -> str:
+    return " ".join(reply.text[:MESSAGE_CHARACTERS].split())

@@ -1,0 +1,139 @@
+"""One program of a model, run under limits in namespaces of its own (see jail.py)."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from grpo_mp.errors import UserError
+from grpo_mp.rewards.limit import RewardError
+from grpo_mp.rewards.settings import Code
+
+JAIL, HARNESS = (Path(__file__).with_name(name) for name in ("jail.py", "harness.py"))
+FOLDER_FILES = 16  # the program's folder holds this many files of the largest size
+GRACE_S = 10.0  # the jail ends by itself; after this it is ended
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/program", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended."""
+
+    passed: bool  # all tests ran to their end; without tests: status 0
+    output: str  # its stdout, up to the limit
+
+
+class Sandbox:
+    """Runs programs. May be shared between threads."""
+
+    def __init__(self, settings: Code) -> None:
+        """Runs one empty program. Raises UserError where it fails, or isolation is required and not to be had."""
+        self._settings = settings
+        self._isolate = True
+        reason = self._failure()
+        if reason and settings.isolation == "required":
+            raise UserError(
+                f"reward.code.isolation: this machine gives programs no namespaces of their own ({reason}): allow "
+                "unprivileged user namespaces, or set best_effort to run programs that you trust with limits only"
+            )
+        self._isolate = not reason
+        if reason and (reason := self._failure()):
+            raise UserError(f"reward.code: programs cannot be started here ({reason}): run as a user other than root")
+
+    @property
+    def isolated(self) -> bool:
+        """False where `best_effort` found no namespaces: files and network are open to the programs then."""
+        return self._isolate
+
+    def run(self, program: str, tests: str | None, stdin: str, timeout_s: float) -> Outcome:
+        """Run `program`, then `tests` in the same namespace. Raises RewardError if the jail itself fails."""
+        token = secrets.token_hex(16)
+        with tempfile.TemporaryDirectory(prefix="grpo_mp_code_") as folder:
+            os.chmod(folder, 0o777)  # the program may run as another user
+            files = [tempfile.TemporaryFile() for _ in range(5)]  # noqa: SIM115 - closed below
+            try:
+                job, verdict, given, output, complaints = files
+                _fill(job, b"".join(map(_part, [program] if tests is None else [program, tests, token])))
+                _fill(given, stdin.encode(errors="replace"))
+                status = self._wait(self._start(folder, files, timeout_s), timeout_s)
+                if reason := _content(complaints):
+                    raise RewardError(f"the program could not be shut in: {reason}")
+                passed = status == 0 if tests is None else _content(verdict) == token
+                return Outcome(passed, _content(output))
+            finally:
+                for file in files:
+                    file.close()
+
+    def _start(self, folder: str, files: Sequence[IO[bytes]], timeout_s: float) -> subprocess.Popen[bytes]:
+        job, verdict, given, output, complaints = files
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", str(JAIL), json.dumps(self._job(folder, job, verdict, timeout_s))],
+            stdin=given,
+            stdout=output,
+            stderr=complaints,
+            pass_fds=(job.fileno(), verdict.fileno()),
+            cwd=folder,
+            env={},
+            start_new_session=True,
+        )
+
+    def _job(self, folder: str, job: IO[bytes], verdict: IO[bytes], timeout_s: float) -> dict[str, Any]:
+        limits = self._settings
+        return {
+            "isolate": self._isolate,
+            "folder": folder,
+            "harness": str(HARNESS),
+            "python": sys.executable,
+            "visible": sorted({sys.prefix, sys.base_prefix}),
+            "arguments": [str(job.fileno()), str(verdict.fileno())],
+            "environment": ENVIRONMENT,
+            "timeout_s": timeout_s,
+            "memory_bytes": limits.memory_bytes,
+            "output_bytes": limits.output_bytes,
+            "folder_bytes": limits.output_bytes * FOLDER_FILES,
+            "processes": limits.processes,
+        }
+
+    def _wait(self, jail: subprocess.Popen[bytes], timeout_s: float) -> int:
+        try:
+            return jail.wait(timeout_s + GRACE_S)
+        except subprocess.TimeoutExpired as error:
+            os.killpg(jail.pid, signal.SIGKILL)
+            jail.wait()
+            raise RewardError(f"the program did not end {GRACE_S:g} s after its limit") from error
+
+    def _failure(self) -> str:
+        """Why an empty program cannot be shut in; empty if it can. Raises UserError where the limits end it."""
+        try:
+            ran = self.run("", "", "", GRACE_S)
+        except RewardError as error:
+            return str(error)
+        if not ran.passed:
+            raise UserError(
+                "reward.code: an empty program fails under its limits: raise reward.code.memory_bytes="
+                f"{self._settings.memory_bytes} or reward.code.output_bytes={self._settings.output_bytes}"
+            )
+        return ""
+
+
+def _part(text: str) -> bytes:
+    """As harness.py reads it. Never empty: an empty part would end the job."""
+    content = text.encode(errors="replace") + b"\n"
+    return b"%016d" % len(content) + content
+
+
+def _fill(file: IO[bytes], content: bytes) -> None:
+    file.write(content)
+    file.seek(0)
+
+
+def _content(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace").rstrip("\n")

@@ -1,0 +1,68 @@
+"""The `reward` section: parts of the reward, each with its weight."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from grpo_mp.section import Section, as_bytes
+
+
+class Overlong(Section):
+    weight: float = Field(0.0, ge=0, description="0: off")
+    buffer_tokens: int | None = Field(
+        None, gt=0, description="before max_response_tokens, L_cache of DAPO; null: a fifth of it, as there"
+    )
+
+
+class Repetition(Section):
+    weight: float = Field(0.0, ge=0, description="0: off")
+    ngram: int = Field(4, gt=0, description="tokens")
+
+
+class RewardModel(Section):
+    url: str = Field(pattern="^https?://", description="an SGLang server with a reward head and the policy's tokenizer")
+    weight: float = 1.0
+    timeout_s: float = Field(30.0, gt=0, description="limit of one call for one group")
+    retries: int = Field(2, ge=0, description="after no answer, or a status of 429 or 500 and above")
+
+
+class Code(Section):
+    weight: float = 1.0
+    tests: str = Field("tests", description="data column: asserts, a list of them, or a list of {input, output}")
+    partial: bool = Field(False, description="the share of passed tests; false: 1 if all pass, else 0")
+    isolation: Literal["required", "best_effort"] = Field(
+        "required", description="refuse, or run with limits only, where the kernel gives no namespaces"
+    )
+    parallel: int = Field(4, gt=0, description="programs that run at one time on one rank")
+    timeout_s: float = Field(5.0, gt=0, description="limit for all tests of one response")
+    memory_bytes: int = Field(512 * 2**20, gt=0, description="address space of each process of a program")
+    output_bytes: int = Field(2**20, gt=0, description="the largest file a program may write, its output included")
+    processes: int = Field(16, gt=0, description="processes and threads of one program")
+
+    _unit = field_validator("memory_bytes", "output_bytes", mode="before")(as_bytes)
+
+
+class Reward(Section):
+    answer: float = 0.0
+    boxed: float = 0.0
+    length: float = Field(0.0, description="weight of min(1, tokens / max_response_tokens); negative punishes length")
+    overlong: Overlong = Overlong()
+    repetition: Repetition = Repetition()
+    model: RewardModel | None = None
+    code: Code | None = None
+    functions: dict[str, float] = Field({}, description="'module:function' or 'file.py:function' to its weight")
+    steps: str | None = Field(None, description="'module:function' or 'file.py:function' that rewards single steps")
+    timeout_s: float = Field(30.0, gt=0)
+    on_error: Literal["stop"] | float = Field("stop", description="or the reward that a failing call scores")
+
+    @property
+    def has_outcome(self) -> bool:
+        """Whether anything rewards whole responses."""
+        sections = (self.overlong, self.repetition, self.model, self.code)
+        return any((self.answer, self.boxed, self.length, *(one.weight for one in sections if one), self.functions))
+
+    @model_validator(mode="after")
+    def _some_reward(self) -> "Reward":
+        if not (self.has_outcome or self.steps):
+            raise ValueError("no reward has a weight: set reward.answer, reward.boxed or reward.functions")
+        return self

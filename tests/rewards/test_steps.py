@@ -1,0 +1,102 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mp.errors import UserError
+from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.settings import Reward as RewardSettings
+from grpo_mp.types import SampleGroup
+
+MakeGroup = Callable[..., SampleGroup]
+FUNCTIONS = """
+import numpy
+def lines(completions, completion_ids, log_metric, **columns):
+    log_metric("columns", len(columns))
+    return [[(i, 0.5 * n) for n, i in enumerate(j for j, t in enumerate(ids) if t == 10)] for ids in completion_ids]
+async def later(completions, **columns): return [[(numpy.int64(0), numpy.float32(2))]] * len(completions)
+def none(completions, **columns): return [None, []]
+def raises(**columns): raise KeyError("gold")
+def few(**columns): return [[(0, 1.0)]]
+def beyond(**columns): return [[(0, 1.0)], [(4, 1.0)]]
+def negative(**columns): return [[(-1, 1.0)], []]
+def same(**columns): return [[(0, 1.0), (1, 1.0), (1, 1.0)], []]
+def infinite(**columns): return [[], [(0, float("inf"))]]
+def floats(**columns): return [1.0, 2.0]
+def numbers(**columns): return [[1.0], [2.0]]
+def half(**columns): return [[(0.5, 1.0)], []]
+def nothing(**columns): return None
+"""
+BROKEN = {
+    "raises": r"raised KeyError: 'gold'",
+    "few": r"returned 1 lists of steps for 2 samples",
+    "beyond": r"returned a step that ends at token 4 after one at -1: ends ascend, below 4; sample 1",
+    "negative": r"ends at token -1 after one at -1: ends ascend",
+    "same": r"ends at token 1 after one at 1: ends ascend, below 4",
+    "infinite": r"returned the step reward inf, which is not finite; sample 1: 'd\\ne\\n'",
+    "floats": r"raised TypeError: 'float' object is not iterable",
+    "numbers": r"returned \[1.0\] where \(end token index, reward\) pairs belong",
+    "half": r"where \(end token index, reward\) pairs belong",
+    "nothing": r"raised TypeError: 'NoneType' object is not iterable",
+}
+
+
+@pytest.fixture
+def score(tmp_path: Path, make_group: MakeGroup) -> Callable[..., tuple[SampleGroup, Scorer]]:
+    """Scores the texts "a\\nb\\n" and "d\\ne\\n", one token per character, with one of the functions above."""
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+
+    def run(function: str, **settings: Any) -> tuple[SampleGroup, Scorer]:
+        scorer = Scorer(RewardSettings(steps=f"{tmp_path / 'mine.py'}:{function}", **settings), max_response_tokens=8)
+        return scorer.score_group(make_group(["a\nb\n", "d\ne\n"])), scorer
+
+    return run
+
+
+def steps(group: SampleGroup) -> list[Any]:
+    return [sample.step_rewards for sample in group.samples]
+
+
+def test_steps_stand_apart_from_the_outcome(score: Callable[..., Any]) -> None:
+    group, scorer = score("lines", length=1.0)
+    assert steps(group) == [((1, 0.0), (3, 0.5))] * 2
+    assert [(sample.reward, sample.reward_parts) for sample in group.samples] == [
+        (0.5, {"length": 0.5, "steps": 0.25})
+    ] * 2
+    assert scorer.names == ("length", "steps")
+    assert scorer.take_metrics() == {"columns": 3.0}  # prompts, log_extra, trainer_state
+
+
+def test_steps_alone_leave_no_sample_unscored(score: Callable[..., Any]) -> None:
+    group, scorer = score("later")
+    assert steps(group) == [((0, 2.0),)] * 2
+    assert [type(number) for number in group.samples[0].step_rewards[0]] == [int, float]
+    assert (scorer.unscored, group.samples[0].reward) == (0, 0.0)
+
+
+def test_without_steps(score: Callable[..., Any]) -> None:
+    group, _ = score("none")
+    assert steps(group) == [(), ()]
+    assert [sample.reward_parts for sample in group.samples] == [{}, {}]
+
+
+def test_a_function_of_the_same_name_keeps_its_whole_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def steps(**columns): ...")
+    name = f"{tmp_path / 'mine.py'}:steps"
+    assert Scorer(RewardSettings(steps=name, functions={name: 1.0}), 8).names == (name, "steps")
+
+
+@pytest.mark.parametrize("function", BROKEN)
+def test_wrong_shapes(function: str, score: Callable[..., Any]) -> None:
+    with pytest.raises(UserError, match=rf"^reward steps: prompt 12: .*({BROKEN[function]})") as refused:
+        score(function)
+    assert "\n" not in str(refused.value)
+    group, scorer = score(function, on_error=-0.5)
+    assert steps(group) == [((3, -0.5),)] * 2
+    assert scorer.errors == {"steps": 1}
+
+
+def test_a_function_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"^reward\.steps 'os\.path:jion': os\.path has no function jion"):
+        Scorer(RewardSettings(steps="os.path:jion"), max_response_tokens=8)
