@@ -149,9 +149,7 @@ class Settings(Section):
     def _steps_are_rewarded_and_used(self) -> "Settings":
         process = self.algorithm.advantage.level == "process"
         if process and not self.reward.steps:
-            raise ValueError(
-                "advantage.level=process has no step rewards: set reward.steps, or level=outcome"
-            )
+            raise ValueError("advantage.level=process has no step rewards: set reward.steps, or level=outcome")
         if not process and self.reward.steps and not self.reward.has_outcome:
             raise ValueError(
                 "reward.steps alone rewards no whole response: set algorithm=grpo_process, or reward.answer"

@@ -1,12 +1,13 @@
 """What differs between CUDA and CPU, and nothing else.
 
-Call `prepare()` before anything imports Megatron. Where CUDA is, it does nothing. On a CPU it lets the
+Call `prepare()` before anything imports Megatron. On a CPU it lets the
 stock megatron-core load and gives it CPU modules under TransformerEngine's names. The other functions
 answer the same questions on both kinds of device.
 """
 
 import ctypes
 import gc
+import os
 import resource
 import sys
 
@@ -20,10 +21,12 @@ def on_cuda() -> bool:
 
 
 def prepare() -> None:
-    """Make megatron-core importable on this machine. Safe to call again; does nothing where CUDA is.
+    """Make megatron-core importable on this machine. Safe to call again; call it before a device is used.
 
     Raises RuntimeError where there is no CUDA and Megatron was imported before this call.
     """
+    # Megatron orders its communication before its kernels by having one hardware queue.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if on_cuda():
         return
     from grpo_mp.platform.cuda_calls import install_import_hook

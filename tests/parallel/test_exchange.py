@@ -9,7 +9,7 @@ from grpo_mp.types import MicroBatch
 from tests.parallel.cases import Case, having
 from tests.parallel.conftest import Outcomes
 
-ELSEWHERE = {"advantages", "old_logprobs", "reference_logprobs"}  # not part of the samples
+ELSEWHERE = {"advantages", "old_logprobs", "reference_logprobs", "entropy_weight"}  # not part of the samples
 
 
 def same(some: MicroBatch, other: MicroBatch) -> bool:

@@ -1,13 +1,14 @@
 """A step's metrics against numpy; every name stands in the metric dictionary."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_mp.algorithms.report import MAXIMA, SUMS
+from grpo_mp.algorithms.report import MAXIMA, SUMS, metrics
 from grpo_mp.config import Layout
 from grpo_mp.data.updates import plan_updates
 from grpo_mp.monitor.metrics import find
@@ -17,7 +18,14 @@ from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.rollout.exchange import SampleInfo
 from grpo_mp.scheduler.ledger import Footprint
 from grpo_mp.trainer.batch import StepBatch
-from grpo_mp.trainer.metrics import eval_metrics, eval_score, memory_metrics, rollout_metrics, update_metrics
+from grpo_mp.trainer.metrics import (
+    eval_metrics,
+    eval_score,
+    memory_metrics,
+    reduce_report,
+    rollout_metrics,
+    update_metrics,
+)
 
 
 def info(group_id: int, index: int, reward: float, response: int, version: int = 4, **parts: float) -> SampleInfo:
@@ -67,6 +75,8 @@ def test_rewards_and_lengths_of_a_step() -> None:
             "reward/part/answer": 0.2,
             "reward/part/boxed": 0.8,
             "rollout/response_length/mean": lengths.mean(),
+            "rollout/response_length/right": 4,
+            "rollout/response_length/wrong": (16 + 7 + 9 + 16) / 4,
             "rollout/response_length/min": 4,
             "rollout/response_length/max": 16,
             "rollout/prompt_length/mean": (3 * 10 + 2 * 15) / 5,
@@ -105,11 +115,12 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(alone: Paral
     def update(value: float, grad_norm: float, lr: float, skipped: bool) -> UpdateReport:
         sums = dict.fromkeys((*SUMS, *MAXIMA), torch.tensor(value, dtype=torch.float64))
         sums["tokens"] = torch.tensor(2.0, dtype=torch.float64)
-        return UpdateReport([sums, sums], grad_norm, lr, skipped)
+        report = UpdateReport([sums, sums], grad_norm, lr, skipped)
+        return replace(report, measured=metrics(reduce_report(report, alone)))
 
     plan = plan_updates([one.total_tokens for one in INFOS], 1, Layout(tensor=4), 2, 64, 64)
-    batch = StepBatch(infos=tuple(INFOS), advantages=(), plan=plan, updates=())
-    found = update_metrics([update(1.0, 3.0, 0.1, False), update(3.0, 5.0, 0.2, True)], batch, alone)
+    batch = StepBatch(infos=tuple(INFOS), learns=(True,) * len(INFOS), plan=(*plan, *plan, *plan), updates=())
+    found = update_metrics([update(1.0, 3.0, 0.1, False), update(3.0, 5.0, 0.2, True)], batch)
     assert found["train/loss"] == (2.0 + 6.0) / 2
     assert found["train/entropy"] == (2.0 / 4 + 6.0 / 4) / 2
     assert found["train/ratio/max"] == 3.0
@@ -117,11 +128,17 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(alone: Paral
     assert found["mismatch/logprob_abs_diff/max"] == 1.0
     assert (found["train/grad_norm"], found["train/lr"]) == (4.0, 0.2)
     assert (found["train/updates"], found["train/skipped_updates"]) == (2, 1)
+    assert found["train/drift_skipped_updates"] == 1
     lengths = [one.total_tokens for one in INFOS]
     assert found["train/tokens"] == sum(lengths)
-    assert found["train/padding_ratio"] == pytest.approx(1 - sum(lengths) / sum(-(-n // 4) * 4 for n in lengths))
+    padded = 3 * sum(-(-n // 4) * 4 for n in lengths)
+    assert found["train/padding_ratio"] == pytest.approx(1 - sum(lengths) / padded)
     for name in found:
         assert find(name, "scalar")
+
+
+def test_a_step_without_any_update() -> None:
+    assert update_metrics([], StepBatch((), (), (), ())) == {"train/updates": 0}
 
 
 def test_memory_of_each_phase(alone: Parallel) -> None:
