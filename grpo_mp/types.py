@@ -53,6 +53,7 @@ class SampleGroup:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+    finished: int = 1  # the how-manieth of its step to be complete; 0: broken off, its samples are not scored
 
 
 @dataclass

@@ -105,6 +105,7 @@ def metrics(sums: dict[str, float]) -> dict[str, float]:
         "mismatch/logprob_abs_diff/max": sums["mismatch_max"],
         "mismatch/token_mult_prob_error": mean["mismatch_ratio"],
         "mismatch/kl": mean["mismatch_kl"],
+        "mismatch/band": mismatch_band(mean["mismatch_ratio"]),
         "train/effective_samples": mean["ratio"] ** 2 / mean["ratio2"] if mean["ratio2"] > 0 else 1.0,
         "mismatch/correction/mean": mean["correction"],
         "mismatch/corrected_away_ratio": mean["corrected_away"],
@@ -112,6 +113,11 @@ def metrics(sums: dict[str, float]) -> dict[str, float]:
         "mismatch/unheard_tokens": sums["unheard"],
         "mismatch/pearson": covariance / spread**0.5 if spread > 0 else 1.0,
     }
+
+
+def mismatch_band(token_mult_prob_error: float) -> int:
+    """0 good, 1 watch, 2 stop: bounds 1.05 and 1.5, as NeMo-RL's users have them."""
+    return int(not token_mult_prob_error <= 1.05) + int(not token_mult_prob_error <= 1.5)
 
 
 def merge(reports: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -124,6 +124,14 @@ ROLLOUT = (
         "Rising: the data gets too easy; add harder prompts or filter.rest_after.",
     ),
     Metric(
+        "rollout/length_bias",
+        "ratio",
+        "Mean response length of admitted groups over that of all launched; broken-off ones count as far as they got.",
+        "0.98 to 1.02",
+        "Below: short answers are preferred; set filter.admit=launch, or launch fewer.",
+        low=0.8,
+    ),
+    Metric(
         "rollout/resting_prompts",
         "prompts",
         "Prompts that rest because the policy always answers them right.",
@@ -331,6 +339,14 @@ MISMATCH = (
         "Tokens without a finite engine logprob; they do not learn.",
         "0",
         "Look at the engine's log.",
+        high=0,
+    ),
+    Metric(
+        "mismatch/band",
+        "0, 1, 2",
+        "Engine against policy in one number: 0 good, 1 watch (token_mult_prob_error above 1.05), 2 stop (above 1.5).",
+        "0",
+        "1: set algorithm.correction. 2: stop; the engine computes another model.",
         high=0,
     ),
     Metric(

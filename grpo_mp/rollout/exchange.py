@@ -30,6 +30,7 @@ class SampleInfo:
     reward_parts: dict[str, float] = field(default_factory=dict)
     step_rewards: tuple[tuple[int, float], ...] = ()
     prompt: int = 0  # index in the prompt set
+    finished: int = 1  # place of its group in the order of finishing; 0: broken off
 
     @property
     def right(self) -> bool:
@@ -48,7 +49,7 @@ class SampleInfo:
 def share_infos(groups: Iterable[SampleGroup], group: dist.ProcessGroup) -> list[SampleInfo]:
     """Numbers of all samples of the job in the order of (group id, index), the same on every rank."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    mine = [_info(sample, held.prompt.index, rank) for held in groups for sample in held.samples]
+    mine = [_info(sample, held, rank) for held in groups for sample in held.samples]
     everyone: list[list[SampleInfo]] = [[] for _ in range(world_size)]
     dist.all_gather_object(everyone, mine, group=group)
     return sorted((info for infos in everyone for info in infos), key=lambda info: info.key)
@@ -75,7 +76,7 @@ def deliver(
     return {(sample.group_id, sample.index): sample for sample in _decode(whole, real)}
 
 
-def _info(sample: Sample, prompt: int, rank: int) -> SampleInfo:
+def _info(sample: Sample, held: SampleGroup, rank: int) -> SampleInfo:
     return SampleInfo(
         group_id=sample.group_id,
         index=sample.index,
@@ -87,7 +88,8 @@ def _info(sample: Sample, prompt: int, rank: int) -> SampleInfo:
         oldest_version=min(sample.weight_versions),
         reward_parts=sample.reward_parts,
         step_rewards=sample.step_rewards,
-        prompt=prompt,
+        prompt=held.prompt.index,
+        finished=held.finished,
     )
 
 

@@ -1,8 +1,9 @@
 """Which groups of a step are trained on, and which prompts are taken. Pure."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from grpo_mp.algorithms.advantages import groups_without_difference
 from grpo_mp.algorithms.settings import Filter
@@ -16,19 +17,31 @@ class Admission:
     admitted: tuple[int, ...]  # group ids in launch order
     no_difference: int  # groups dropped because all their rewards are equal
     surplus: int  # groups that were not needed
+    unfinished: int  # groups that were broken off
 
     def missing(self, wanted: int) -> int:
         return wanted - len(self.admitted)
 
 
 def admit(infos: Sequence[SampleInfo], wanted: int, rule: Filter) -> Admission:
-    """Take the first `wanted` groups in launch order; without those of no difference, where the rule drops them."""
-    ids = sorted({info.group_id for info in infos})
+    """Take the first `wanted` groups by launch or by finish, and none without difference where the rule drops them."""
+    whole = [info for info in infos if info.finished]
+    places = {info.group_id: info.finished if rule.admit == "finish" else info.group_id for info in whole}
     same: set[int] = set()
     if rule.no_difference != "keep":
-        same = set(groups_without_difference([info.reward for info in infos], [info.group_id for info in infos]))
-    able = [group for group in ids if group not in same]
-    return Admission(tuple(able[:wanted]), len(same), max(0, len(able) - wanted))
+        same = set(groups_without_difference([info.reward for info in whole], [info.group_id for info in whole]))
+    able = sorted(places.keys() - same, key=lambda group: (places[group], group))
+    broken_off = len({info.group_id for info in infos}) - len(places)
+    return Admission(tuple(sorted(able[:wanted])), len(same), max(0, len(able) - wanted), broken_off)
+
+
+def length_bias(infos: Sequence[SampleInfo], admitted: Collection[int]) -> float:
+    """Mean response length of what was admitted over that of all that was launched.
+
+    Below 1: short answers were preferred. What was broken off counts with the tokens it had, so the truth is lower.
+    """
+    taken = [info.response_tokens for info in infos if info.group_id in admitted]
+    return fmean(taken) / fmean(info.response_tokens for info in infos) if taken else 1.0
 
 
 def to_launch(missing: int, rule: Filter) -> int:

@@ -14,3 +14,11 @@ class WorkQueue:
         """The next number, or None when all are taken."""
         number = self._store.add(self._key, 1) - 1
         return number if number < self._size else None
+
+    def finish(self) -> int:
+        """Count one as done; its place in the order of all that are."""
+        return int(self._store.add(f"{self._key}/finished", 1))
+
+    def finished(self) -> int:
+        """How many are done in the whole job."""
+        return int(self._store.add(f"{self._key}/finished", 0))

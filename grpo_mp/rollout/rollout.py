@@ -73,11 +73,20 @@ class Rollout:
         )
 
     def generate(
-        self, prompts: Sequence[Prompt], first_group_id: int, step: int, store: dist.Store, name: str
+        self,
+        prompts: Sequence[Prompt],
+        first_group_id: int,
+        step: int,
+        store: dist.Store,
+        name: str,
+        enough: int | None,
     ) -> list[SampleGroup]:
-        """The groups that this rank's engine generated and scored. `name` is new in the job each time."""
+        """The groups that this rank's engine generated and scored. `name` is new in the job each time.
+
+        `enough`: groups of the whole job after which those in flight are broken off; null: none is.
+        """
         size = self._settings.rollout.group_size
-        return self._work(RolloutTask(prompts, size, first_group_id, step, self._sampling()), name, store)
+        return self._work(RolloutTask(prompts, size, first_group_id, step, self._sampling(), enough), name, store)
 
     def evaluate(self, prompts: Sequence[Prompt], name: str, step: int, store: dist.Store) -> list[SampleGroup]:
         """One scored sample of each prompt that this rank's engine took."""

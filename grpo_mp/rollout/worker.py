@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,6 +11,8 @@ from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.client import EngineClient, Generated, Sampling
 from grpo_mp.rollout.queue import WorkQueue
 from grpo_mp.types import Prompt, Sample, SampleGroup
+
+POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class RolloutTask:
     first_group_id: int
     step: int
     sampling: Sampling
+    enough: int | None = None  # finished groups in the whole job, after which the others are broken off
 
 
 class RolloutWorker:
@@ -39,20 +42,36 @@ class RolloutWorker:
         Raises UserError from the engine or a reward; the other groups are dropped then.
         """
         groups: list[SampleGroup] = []
+        done = asyncio.Event()
 
         async def lane() -> None:
-            while (number := queue.next()) is not None:
-                groups.append(await self._group(task, number))
+            while not done.is_set() and (number := queue.next()) is not None:
+                groups.append(await self._group(task, number, queue))
 
-        try:
+        async def all_lanes() -> None:
             async with asyncio.TaskGroup() as lanes:
                 for _ in range(in_flight):
                     lanes.create_task(lane())
-        except ExceptionGroup as several:
-            raise several.exceptions[0] from several
-        return sorted(groups, key=lambda group: group.samples[0].group_id)
+            done.set()
 
-    async def _group(self, task: RolloutTask, number: int) -> SampleGroup:
+        try:
+            async with asyncio.TaskGroup() as parts:
+                parts.create_task(all_lanes())
+                if task.enough is not None:
+                    parts.create_task(self._break_off(task.enough, queue, done))
+        except* Exception as several:
+            raise _first(several) from several
+        return sorted((group for group in groups if group.samples), key=lambda group: group.samples[0].group_id)
+
+    async def _break_off(self, enough: int, queue: WorkQueue, done: asyncio.Event) -> None:
+        """End what is in flight once the job has enough; every request then returns what it has."""
+        while not done.is_set():
+            if queue.finished() >= enough:
+                done.set()
+                await self._client.abort_all()
+            await asyncio.sleep(POLL_S)
+
+    async def _group(self, task: RolloutTask, number: int, queue: WorkQueue) -> SampleGroup:
         prompt = task.prompts[number]
         try:
             async with asyncio.timeout(self._group_timeout_s):
@@ -66,8 +85,18 @@ class RolloutWorker:
         samples = tuple(
             _sample(prompt, answer, text, task.first_group_id + number, index)
             for index, (answer, text) in enumerate(zip(answers, texts, strict=True))
+            if answer.tokens
         )
-        return await asyncio.to_thread(self._scorer.score_group, SampleGroup(prompt, samples), task.step)
+        if any(answer.aborted for answer in answers):
+            return SampleGroup(prompt, samples, finished=0)
+        scored = await asyncio.to_thread(self._scorer.score_group, SampleGroup(prompt, samples), task.step)
+        return replace(scored, finished=queue.finish())
+
+
+def _first(several: BaseExceptionGroup[Exception]) -> Exception:
+    """The first error inside groups of groups."""
+    first = several.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def _sample(prompt: Prompt, answer: Generated, text: str, group_id: int, index: int) -> Sample:

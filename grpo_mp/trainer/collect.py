@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from grpo_mp.data.cursor import take
 from grpo_mp.errors import UserError
 from grpo_mp.rollout.exchange import SampleInfo, share_infos
-from grpo_mp.rollout.filters import Admission, Graduation, admit, to_launch
+from grpo_mp.rollout.filters import Admission, Graduation, admit, length_bias, to_launch
 from grpo_mp.scheduler.phases import Phase
 from grpo_mp.scheduler.recovery import RunState
 from grpo_mp.trainer.session import Session
@@ -22,7 +22,13 @@ class Collected:
     launched: tuple[SampleInfo, ...]
     dropped: Counter[str]
     rounds: int
+    length_bias: float  # mean length admitted over mean length launched
     state: RunState  # cursor and counters behind this step's prompts
+
+    @property
+    def scored(self) -> tuple[SampleInfo, ...]:
+        """Those that were not broken off."""
+        return tuple(info for info in self.launched if info.finished)
 
 
 def collect(session: Session, step: int) -> Collected:
@@ -32,14 +38,20 @@ def collect(session: Session, step: int) -> Collected:
     """
     wanted, rule = session.settings.rollout.prompts_per_step, session.settings.algorithm.filter
     state, held, infos = session.state, list[SampleGroup](), list[SampleInfo]()
-    admission, rounds = Admission((), 0, 0), 0
+    admission, rounds = Admission((), 0, 0, 0), 0
     while admission.missing(wanted) > 0:
         if rounds == rule.most_tries:
             raise UserError(_cannot_fill(session, step, admission, len({info.group_id for info in infos})))
-        prompts, state = _next_prompts(session, state, to_launch(admission.missing(wanted), rule), step)
+        missing = admission.missing(wanted)
+        prompts, state = _next_prompts(session, state, to_launch(missing, rule), step)
         with session.scheduler.phase(Phase.GENERATE):
             groups = session.rollout.generate(
-                prompts, state.groups_launched, step, session.parallel.store, name=f"step/{step}/{rounds}"
+                prompts,
+                state.groups_launched,
+                step,
+                session.parallel.store,
+                name=f"step/{step}/{rounds}",
+                enough=missing if rule.admit == "finish" else None,
             )
         state = replace(state, groups_launched=state.groups_launched + len(prompts))
         with session.scheduler.phase(Phase.SCORE):
@@ -53,9 +65,12 @@ def collect(session: Session, step: int) -> Collected:
         groups=[group for group in held if group.samples[0].group_id in admitted],
         infos=tuple(info for info in infos if info.group_id in admitted),
         launched=tuple(infos),
-        dropped=Counter(no_difference=admission.no_difference, surplus=admission.surplus),
+        dropped=Counter(
+            no_difference=admission.no_difference, surplus=admission.surplus, unfinished=admission.unfinished
+        ),
+        length_bias=length_bias(infos, admitted),
         rounds=rounds,
-        state=_graduated(state, infos, step, session),
+        state=_graduated(state, [info for info in infos if info.finished], step, session),
     )
 
 

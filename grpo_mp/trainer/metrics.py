@@ -108,6 +108,7 @@ def collect_metrics(collected: Collected) -> dict[str, float]:
     return {
         "rollout/launched_groups": len({info.group_id for info in collected.launched}),
         "rollout/rounds": collected.rounds,
+        "rollout/length_bias": collected.length_bias,
         "rollout/resting_prompts": len(collected.state.resting),
         **{fill("rollout/dropped_groups/{reason}", reason=why): n for why, n in collected.dropped.items()},
     }

@@ -59,7 +59,7 @@ class Recorder:
         seconds = summary.seconds
         return {
             # The samples were drawn before this step's updates moved the version on.
-            **rollout_metrics(collected.launched, sync.version - len(reports)),
+            **rollout_metrics(collected.scored, sync.version - len(reports)),
             **collect_metrics(collected),
             **update_metrics(reports, batch),
             **{fill("train/control/{name}", name=name): value for name, value in session.state.controls.items()},

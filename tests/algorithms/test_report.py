@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_mp.algorithms.losses import make_loss
-from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics
+from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics, mismatch_band
 from grpo_mp.algorithms.settings import Algorithm
 from tests.algorithms.objective import Drawn, as_microbatches, draw, write_out
 
@@ -57,6 +57,7 @@ def by_numpy(drawn: Drawn) -> dict[str, Any]:
         "mismatch/logprob_abs_diff/max": apart.max(),
         "mismatch/token_mult_prob_error": np.exp(apart).mean(),
         "mismatch/kl": (rollout - new).mean(),
+        "mismatch/band": 0,
         "mismatch/pearson": np.corrcoef(np.exp(rollout), np.exp(new))[0, 1],
     }
 
@@ -74,6 +75,11 @@ def test_the_first_update_has_ratio_one_and_clips_nothing() -> None:
     found = report(draw((5, 6), (0, 0), seed=0, apart=0.3, first=True, kl=False), 10_000)
     assert (found["train/ratio/mean"], found["train/ratio/max"]) == (1.0, 1.0)
     assert found["train/pg_clipfrac"] == found["train/ppo_kl"] == found["train/kl_loss"] == 0.0
+
+
+@pytest.mark.parametrize(("error", "band"), [(1.0, 0), (1.05, 0), (1.2, 1), (1.5, 1), (1.6, 2), (float("nan"), 2)])
+def test_bands_of_the_mismatch(error: float, band: int) -> None:
+    assert mismatch_band(error) == band
 
 
 def test_constant_probabilities_count_as_agreement() -> None:

@@ -1,10 +1,11 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from grpo_mp.algorithms.settings import Filter
 from grpo_mp.rollout.exchange import SampleInfo
-from grpo_mp.rollout.filters import Graduation, admit, to_launch
+from grpo_mp.rollout.filters import Graduation, admit, length_bias, to_launch
 
 
 def infos(*groups: tuple[float, ...], first: int = 10) -> list[SampleInfo]:
@@ -38,6 +39,22 @@ def test_the_first_launched_are_taken_and_the_rest_is_surplus() -> None:
     found = admit(list(reversed(infos(MIXED, SAME, MIXED, MIXED))), wanted=2, rule=rule(no_difference="refill"))
     assert (found.admitted, found.no_difference, found.surplus) == ((10, 12), 1, 1)
     assert to_launch(3, rule(oversample=1.5)) == 5
+
+
+def test_the_first_to_finish_are_taken_where_the_rule_says_so() -> None:
+    launched = infos(MIXED, MIXED, MIXED, MIXED)
+    order = {10: 3, 11: 0, 12: 1, 13: 2}  # 11 was broken off
+    finished = [replace(one, finished=order[one.group_id]) for one in launched]
+    found = admit(finished, wanted=2, rule=rule(admit="finish"))
+    assert (found.admitted, found.surplus, found.unfinished) == ((12, 13), 1, 1)
+    assert admit(finished, wanted=2, rule=rule()).admitted == (10, 12)
+
+
+def test_the_length_bias_of_what_is_admitted() -> None:
+    short, long = infos(MIXED), [replace(one, response_tokens=20) for one in infos(MIXED, first=11)]
+    assert length_bias([*short, *long], {10}) == 5 / 12.5
+    assert length_bias([*short, *long], {10, 11}) == 1.0
+    assert length_bias(short, ()) == 1.0
 
 
 def test_a_prompt_rests_after_being_all_right_in_a_row_and_begins_anew() -> None:

@@ -1,0 +1,85 @@
+"""Filters, controllers, guards and rewards of the family in the real loop."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import REWARD, StartJob, outcome
+from tests.e2e.jobs import read_jsonl
+
+Steps = list[dict[str, float]]
+Train = Callable[..., Steps]
+STEPWISE = """
+def halves(completion_ids, **_):
+    first = [[(len(ids) // 2 - 1, float(ids[0] % 3))] * (len(ids) > 1) for ids in completion_ids]
+    return [[*steps, (len(ids) - 1, len(ids) / 10)] for steps, ids in zip(first, completion_ids)]
+"""
+
+
+@pytest.fixture
+def train(start_job: StartJob, tmp_path: Path) -> Train:
+    """Run with a reward in which samples differ; the lines of metrics.jsonl after that of step 0."""
+    (tmp_path / "reward.py").write_text(REWARD)
+
+    def run(*overrides: str) -> Steps:
+        reward = f"reward={{functions: {{{tmp_path / 'reward.py'}:letters: 1.0}}}}"
+        always = (f"run.folder={tmp_path / 'run'}", "data.eval={}", "run.export=false", reward)
+        result = outcome(start_job(*always, *overrides))
+        assert (result.status, result.err, result.left) == (0, "", [])
+        return read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+
+    return run
+
+
+def test_many_parts_at_once_and_what_they_have_come_to_survives_a_restart(train: Train, tmp_path: Path) -> None:
+    algorithm = (
+        "algorithm={preset: dapo, correction: {kind: truncate, high: 2.0}, entropy: {top_quantile: 0.5, target: 0.1}, "
+        "kl: {weight: 0.01, target: 0.001, refresh_every: 1, refresh_mix: 0.5}, "
+        "filter: {no_difference: refill, most_tries: 4, oversample: 1.5, rest_after: 1, rest_steps: 1}}"
+    )
+    train(algorithm, "run.steps=2")
+    assert (tmp_path / "run" / "checkpoints" / "step_000002" / "reference").is_dir()
+    steps = train(algorithm, "run.steps=4")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    for step in steps:
+        assert step["rollout/launched_groups"] >= 6
+        assert step["rollout/launched_groups"] - step["rollout/dropped_groups/surplus"] >= 4
+        assert step["mismatch/logprob_abs_diff/mean"] <= 1e-4
+    weights = [step["train/control/kl"] for step in steps]
+    for before, step in zip([0.01, *weights], steps, strict=False):
+        error = min(max(step["train/kl_loss"] / 0.001 - 1, -0.2), 0.2)
+        assert step["train/control/kl"] == pytest.approx(before * (1 + 0.1 * error) ** step["train/updates"], rel=0.04)
+    assert all(step["train/kl_loss"] > 0 for step in steps[1:])
+
+
+def test_the_first_to_finish_and_the_drift_guard(train: Train) -> None:
+    parts = "algorithm={filter: {admit: finish, oversample: 3.0}, drift: {kl: 1.0e-12}}"
+    for step in train(parts, "run.steps=2", "optimizer.updates_per_step=4"):
+        assert step["rollout/launched_groups"] <= 12
+        dropped = step["rollout/dropped_groups/unfinished"] + step["rollout/dropped_groups/surplus"]
+        assert step["rollout/launched_groups"] - dropped == 4
+        assert step["rollout/length_bias"] > 0
+        # The first update is on policy; the second sees the drift, and the other two are left out.
+        assert (step["train/updates"], step["train/drift_skipped_updates"]) == (2, 2)
+
+
+def test_data_that_cannot_fill_a_step_ends_the_run_with_a_sentence(start_job: StartJob, tmp_path: Path) -> None:
+    (tmp_path / "same.py").write_text("def same(completions, **_):\n    return [1.0] * len(completions)\n")
+    reward = f"reward={{functions: {{{tmp_path / 'same.py'}:same: 1.0}}}}"
+    parts = "algorithm={filter: {no_difference: refill, most_tries: 2}}"
+    result = outcome(start_job(f"run.folder={tmp_path / 'run'}", "data.eval={}", reward, parts))
+    assert result.status == 2
+    assert "error: step 1: of 8 groups in 2 rounds only 0 have rewards that differ, 4 are needed: take" in result.err
+    assert result.left == []
+
+
+def test_rewards_of_steps(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(STEPWISE)
+    steps = train("algorithm=grpo_process", f"reward={{steps: '{tmp_path / 'steps.py'}:halves'}}", "run.steps=2")
+    assert all(step["train/grad_norm"] > 0 and step["reward/part/steps"] > 0 for step in steps)
+
+
+def test_groups_of_one_with_the_kl_in_the_reward(train: Train) -> None:
+    steps = train("algorithm=reinforce_pp", "rollout.group_size=1", "rollout.prompts_per_step=16", "run.steps=2")
+    assert all(step["train/grad_norm"] > 0 for step in steps)
