@@ -1,9 +1,11 @@
 """A reward model behind HTTP: an SGLang server with a reward head scores whole groups."""
 
+import os
 from typing import Any
 
 import httpx
 
+from grpo_mp.errors import UserError
 from grpo_mp.rewards.limit import RewardError, Values
 from grpo_mp.rewards.settings import RewardModel
 from grpo_mp.types import SampleGroup
@@ -16,11 +18,11 @@ class ModelClient:
     """Calls to one server. May be used from several threads at once."""
 
     def __init__(self, settings: RewardModel) -> None:
-        """Opens no connection: the server may come up later."""
+        """Opens no connection: the server may come up later. Raises UserError where the key is not set."""
         self._retries = settings.retries
         self._where = f"{settings.url.rstrip('/')}{PATH}"
         # Proxies of the environment would take loopback for the outside: trust_env is off.
-        self._http = httpx.Client(timeout=settings.timeout_s, trust_env=False)
+        self._http = httpx.Client(timeout=settings.timeout_s, trust_env=False, headers=_headers(settings.key_variable))
 
     def close(self) -> None:
         """Close the connections."""
@@ -55,6 +57,14 @@ class ModelClient:
             if reply.status_code < 500 and reply.status_code != 429:
                 break
         raise RewardError(f"{self._where} {failure}")
+
+
+def _headers(variable: str | None) -> dict[str, str]:
+    if variable is None:
+        return {}
+    if variable not in os.environ:
+        raise UserError(f"reward.model.key_variable: {variable} is not set in the environment: export it")
+    return {"Authorization": f"Bearer {os.environ[variable]}"}
 
 
 def _shown(reply: httpx.Response) -> str:

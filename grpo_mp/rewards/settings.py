@@ -22,6 +22,7 @@ class Repetition(Section):
 class RewardModel(Section):
     url: str = Field(pattern="^https?://", description="an SGLang server with a reward head and the policy's tokenizer")
     weight: float = 1.0
+    key_variable: str | None = Field(None, description="environment variable that holds the server's API key")
     timeout_s: float = Field(30.0, gt=0, description="limit of one call for one group")
     retries: int = Field(2, ge=0, description="after no answer, or a status of 429 or 500 and above")
 

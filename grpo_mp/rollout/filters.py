@@ -9,6 +9,8 @@ from grpo_mp.algorithms.advantages import groups_without_difference
 from grpo_mp.algorithms.settings import Filter
 from grpo_mp.rollout.exchange import SampleInfo
 
+SMALLEST_SHARE = 0.1  # of the launched groups that is counted on: bounds what one round launches
+
 
 @dataclass(frozen=True)
 class Admission:
@@ -44,9 +46,10 @@ def length_bias(infos: Sequence[SampleInfo], admitted: Collection[int]) -> float
     return fmean(taken) / fmean(info.response_tokens for info in infos) if taken else 1.0
 
 
-def to_launch(missing: int, rule: Filter) -> int:
-    """Groups to launch for those that are missing."""
-    return math.ceil(missing * rule.oversample)
+def to_launch(missing: int, launched: int, so_far: Admission, rule: Filter) -> int:
+    """Groups to launch for those that are missing: more, the smaller the share that taught something so far."""
+    share = (len(so_far.admitted) + so_far.surplus) / launched if launched else 1.0
+    return math.ceil(missing * rule.oversample / max(share, SMALLEST_SHARE))
 
 
 @dataclass(frozen=True)

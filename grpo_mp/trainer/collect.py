@@ -38,12 +38,12 @@ def collect(session: Session, step: int) -> Collected:
     """
     wanted, rule = session.settings.rollout.prompts_per_step, session.settings.algorithm.filter
     state, held, infos = session.state, list[SampleGroup](), list[SampleInfo]()
-    admission, rounds = Admission((), 0, 0, 0), 0
+    admission, rounds, launched = Admission((), 0, 0, 0), 0, 0
     while admission.missing(wanted) > 0:
         if rounds == rule.most_tries:
-            raise UserError(_cannot_fill(session, step, admission, len({info.group_id for info in infos})))
+            raise UserError(_cannot_fill(session, step, admission, launched))
         missing = admission.missing(wanted)
-        prompts, state = _next_prompts(session, state, to_launch(missing, rule), step)
+        prompts, state = _next_prompts(session, state, to_launch(missing, launched, admission, rule), step)
         with session.scheduler.phase(Phase.GENERATE):
             groups = session.rollout.generate(
                 prompts,
@@ -57,7 +57,7 @@ def collect(session: Session, step: int) -> Collected:
         with session.scheduler.phase(Phase.SCORE):
             infos += share_infos(groups, session.parallel.host)
         held, rounds = held + groups, rounds + 1
-        admission = admit(infos, wanted, rule)
+        admission, launched = admit(infos, wanted, rule), len({info.group_id for info in infos})
         if rule.no_difference != "refill":
             break
     admitted = set(admission.admitted)

@@ -1,11 +1,13 @@
 """Presets are data laid under the user's settings; parts that contradict each other are refused with a way out."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from grpo_mp.algorithms.page import PAGE, markdown
 from grpo_mp.algorithms.presets import PRESETS, with_preset
 from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.config import Settings, check_settings, dump_settings, load_settings
@@ -120,3 +122,17 @@ def test_step_rewards_and_process_advantages_need_each_other() -> None:
     without = BASE | {"reward": {"answer": 1.0}, "algorithm": "grpo_process"}
     with pytest.raises(UserError, match="has no step rewards: set reward\\.steps"):
         check_settings(without, "test.yaml")
+
+
+def test_the_page_is_the_one_that_is_written() -> None:
+    assert PAGE.read_text() == markdown()
+
+
+SNIPPETS = re.findall(r"`([a-z_]+: [^`]*)`", PAGE.read_text())
+
+
+@pytest.mark.parametrize("snippet", [snippet for snippet in SNIPPETS if not snippet.startswith("algorithm")])
+def test_every_part_on_the_page_can_be_set(snippet: str) -> None:
+    tree = yaml.safe_load(snippet)
+    kl = {"weight": 0.1} | tree.pop("kl", {})
+    assert Algorithm.model_validate({"kl": kl} | tree)

@@ -5,7 +5,7 @@ import pytest
 
 from grpo_mp.algorithms.settings import Filter
 from grpo_mp.rollout.exchange import SampleInfo
-from grpo_mp.rollout.filters import Graduation, admit, length_bias, to_launch
+from grpo_mp.rollout.filters import Admission, Graduation, admit, length_bias, to_launch
 
 
 def infos(*groups: tuple[float, ...], first: int = 10) -> list[SampleInfo]:
@@ -38,7 +38,17 @@ def test_groups_without_difference_are_left_out_and_counted(kind: str) -> None:
 def test_the_first_launched_are_taken_and_the_rest_is_surplus() -> None:
     found = admit(list(reversed(infos(MIXED, SAME, MIXED, MIXED))), wanted=2, rule=rule(no_difference="refill"))
     assert (found.admitted, found.no_difference, found.surplus) == ((10, 12), 1, 1)
-    assert to_launch(3, rule(oversample=1.5)) == 5
+
+
+def test_the_next_round_launches_as_many_as_the_share_that_teaches_demands() -> None:
+    def launch(missing: int, launched: int, taught: int, **values: Any) -> int:
+        return to_launch(missing, launched, Admission(tuple(range(taught)), launched - taught, 0, 0), rule(**values))
+
+    assert launch(32, 0, 0) == 32
+    assert launch(3, 0, 0, oversample=1.5) == 5
+    assert launch(16, 32, 16) == 32
+    assert launch(8, 32, 24, oversample=1.2) == 13
+    assert launch(32, 32, 0) == 320
 
 
 def test_the_first_to_finish_are_taken_where_the_rule_says_so() -> None:

@@ -1,0 +1,78 @@
+"""The page of this room: every preset with source, constants and use; `python -m grpo_mp.algorithms.page` writes it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from grpo_mp.algorithms.presets import PRESETS
+
+PAGE = Path(__file__).with_name("README.md")
+
+HEAD = """# algorithms
+
+<!-- Written by `python -m grpo_mp.algorithms.page`; edit page.py or presets.py, not this file. -->
+
+`algorithm: dapo` in a settings file, or `algorithm=dapo` on the command line, takes a preset; any part can be set over
+it: `algorithm: {preset: dapo, clip: {high: 0.3}}`. The run folder's settings.yaml then says every constant. A preset is
+a choice of parts in presets.py, never a branch in code: advantage (advantages.py), ratio and surrogate (surrogates.py),
+aggregation (aggregation.py), KL (kl.py), correction for the engine (corrections.py), filters (rollout/filters.py).
+
+## Which preset when
+
+| preset | take it when |
+|---|---|
+"""
+
+PARTS = """
+## Parts
+
+| what | settings | known as |
+|---|---|---|
+| old logprobs | `old_logprobs: recomputed` or `engine` | bypass mode |
+| mismatch, by token | `correction: {kind: truncate, high: 2.0}` | TIS |
+| | `correction: {kind: mask, low: 0.5, high: 5.0}` | IcePop, MIS by token |
+| mismatch, by sequence | `correction: {kind: mask, level: sequence, high: 3.0}` | MIS, sequence mask |
+| stale sequences | `correction: {off_policy_limit: 0.5}` | off-policy sequence masking (DeepSeek-V3.2) |
+| stale updates | `drift: {kl: 0.1, effective_samples: 0.5}` | the rest of the step's updates is skipped |
+| two-sided clip | `clip: {dual: 3.0}` | dual clip, TRL's delta |
+| KL | `kl: {weight: 0.01, estimator: k3, place: loss}` | k1, k2, k3, k3_clamped, k3_unbiased; loss or reward |
+| adaptive KL | `kl: {target: 0.05}` | adaptive controller |
+| moving reference | `kl: {refresh_every: 100, refresh_mix: 0.6}` | TRL's sync_ref_model |
+| entropy | `entropy: {weight: 0.001}`, `{target: 0.2}`, `{top_quantile: 0.2}` | bonus, adaptive bonus, 80/20 mask |
+| several rewards | `advantage: {combine: normalise}` | GDPO |
+| dynamic sampling | `filter: {no_difference: refill, most_tries: 10}` | DAPO; `drop` without refilling |
+| truncated samples | `filter: {truncated: mask}` | overlong filtering |
+| learnt prompts | `filter: {rest_after: 3, rest_steps: 50}` | graduation |
+| over-sampling | `filter: {oversample: 1.5, admit: launch}` | admit finish prefers short answers: rollout/length_bias |
+
+Denominators are those of the whole update, whatever the layout and micro-batch size: `bnpo`, which in TRL divides by
+the tokens of one micro-batch, divides by those of the update here. A sequence ratio has the sequence's value and the
+token's gradient (GSPO, eq. 14), which for one advantage per sequence is the gradient of eq. 7; with `top_quantile` only
+the tokens above it carry it. A token whose engine logprob is not finite does not learn, and is counted.
+
+## Presets
+"""
+
+
+def markdown() -> str:
+    """The whole page."""
+    uses = "".join(f"| `{name}` | {preset.use} |\n" for name, preset in PRESETS.items())
+    rows = "".join(
+        f"| `{name}` | {preset.source} | {', '.join(_constants(preset.settings)) or 'the defaults'} |\n"
+        for name, preset in PRESETS.items()
+    )
+    return f"{HEAD}{uses}{PARTS}\n| preset | source | constants that differ from the defaults |\n|---|---|---|\n{rows}"
+
+
+def _constants(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        name = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, dict):
+            yield from _constants(value, name)
+        else:
+            shown = f"{value:.4g}" if isinstance(value, float) else value
+            yield f"`{name.removeprefix('algorithm.')}={shown}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(markdown())

@@ -1,0 +1,75 @@
+"""The reward model's client against a real SGLang server with a reward head; its scores against transformers."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.errors import UserError
+from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.settings import Reward as RewardSettings
+from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.types import SampleGroup
+
+START_TIMEOUT_S = 300.0
+KEY = "REWARD_KEY"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random reward model with one label, of two layers."""
+    folder = tmp_path_factory.mktemp("reward_model")
+    tokenizer = make_tokenizer([])
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    args = {"is_embedding": True}
+    spec = EngineSpec(index=0, rank=0, model=model, dtype="float32", context_tokens=128, cpu=True, args=args)
+    with EngineProcess(spec, tmp_path_factory.mktemp("reward_log") / "engine.log") as engine:
+        engine.wait_ready(START_TIMEOUT_S)
+        yield engine
+
+
+def test_scores_are_those_of_transformers(
+    server: EngineProcess,
+    model: Path,
+    make_group: Callable[..., SampleGroup],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(KEY, server.key)
+    scorer = Scorer(RewardSettings.model_validate({"model": {"url": server.url, "key_variable": KEY}}), 16)
+    scored = scorer.score_group(make_group(["yes", "no", "maybe so"]))
+    scorer.close()
+    judge = LlamaForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
+    for sample in scored.samples:
+        with torch.no_grad():
+            expected = judge(torch.tensor([[*sample.prompt_tokens, *sample.tokens]])).logits.item()
+        assert sample.reward_parts["model"] == pytest.approx(expected, abs=1e-4)
+    assert len({sample.reward for sample in scored.samples}) == 3
+
+
+def test_a_key_that_is_not_set_is_said() -> None:
+    wanted = {"model": {"url": "http://127.0.0.1:1", "key_variable": "NO_SUCH_KEY"}}
+    with pytest.raises(UserError, match="NO_SUCH_KEY is not set in the environment: export it"):
+        Scorer(RewardSettings.model_validate(wanted), 16)
