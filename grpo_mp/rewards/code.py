@@ -35,6 +35,11 @@ class CodeTests:
         self._sandbox = Sandbox(settings)
         self._slots = threading.BoundedSemaphore(settings.parallel)
 
+    @property
+    def isolated(self) -> bool:
+        """Whether programs run in namespaces of their own."""
+        return self._sandbox.isolated
+
     def values(self, group: SampleGroup, step: int) -> Values:
         """1 per program that passes all tests, else 0 or the share; None for all where the row has no tests.
 

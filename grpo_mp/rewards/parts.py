@@ -36,9 +36,17 @@ class BuiltIn:
         parts = [Part("answer", settings.answer, self._answers), *rules]
         if settings.model and self._model:
             parts.append(Part("model", settings.model.weight, self._model.values))
-        if settings.code and settings.code.weight:
-            parts.append(Part("code", settings.code.weight, CodeTests(settings.code).values))
+        self._code = CodeTests(settings.code) if settings.code and settings.code.weight else None
+        if settings.code and self._code:
+            parts.append(Part("code", settings.code.weight, self._code.values))
         self.parts = [part for part in parts if part.weight]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know before the run goes on."""
+        if self._code and not self._code.isolated:
+            return ("reward.code: this kernel gives no namespaces, so programs run with limits only",)
+        return ()
 
     def close(self) -> None:
         """End the process that compares answers and the connections to the reward model."""

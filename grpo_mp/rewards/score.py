@@ -54,6 +54,11 @@ class Scorer:
         return {part.name: part.weight for part in self._parts}
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know before the run goes on."""
+        return self._built_in.warnings
+
+    @property
     def answers_given_up(self) -> int:
         """Answers that math-verify could not compare in time; they count as wrong."""
         return self._built_in.equality.timeouts

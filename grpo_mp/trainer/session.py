@@ -87,7 +87,8 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
         stack.callback(timeline.close)
         stack.callback(inputs.scorer.close)
         stack.push(ignore_more_interrupts)
-        progress.note(_greeting(settings, parallel, state))
+        for note in (_greeting(settings, parallel, state), *inputs.scorer.warnings):
+            progress.note(note)
         with watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
             rollout.start(parallel.store)
             policy = _build_policy(settings, parallel, state)

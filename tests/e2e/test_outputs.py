@@ -1,5 +1,6 @@
 """What a finished run leaves in its folder."""
 
+import asyncio
 import json
 import os
 import socket
@@ -16,6 +17,9 @@ from grpo_mp.monitor.metrics import find
 from grpo_mp.policy.checkpoint import load_policy, save_policy
 from grpo_mp.policy.parallel import start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
+from grpo_mp.rollout.client import EngineClient
+from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.scheduler.recovery import checkpoint_folder
 from grpo_mp.sync.check import fixed_sequences
 from grpo_mp.trainer.scores import policy_scores
@@ -144,6 +148,23 @@ def test_transformers_loads_the_final_folder_and_agrees_with_the_policy(
             logprobs = model(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
         expected = logprobs.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
         assert torch.allclose(torch.tensor(scores), expected, atol=2e-5)
+
+
+def test_sglang_serves_the_final_folder_and_agrees_with_the_policy(
+    run: Path, saved_scores: tuple[list[tuple[int, ...]], list[list[float]]], tmp_path: Path
+) -> None:
+    sequences, scores = saved_scores
+    spec = EngineSpec(index=0, rank=0, model=run / "final", dtype="float32", context_tokens=64, cpu=True)
+
+    async def ask(engine: EngineProcess) -> list[list[float]]:
+        async with EngineClient(0, engine.url, engine.headers, 60.0) as client:
+            return await client.score(sequences)
+
+    with EngineProcess(spec, tmp_path / "engine.log") as engine:
+        engine.wait_ready(300.0)
+        found = asyncio.run(ask(engine))
+    for sequence, expected in zip(found, scores, strict=True):
+        assert sequence == pytest.approx(expected, abs=1e-4)
 
 
 def test_training_has_changed_the_weights(run: Path, tiny_run: TinyRun) -> None:

@@ -11,6 +11,7 @@ from grpo_mp.rewards import sandbox as sandbox_module
 from grpo_mp.rewards.code import last_program
 from grpo_mp.rewards.sandbox import Outcome, Sandbox
 from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.settings import Code
 from grpo_mp.rewards.settings import Reward as RewardSettings
 from grpo_mp.types import SampleGroup
 
@@ -26,6 +27,10 @@ def answer(program: str) -> str:
 @pytest.fixture
 def score(make_group: MakeGroup) -> Callable[..., list[dict[str, float]]]:
     """Parts of the given responses under the given tests; settings of reward.code as keywords."""
+    try:
+        Sandbox(Code())
+    except UserError as error:
+        pytest.skip(f"no namespaces: {error}")
 
     def run(responses: list[str], rows: Any, **code: Any) -> list[dict[str, float]]:
         scorer = Scorer(RewardSettings.model_validate({"code": {"timeout_s": 20.0, **code}}), max_response_tokens=10)
@@ -137,3 +142,15 @@ def test_a_jail_that_fails_is_no_verdict(
     monkeypatch.setattr(sandbox_module, "HARNESS", tmp_path / "gone.py")
     assert scorer.score_group(make_group([answer(ADD)], tests="assert 1")).samples[0].reward == -1.0
     assert scorer.errors == {"code": 1}
+
+
+@pytest.mark.usefixtures("score")
+def test_a_user_is_told_that_programs_are_not_shut_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warnings() -> tuple[str, ...]:
+        scorer = Scorer(RewardSettings.model_validate({"code": {"isolation": "best_effort"}}), max_response_tokens=10)
+        scorer.close()
+        return scorer.warnings
+
+    assert warnings() == ()
+    monkeypatch.setattr(Sandbox, "isolated", False)
+    assert warnings() == ("reward.code: this kernel gives no namespaces, so programs run with limits only",)
