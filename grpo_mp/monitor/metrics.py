@@ -1,24 +1,17 @@
 """The metric dictionary: every name the run may write, with unit, meaning, healthy range and what to do."""
 
 from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
 
 from grpo_mp.errors import nearest
-from grpo_mp.monitor import metrics_learning as learning
-from grpo_mp.monitor import metrics_machine as machine
 from grpo_mp.monitor.metric import Kind, Metric, fill
 
 __all__ = ["TABLE", "Kind", "Metric", "fill", "find", "markdown", "warnings"]
 
-TABLE: tuple[Metric, ...] = (
-    *learning.REWARD,
-    *learning.ROLLOUT,
-    *learning.TRAIN,
-    *learning.MISMATCH,
-    *machine.SYNC,
-    *machine.TIME,
-    *machine.SPEED,
-    *machine.MEMORY,
-    *learning.EVAL,
+TABLE: tuple[Metric, ...] = tuple(
+    Metric(**row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 )
 
 

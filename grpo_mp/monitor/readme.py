@@ -8,7 +8,7 @@ PAGE = Path(__file__).with_name("README.md")
 
 HEAD = """# monitor
 
-<!-- Written by `python -m grpo_mp.monitor.readme`; edit readme.py or the metric rows, not this file. -->
+<!-- Written by `python -m grpo_mp.monitor.readme`; edit readme.py or metrics.yaml, not this file. -->
 
 What a run leaves in its folder, and how to look at it:
 
