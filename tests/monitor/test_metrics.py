@@ -62,3 +62,10 @@ def test_warnings_name_value_and_action() -> None:
 
 def test_page_is_up_to_date() -> None:
     assert readme.PAGE.read_text(encoding="utf-8") == readme.page(), "run python -m grpo_mp.monitor.readme"
+
+
+def test_bounds_of_the_file_are_numbers() -> None:
+    """YAML reads 1e-6 as text."""
+    bounds = [bound for metric in TABLE for bound in (metric.low, metric.high) if bound is not None]
+    assert bounds
+    assert all(isinstance(bound, int | float) for bound in bounds)
