@@ -12,6 +12,7 @@ from grpo_mp.types import SampleGroup
 
 PATH = "/classify"  # SGLang's "reward model request": {"input_ids"} to [{"embedding": [score], "meta_info"}, ...]
 MESSAGE_CHARACTERS = 300
+IDLE_LIMIT_S = 2.0  # less than the five seconds after which SGLang closes an idle connection
 
 
 class ModelClient:
@@ -22,7 +23,12 @@ class ModelClient:
         self._retries = settings.retries
         self._where = f"{settings.url.rstrip('/')}{PATH}"
         # Proxies of the environment would take loopback for the outside: trust_env is off.
-        self._http = httpx.Client(timeout=settings.timeout_s, trust_env=False, headers=_headers(settings.key_variable))
+        self._http = httpx.Client(
+            timeout=settings.timeout_s,
+            trust_env=False,
+            headers=_headers(settings.key_variable),
+            limits=httpx.Limits(keepalive_expiry=IDLE_LIMIT_S),
+        )
 
     def close(self) -> None:
         """Close the connections."""

@@ -11,6 +11,8 @@ from grpo_mp.errors import PhaseTimeout, UserError
 from grpo_mp.rollout.capabilities import Capabilities, probe
 
 MESSAGE_CHARACTERS = 500
+# SGLang closes a connection that was idle for five seconds; a request that goes out at that moment is lost.
+IDLE_LIMIT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class EngineClient:
     def __init__(self, index: int, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
         """`timeout_s` limits one call; `headers` come from EngineProcess."""
         self.index = index
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_LIMIT_S)
         # Proxies of the environment would take loopback for the outside: trust_env is off.
         self._http = httpx.AsyncClient(
             base_url=url, headers=dict(headers), timeout=timeout_s, limits=limits, trust_env=False

@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_mp.algorithms.kl import ESTIMATORS
 from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.data.pack import context_index
+from grpo_mp.data.updates import Update
 from grpo_mp.policy.parallel import Parallel, sum_over_context
 from grpo_mp.trainer.batch import StepBatch, sample_advantages, with_old, with_reference
 from grpo_mp.trainer.session import Session
@@ -29,13 +30,7 @@ def fixed_values(session: Session, batch: StepBatch) -> Updates:
     kl_in_reward = wanted.kl.place == "reward" and policy.reference is not None
     updates = [list(update) for update in batch.updates]
     if len(updates) > 1 or wanted.entropy.top_quantile < 1 or kl_in_reward:
-        outputs = [policy.logprobs(update) for update in updates]
-        floors = [_entropy_floor(*pair, wanted, session.parallel) for pair in zip(updates, outputs, strict=True)]
-        updates = [with_old(*pair) for pair in zip(updates, outputs, strict=True)]
-        updates = [
-            [replace(one, entropy_floor=floor, entropy_weight=one.entropy_weight / share) for one in update]
-            for update, (floor, share) in zip(updates, floors, strict=True)
-        ]
+        updates = [_with_old(update, policy.logprobs(update), wanted, session.parallel) for update in updates]
     if policy.reference:
         updates = [with_reference(update, policy.reference_logprobs(update)) for update in updates]
     if kl_in_reward:
@@ -46,6 +41,16 @@ def fixed_values(session: Session, batch: StepBatch) -> Updates:
 def counts_here(parallel: Parallel) -> bool:
     """Tensor ranks compute the same tokens, and only the last stage computes any: one of them counts."""
     return parallel.here.tensor == 0 and parallel.here.pipeline == parallel.layout.pipeline - 1
+
+
+def _with_old(
+    update: Sequence[MicroBatch], outputs: Sequence[Tensor], wanted: Algorithm, parallel: Parallel
+) -> list[MicroBatch]:
+    floor, share = _entropy_floor(update, outputs, wanted, parallel)
+    return [
+        replace(one, entropy_floor=floor, entropy_weight=one.entropy_weight / share)
+        for one in with_old(update, outputs)
+    ]
 
 
 def _entropy_floor(
@@ -71,30 +76,28 @@ def _with_kl_in_reward(updates: Updates, batch: StepBatch, session: Session) -> 
     """
     wanted, parallel = session.settings.algorithm, session.parallel
     weight = session.state.controls.get("kl", wanted.kl.weight)
-    costs = [[weight * _kl(one, wanted) for one in update] for update in updates]
+
+    def cost(one: MicroBatch) -> Tensor:
+        return weight * _kl(one, wanted)
+
     if wanted.advantage.baseline == "none":
-        return [
-            [
-                replace(one, advantages=one.advantages - _to_go(cost, one, parallel))
-                for one, cost in zip(*pair, strict=True)
-            ]
-            for pair in zip(updates, costs, strict=True)
-        ]
+        return [[_moved(one, one.advantages - _to_go(cost(one), one, parallel)) for one in part] for part in updates]
     spent = torch.zeros(len(batch.infos), dtype=torch.float64)
-    places = [
-        [_samples_of(one, plan.samples) for one in update] for update, plan in zip(updates, batch.plan, strict=True)
-    ]
+    placed = [(one, _samples_of(one, plan)) for part, plan in zip(updates, batch.plan, strict=True) for one in part]
     if counts_here(parallel):
-        for update, of in zip(costs, places, strict=True):
-            for cost, place in zip(update, of, strict=True):
-                spent.index_add_(0, place, cost)
+        for one, place in placed:
+            spent.index_add_(0, place, cost(one))
     dist.all_reduce(spent, group=parallel.host)
     rewards = [info.reward - float(kl) for info, kl in zip(batch.infos, spent, strict=True)]
-    advantages = torch.tensor(sample_advantages(batch.infos, rewards, {}, session.settings), dtype=torch.float64)
+    values = torch.tensor(sample_advantages(batch.infos, rewards, {}, session.settings), dtype=torch.float64)
     return [
-        [replace(one, advantages=advantages[place] * one.mask) for one, place in zip(*pair, strict=True)]
-        for pair in zip(updates, places, strict=True)
+        [_moved(one, values[_samples_of(one, plan)]) for one in part]
+        for part, plan in zip(updates, batch.plan, strict=True)
     ]
+
+
+def _moved(batch: MicroBatch, advantages: Tensor) -> MicroBatch:
+    return replace(batch, advantages=advantages * batch.mask)
 
 
 def _kl(batch: MicroBatch, wanted: Algorithm) -> Tensor:
@@ -105,9 +108,9 @@ def _kl(batch: MicroBatch, wanted: Algorithm) -> Tensor:
     return ESTIMATORS[wanted.kl.estimator](log_r, torch.ones_like(log_r)).where(batch.mask.bool(), 0.0)
 
 
-def _samples_of(batch: MicroBatch, samples: Sequence[int]) -> Tensor:
+def _samples_of(batch: MicroBatch, plan: Update) -> Tensor:
     """[T]: which sample of the step a token belongs to; padding names any."""
-    return torch.tensor([samples[i] for i in batch.sample_ids] or [0])[batch.sequence.clamp(min=0)]
+    return torch.tensor([plan.samples[i] for i in batch.sample_ids] or [0])[batch.sequence.clamp(min=0)]
 
 
 def _to_go(values: Tensor, batch: MicroBatch, parallel: Parallel) -> Tensor:
@@ -129,7 +132,4 @@ def _whitened(updates: Updates, parallel: Parallel) -> Updates:
     dist.all_reduce(sums, group=parallel.host)
     count, mean = sums[0].clamp(min=1), sums[1] / sums[0].clamp(min=1)
     std = ((sums[2] / count - mean.square()).clamp(min=0) * count / (count - 1).clamp(min=1)).sqrt()
-    return [
-        [replace(one, advantages=(one.advantages - mean) / (std + 1e-8) * one.mask) for one in update]
-        for update in updates
-    ]
+    return [[_moved(one, (one.advantages - mean) / (std + 1e-8)) for one in update] for update in updates]

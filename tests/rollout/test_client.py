@@ -5,17 +5,19 @@ import base64
 import itertools
 import json
 import pickle
+import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sglang
 import torch
 from safetensors.torch import load_file
 
 from grpo_mp.errors import PhaseTimeout, UserError
-from grpo_mp.rollout.client import EngineClient, Generated, Sampling, token_versions
+from grpo_mp.rollout.client import IDLE_LIMIT_S, EngineClient, Generated, Sampling, token_versions
 from grpo_mp.rollout.server import EngineProcess
 
 TOLERANCE = 1e-4
@@ -209,3 +211,11 @@ def test_token_versions() -> None:
     assert token_versions({"weight_version": "4"}, 2) == (4, 4)
     with pytest.raises(ValueError, match="3 tokens for 5"):
         token_versions({"weight_version": "7", "weight_versions": spans}, 5)
+
+
+def test_connections_are_dropped_before_the_server_drops_them() -> None:
+    """Both had five seconds: a request that met the server's closing was lost, once in some hundred steps."""
+    source = Path(sglang.__file__).parent / "srt" / "environ.py"
+    found = re.search(r"SGLANG_TIMEOUT_KEEP_ALIVE = EnvInt\((\d+)\)", source.read_text())
+    assert found
+    assert int(found[1]) >= 2 * IDLE_LIMIT_S
