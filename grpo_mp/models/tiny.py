@@ -60,7 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": BASE | GROUPED_QUERY,
     "qwen3_moe": BASE | GROUPED_QUERY | EXPERTS | {"num_experts": 8, "decoder_sparse_step": 1},
     "qwen2": BASE | GROUPED_QUERY,
-    "llama": BASE | GROUPED_QUERY | {"rope_scaling": LLAMA3},
+    "llama": BASE | GROUPED_QUERY | {"rope_scaling": LLAMA3, "max_position_embeddings": 16384},
     "mixtral": BASE | GROUPED_QUERY | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     "deepseek_v2": BASE | EXPERTS | LATENT | SHARED | ONE_GROUP | {"norm_topk_prob": False, "topk_method": "greedy"},
     "deepseek_v3": DEEPSEEK_V3,
