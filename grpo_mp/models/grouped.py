@@ -30,7 +30,7 @@ def rotary(hf: HfConfig, percent: float = 1.0) -> dict[str, Any]:
     Megatron and Hugging Face rotate the first dimensions of a head, in halves.
     """
     rope = hf.rope
-    share = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", percent))
+    share = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or percent
     scaled = {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])} if _llama3(rope) else {}
     return {"rotary_base": rope["rope_theta"], "rotary_percent": float(share), **scaled}
 
