@@ -7,7 +7,8 @@ from grpo_mp.models.blocks import HF, MEGATRON
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 
-LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+# What Megatron knows of llama3's rope scaling, beside its factor.
+FIXED = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
 def config(hf: HfConfig, *, norms: bool = False, bias: bool = False) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def rotary(hf: HfConfig, percent: float = 1.0) -> dict[str, Any]:
     """
     rope = hf.rope
     share = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or percent
-    scaled = {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])} if _llama3(rope) else {}
+    scaled = {"rope_scaling": True, "rope_scaling_factor": hf.rope_float("factor")} if _llama3(rope) else {}
     return {"rotary_base": rope["rope_theta"], "rotary_percent": float(share), **scaled}
 
 
@@ -72,7 +73,9 @@ def _check_rotary(hf: HfConfig) -> None:
     rope = hf.rope
     if rope["rope_type"] not in ("default", "llama3"):
         raise hf.refusal(f"rope type {rope['rope_type']!r} is not supported, only 'default' or 'llama3'")
-    # Megatron fixes these three numbers.
-    for key, wanted in LLAMA3.items() if _llama3(rope) else ():
-        if rope.get(key) != wanted:
-            raise hf.refusal(f"{key}={rope.get(key)!r} of llama3's rope scaling is not supported, only {wanted}")
+    if not _llama3(rope):
+        return
+    hf.rope_float("factor")
+    for key, wanted in FIXED.items():
+        if hf.rope_float(key) != wanted:
+            raise hf.refusal(f"{key}={rope[key]!r} of llama3's rope scaling is not supported, only {wanted}")

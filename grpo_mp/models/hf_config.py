@@ -50,6 +50,12 @@ class HfConfig:
         kind = nested.get("rope_type", nested.get("type", "default"))
         return {**nested, "rope_theta": float(theta), "rope_type": kind}
 
+    def rope_float(self, key: str) -> float:
+        """A number that this kind of rotary embedding cannot do without."""
+        if self.rope.get(key) is None:
+            raise self.refusal(f"{key} of the rope scaling is missing")
+        return float(self.rope[key])
+
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
 

@@ -62,8 +62,8 @@ def _rotary(hf: HfConfig) -> dict[str, Any]:
     return {
         "rope_type": "yarn",
         "rotary_base": rope["rope_theta"],
-        "rotary_scaling_factor": float(rope["factor"]),
-        "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
+        "rotary_scaling_factor": hf.rope_float("factor"),
+        "original_max_position_embeddings": int(hf.rope_float("original_max_position_embeddings")),
         "beta_fast": float(rope.get("beta_fast") or 32),
         "beta_slow": float(rope.get("beta_slow") or 1),
     } | _magnitude(hf)

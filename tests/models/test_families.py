@@ -72,6 +72,8 @@ def test_what_a_family_cannot_compute_is_refused(of: str, key: str, value: Any, 
         ("llama", {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4096}}, "=4096 .* only 8192"),
         ("deepseek_v3", {"rope_scaling": YARN | {"attention_factor": 1.5}}, "attention_factor=1.5 of yarn"),
         ("deepseek_v2", {"rope_scaling": YARN | {"truncate": False}}, "truncate=False of yarn"),
+        ("deepseek_v3", {"rope_scaling": YARN | {"factor": None}}, "factor of the rope scaling is missing"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor of the rope .* missing"),
         ("kimi_k2", {"rope_scaling": YARN | {"mscale": None}}, "mscale_all_dim but without mscale .*: set both"),
     ],
 )

@@ -61,17 +61,18 @@ DENSE = ("one", "dp2", "tp2", "pp2", "pp2_vpp2", "cp2", "tp2_cp2", "cp2_pp2")
 TIED = ("one", "tp2", "pp2", "pp2_vpp2", "tp2_pp2")
 ODD = ("one", "tp2_ep2", "tp2_pp2_vpp2")
 COMPUTED = ("export", "logits", "logprobs", "gradient")
-COMPUTED_IN = {  # model -> its layout beside one rank
-    "llama": "tp2_pp2",
-    "llama_tied": "tp2_pp2",
-    "qwen2": "tp2_pp2",
-    "mixtral": "tp2_ep2_pp2",
-    "deepseek_v2": "tp2_ep2_pp2",
-    "deepseek_v2_lite": "tp2_ep2_pp2",
-    "moonlight": "tp2_ep2_pp2",
-    "kimi_k2": "tp2_ep2_pp2",
-    "glm4_moe": "tp2_ep2_pp2",
-    "glm4_moe_air": "tp2_ep2_pp2",
+DENSE_FAMILY, SPARSE_FAMILY = ("one", "tp2_pp2"), ("one", "tp2_ep2_pp2")
+COMPUTED_IN = {  # model -> layouts
+    "llama": (*DENSE_FAMILY, "cp2"),
+    "llama_tied": DENSE_FAMILY,
+    "qwen2": DENSE_FAMILY,
+    "mixtral": (*SPARSE_FAMILY, "tp2_ep2_etp2"),
+    "deepseek_v2": SPARSE_FAMILY,
+    "deepseek_v2_lite": (*SPARSE_FAMILY, "cp2"),
+    "moonlight": SPARSE_FAMILY,
+    "kimi_k2": SPARSE_FAMILY,
+    "glm4_moe": (*SPARSE_FAMILY, "cp2"),
+    "glm4_moe_air": SPARSE_FAMILY,
 }
 USUAL = ("export", "logits", "logprobs", "scores", "gradient", "updates")
 
@@ -112,12 +113,15 @@ def having(measure: str) -> list[Case]:
     return [case for case in CASES.values() if measure in case.measures]
 
 
-SAVING = ("deepseek_v3-tp2_ep2_pp2", "qwen3_moe-pp2_vpp2", "tied-pp2")
 LOADING = {  # who saved -> layouts that load
     "deepseek_v3-tp2_ep2_pp2": ("one", "tp2", "pp2", "pp2_vpp2", "ep2", "tp2_pp2", "ep2_pp2"),
     "qwen3_moe-pp2_vpp2": ("one", "tp2_ep2", "ep2", "dp2"),
     "tied-pp2": ("one", "tp2"),
+    "qwen2-tp2_pp2": ("one", "tp2"),
+    "deepseek_v2_lite-tp2_ep2_pp2": ("one",),
+    "glm4_moe-tp2_ep2_pp2": ("one", "ep2"),
 }
+SAVING = tuple(LOADING)
 VARIANTS: dict[str, dict[str, Any]] = {
     "alone": {"max_tokens_per_microbatch": 1},
     "together": {"max_tokens_per_microbatch": 4096},
@@ -144,12 +148,16 @@ def _every_layout() -> list[Case]:
 
 
 def _computed() -> list[Case]:
-    """Families whose computation is compared; what layouts do to training is shown by the models above."""
-    return [
-        Case(model, layout, tuple(name for name in COMPUTED if name != "logits" or "pp2" not in layout))
-        for model, layout_of_four in COMPUTED_IN.items()
-        for layout in ("one", layout_of_four)
-    ]
+    """The other families: those that save are updated, too; what layouts do to training, the models above show."""
+    savers = {saver.split("-")[0] for saver in SAVING}
+    cases = []
+    for model, names in COMPUTED_IN.items():
+        for layout in names:
+            measures = [name for name in COMPUTED if name != "logits" or "pp2" not in layout]
+            if model in savers:
+                measures.append("updates")
+            cases.append(Case(model, layout, tuple(measures), saves=f"{model}-{layout}" in SAVING))
+    return cases
 
 
 def _variants() -> list[Case]:
