@@ -1,10 +1,12 @@
 """Which settings a family makes of a config, and which configs it refuses."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_mp.errors import UserError
+from grpo_mp.models import families
 from grpo_mp.models.families import FAMILIES, family_of
 from grpo_mp.models.tiny import LLAMA3, SHAPES
 from tests.models.conftest import MakeHf
@@ -14,6 +16,11 @@ YARN = SHAPES["deepseek_v3"]["rope_scaling"]
 
 def test_each_family_is_found_by_its_model_type(family: str, make_hf: MakeHf) -> None:
     assert family_of(make_hf(family)) is FAMILIES[family]
+
+
+def test_the_page_names_each_family(family: str) -> None:
+    page = Path(families.__file__).with_name("README.md").read_text()
+    assert f"| `{family}` | {FAMILIES[family].architecture} |" in page
 
 
 @pytest.mark.parametrize(("wrong", "near"), [("qwen3moe", "qwen3_moe"), ("deepseek_v4", "deepseek_v3")])
