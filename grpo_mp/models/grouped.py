@@ -5,7 +5,7 @@ from typing import Any
 
 from grpo_mp.models.blocks import HF, MEGATRON
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.mapping import Rule
+from grpo_mp.models.mapping import Rule, Shape
 
 # What Megatron knows of llama3's rope scaling, beside its factor.
 FIXED = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
@@ -38,31 +38,31 @@ def rotary(hf: HfConfig, percent: float = 1.0) -> dict[str, Any]:
 
 def rules(hf: HfConfig, layers: Iterable[int], *, norms: bool = False, bias: bool = False) -> list[Rule]:
     """q, k and v as one projection, the output projection, and the norm before them."""
-    hidden, head_dim, layers = hf.int("hidden_size"), hf.head_dim, tuple(layers)
-    queries, keys = hf.int("num_attention_heads") * head_dim, hf.int("num_key_value_heads") * head_dim
+    hidden, queries, layers = hf.int("hidden_size"), hf.int("num_attention_heads") * hf.head_dim, tuple(layers)
     here, there = MEGATRON + "self_attention.", HF + "self_attn."
-    fused = [
-        Rule(
-            here + f"linear_qkv.{kind}",
-            tuple(there + f"{part}_proj.{kind}" for part in "qkv"),
-            tuple((rows, *columns) for rows in (queries, keys, keys)),
-            fuse="qkv",
-            split=0,
-            layers=layers,
-            head_dim=head_dim,
-        )
-        for kind, columns in (("weight", (hidden,)), ("bias", ()))[: 1 + bias]
-    ]
-    norm_rules = [
-        Rule(here + f"{part}_layernorm.weight", (there + f"{part}_norm.weight",), ((head_dim,),), layers=layers)
-        for part in "qk"[: 2 * norms]
-    ]
     return [
-        *fused,
-        *norm_rules,
+        _fused(hf, layers, "weight", (hidden,)),
+        *([_fused(hf, layers, "bias", ())] if bias else []),
+        *(
+            Rule(here + f"{part}_layernorm.weight", (there + f"{part}_norm.weight",), ((hf.head_dim,),), layers=layers)
+            for part in ("qk" if norms else "")
+        ),
         Rule(here + "linear_qkv.layer_norm_weight", (HF + "input_layernorm.weight",), ((hidden,),), layers=layers),
         Rule(here + "linear_proj.weight", (there + "o_proj.weight",), ((hidden, queries),), split=1, layers=layers),
     ]
+
+
+def _fused(hf: HfConfig, layers: tuple[int, ...], kind: str, columns: Shape) -> Rule:
+    queries, keys = (hf.int(f"num_{heads}_heads") * hf.head_dim for heads in ("attention", "key_value"))
+    return Rule(
+        MEGATRON + f"self_attention.linear_qkv.{kind}",
+        tuple(HF + f"self_attn.{part}_proj.{kind}" for part in "qkv"),
+        tuple((rows, *columns) for rows in (queries, keys, keys)),
+        fuse="qkv",
+        split=0,
+        layers=layers,
+        head_dim=hf.head_dim,
+    )
 
 
 def _llama3(rope: dict[str, Any]) -> bool:
