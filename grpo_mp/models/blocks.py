@@ -1,6 +1,7 @@
-"""Rules and Megatron settings that several families share: embeddings, grouped-query attention, MLPs, experts."""
+"""Rules and Megatron settings that many families share: embeddings, norms, MLPs, experts."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_mp.models.hf_config import HfConfig
@@ -25,12 +26,12 @@ def base_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def moe_config(hf: HfConfig, experts: int) -> dict[str, Any]:
+def moe_config(hf: HfConfig, experts: int, width: int) -> dict[str, Any]:
     """Megatron settings of a dropless mixture of experts; no balancing loss: RL leaves routing to the reward."""
     return {
         "num_moe_experts": experts,
         "moe_router_topk": hf.int("num_experts_per_tok"),
-        "moe_ffn_hidden_size": hf.int("moe_intermediate_size"),
+        "moe_ffn_hidden_size": width,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -47,28 +48,6 @@ def ends(hf: HfConfig) -> list[Rule]:
         Rule("embedding.word_embeddings.weight", (embedding,), (vocabulary,), split=0, vocabulary=True),
         Rule("decoder.final_layernorm.weight", ("model.norm.weight",), (vocabulary[1:],)),
         Rule("output_layer.weight", (output,), (vocabulary,), split=0, vocabulary=True, alias=hf.tied),
-    ]
-
-
-def grouped_query_attention(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:
-    """q, k, v with their norms and the output projection (Qwen3)."""
-    hidden, head_dim = hf.int("hidden_size"), hf.int("head_dim")
-    queries, keys = hf.int("num_attention_heads") * head_dim, hf.int("num_key_value_heads") * head_dim
-    here, there, layers = MEGATRON + "self_attention.", HF + "self_attn.", tuple(layers)
-    return [
-        Rule(
-            here + "linear_qkv.weight",
-            tuple(there + f"{part}_proj.weight" for part in "qkv"),
-            ((queries, hidden), (keys, hidden), (keys, hidden)),
-            fuse="qkv",
-            split=0,
-            layers=layers,
-            head_dim=head_dim,
-        ),
-        Rule(here + "linear_qkv.layer_norm_weight", (HF + "input_layernorm.weight",), ((hidden,),), layers=layers),
-        Rule(here + "q_layernorm.weight", (there + "q_norm.weight",), ((head_dim,),), layers=layers),
-        Rule(here + "k_layernorm.weight", (there + "k_norm.weight",), ((head_dim,),), layers=layers),
-        Rule(here + "linear_proj.weight", (there + "o_proj.weight",), ((hidden, queries),), split=1, layers=layers),
     ]
 
 
@@ -106,10 +85,23 @@ def dense_mlp(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:
     return [norm, *mlp(hf, layers, hf.int("intermediate_size"))]
 
 
-def experts(hf: HfConfig, layers: Iterable[int], count: int) -> list[Rule]:
-    """Router, its norm, and `count` routed experts."""
-    hidden, width, layers = hf.int("hidden_size"), hf.int("moe_intermediate_size"), tuple(layers)
-    here, there = MEGATRON + "mlp.", HF + "mlp."
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls the mixture of a layer, and the three projections of an expert."""
+
+    mixture: str = "mlp."
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+USUAL = ExpertNames()
+
+
+def experts(hf: HfConfig, layers: Iterable[int], count: int, width: int, names: ExpertNames = USUAL) -> list[Rule]:
+    """Router, its norm, and `count` routed experts of `width`."""
+    hidden, layers = hf.int("hidden_size"), tuple(layers)
+    here, there = MEGATRON + "mlp.", HF + names.mixture
     return [
         Rule(
             MEGATRON + "pre_mlp_layernorm.weight",
@@ -120,7 +112,7 @@ def experts(hf: HfConfig, layers: Iterable[int], count: int) -> list[Rule]:
         Rule(here + "router.weight", (there + "gate.weight",), ((count, hidden),), layers=layers),
         Rule(
             here + "experts.linear_fc1.weight{expert}",
-            (there + "experts.{expert}.gate_proj.weight", there + "experts.{expert}.up_proj.weight"),
+            tuple(there + "experts.{expert}." + name + ".weight" for name in (names.gate, names.up)),
             ((width, hidden), (width, hidden)),
             fuse="gate_up",
             split=0,
@@ -129,7 +121,7 @@ def experts(hf: HfConfig, layers: Iterable[int], count: int) -> list[Rule]:
         ),
         Rule(
             here + "experts.linear_fc2.weight{expert}",
-            (there + "experts.{expert}.down_proj.weight",),
+            (there + "experts.{expert}." + names.down + ".weight",),
             ((hidden, width),),
             split=1,
             layers=layers,

@@ -4,35 +4,45 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_mp.errors import UserError, nearest
-from grpo_mp.models import deepseek_v3, qwen3
+from grpo_mp.errors import nearest
+from grpo_mp.models import deepseek_v2, deepseek_v3, glm4_moe, grouped, llama, mixtral, qwen3
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
 
 
 @dataclass(frozen=True)
 class Family:
-    """What one architecture contributes: Megatron settings and the parameter mapping."""
+    """What one architecture contributes: Megatron settings, the parameter mapping, and arguments of GPTModel."""
 
+    architecture: str
     config: Callable[[HfConfig], dict[str, Any]]
     rules: Callable[[HfConfig], list[Rule]]
+    rotary: Callable[[HfConfig], dict[str, Any]] = grouped.rotary  # latent attention reads its settings instead
 
     def params(self, hf: HfConfig) -> dict[str, Param]:
         return expand(self.rules(hf))
 
 
-FAMILIES = {
-    "qwen3": Family(qwen3.dense_config, qwen3.dense_rules),
-    "qwen3_moe": Family(qwen3.moe_config, qwen3.moe_rules),
-    "deepseek_v3": Family(deepseek_v3.config, deepseek_v3.rules),
+FAMILIES = {  # by model_type
+    "qwen3": Family("Qwen3ForCausalLM", qwen3.dense_config, qwen3.dense_rules),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3.moe_config, qwen3.moe_rules),
+    "qwen2": Family("Qwen2ForCausalLM", llama.qwen2_config, llama.qwen2_rules),
+    "llama": Family("LlamaForCausalLM", llama.llama_config, llama.llama_rules),
+    "mixtral": Family("MixtralForCausalLM", mixtral.config, mixtral.rules),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek_v2.config, deepseek_v2.rules),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek_v3.config, deepseek_v3.rules),
+    "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek_v3.config, deepseek_v3.rules),
+    "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.config, glm4_moe.rules, glm4_moe.rotary),
 }
 
 
 def family_of(hf: HfConfig) -> Family:
     """Raises UserError for an architecture that no family supports."""
     if hf.model_type not in FAMILIES:
-        raise UserError(
-            f"{hf.path / 'config.json'}: model_type {hf.model_type!r} is not supported"
+        raise hf.refusal(
+            f"model_type {hf.model_type!r} is not supported"
             f"{nearest(hf.model_type, FAMILIES)}; supported: {', '.join(FAMILIES)}"
         )
-    return FAMILIES[hf.model_type]
+    family = FAMILIES[hf.model_type]
+    hf.expect("architectures", [family.architecture])
+    return family

@@ -38,12 +38,23 @@ class HfConfig:
         return bool(self.values.get("tie_word_embeddings", False))
 
     @property
+    def head_dim(self) -> int:
+        """Of grouped-query attention; where the file does not say, the heads divide the hidden size."""
+        return int(self.values.get("head_dim") or self.int("hidden_size") // self.int("num_attention_heads"))
+
+    @property
     def rope(self) -> dict[str, Any]:
         """Rotary settings with `rope_theta`, whichever of the two published layouts the file uses."""
         nested = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
         theta = nested.get("rope_theta", self.values.get("rope_theta", 10000.0))
         kind = nested.get("rope_type", nested.get("type", "default"))
         return {**nested, "rope_theta": float(theta), "rope_type": kind}
+
+    def rope_float(self, key: str) -> float:
+        """A number that this kind of rotary embedding cannot do without."""
+        if self.rope.get(key) is None:
+            raise self.refusal(f"{key} of the rope scaling is missing")
+        return float(self.rope[key])
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
@@ -59,9 +70,13 @@ class HfConfig:
         value = self.values.get(key, allowed[0])
         if value not in allowed:
             choices = " or ".join(repr(choice) for choice in allowed)
-            raise UserError(f"{self.path / 'config.json'}: {key}={value!r} is not supported, only {choices}")
+            raise self.refusal(f"{key}={value!r} is not supported, only {choices}")
+
+    def refusal(self, sentence: str) -> UserError:
+        """The error to raise for a config that Megatron cannot compute."""
+        return UserError(f"{self.path / 'config.json'}: {sentence}")
 
     def _require(self, key: str) -> Any:
         if self.values.get(key) is None:
-            raise UserError(f"{self.path / 'config.json'}: {key} is missing")
+            raise self.refusal(f"{key} is missing")
         return self.values[key]

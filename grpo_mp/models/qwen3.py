@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grpo_mp.models import blocks
+from grpo_mp.models import blocks, grouped
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 
@@ -12,18 +12,14 @@ def dense_config(hf: HfConfig) -> dict[str, Any]:
     hf.expect("hidden_act", "silu")
     hf.expect("attention_bias", False)
     hf.expect("use_sliding_window", False, None)
-    return blocks.base_config(hf) | {
-        "num_query_groups": hf.int("num_key_value_heads"),
-        "kv_channels": hf.int("head_dim"),
-        "qk_layernorm": True,
-        "ffn_hidden_size": hf.int("intermediate_size"),
-    }
+    width = {"ffn_hidden_size": hf.int("intermediate_size")}
+    return blocks.base_config(hf) | grouped.config(hf, norms=True) | width
 
 
 def dense_rules(hf: HfConfig) -> list[Rule]:
     """Parameter mapping of a dense Qwen3."""
     layers = range(hf.int("num_hidden_layers"))
-    return [*blocks.ends(hf), *blocks.grouped_query_attention(hf, layers), *blocks.dense_mlp(hf, layers)]
+    return [*blocks.ends(hf), *grouped.rules(hf, layers, norms=True), *blocks.dense_mlp(hf, layers)]
 
 
 def moe_config(hf: HfConfig) -> dict[str, Any]:
@@ -31,7 +27,7 @@ def moe_config(hf: HfConfig) -> dict[str, Any]:
     pattern = [int(layer in _moe_layers(hf)) for layer in range(hf.int("num_hidden_layers"))]
     return (
         dense_config(hf)
-        | blocks.moe_config(hf, hf.int("num_experts"))
+        | blocks.moe_config(hf, hf.int("num_experts"), hf.int("moe_intermediate_size"))
         | {
             "moe_layer_freq": pattern,
             "moe_router_score_function": "softmax",
@@ -46,9 +42,9 @@ def moe_rules(hf: HfConfig) -> list[Rule]:
     moe = _moe_layers(hf)
     return [
         *blocks.ends(hf),
-        *blocks.grouped_query_attention(hf, layers),
+        *grouped.rules(hf, layers, norms=True),
         *blocks.dense_mlp(hf, [layer for layer in layers if layer not in moe]),
-        *blocks.experts(hf, moe, hf.int("num_experts")),
+        *blocks.experts(hf, moe, hf.int("num_experts"), hf.int("moe_intermediate_size")),
     ]
 
 

@@ -19,6 +19,22 @@ BASE: dict[str, Any] = {
 }
 GROUPED_QUERY = {"num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256, "rope_theta": 10000.0}
 EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2, "norm_topk_prob": True}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SHARED = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "num_experts_per_tok": 4,
+}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
 LATENT = {
     "num_key_value_heads": 4,
     "intermediate_size": 256,
@@ -27,13 +43,6 @@ LATENT = {
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-    "num_experts_per_tok": 4,
     "rope_scaling": {
         "type": "yarn",
         "rope_type": "yarn",
@@ -46,22 +55,34 @@ LATENT = {
         "mscale_all_dim": 1.0,
     },
 }
+DEEPSEEK_V3 = BASE | EXPERTS | LATENT | SHARED | {"n_group": 4, "topk_group": 2}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": BASE | GROUPED_QUERY,
     "qwen3_moe": BASE | GROUPED_QUERY | EXPERTS | {"num_experts": 8, "decoder_sparse_step": 1},
-    "deepseek_v3": BASE | EXPERTS | LATENT,
+    "qwen2": BASE | GROUPED_QUERY,
+    "llama": BASE | GROUPED_QUERY | {"rope_scaling": LLAMA3, "max_position_embeddings": 16384},
+    "mixtral": BASE | GROUPED_QUERY | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "deepseek_v2": BASE | EXPERTS | LATENT | SHARED | ONE_GROUP | {"norm_topk_prob": False, "topk_method": "greedy"},
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": DEEPSEEK_V3 | ONE_GROUP,
+    "glm4_moe": BASE | GROUPED_QUERY | EXPERTS | SHARED | ONE_GROUP | {"use_qk_norm": True, "attention_bias": True},
 }
 # Keys that released configs carry and engines read, and that transformers leaves out or renames.
+SIGMOID = {
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+    "ep_size": 1,
+    "num_nextn_predict_layers": 0,
+}
 RELEASED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8},
-    "deepseek_v3": {
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "moe_layer_freq": 1,
-        "ep_size": 1,
-        "num_nextn_predict_layers": 0,
-    },
+    "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1, "ep_size": 1},
+    "deepseek_v3": SIGMOID,
+    "kimi_k2": SIGMOID | {"model_type": "kimi_k2"},
+    "glm4_moe": {"partial_rotary_factor": 0.5, "num_nextn_predict_layers": 0},
 }
+CODE = {"kimi_k2": "deepseek_v3"}  # families that transformers computes under another name
 
 
 def make_tiny(
@@ -69,12 +90,13 @@ def make_tiny(
 ) -> dict[str, Any]:
     """Write a random model of `family` (a key of SHAPES) with its tokenizer; returns its config.json.
 
-    `shape` overrides any key of the config. Norms and the expert bias are random, too, so that a test sees them.
+    `shape` overrides any key of the config. Norms and biases are random, too, so that a test sees them.
     """
     values = SHAPES[family] | {"vocab_size": _padded(len(tokenizer)), "eos_token_id": tokenizer.eos_token_id}
     values |= {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None} | shape
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values), dtype=torch.float32)
+    code = CODE.get(family, family)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(code, **values), dtype=torch.float32)
     _randomise(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -88,6 +110,8 @@ def _randomise(model: torch.nn.Module) -> None:
     for name, tensor in model.named_parameters():
         if "norm" in name:
             tensor.uniform_(0.8, 1.2)
+        elif name.endswith(".bias"):
+            tensor.uniform_(-0.3, 0.3)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.uniform_(-0.05, 0.05)

@@ -22,6 +22,7 @@ def register() -> None:
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         _leave_out_megatron()
         _absorbed_latent_attention()
+        _plain_rotary_of_latent_attention()
         _attention_over_whole_batches()
         _plain_memory_for_routed_experts()
         _fork_children()
@@ -40,6 +41,22 @@ def _absorbed_latent_attention() -> None:
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+
+
+def _plain_rotary_of_latent_attention() -> None:
+    # SGLang's choice for latent attention on a CPU is yarn or an assertion; Moonlight has no yarn.
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", _rotary, HookType.AROUND)
+
+
+def _rotary(original: Callable[..., Any], *args: Any) -> Any:
+    """SGLang's arguments: head size, rotary size, positions, base, style, scaling, type, share, device."""
+    if args[5] is not None:
+        return original(*args)
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    return get_rope(*args[:8])
 
 
 def _attention_over_whole_batches() -> None:

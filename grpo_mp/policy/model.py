@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grpo_mp import platform
 from grpo_mp.config import Settings
+from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.head import VocabularyShard, token_logprobs
 
@@ -71,7 +72,7 @@ def _build(settings: Settings, hf: HfConfig, config: TransformerConfig, chunk: i
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         share_embeddings_and_output_weights=hf.tied,
         position_embedding_type="rope",
-        rotary_base=int(hf.rope["rope_theta"]),
+        **family_of(hf).rotary(hf),
         vp_stage=chunk,
     )
     model.head = Head(settings.rollout.temperature, settings.optimizer.logprob_chunk_tokens, vocabulary)

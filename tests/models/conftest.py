@@ -10,17 +10,18 @@ from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.tiny import RELEASED, SHAPES
 
+GROUPED = {"num_key_value_heads": 4, "num_attention_heads": 4, "head_dim": 4}
+LATENT = {"num_hidden_layers": 3, "n_shared_experts": 2, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2}
 SMALL: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 2, "num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 4},
-    "qwen3_moe": {
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 4,
-        "num_attention_heads": 4,
-        "head_dim": 4,
-        "mlp_only_layers": [1],
-        "num_experts": 4,
-    },
-    "deepseek_v3": {"num_hidden_layers": 3, "n_shared_experts": 2, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2},
+    "qwen3_moe": GROUPED | {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 4},
+    "qwen2": GROUPED,
+    "llama": GROUPED,
+    "mixtral": GROUPED | {"num_local_experts": 4},
+    "deepseek_v2": LATENT | {"q_lora_rank": None},
+    "deepseek_v3": LATENT,
+    "kimi_k2": LATENT,
+    "glm4_moe": GROUPED | {"num_hidden_layers": 3, "n_shared_experts": 2},
 }
 WIDTHS = {"hidden_size": 8, "intermediate_size": 16, "moe_intermediate_size": 12, "vocab_size": 10}
 MakeHf = Callable[..., HfConfig]

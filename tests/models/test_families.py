@@ -1,16 +1,26 @@
 """Which settings a family makes of a config, and which configs it refuses."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_mp.errors import UserError
+from grpo_mp.models import families
 from grpo_mp.models.families import FAMILIES, family_of
+from grpo_mp.models.tiny import LLAMA3, SHAPES
 from tests.models.conftest import MakeHf
+
+YARN = SHAPES["deepseek_v3"]["rope_scaling"]
 
 
 def test_each_family_is_found_by_its_model_type(family: str, make_hf: MakeHf) -> None:
     assert family_of(make_hf(family)) is FAMILIES[family]
+
+
+def test_the_page_names_each_family(family: str) -> None:
+    page = Path(families.__file__).with_name("README.md").read_text()
+    assert f"| `{family}` | {FAMILIES[family].architecture} |" in page
 
 
 @pytest.mark.parametrize(("wrong", "near"), [("qwen3moe", "qwen3_moe"), ("deepseek_v4", "deepseek_v3")])
@@ -38,11 +48,90 @@ def test_a_config_without_model_type_is_refused(make_hf: MakeHf) -> None:
         ("qwen3", "hidden_act", "gelu"),
         ("qwen3_moe", "use_sliding_window", True),
         ("qwen3", "attention_bias", True),
+        ("qwen2", "use_sliding_window", True),
+        ("llama", "attention_bias", True),
+        ("llama", "mlp_bias", True),
+        ("mixtral", "sliding_window", 4096),
+        ("deepseek_v2", "norm_topk_prob", True),
+        ("deepseek_v2", "scoring_func", "sigmoid"),
+        ("deepseek_v2", "topk_method", "noaux_tc"),
+        ("deepseek_v2", "mlp_bias", True),
+        ("kimi_k2", "norm_topk_prob", False),
+        ("glm4_moe", "norm_topk_prob", False),
+        ("glm4_moe", "hidden_act", "gelu"),
     ],
 )
 def test_what_a_family_cannot_compute_is_refused(of: str, key: str, value: Any, make_hf: MakeHf) -> None:
     with pytest.raises(UserError, match=f"config.json: {key}={value!r} is not supported"):
         FAMILIES[of].config(make_hf(of, **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("of", "changes", "sentence"),
+    [
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}, "best 1, Megatron"),
+        ("deepseek_v3", {"topk_group": 1}, "num_experts_per_tok=4 with topk_group=1 .* best 2, Megatron"),
+        ("deepseek_v3", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
+        ("glm4_moe", {"num_experts_per_tok": 1}, "does not normalise the score of one expert"),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported, only"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported, only"),
+        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor=2.0 of llama3's rope scaling"),
+        ("llama", {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4096}}, "=4096 .* only 8192"),
+        ("deepseek_v3", {"rope_scaling": YARN | {"attention_factor": 1.5}}, "attention_factor=1.5 of yarn"),
+        ("deepseek_v2", {"rope_scaling": YARN | {"truncate": False}}, "truncate=False of yarn"),
+        ("deepseek_v3", {"rope_scaling": YARN | {"factor": None}}, "factor of the rope scaling is missing"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor of the rope .* missing"),
+        ("kimi_k2", {"rope_scaling": YARN | {"mscale": None}}, "mscale_all_dim but without mscale .*: set both"),
+    ],
+)
+def test_what_megatron_computes_otherwise_is_refused(
+    of: str, changes: dict[str, Any], sentence: str, make_hf: MakeHf
+) -> None:
+    with pytest.raises(UserError, match=f"config.json: .*{sentence}"):
+        FAMILIES[of].config(make_hf(of, **changes))
+
+
+def test_groups_that_limit_nothing_and_groups_that_megatron_ranks_alike_are_taken(make_hf: MakeHf) -> None:
+    def groups(of: str, **changes: Any) -> tuple[int | None, int | None]:
+        found = FAMILIES[of].config(make_hf(of, **changes))
+        return found.get("moe_router_num_groups"), found.get("moe_router_group_topk")
+
+    limited = {"topk_method": "group_limited_greedy", "n_group": 4}
+    assert groups("deepseek_v2", **limited, topk_group=3) == (4, 3)
+    assert groups("deepseek_v2", **limited, topk_group=4) == (None, None)
+    assert groups("deepseek_v2", n_group=4, topk_group=2) == (None, None)  # greedy
+    assert groups("deepseek_v3") == (4, 2)
+    assert groups("deepseek_v3", n_group=1, topk_group=1) == groups("kimi_k2") == groups("glm4_moe") == (None, None)
+
+
+def test_another_architecture_of_the_same_model_type_is_refused(make_hf: MakeHf) -> None:
+    hf = make_hf("llama", architectures=["LlamaForSequenceClassification"])
+    with pytest.raises(
+        UserError, match=r"architectures=.*Classification'\] is not supported, only \['LlamaForCausalLM'\]"
+    ):
+        family_of(hf)
+
+
+def test_arguments_of_the_rotary_embedding(make_hf: MakeHf) -> None:
+    def rotary(of: str, **changes: Any) -> dict[str, Any]:
+        return FAMILIES[of].rotary(make_hf(of, **changes))
+
+    plain = {"rotary_base": 1e4, "rotary_percent": 1.0}
+    assert rotary("qwen2") == rotary("qwen3") == rotary("mixtral") == plain
+    assert rotary("llama") == plain | {"rope_scaling": True, "rope_scaling_factor": 8.0}
+    half = rotary("glm4_moe", partial_rotary_factor=0.25), rotary("glm4_moe", partial_rotary_factor=None)
+    assert [found["rotary_percent"] for found in half] == [0.25, 0.5]
+    newer = rotary("glm4_moe", rope_parameters={"rope_theta": 1e6, "partial_rotary_factor": 0.75})
+    assert newer == {"rotary_base": 1e6, "rotary_percent": 0.75}
+
+
+def test_mscale_counts_only_together_with_mscale_all_dim(make_hf: MakeHf) -> None:
+    def magnitude(**changes: Any) -> tuple[float, float]:
+        found = FAMILIES["deepseek_v3"].config(make_hf("deepseek_v3", rope_scaling=YARN | changes))
+        return found["mscale"], found["mscale_all_dim"]
+
+    assert magnitude(mscale=0.7, mscale_all_dim=0.5) == (0.7, 0.5)
+    assert magnitude(mscale=0.7, mscale_all_dim=0) == magnitude(mscale=None, mscale_all_dim=None) == (1.0, 0.0)
 
 
 def test_mixture_layers(make_hf: MakeHf) -> None:

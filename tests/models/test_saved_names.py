@@ -14,10 +14,22 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.tiny import make_tiny
 
 TINY: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
+MOONLIGHT = {"q_lora_rank": None, "rope_scaling": None, "rope_theta": 50000.0, "n_group": 1, "topk_group": 1}
+SIGMOID = ("deepseek_v3", "kimi_k2", "glm4_moe")
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen3_moe", {"mlp_only_layers": [1], "num_experts": 4}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("llama", {"head_dim": 16}),
+    ("mixtral", {"num_local_experts": 4}),
+    ("deepseek_v2", {"q_lora_rank": None, "n_shared_experts": 2}),
+    ("deepseek_v2", {"q_lora_rank": 16, "first_k_dense_replace": 2}),
     ("deepseek_v3", {"first_k_dense_replace": 2, "n_shared_experts": 2}),
+    ("deepseek_v3", MOONLIGHT),
+    ("kimi_k2", {}),
+    ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 2}),
+    ("glm4_moe", {"use_qk_norm": False, "attention_bias": True}),
+    ("glm4_moe", {"use_qk_norm": True, "attention_bias": False}),
 ]
 
 
@@ -46,5 +58,5 @@ def test_a_tied_output_layer_is_an_alias(tied: bool, make_hf: Any, family: str) 
 def test_only_the_expert_bias_keeps_float32(make_hf: Any, family: str) -> None:
     hf = make_hf(family)
     kept = [param.name for param in family_of(hf).params(hf).values() if param.keep_float32]
-    layers = (1, 2) if family == "deepseek_v3" else ()
+    layers = (1, 2) if family in SIGMOID else ()
     assert kept == [f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in layers]

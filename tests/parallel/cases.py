@@ -3,11 +3,19 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_mp.models.tiny import SHAPES
+
 # Small, but each width that a layout divides is there, and logits are not flat.
 SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.1}
 GROUPED = SMALL | {"head_dim": 16}
 SPARSE = {"moe_intermediate_size": 32}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+
+DIRECT = LATENT | {"q_lora_rank": None}  # queries without a low rank
+MOONLIGHT = {"n_group": 1, "topk_group": 1, "rope_scaling": None, "rope_theta": 50000.0}
+# As transformers, which does not know kimi_k2, reads the published weights.
+KIMI = SHAPES["kimi_k2"] | {"rope_scaling": SHAPES["kimi_k2"]["rope_scaling"] | {"beta_fast": 1.0, "factor": 64.0}}
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 3}  # ranked by the best expert
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what differs from its tiny shape
     "deepseek_v3": ("deepseek_v3", SMALL | SPARSE | LATENT),
@@ -15,6 +23,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what di
     "qwen3": ("qwen3", GROUPED),
     "tied": ("qwen3", GROUPED | {"tie_word_embeddings": True}),
     "odd_vocabulary": ("qwen3_moe", GROUPED | SPARSE | {"vocab_size": 163}),
+    "llama": ("llama", GROUPED | {"head_dim": None}),
+    "llama_tied": ("llama", GROUPED | {"tie_word_embeddings": True, "head_dim": 32}),
+    "qwen2": ("qwen2", GROUPED),
+    "mixtral": ("mixtral", GROUPED),
+    "deepseek_v2": ("deepseek_v2", SMALL | SPARSE | LATENT | GROUPS),
+    "deepseek_v2_lite": ("deepseek_v2", SMALL | SPARSE | DIRECT),
+    "moonlight": ("deepseek_v3", SMALL | SPARSE | DIRECT | MOONLIGHT),
+    "kimi_k2": ("deepseek_v3", KIMI | SMALL | SPARSE | LATENT),
+    "glm4_moe": ("glm4_moe", GROUPED | SPARSE),
+    "glm4_moe_air": ("glm4_moe", GROUPED | SPARSE | {"use_qk_norm": False}),
 }
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # name -> ranks, sizes
@@ -42,6 +60,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # name -> ranks, sizes
 DENSE = ("one", "dp2", "tp2", "pp2", "pp2_vpp2", "cp2", "tp2_cp2", "cp2_pp2")
 TIED = ("one", "tp2", "pp2", "pp2_vpp2", "tp2_pp2")
 ODD = ("one", "tp2_ep2", "tp2_pp2_vpp2")
+COMPUTED = ("export", "logits", "logprobs", "gradient")
+DENSE_FAMILY, SPARSE_FAMILY = ("one", "tp2_pp2"), ("one", "tp2_ep2_pp2")
+COMPUTED_IN = {  # model -> layouts
+    "llama": (*DENSE_FAMILY, "cp2"),
+    "llama_tied": DENSE_FAMILY,
+    "qwen2": DENSE_FAMILY,
+    "mixtral": (*SPARSE_FAMILY, "tp2_ep2_etp2"),
+    "deepseek_v2": SPARSE_FAMILY,
+    "deepseek_v2_lite": (*SPARSE_FAMILY, "cp2"),
+    "moonlight": SPARSE_FAMILY,
+    "kimi_k2": SPARSE_FAMILY,
+    "glm4_moe": (*SPARSE_FAMILY, "cp2"),
+    "glm4_moe_air": SPARSE_FAMILY,
+}
 USUAL = ("export", "logits", "logprobs", "scores", "gradient", "updates")
 
 
@@ -81,12 +113,15 @@ def having(measure: str) -> list[Case]:
     return [case for case in CASES.values() if measure in case.measures]
 
 
-SAVING = ("deepseek_v3-tp2_ep2_pp2", "qwen3_moe-pp2_vpp2", "tied-pp2")
 LOADING = {  # who saved -> layouts that load
     "deepseek_v3-tp2_ep2_pp2": ("one", "tp2", "pp2", "pp2_vpp2", "ep2", "tp2_pp2", "ep2_pp2"),
     "qwen3_moe-pp2_vpp2": ("one", "tp2_ep2", "ep2", "dp2"),
     "tied-pp2": ("one", "tp2"),
+    "qwen2-tp2_pp2": ("one", "tp2"),
+    "deepseek_v2_lite-tp2_ep2_pp2": ("one",),
+    "glm4_moe-tp2_ep2_pp2": ("one", "ep2"),
 }
+SAVING = tuple(LOADING)
 VARIANTS: dict[str, dict[str, Any]] = {
     "alone": {"max_tokens_per_microbatch": 1},
     "together": {"max_tokens_per_microbatch": 4096},
@@ -108,6 +143,19 @@ def _every_layout() -> list[Case]:
             measures = [name for name in USUAL if name != "logits" or "pp2" not in layout]
             if model == "qwen3_moe":
                 measures.append("exchange")
+            cases.append(Case(model, layout, tuple(measures), saves=f"{model}-{layout}" in SAVING))
+    return cases
+
+
+def _computed() -> list[Case]:
+    """The other families: those that save are updated, too; what layouts do to training, the models above show."""
+    savers = {saver.split("-")[0] for saver in SAVING}
+    cases = []
+    for model, names in COMPUTED_IN.items():
+        for layout in names:
+            measures = [name for name in COMPUTED if name != "logits" or "pp2" not in layout]
+            if model in savers:
+                measures.append("updates")
             cases.append(Case(model, layout, tuple(measures), saves=f"{model}-{layout}" in SAVING))
     return cases
 
@@ -148,5 +196,5 @@ def _family() -> list[Case]:
 
 # Two cases of one layout: the first breaks on one rank while the other waits, the second must not notice.
 BREAKING = [Case("qwen3", "dp2", ("broken",), "broken"), Case("qwen3", "dp2", ("logprobs",), "after_broken")]
-ALL = [*_every_layout(), *_variants(), *_unsharded(), *_family(), *BREAKING, *_resumed()]
+ALL = [*_every_layout(), *_computed(), *_variants(), *_unsharded(), *_family(), *BREAKING, *_resumed()]
 CASES = {case.name: case for case in ALL}

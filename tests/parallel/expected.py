@@ -1,6 +1,6 @@
 """What transformers computes from the same folder, one unpadded sequence at a time: logits and a gradient."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_mp.types import Sample
 from tests.parallel.inputs import KL_WEIGHT, TEMPERATURE, Given, give, random_samples, reference_logprobs
+
+MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # modules -> files
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class Expected:
         update = self.given.first_update
         losses = [_sample_loss(model, self.given.samples[i], self.given.advantages[i]) for i in update]
         (torch.stack(losses).sum() / len(update)).backward()
-        return dict(_file_tensors((name, p.grad) for name, p in model.named_parameters() if p.grad is not None))
+        own = _file_tensors((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+        names = MIXTRAL if model.config.model_type == "mixtral" else {}
+        return {_renamed(name, names): gradient for name, gradient in own}
 
 
 def rows(values: Sequence[Tensor], sample: Tensor, position: Tensor) -> Tensor:
@@ -107,3 +111,7 @@ def _file_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
         for expert, values in enumerate(tensor):
             for part, piece in zip(parts, values.chunk(len(parts)), strict=True):
                 yield f"{layer}.experts.{expert}.{part}.weight", piece
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    return ".".join(names.get(part, part) for part in name.split("."))

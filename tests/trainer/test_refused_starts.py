@@ -165,8 +165,8 @@ def test_a_tensor_of_another_shape(refuse: Refuse, model: Path) -> None:
 
 
 def test_an_architecture_that_is_not_supported(refuse: Refuse, model: Path) -> None:
-    change_json(model / "config.json", model_type="llama")
-    assert "model_type 'llama' is not supported" in refuse(f"model.path={model}")
+    change_json(model / "config.json", model_type="gpt2")
+    assert "model_type 'gpt2' is not supported" in refuse(f"model.path={model}")
 
 
 def test_a_tokenizer_without_chat_template(refuse: Refuse, model: Path) -> None:

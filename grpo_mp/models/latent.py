@@ -1,0 +1,81 @@
+"""Multi-head latent attention (DeepSeek, Kimi, Moonlight), with low-rank queries or without."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from grpo_mp.models.blocks import HF, MEGATRON
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.mapping import Rule, Shape
+
+
+def config(hf: HfConfig) -> dict[str, Any]:
+    """Megatron settings (of MLATransformerConfig), rotary ones included."""
+    return {
+        "multi_latent_attention": True,
+        "num_query_groups": hf.int("num_attention_heads"),
+        "qk_layernorm": True,
+        "q_lora_rank": hf.get("q_lora_rank"),
+        "kv_lora_rank": hf.int("kv_lora_rank"),
+        "qk_head_dim": hf.int("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": hf.int("qk_rope_head_dim"),
+        "v_head_dim": hf.int("v_head_dim"),
+    } | _rotary(hf)
+
+
+def rules(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:
+    """Down and up projections with their norms, the output projection, and the norm before them."""
+    hidden, heads = hf.int("hidden_size"), hf.int("num_attention_heads")
+    nope, rope, value = hf.int("qk_nope_head_dim"), hf.int("qk_rope_head_dim"), hf.int("v_head_dim")
+    rank = hf.int("kv_lora_rank")
+    table: list[tuple[str, str, Shape, int | None]] = [
+        *_queries(hf, heads * (nope + rope)),
+        ("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", (rank + rope, hidden), None),
+        ("linear_kv_up_proj.layer_norm_weight", "kv_a_layernorm.weight", (rank,), None),
+        ("linear_kv_up_proj.weight", "kv_b_proj.weight", (heads * (nope + value), rank), 0),
+        ("linear_proj.weight", "o_proj.weight", (hidden, heads * value), 1),
+    ]
+    here, there, layers = MEGATRON + "self_attention.", HF + "self_attn.", tuple(layers)
+    return [
+        Rule(MEGATRON + "input_layernorm.weight", (HF + "input_layernorm.weight",), ((hidden,),), layers=layers),
+        *(Rule(here + own, (there + name,), (shape,), split=split, layers=layers) for own, name, shape, split in table),
+    ]
+
+
+def _queries(hf: HfConfig, rows: int) -> list[tuple[str, str, Shape, int | None]]:
+    hidden = hf.int("hidden_size")
+    if hf.get("q_lora_rank") is None:
+        return [("linear_q_proj.weight", "q_proj.weight", (rows, hidden), 0)]
+    rank = hf.int("q_lora_rank")
+    return [
+        ("linear_q_down_proj.weight", "q_a_proj.weight", (rank, hidden), None),
+        ("linear_q_up_proj.layer_norm_weight", "q_a_layernorm.weight", (rank,), None),
+        ("linear_q_up_proj.weight", "q_b_proj.weight", (rows, rank), 0),
+    ]
+
+
+def _rotary(hf: HfConfig) -> dict[str, Any]:
+    rope = hf.rope
+    if rope["rope_type"] == "default":
+        return {"rope_type": "rope", "rotary_base": rope["rope_theta"], "rotary_scaling_factor": 1.0}
+    if rope["rope_type"] != "yarn":
+        raise hf.refusal(f"rope type {rope['rope_type']!r} is not supported, only yarn")
+    return {
+        "rope_type": "yarn",
+        "rotary_base": rope["rope_theta"],
+        "rotary_scaling_factor": hf.rope_float("factor"),
+        "original_max_position_embeddings": int(hf.rope_float("original_max_position_embeddings")),
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+    } | _magnitude(hf)
+
+
+def _magnitude(hf: HfConfig) -> dict[str, Any]:
+    """Hugging Face counts mscale only together with mscale_all_dim; Megatron's 1.0 is what it counts otherwise."""
+    rope = hf.rope
+    for key, only in (("attention_factor", None), ("truncate", True)):
+        if rope.get(key, only) != only:
+            raise hf.refusal(f"{key}={rope[key]!r} of yarn is not supported: remove it")
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if all_dim and not mscale:
+        raise hf.refusal("yarn with mscale_all_dim but without mscale is not supported: set both")
+    return {"mscale": float(mscale) if mscale and all_dim else 1.0, "mscale_all_dim": float(all_dim or 0.0)}

@@ -1,0 +1,49 @@
+"""The complete parameter lists of published models, from their configs alone, against transformers' own modules."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_mp.errors import UserError
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.mapping import Param
+from grpo_mp.models.tiny import CODE
+from tests.models.published import DEEPSEEK_V2, PUBLISHED
+
+
+def params_of(values: dict[str, Any]) -> list[Param]:
+    hf = HfConfig(Path("published"), values)
+    family = family_of(hf)
+    assert family.config(hf)["num_layers"] == values["num_hidden_layers"]
+    return [param for param in family.params(hf).values() if not param.alias]
+
+
+def elements_of_transformers(values: dict[str, Any]) -> int:
+    """Of the module and its buffers that files hold."""
+    kind = CODE.get(values["model_type"], values["model_type"])
+    rest = {key: value for key, value in values.items() if key != "model_type"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **rest))
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_each_tensor_is_made_once_and_none_is_left_out(name: str) -> None:
+    values, published = PUBLISHED[name]
+    params = params_of(values)
+    assert {count for _, count in Counter(name for param in params for name in param.hf).items()} == {1}
+    elements = sum(math.prod(shape) for param in params for shape in param.shapes)
+    assert elements == elements_of_transformers(values)
+    assert elements == pytest.approx(published, rel=0.01)
+
+
+def test_the_groups_of_deepseek_v2_are_refused() -> None:
+    with pytest.raises(UserError, match="topk_group=3 is not supported: the model ranks groups by their best 1, Megat"):
+        params_of(DEEPSEEK_V2)

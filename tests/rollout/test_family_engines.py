@@ -1,0 +1,42 @@
+"""Engines of families that need something of their own: SGLang must compute what transformers does."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.models.tiny import make_tiny
+from grpo_mp.rollout.client import EngineClient
+from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.server import EngineProcess
+from tests.rollout.conftest import REQUEST_TIMEOUT_S, START_TIMEOUT_S, Logprobs
+
+BOUND = 1e-5
+TOKENS = [5, 9, 30, 7, 41, 18, 22, 50, 3, 61]
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "without_yarn": ("deepseek_v3", {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "topk_group": 1}),
+    "half_rotated": ("glm4_moe", {}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scores_are_those_of_transformers(
+    name: str, make_spec: Callable[..., EngineSpec], expected_logprobs: Logprobs, tmp_path: Path
+) -> None:
+    family, shape = FAMILIES[name]
+    folder = tmp_path / "model"
+    make_tiny(folder, family, make_tokenizer(["apples"]), num_hidden_layers=2, initializer_range=0.1, **shape)
+    with EngineProcess(make_spec(model=folder), tmp_path / "engine.log") as process:
+        process.wait_ready(START_TIMEOUT_S)
+        (found,) = asyncio.run(_score(process))
+    wanted = expected_logprobs(folder, TOKENS)[:-1].gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+    assert (torch.tensor(found) - wanted).abs().max() <= BOUND
+
+
+async def _score(process: EngineProcess) -> list[list[float]]:
+    async with EngineClient(process.spec.index, process.url, process.headers, REQUEST_TIMEOUT_S) as client:
+        return await client.score([TOKENS])
