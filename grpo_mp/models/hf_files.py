@@ -44,6 +44,10 @@ class HfReader:
         """Tensors of the files, factors of FP8 weights among them."""
         return frozenset(self._where)
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(self._handles)
+
     def dtype(self, name: str) -> torch.dtype:
         """How the file stores the tensor."""
         dtype: torch.dtype = self._slice(name)[:0].dtype
