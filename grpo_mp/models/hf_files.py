@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from grpo_mp.errors import UserError
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
+from grpo_mp.models.hf_others import copy_others
 
 INDEX = "model.safetensors.index.json"
 
@@ -107,9 +108,7 @@ def write_hf(
     building.mkdir(parents=True)
     files = _write_shards(building, tensors, shard_bytes)
     _number_shards(building, files)
-    for file in like.iterdir():
-        if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json", ".bin")):
-            shutil.copy2(file, building / file.name)
+    copy_others(like, building)
     shutil.rmtree(folder, ignore_errors=True)
     building.rename(folder)
 

@@ -18,7 +18,8 @@ from megatron.core.dist_checkpointing.strategies.checkpointable import Checkpoin
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from grpo_mp.models.mapping import Param
 
@@ -76,16 +77,17 @@ def write_part(folder: Path, tensors: Iterable[tuple[Place, Tensor]]) -> None:
 
 def join_parts(folder: Path, parts: Sequence[str]) -> None:
     """Make a checkpoint of the parts in it."""
-    whole = Metadata({}, storage_data={})
+    whole, written = Metadata({}), []
     for part in parts:
         metadata = FileSystemReader(folder / part).read_metadata()
         for key, held in metadata.state_dict_metadata.items():
             known = whole.state_dict_metadata.setdefault(key, replace(held, chunks=[]))  # type: ignore[arg-type]
             known.chunks.extend(held.chunks)  # type: ignore[union-attr]
         for index, info in metadata.storage_data.items():
-            whole.storage_data[index] = replace(info, relative_path=f"{part}/{info.relative_path}")
+            at = replace(info, relative_path=f"{part}/{info.relative_path}")
+            written.append(WriteResult(index, info.length, at))
     torch.save({}, folder / COMMON)
-    FileSystemWriter(folder).finish(whole, [])
+    FileSystemWriter(folder).finish(whole, [written])
     save_config(CheckpointingConfig("torch_dist"), str(folder))
 
 
