@@ -6,6 +6,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mp.errors import UserError
 from grpo_mp.policy.policy import Policy
@@ -74,8 +75,15 @@ def _reference_of(policy: Policy) -> Reference:
 def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         return dict(dist_checkpointing.load(state, str(folder)))
-    except (CheckpointingException, OSError, KeyError, RuntimeError) as error:
-        raise UserError(f"{folder}: the checkpoint cannot be read: {' '.join(str(error).split())[:300]}") from error
+    except (CheckpointException, CheckpointingException, OSError, KeyError, RuntimeError) as error:
+        raise UserError(f"{folder}: the checkpoint cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """One line; torch gathers the ranks' errors with their stack traces, of which the first rank's error says it."""
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    return " ".join(str(error).split())[:300]
 
 
 def _put(policy: Policy, state: dict[str, Any]) -> None:
