@@ -24,7 +24,7 @@ from rich.table import Table
 from grpo_mp.config import exit_with
 from grpo_mp.errors import UserError
 from grpo_mp.models.compare import compare_folders
-from grpo_mp.models.describe import describe_hf
+from grpo_mp.models.describe import describe_hf, is_torch_dist
 from grpo_mp.platform.quiet import hush_libraries
 
 DIFFERENT = 1  # exit status
@@ -42,14 +42,19 @@ def main() -> None:
 
 
 def _info(wanted: argparse.Namespace, console: Console) -> int:
-    from grpo_mp.policy.torch_dist_reader import describe_torch_dist, is_torch_dist  # Megatron is slow to import
-
-    rows = describe_torch_dist(wanted.path) if is_torch_dist(wanted.path) else describe_hf(wanted.path).rows()
     table = Table.grid(padding=(0, 2))
-    for row in rows.items():
+    for row in _describe(wanted.path).items():
         table.add_row(*row)
     console.print(table)
     return 0
+
+
+def _describe(path: Path) -> dict[str, str]:
+    if not is_torch_dist(path):
+        return describe_hf(path).rows()
+    from grpo_mp.policy.torch_dist_reader import describe_torch_dist  # Megatron is slow to import
+
+    return describe_torch_dist(path)
 
 
 def _check(wanted: argparse.Namespace, console: Console) -> int:

@@ -11,6 +11,8 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.hf_files import HfReader
 from grpo_mp.models.mapping import Param
 
+TORCH_DIST = ".metadata"  # the file that makes a folder a torch_dist checkpoint
+
 
 @dataclass(frozen=True)
 class HfSummary:
@@ -36,6 +38,11 @@ class HfSummary:
             "dtypes": dtypes,
             "shards": f"{self.shards} ({self.bytes:,} bytes)",
         }
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Whether the folder, or its `policy` as in a run's checkpoints, is in Megatron's torch_dist format."""
+    return (folder / TORCH_DIST).is_file() or (folder / "policy" / TORCH_DIST).is_file()
 
 
 def describe_hf(folder: Path) -> HfSummary:

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from grpo_mp.models.mapping import Param
 
-METADATA = ".metadata"
 COMMON = "common.pt"
 LAYER = re.compile(r"^decoder\.layers\.\d+\.")
 EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.weight)\d+$")

@@ -10,15 +10,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from grpo_mp.errors import UserError
-from grpo_mp.policy.torch_dist import METADATA, Place, chunk
+from grpo_mp.models.describe import TORCH_DIST, is_torch_dist
+from grpo_mp.policy.torch_dist import Place, chunk
 from grpo_mp.scheduler.recovery import MANIFEST, read_manifest
 
 OPTIMIZER = "optimizer."
-
-
-def is_torch_dist(folder: Path) -> bool:
-    """Whether the folder, or its `policy` as in a run's checkpoints, is in this format."""
-    return (_policy(folder) / METADATA).is_file()
 
 
 class TorchDistReader:
@@ -26,14 +22,14 @@ class TorchDistReader:
 
     def __init__(self, folder: Path) -> None:
         """`folder`: a checkpoint, or a run's step. Raises UserError where it is none, or a file is cut short."""
-        self.folder = _policy(folder)
+        self.folder = folder / "policy" if (folder / "policy").is_dir() else folder
         if not is_torch_dist(folder):
-            raise UserError(f"{folder}: no torch_dist checkpoint is there ({METADATA} is missing)")
+            raise UserError(f"{folder}: no torch_dist checkpoint is there ({TORCH_DIST} is missing)")
         self._reader = FileSystemReader(self.folder)
         try:
             self.metadata = self._reader.read_metadata()
         except (pickle.UnpicklingError, EOFError, AttributeError) as error:
-            raise UserError(f"{self.folder / METADATA} is torn ({error!r}): copy it again") from error
+            raise UserError(f"{self.folder / TORCH_DIST} is torn ({error!r}): copy it again") from error
         self._reader.set_up_storage_reader(self.metadata, True)
         _check_files(self.folder, self.metadata)
 
@@ -80,10 +76,6 @@ def describe_torch_dist(folder: Path) -> dict[str, str]:
         "dtypes": ", ".join(dtypes),
         "files": f"{len(files)} ({sum(file.stat().st_size for file in files):,} bytes)",
     }
-
-
-def _policy(folder: Path) -> Path:
-    return folder / "policy" if (folder / "policy" / METADATA).is_file() else folder
 
 
 def _check_files(folder: Path, metadata: Metadata) -> None:

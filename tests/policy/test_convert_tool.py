@@ -1,24 +1,33 @@
 """The command line: what it prints and with which status it ends."""
 
-import os
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from grpo_mp.data.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.tiny import make_tiny
+from tools.convert import main
 
-ROOT = Path(__file__).parents[2]
+Call = Callable[..., tuple[int, str]]
 
 
-def call(*words: object) -> tuple[int, str]:
-    command = [sys.executable, str(ROOT / "tools" / "convert.py"), *map(str, words)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run the tool: its status, and what it printed."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        printed = capsys.readouterr()
+        return int(end.value.code or 0), printed.out + printed.err
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_there_and_back(model: Path, tmp_path: Path) -> None:
+def test_there_and_back(call: Call, model: Path, tmp_path: Path) -> None:
     status, text = call("to-megatron", model, tmp_path / "megatron")
     assert status == 0, text
     assert f"whole: {tmp_path / 'megatron'}" in text
@@ -42,7 +51,7 @@ def test_there_and_back(model: Path, tmp_path: Path) -> None:
     assert re.search(r"architecture +DeepseekV3ForCausalLM \(family deepseek_v3\)", text)
 
 
-def test_fp8_differs_and_says_so(model: Path, tmp_path: Path) -> None:
+def test_fp8_differs_and_says_so(call: Call, model: Path, tmp_path: Path) -> None:
     assert call("to-megatron", model, tmp_path / "megatron")[0] == 0
     assert call("to-hf", tmp_path / "megatron", tmp_path / "fp8", "--fp8")[0] == 0
     status, text = call("check", model, tmp_path / "fp8", "--tolerance", "0.1")
@@ -51,7 +60,7 @@ def test_fp8_differs_and_says_so(model: Path, tmp_path: Path) -> None:
     assert re.search(r"format +Hugging Face, blockwise FP8", call("info", tmp_path / "fp8")[1])
 
 
-def test_a_mistake_is_one_sentence(model: Path, tmp_path: Path) -> None:
+def test_a_mistake_is_one_sentence(call: Call, model: Path, tmp_path: Path) -> None:
     status, text = call("to-hf", model, tmp_path / "back")
     assert status == 2
     assert text.splitlines()[-1].startswith(f"error: {model}: no torch_dist checkpoint is there")
