@@ -11,16 +11,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from grpo_mp.errors import UserError
+from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
+from grpo_mp.models.hf_others import copy_others
 
 INDEX = "model.safetensors.index.json"
 
 
 class HfReader:
-    """Reads tensors, or one slice of them, from a folder; only the bytes asked for are touched."""
+    """Reads tensors, or one slice of them, from a folder; only the bytes asked for are touched.
 
-    def __init__(self, folder: Path) -> None:
-        """Open every shard. Raises UserError for a missing or torn file."""
-        self.folder = folder
+    FP8 weights come out as values; their factors are no tensors of the model.
+    """
+
+    def __init__(self, folder: Path, fp8_as: torch.dtype = torch.bfloat16) -> None:
+        """Open every shard. Raises UserError for a missing or torn file. `fp8_as`: what FP8 is read as."""
+        self.folder, self.fp8_as = folder, fp8_as
         self._handles = {file: _open(file) for file in _shards(folder)}
         self._where = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
 
@@ -32,17 +37,58 @@ class HfReader:
 
     @property
     def names(self) -> frozenset[str]:
+        """Tensors of the model."""
+        return frozenset(name for name in self._where if not self._is_scale(name))
+
+    @property
+    def stored_names(self) -> frozenset[str]:
+        """Tensors of the files, factors of FP8 weights among them."""
         return frozenset(self._where)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(self._handles)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """How the file stores the tensor."""
+        dtype: torch.dtype = self._slice(name)[:0].dtype
+        return dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
-        """The whole tensor, or [start, stop) along `axis` (0 or 1)."""
+        """The whole tensor, or [start, stop) along `axis` (0 or 1).
+
+        Raises UserError for an FP8 tensor whose factors are missing or not those of 128 x 128 blocks.
+        """
+        stored = self.read_stored(name, axis, start, stop)
+        if stored.dtype != FP8:
+            return stored
+        origin = (start if axis == 0 else 0, start if axis == 1 else 0)
+        return dequantise(stored, self._scale(name), self.fp8_as, origin)
+
+    def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
+        """As `read`, but as the file stores it."""
         piece = self._slice(name)
         if axis is None:
-            return piece[:]
-        return piece[start:stop] if axis == 0 else piece[:, start:stop]
+            whole: torch.Tensor = piece[:]
+            return whole
+        part: torch.Tensor = piece[start:stop] if axis == 0 else piece[:, start:stop]
+        return part
+
+    def _is_scale(self, name: str) -> bool:
+        return name.endswith(SCALE) and name.removesuffix(SCALE) in self._where
+
+    def _scale(self, name: str) -> torch.Tensor:
+        if name + SCALE not in self._where:
+            raise UserError(f"{self.folder}: the FP8 tensor {name} has no {name + SCALE}: only blockwise FP8 is read")
+        found, wanted = self.shape(name + SCALE), scale_shape(self.shape(name))
+        if found != wanted:
+            raise UserError(
+                f"{self.folder}: {name + SCALE} has shape {list(found)}, {BLOCK} x {BLOCK} blocks need {list(wanted)}"
+            )
+        return self.read_stored(name + SCALE)
 
     def _slice(self, name: str):  # type: ignore[no-untyped-def]
         if name not in self._where:
@@ -62,9 +108,7 @@ def write_hf(
     building.mkdir(parents=True)
     files = _write_shards(building, tensors, shard_bytes)
     _number_shards(building, files)
-    for file in like.iterdir():
-        if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json", ".bin")):
-            shutil.copy2(file, building / file.name)
+    copy_others(like, building)
     shutil.rmtree(folder, ignore_errors=True)
     building.rename(folder)
 

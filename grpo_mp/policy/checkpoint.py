@@ -5,6 +5,8 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mp.errors import UserError
 from grpo_mp.policy.policy import Policy
@@ -49,6 +51,21 @@ def load_reference(policy: Policy, folder: Path) -> None:
         _put(policy, _read(_weights(policy), folder))
 
 
+def load_weights(policy: Policy, folder: Path) -> None:
+    """Read weights alone, as `tools/convert.py to-megatron` writes them. Every rank must call this.
+
+    Transformer Engine's extra states are not read: outside of FP8 training they hold nothing. Raises as `load_policy`.
+    """
+    states = {
+        name: {key: tensor for key, tensor in state.items() if not isinstance(tensor, ShardedObject)}
+        for name, state in _weights(policy).items()
+    }
+    loaded = _read(states, folder)
+    for name, model in zip(_names(policy), policy.models(), strict=True):
+        model.load_state_dict(loaded[name], strict=False)  # strict would miss the extra states
+    policy.optimizer.reload_model_params()
+
+
 def _reference_of(policy: Policy) -> Reference:
     if policy.reference is None:
         raise ValueError("this policy was built without a reference")
@@ -58,8 +75,15 @@ def _reference_of(policy: Policy) -> Reference:
 def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         return dict(dist_checkpointing.load(state, str(folder)))
-    except (CheckpointingException, OSError, KeyError, RuntimeError) as error:
-        raise UserError(f"{folder}: the checkpoint cannot be read: {' '.join(str(error).split())[:300]}") from error
+    except (CheckpointException, CheckpointingException, OSError, KeyError, RuntimeError) as error:
+        raise UserError(f"{folder}: the checkpoint cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """One line; torch gathers the ranks' errors with their stack traces, of which the first rank's error says it."""
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    return " ".join(str(error).split())[:300]
 
 
 def _put(policy: Policy, state: dict[str, Any]) -> None:

@@ -56,6 +56,8 @@ def load_hf(
             for hf_name, shape in zip(param.hf, param.shapes, strict=True)
         ]
         whole = fuse(param, shards)
+        if param.keep_float32:
+            tensor.data = tensor.data.float()  # Megatron widens it at the first forward, after bfloat16 has rounded it
         tensor.zero_()  # rows of vocabulary padding stay zero
         tensor[: whole.shape[0]].copy_(whole)
 

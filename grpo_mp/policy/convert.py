@@ -1,0 +1,114 @@
+"""From a Hugging Face folder to Megatron's torch_dist format and back, a bounded part at a time, without a model."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from grpo_mp.errors import UserError
+from grpo_mp.models.building import Part, Watch, build, divide, fingerprint
+from grpo_mp.models.families import family_of
+from grpo_mp.models.fp8 import FP8
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.hf_files import HfReader
+from grpo_mp.models.hf_others import copy_others
+from grpo_mp.models.mapping import Param, fuse
+from grpo_mp.policy.torch_dist import Place, join_parts, place_of, write_part
+
+PART_BYTES = 2**29  # held in memory at once, beside one parameter
+HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The parameters of one architecture and where they stand in a checkpoint; aliases are stored once."""
+
+    hf: HfConfig
+    params: Mapping[str, Param]
+    places: Mapping[str, Place]
+
+    @classmethod
+    def of(cls, folder: Path) -> "Model":
+        """Of the folder's config.json. Raises UserError where it is missing or not supported."""
+        hf = HfConfig.read(folder)
+        family = family_of(hf)
+        params = {name: param for name, param in family.params(hf).items() if not param.alias}
+        config = family.config(hf)
+        return cls(hf, params, {name: place_of(param, config) for name, param in params.items()})
+
+
+def to_megatron(source: Path, final: Path, watch: Watch, part_bytes: int = PART_BYTES) -> None:
+    """Convert a Hugging Face folder; config and tokenizer go with the weights.
+
+    Raises UserError, before the first byte where it can: torn files, missing, unknown or wrongly shaped tensors, a
+    full disk, another model at `final`; and for NaN. The source is only read; FP8 is stored as bfloat16.
+    """
+    model = Model.of(source)
+    with HfReader(source) as reader:
+        check_names(reader, model)
+        sizes = {name: _bytes(reader, param) for name, param in model.params.items()}
+        runs = divide(sizes, part_bytes)
+        parts = [Part(f"part_{number:05d}", *run) for number, run in enumerate(runs)]
+
+        def write(folder: Path, part: Part) -> None:
+            write_part(folder / part.name, [(model.places[name], _fused(reader, model, name)) for name in part.params])
+
+        def finish(folder: Path) -> None:
+            join_parts(folder, [part.name for part in parts])
+            copy_others(source, folder)
+
+        made_of = fingerprint([*reader.files, source / "config.json"], "to-megatron", part_bytes)
+        build(final, made_of, parts, write, finish, watch)
+
+
+def check_names(reader: HfReader, model: Model) -> None:
+    """Raise UserError where the folder lacks tensors, has one that the mapping does not know, or one of wrong shape."""
+    shapes = {name: shape for p in model.params.values() for name, shape in zip(p.hf, p.shapes, strict=True)}
+    missing = sorted(shapes.keys() - reader.names)
+    if missing:
+        raise UserError(f"{reader.folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
+    tied = {"lm_head.weight"} if model.hf.tied else set()  # a copy of the embedding
+    unknown = sorted(name for name in reader.names - shapes.keys() - tied if not is_extra(name, model.hf))
+    if unknown:
+        raise UserError(f"{reader.folder}: the mapping of {model.hf.model_type} does not know the tensor {unknown[0]}")
+    for name, shape in shapes.items():
+        if reader.shape(name) != shape:
+            raise UserError(
+                f"{reader.folder}: {name} has shape {list(reader.shape(name))}, config.json says {list(shape)}"
+            )
+
+
+def is_extra(name: str, hf: HfConfig) -> bool:
+    """Whether a tensor of released folders is no part of the policy: multi-token prediction and rotary tables.
+
+    Left out on the way to Megatron, taken from `like` on the way back.
+    """
+    layer = HF_LAYER.match(name)
+    return (layer is not None and int(layer.group(1)) >= hf.int("num_hidden_layers")) or name.endswith(".inv_freq")
+
+
+def _bytes(reader: HfReader, param: Param) -> int:
+    dtypes = {reader.dtype(name) for name in param.hf}
+    if len(dtypes) > 1:
+        raise UserError(f"{reader.folder}: {' and '.join(param.hf)} have different dtypes, but are one parameter")
+    return sum(prod(shape) for shape in param.shapes) * _read_dtype(reader, dtypes.pop()).itemsize
+
+
+def _read_dtype(reader: HfReader, stored: torch.dtype) -> torch.dtype:
+    return reader.fp8_as if stored == FP8 else stored
+
+
+def _fused(reader: HfReader, model: Model, name: str) -> Tensor:
+    param = model.params[name]
+    return fuse(param, [no_nan(reader.read(hf_name), reader.folder, hf_name) for hf_name in param.hf]).contiguous()
+
+
+def no_nan(tensor: Tensor, folder: Path, name: str) -> Tensor:
+    """The tensor itself. Raises UserError where it holds NaN."""
+    if bool(tensor.isnan().any()):
+        raise UserError(f"{folder}: the tensor {name} holds NaN: take another checkpoint")
+    return tensor

@@ -1,0 +1,147 @@
+"""From Megatron's torch_dist format to a Hugging Face folder, in the files' dtypes or as blockwise FP8."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from grpo_mp.models.building import Part, Watch, build, divide, fingerprint
+from grpo_mp.models.fp8 import FP8, SCALE, quantise, requantise, scale_shape
+from grpo_mp.models.hf_files import INDEX, HfReader
+from grpo_mp.models.hf_others import copy_others
+from grpo_mp.models.mapping import unfuse
+from grpo_mp.policy.convert import PART_BYTES, Model, is_extra, no_nan
+from grpo_mp.policy.torch_dist_reader import TorchDistReader
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the result as its file will have it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Back:
+    """One conversion: where tensors come from. `original` is the folder whose FP8 bytes and extra tensors are kept."""
+
+    model: Model
+    reader: TorchDistReader
+    original: HfReader | None
+    fp8: bool
+
+    def stored(self) -> dict[str, dict[str, Stored]]:
+        """Tensors of the result by what they are made of: a parameter, or a tensor of `original` itself."""
+        made = {name: self._stored_of(name) for name in self.model.params}
+        return made | {name: self._stored_extra(name) for name in self._extras()}
+
+    def tensors(self, source: str) -> Iterator[tuple[str, Tensor]]:
+        """What `stored` promised for one parameter or tensor. Raises UserError for NaN."""
+        if source not in self.model.params:
+            yield from self._extra(source)
+            return
+        param = self.model.params[source]
+        whole = no_nan(self.reader.read(self.model.places[source]), self.reader.folder, source)
+        for name, tensor in zip(param.hf, unfuse(param, whole), strict=True):
+            yield from self._quantised(name, tensor) if self._is_fp8(name, tuple(tensor.shape)) else [(name, tensor)]
+
+    def _quantised(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if self.original and name in self.original.names and self.original.dtype(name) == FP8:
+            kept = self.original.read_stored(name), self.original.read_stored(name + SCALE)
+            weight, scale = requantise(tensor, *kept)
+        else:
+            weight, scale = quantise(tensor)
+        yield from ((name, weight), (name + SCALE, scale))
+
+    def _stored_of(self, source: str) -> dict[str, Stored]:
+        param, dtype = self.model.params[source], self.reader.dtype(self.model.places[source])
+        stored: dict[str, Stored] = {}
+        for name, shape in zip(param.hf, param.shapes, strict=True):
+            fp8 = self._is_fp8(name, shape)
+            stored[name] = Stored(shape, FP8 if fp8 else dtype)
+            stored |= {name + SCALE: Stored(scale_shape(shape), torch.float32)} if fp8 else {}
+        return stored
+
+    def _is_fp8(self, name: str, shape: tuple[int, ...]) -> bool:
+        """As in `original` where that is FP8, else projections, which is what releases quantise."""
+        if not self.fp8:
+            return False
+        if self.original and self._original_is_fp8():
+            return name in self.original.names and self.original.dtype(name) == FP8
+        return len(shape) == 2 and "_proj" in name.rsplit(".", 2)[-2]
+
+    def _original_is_fp8(self) -> bool:
+        return self.original is not None and any(name.endswith(SCALE) for name in self.original.stored_names)
+
+    def _extras(self) -> list[str]:
+        if self.original is None:
+            return []
+        return sorted(name for name in self.original.names if is_extra(name, self.model.hf))
+
+    def _stored_extra(self, name: str) -> dict[str, Stored]:
+        assert self.original is not None
+        shape, dtype = self.original.shape(name), self.original.dtype(name)
+        if dtype != FP8:
+            return {name: Stored(shape, dtype)}
+        if not self.fp8:
+            return {name: Stored(shape, self.original.fp8_as)}
+        return {name: Stored(shape, FP8), name + SCALE: Stored(scale_shape(shape), torch.float32)}
+
+    def _extra(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        assert self.original is not None
+        keep = self.fp8 and self.original.dtype(name) == FP8
+        yield name, self.original.read_stored(name) if keep else self.original.read(name)
+        if keep:
+            yield name + SCALE, self.original.read_stored(name + SCALE)
+
+
+def to_hf(source: Path, final: Path, like: Path | None, fp8: bool, watch: Watch, part_bytes: int = PART_BYTES) -> None:
+    """Convert a checkpoint, of a run or of `to_megatron`, to a Hugging Face folder.
+
+    Config and tokenizer come from `like`, or from the checkpoint itself. `fp8` writes blockwise FP8; blocks that did
+    not change keep the bytes they have in `like`. Raises UserError as `to_megatron` does.
+    """
+    others = like or source
+    model = Model.of(others)
+    with ExitStack() as stack:
+        original = stack.enter_context(HfReader(like)) if like and any(like.glob("*.safetensors")) else None
+        back = Back(model, TorchDistReader(source), original, fp8)
+        stored = back.stored()
+        runs = divide({name: sum(one.bytes for one in made.values()) for name, made in stored.items()}, part_bytes)
+        parts = [Part(_file_name(number, len(runs)), *run) for number, run in enumerate(runs, start=1)]
+
+        def write(folder: Path, part: Part) -> None:
+            # Parts of a fused parameter share memory, which safetensors refuses.
+            tensors = {name: tensor.clone() for of in part.params for name, tensor in back.tensors(of)}
+            save_file(tensors, folder / part.name, metadata={"format": "pt"})
+
+        def finish(folder: Path) -> None:
+            if len(parts) > 1:
+                _write_index(folder, parts, stored)
+            copy_others(others, folder, fp8)
+
+        files = [*(file for file in back.reader.folder.rglob("*") if file.is_file()), others / "config.json"]
+        made_of = fingerprint([*files, *(original.files if original else ())], "to-hf", fp8, part_bytes)
+        build(final, made_of, parts, write, finish, watch)
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _write_index(folder: Path, parts: list[Part], stored: dict[str, dict[str, Stored]]) -> None:
+    weight_map = {name: part.name for part in parts for source in part.params for name in stored[source]}
+    total = sum(one.bytes for made in stored.values() for one in made.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))

@@ -1,0 +1,88 @@
+"""Reading a checkpoint in Megatron's torch_dist format, one whole parameter at a time, without a model."""
+
+import pickle
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from grpo_mp.errors import UserError
+from grpo_mp.models.describe import TORCH_DIST, is_torch_dist
+from grpo_mp.policy.torch_dist import Place, chunk
+from grpo_mp.scheduler.recovery import MANIFEST, read_manifest
+
+OPTIMIZER = "optimizer."
+
+
+class TorchDistReader:
+    """Reads whole parameters, one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: a checkpoint, or a run's step. Raises UserError where it is none, or a file is cut short."""
+        self.folder = folder / "policy" if (folder / "policy").is_dir() else folder
+        if not is_torch_dist(folder):
+            raise UserError(f"{folder}: no torch_dist checkpoint is there ({TORCH_DIST} is missing)")
+        self._reader = FileSystemReader(self.folder)
+        try:
+            self.metadata = self._reader.read_metadata()
+        except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+            raise UserError(f"{self.folder / TORCH_DIST} is torn ({error!r}): copy it again") from error
+        self._reader.set_up_storage_reader(self.metadata, True)
+        _check_files(self.folder, self.metadata)
+
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Weights by key, without the optimizer's tensors."""
+        return {
+            key: held
+            for key, held in self.metadata.state_dict_metadata.items()
+            if isinstance(held, TensorStorageMetadata) and not key.startswith(OPTIMIZER)
+        }
+
+    def dtype(self, place: Place) -> torch.dtype:
+        """Raises UserError where the checkpoint lacks the tensor or has it in another shape."""
+        held = self.tensors().get(place.key)
+        if held is None:
+            raise UserError(f"{self.folder}: the tensor {place.key} is missing: it is of another model")
+        if not place.accepts(tuple(held.size)):
+            raise UserError(f"{self.folder}: {place.key} has shape {list(held.size)}, config.json says otherwise")
+        dtype: torch.dtype = held.properties.dtype
+        return dtype
+
+    def read(self, place: Place) -> Tensor:
+        """The whole parameter, without the padding of its vocabulary."""
+        tensor = torch.empty(place.shape, dtype=self.dtype(place))
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner({place.key: chunk(place, tensor)}, self.metadata, True)
+        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        return tensor
+
+
+def describe_torch_dist(folder: Path) -> dict[str, str]:
+    """What a checkpoint holds, for people. Raises UserError for a torn one."""
+    reader = TorchDistReader(folder)
+    held = reader.tensors()
+    files = [file for file in reader.folder.rglob("*") if file.is_file()]
+    dtypes = sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in held.values()})
+    optimizer = any(key.startswith(OPTIMIZER) for key in reader.metadata.state_dict_metadata)
+    step = str(read_manifest(folder).step) if (folder / MANIFEST).is_file() else "not a step of a run"
+    return {
+        "format": "Megatron torch_dist" + (", with optimizer" if optimizer else ", weights only"),
+        "step": step,
+        "parameters": f"{sum(prod(tensor.size) for tensor in held.values()):,}",
+        "tensors": f"{len(held):,}",
+        "dtypes": ", ".join(dtypes),
+        "files": f"{len(files)} ({sum(file.stat().st_size for file in files):,} bytes)",
+    }
+
+
+def _check_files(folder: Path, metadata: Metadata) -> None:
+    needed: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+    for name, size in needed.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size < size:
+            raise UserError(f"{file} is missing or cut short: copy it again")

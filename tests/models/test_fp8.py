@@ -1,0 +1,165 @@
+"""Blockwise FP8: what comes back bit for bit, and reading FP8 folders in the stream."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from grpo_mp.errors import UserError
+from grpo_mp.models.fp8 import FP8, dequantise, quantise, requantise, scale_shape
+from grpo_mp.models.hf_files import HfReader
+
+SHAPES = [(128, 128), (256, 384), (130, 70), (1, 1), (127, 257), (576, 200)]
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def draw(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Values of a trained tensor's size, with negative zeros."""
+    random = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=random) * 0.02
+    values[torch.rand(shape, generator=random) < 0.05] = -0.0
+    return values.to(dtype)
+
+
+def draw_bytes(shape: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Any bytes but NaN, any factors: no block need reach 448."""
+    random = torch.Generator().manual_seed(seed)
+    weight = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
+    weight[(weight & 0x7F) == 0x7F] = 0x80
+    scale = torch.rand(scale_shape(shape), generator=random) * 1e-2 + 1e-6
+    return weight.view(FP8), scale
+
+
+def adversarial() -> dict[str, Tensor]:
+    huge, tiny = torch.full((130, 140), 1e-3), torch.full((128, 128), 1e-41)
+    huge[0, 0] = 1e30
+    return {
+        "zeros": torch.zeros(130, 140),
+        "negative zeros": -torch.zeros(128, 128),
+        "one huge": huge,
+        "subnormal": tiny,
+        "one in zeros": torch.eye(130),
+        "largest bfloat16": torch.full((128, 128), torch.finfo(torch.bfloat16).max),
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_block_is_scaled_so_that_its_largest_value_is_448(shape: tuple[int, int]) -> None:
+    values = draw(shape, torch.float32)
+    weight, scale = quantise(values)
+    assert weight.dtype == FP8
+    assert scale.shape == scale_shape(shape)
+    for row in range(scale.shape[0]):
+        for column in range(scale.shape[1]):
+            here = slice(row * 128, row * 128 + 128), slice(column * 128, column * 128 + 128)
+            largest = values[here].abs().max()
+            assert scale[row, column] == (largest / 448 if largest else 1.0)
+            assert weight[here].float().abs().max() == (448 if largest else 0)
+            torch.testing.assert_close(
+                weight[here].float() * scale[row, column], values[here], rtol=2**-4, atol=float(largest) * 2**-18
+            )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_of_bfloat16_come_back_with_bytes_and_factors(shape: tuple[int, int]) -> None:
+    weight, scale = quantise(draw(shape, torch.bfloat16))
+    again, scale_again = quantise(dequantise(weight, scale, torch.bfloat16))
+    assert same_bits(again, weight)
+    assert same_bits(scale_again, scale)
+
+
+@given(seed=st.integers(0, 2**31), dtype=st.sampled_from(DTYPES), shape=st.sampled_from(SHAPES))
+def test_bytes_come_back_where_a_block_reaches_448(seed: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight, scale = draw_bytes(shape, seed)
+    weight.view(torch.uint8)[::128, ::128] = 0xFE  # -448
+    again, scale_again = quantise(dequantise(weight, scale, dtype))
+    assert same_bits(again, weight)
+    torch.testing.assert_close(scale_again, scale, rtol=2**-8 if dtype == torch.bfloat16 else 2**-22, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_of_a_block_below_448_do_not_come_back_without_the_source(dtype: torch.dtype) -> None:
+    weight = torch.full((128, 128), 0x38, dtype=torch.uint8).view(FP8)  # 1.0 everywhere
+    again, _ = quantise(dequantise(weight, torch.ones(1, 1), dtype))
+    assert not same_bits(again, weight)
+
+
+@given(seed=st.integers(0, 2**31), dtype=st.sampled_from(DTYPES), shape=st.sampled_from(SHAPES))
+def test_any_bytes_and_factors_come_back_with_the_source(seed: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight, scale = draw_bytes(shape, seed)
+    again, scale_again = requantise(dequantise(weight, scale, dtype), weight, scale)
+    assert same_bits(again, weight)
+    assert same_bits(scale_again, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", adversarial())
+def test_adversarial_blocks_are_stable(name: str, dtype: torch.dtype) -> None:
+    values = adversarial()[name].to(dtype)
+    weight, scale = quantise(values)
+    assert not weight.float().isnan().any()
+    assert torch.equal(torch.signbit(weight.float()), torch.signbit(values))
+    again, scale_again = requantise(dequantise(weight, scale, dtype), weight, scale)
+    assert same_bits(again, weight)
+    assert same_bits(scale_again, scale)
+
+
+def test_only_changed_blocks_are_quantised_anew() -> None:
+    weight, scale = draw_bytes((256, 256))
+    values = dequantise(weight, scale, torch.bfloat16)
+    values[200, 10] += 1.0
+    again, scale_again = requantise(values, weight, scale)
+    fresh, fresh_scale = quantise(values)
+    assert same_bits(again[:128], weight[:128])
+    assert same_bits(again[128:, 128:], weight[128:, 128:])
+    assert same_bits(again[128:, :128], fresh[128:, :128])
+    assert scale_again.flatten().tolist() == [*scale[0].tolist(), fresh_scale[1, 0].item(), scale[1, 1].item()]
+
+
+def write_folder(folder: Path, **extra: Tensor) -> tuple[Tensor, Tensor]:
+    weight, scale = draw_bytes((300, 200))
+    save_file({"w": weight, "w_scale_inv": scale, "norm": torch.ones(3)} | extra, folder / "model.safetensors")
+    return weight, scale
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("start", "stop"), [(0, 128), (5, 131), (127, 129), (60, 200), (199, 200), (7, 7)])
+def test_a_reader_dequantises_slices_as_it_does_the_whole(axis: int, start: int, stop: int, tmp_path: Path) -> None:
+    weight, scale = write_folder(tmp_path)
+    whole = dequantise(weight, scale, torch.bfloat16)
+    with HfReader(tmp_path) as reader:
+        assert reader.names == {"w", "norm"}
+        assert reader.read("w").dtype == torch.bfloat16
+        assert same_bits(reader.read("w"), whole)
+        assert torch.equal(reader.read("w", axis, start, stop), whole.narrow(axis, start, stop - start))
+        assert torch.equal(reader.read("norm"), torch.ones(3))
+        assert same_bits(reader.read_stored("w"), weight)
+        assert [reader.dtype(name) for name in ("w", "norm")] == [FP8, torch.float32]
+
+
+def test_missing_and_wrong_factors_are_named(tmp_path: Path) -> None:
+    write_folder(tmp_path, lonely=draw_bytes((4, 4))[0])
+    with HfReader(tmp_path) as reader, pytest.raises(UserError, match=r"FP8 tensor lonely has no lonely_scale_inv"):
+        reader.read("lonely")
+    write_folder(tmp_path, bad=draw_bytes((256, 256))[0], bad_scale_inv=torch.ones(4, 4))
+    with HfReader(tmp_path) as reader, pytest.raises(UserError, match=r"bad_scale_inv has shape \[4, 4\].*128 x 128"):
+        reader.read("bad")
+
+
+def test_the_index_of_an_fp8_folder_may_split_weight_and_factors(tmp_path: Path) -> None:
+    weight, scale = draw_bytes((130, 140))
+    save_file({"w": weight}, tmp_path / "a.safetensors")
+    save_file({"w_scale_inv": scale}, tmp_path / "b.safetensors")
+    index = {"weight_map": {"w": "a.safetensors", "w_scale_inv": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with HfReader(tmp_path) as reader:
+        assert same_bits(reader.read("w"), dequantise(weight, scale, torch.bfloat16))

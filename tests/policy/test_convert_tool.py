@@ -1,0 +1,68 @@
+"""The command line: what it prints and with which status it ends."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.models.tiny import make_tiny
+from tools.convert import main
+
+Call = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run the tool: its status, and what it printed."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        printed = capsys.readouterr()
+        return int(end.value.code or 0), printed.out + printed.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tool") / "model"
+    make_tiny(folder, "deepseek_v3", make_tokenizer(["apples"]), num_hidden_layers=2, hidden_size=64)
+    return folder
+
+
+def test_there_and_back(call: Call, model: Path, tmp_path: Path) -> None:
+    status, text = call("to-megatron", model, tmp_path / "megatron")
+    assert status == 0, text
+    assert f"whole: {tmp_path / 'megatron'}" in text
+    status, text = call("to-hf", tmp_path / "megatron", tmp_path / "back")
+    assert status == 0, text
+    assert call("check", model, tmp_path / "back") == (0, "")
+    status, text = call("info", tmp_path / "megatron")
+    assert status == 0
+    assert re.search(r"format +Megatron torch_dist, weights only", text)
+    status, text = call("info", tmp_path / "back")
+    assert re.search(r"architecture +DeepseekV3ForCausalLM \(family deepseek_v3\)", text)
+
+
+def test_fp8_differs_and_says_so(call: Call, model: Path, tmp_path: Path) -> None:
+    assert call("to-megatron", model, tmp_path / "megatron")[0] == 0
+    assert call("to-hf", tmp_path / "megatron", tmp_path / "fp8", "--fp8")[0] == 0
+    status, text = call("check", model, tmp_path / "fp8", "--tolerance", "0.1")
+    assert status == 1
+    assert "down_proj.weight: dtype torch.float32 and torch.float8_e4m3fn" in text
+    assert re.search(r"format +Hugging Face, blockwise FP8", call("info", tmp_path / "fp8")[1])
+
+
+def test_a_mistake_is_one_sentence(call: Call, model: Path, tmp_path: Path) -> None:
+    status, text = call("to-hf", model, tmp_path / "back")
+    assert status == 2
+    assert text.splitlines()[-1].startswith(f"error: {model}: no torch_dist checkpoint is there")
+    assert "whole" not in text
+    assert call("to-megatron", tmp_path / "nowhere", tmp_path / "back")[0] == 2

@@ -1,0 +1,99 @@
+"""What the policy loads of a converted checkpoint, and what conversion makes of a checkpoint of the policy."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_mp.config import check_settings
+from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.errors import UserError
+from grpo_mp.models.compare import compare_folders
+from grpo_mp.models.tiny import make_tiny
+from grpo_mp.policy.checkpoint import load_weights, save_policy
+from grpo_mp.policy.convert import to_megatron
+from grpo_mp.policy.convert_back import to_hf
+from grpo_mp.policy.parallel import start_parallel, stop_parallel
+from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.torch_dist_reader import describe_torch_dist
+from grpo_mp.trainer.cold_start import alone
+from grpo_mp.trainer.saving import export_policy
+
+CASES = [
+    ("qwen3", {"tie_word_embeddings": True}),
+    ("qwen3", {}),
+    ("qwen3_moe", {"mlp_only_layers": [1]}),
+    ("deepseek_v3", {}),
+]
+PART_BYTES = 100_000
+
+
+def ignore(done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+@contextmanager
+def policy_of(model: Path, dtype: str) -> Iterator[Policy]:
+    tree = {
+        "run": {"folder": model.parent, "steps": 1},
+        "model": {"path": model, "dtype": dtype},
+        "data": {"train": "nothing"},
+        "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 64, "max_response_tokens": 64},
+        "reward": {"answer": 1.0},
+        "optimizer": {"lr": 1.0e-3},
+    }
+    settings = check_settings(tree, "test")
+    with alone():
+        parallel = start_parallel(settings.layout, 0, 600.0)
+        try:
+            yield Policy(settings, parallel, with_reference=False)
+        finally:
+            stop_parallel()
+
+
+def main_parameters(policy: Policy) -> list[torch.Tensor]:
+    return [p.detach().clone() for group in policy.optimizer.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "shape"), CASES)
+def test_the_policy_loads_what_was_converted(family: str, shape: dict[str, object], dtype: str, tmp_path: Path) -> None:
+    make_tiny(tmp_path / "model", family, make_tokenizer(["apples"]), num_hidden_layers=3, hidden_size=64, **shape)
+    to_megatron(tmp_path / "model", tmp_path / "megatron", ignore, PART_BYTES)
+    with policy_of(tmp_path / "model", dtype) as policy:
+        direct = {name: tensor.detach().clone() for name, tensor in policy.tensors.items()}
+        main = main_parameters(policy)
+        for tensor in policy.tensors.values():
+            tensor.detach().fill_(7.0)
+        load_weights(policy, tmp_path / "megatron")
+        for name, tensor in policy.tensors.items():
+            assert torch.equal(tensor, direct[name]), name
+        for before, after in zip(main, main_parameters(policy), strict=True):
+            torch.testing.assert_close(after, before, rtol=0 if dtype == "float32" else 2**-8, atol=0)
+
+
+def test_a_checkpoint_of_a_run_becomes_what_its_export_is(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "model", "deepseek_v3", make_tokenizer(["apples"]), num_hidden_layers=2, hidden_size=64)
+    (tmp_path / "step" / "policy").mkdir(parents=True)
+    with policy_of(tmp_path / "model", "float32") as policy:
+        policy.tensors["decoder.final_layernorm.weight"].detach().mul_(2.0)
+        save_policy(policy, tmp_path / "step" / "policy")
+        export_policy(policy, tmp_path / "export", tmp_path / "model", 2**20)
+    to_hf(tmp_path / "step", tmp_path / "back", tmp_path / "model", False, ignore)
+    assert compare_folders(tmp_path / "export", tmp_path / "back") == []
+    assert [each.name for each in compare_folders(tmp_path / "model", tmp_path / "back")] == ["model.norm.weight"]
+    rows = describe_torch_dist(tmp_path / "step")
+    assert rows["format"] == "Megatron torch_dist, with optimizer"
+    to_megatron(tmp_path / "model", tmp_path / "megatron", ignore)
+    assert describe_torch_dist(tmp_path / "megatron")["parameters"] == rows["parameters"]
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(["apples"])
+    make_tiny(tmp_path / "model", "qwen3", tokenizer, num_hidden_layers=2, hidden_size=64)
+    make_tiny(tmp_path / "other", "qwen3", tokenizer, num_hidden_layers=3, hidden_size=64)
+    to_megatron(tmp_path / "other", tmp_path / "megatron", ignore)
+    with policy_of(tmp_path / "model", "float32") as policy, pytest.raises(UserError, match="cannot be read"):
+        load_weights(policy, tmp_path / "megatron")

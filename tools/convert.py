@@ -1,0 +1,125 @@
+"""Convert checkpoints, look at them and compare them; memory stays bounded whatever the model's size.
+
+    python tools/convert.py info PATH
+    python tools/convert.py check A B --tolerance 1e-6
+    python tools/convert.py to-megatron SRC DST
+    python tools/convert.py to-hf SRC DST --fp8 --like HF_FOLDER
+
+`info` says what a Hugging Face folder or a checkpoint of a run holds. `check` compares two Hugging Face folders:
+names, shapes, dtypes and values, one line per difference, the worst first, exit status 1 where there is one.
+`to-megatron` writes the torch_dist format that any layout loads, with config and tokenizer beside the weights.
+`to-hf` takes such a folder, or a step of a run with --like for config and tokenizer. Both go on where an earlier
+start was stopped; DST appears under its name only when it is whole.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from grpo_mp.config import exit_with
+from grpo_mp.errors import UserError
+from grpo_mp.models.compare import compare_folders
+from grpo_mp.models.describe import describe_hf, is_torch_dist
+from grpo_mp.platform.quiet import hush_libraries
+
+DIFFERENT = 1  # exit status
+
+
+def main() -> None:
+    """Command line; see the text above."""
+    wanted = _parser().parse_args()
+    hush_libraries()
+    try:
+        status: int = wanted.run(wanted, Console(highlight=False, soft_wrap=True))
+    except UserError as error:
+        exit_with(error)
+    raise SystemExit(status)
+
+
+def _info(wanted: argparse.Namespace, console: Console) -> int:
+    table = Table.grid(padding=(0, 2))
+    for row in _describe(wanted.path).items():
+        table.add_row(*row)
+    console.print(table)
+    return 0
+
+
+def _describe(path: Path) -> dict[str, str]:
+    if not is_torch_dist(path):
+        return describe_hf(path).rows()
+    from grpo_mp.policy.torch_dist_reader import describe_torch_dist  # Megatron is slow to import
+
+    return describe_torch_dist(path)
+
+
+def _check(wanted: argparse.Namespace, console: Console) -> int:
+    differences = compare_folders(wanted.one, wanted.other, wanted.tolerance)
+    for difference in differences:
+        console.print(f"{difference.name}: {difference.what}")
+    return DIFFERENT if differences else 0
+
+
+def _to_megatron(wanted: argparse.Namespace, console: Console) -> int:
+    from grpo_mp.policy.convert import to_megatron
+
+    with _progress(console, wanted.destination) as watch:
+        to_megatron(wanted.source, wanted.destination, watch)
+    return 0
+
+
+def _to_hf(wanted: argparse.Namespace, console: Console) -> int:
+    from grpo_mp.policy.convert_back import to_hf
+
+    with _progress(console, wanted.destination) as watch:
+        to_hf(wanted.source, wanted.destination, wanted.like, wanted.fp8, watch)
+    return 0
+
+
+@contextmanager
+def _progress(console: Console, destination: Path) -> Iterator[Callable[[int, int], None]]:
+    """A bar with speed and time left, and a last line that says where the result is."""
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
+        task = progress.add_task(destination.name, total=None)
+
+        def watch(done: int, total: int) -> None:
+            progress.update(task, advance=done, total=total)
+
+        yield watch
+    console.print(f"whole: {destination}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    info = commands.add_parser("info", help="what a folder holds")
+    info.add_argument("path", type=Path)
+    info.set_defaults(run=_info)
+    check = commands.add_parser("check", help="compare two Hugging Face folders")
+    check.add_argument("one", type=Path)
+    check.add_argument("other", type=Path)
+    check.add_argument("--tolerance", type=float, default=0.0, help="largest difference of values that passes; 0: bits")
+    check.set_defaults(run=_check)
+    _conversions(commands)
+    return parser
+
+
+def _conversions(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    megatron = commands.add_parser("to-megatron", help="Hugging Face folder -> torch_dist")
+    megatron.set_defaults(run=_to_megatron)
+    hf = commands.add_parser("to-hf", help="torch_dist -> Hugging Face folder")
+    hf.add_argument("--fp8", action="store_true", help="write blockwise FP8")
+    hf.add_argument("--like", type=Path, help="folder of config, tokenizer, and FP8 bytes of what did not change")
+    hf.set_defaults(run=_to_hf)
+    for command in (megatron, hf):
+        command.add_argument("source", type=Path)
+        command.add_argument("destination", type=Path)
+
+
+if __name__ == "__main__":
+    main()
