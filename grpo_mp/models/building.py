@@ -123,6 +123,7 @@ def _checksums(folder: Path, name: str) -> dict[str, dict[str, Any]]:
 
 def _checksum(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
+        os.fsync(stream.fileno())  # what the record names is on disk
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 

@@ -28,6 +28,7 @@ class HfReader:
         self.folder, self.fp8_as = folder, fp8_as
         self._handles = {file: _open(file) for file in _shards(folder)}
         self._where = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
+        self._names = frozenset(name for name in self._where if not self._is_scale(name))
 
     def __enter__(self) -> "HfReader":
         return self
@@ -38,12 +39,17 @@ class HfReader:
     @property
     def names(self) -> frozenset[str]:
         """Tensors of the model."""
-        return frozenset(name for name in self._where if not self._is_scale(name))
+        return self._names
 
     @property
     def stored_names(self) -> frozenset[str]:
         """Tensors of the files, factors of FP8 weights among them."""
         return frozenset(self._where)
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether some weights are blockwise FP8."""
+        return len(self._names) < len(self._where)
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -77,12 +77,9 @@ class Back:
         """As in `original` where that is FP8, else projections, which is what releases quantise."""
         if not self.fp8:
             return False
-        if self.original and self._original_is_fp8():
+        if self.original and self.original.has_fp8:
             return name in self.original.names and self.original.dtype(name) == FP8
         return len(shape) == 2 and "_proj" in name.rsplit(".", 2)[-2]
-
-    def _original_is_fp8(self) -> bool:
-        return self.original is not None and any(name.endswith(SCALE) for name in self.original.stored_names)
 
     def _extras(self) -> list[str]:
         if self.original is None:

@@ -1,6 +1,7 @@
 """Reading a checkpoint in Megatron's torch_dist format, one whole parameter at a time, without a model."""
 
 import pickle
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -43,21 +44,27 @@ class TorchDistReader:
 
     def dtype(self, place: Place) -> torch.dtype:
         """Raises UserError where the checkpoint lacks the tensor or has it in another shape."""
-        held = self.tensors().get(place.key)
-        if held is None:
-            raise UserError(f"{self.folder}: the tensor {place.key} is missing: it is of another model")
-        if not place.accepts(tuple(held.size)):
-            raise UserError(f"{self.folder}: {place.key} has shape {list(held.size)}, config.json says otherwise")
-        dtype: torch.dtype = held.properties.dtype
+        dtype: torch.dtype = self._held(place).properties.dtype
         return dtype
 
     def read(self, place: Place) -> Tensor:
         """The whole parameter, without the padding of its vocabulary."""
-        tensor = torch.empty(place.shape, dtype=self.dtype(place))
+        held = self._held(place)
+        shape = tuple(held.size) if place.padded else place.shape
+        tensor = torch.empty(shape, dtype=held.properties.dtype)
+        whole = replace(place, shape=shape)
         planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner({place.key: chunk(place, tensor)}, self.metadata, True)
+        planner.set_up_planner({place.key: chunk(whole, tensor)}, self.metadata, True)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
-        return tensor
+        return tensor[: place.shape[0]]
+
+    def _held(self, place: Place) -> TensorStorageMetadata:
+        held = self.metadata.state_dict_metadata.get(place.key)
+        if not isinstance(held, TensorStorageMetadata):
+            raise UserError(f"{self.folder}: the tensor {place.key} is missing: it is of another model")
+        if not place.accepts(tuple(held.size)):
+            raise UserError(f"{self.folder}: {place.key} has shape {list(held.size)}, config.json says otherwise")
+        return held
 
 
 def describe_torch_dist(folder: Path) -> dict[str, str]:

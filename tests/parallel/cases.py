@@ -104,6 +104,8 @@ class Case:
     @property
     def needs(self) -> tuple[str, ...]:
         """Names of the cases whose results this one is compared with."""
+        if self.measures == ("converted",):
+            return ()
         one = f"{self.model}-one-family" if "family" in self.measures else f"{self.model}-one"
         return (one, *([self.loads] if self.loads else []))
 
@@ -194,7 +196,31 @@ def _family() -> list[Case]:
     return [*cases, *(Case("qwen3_moe", layout, ("family",), "family_alone", alone) for layout in ("one", "cp2"))]
 
 
+CONVERTED = {
+    "deepseek_v3": ("tp2_ep2", "tp2_etp2", "pp2_vpp2"),
+    "qwen3_moe": ("ep2",),
+    "tied": ("tp2", "pp2"),
+    "odd_vocabulary": ("tp2_ep2",),
+}
+
+
+def _converted() -> list[Case]:
+    """Weights that tools/convert.py wrote and reads."""
+    return [
+        Case(model, layout, ("converted",), "converted") for model, layouts in CONVERTED.items() for layout in layouts
+    ]
+
+
 # Two cases of one layout: the first breaks on one rank while the other waits, the second must not notice.
 BREAKING = [Case("qwen3", "dp2", ("broken",), "broken"), Case("qwen3", "dp2", ("logprobs",), "after_broken")]
-ALL = [*_every_layout(), *_computed(), *_variants(), *_unsharded(), *_family(), *BREAKING, *_resumed()]
+ALL = [
+    *_every_layout(),
+    *_computed(),
+    *_variants(),
+    *_unsharded(),
+    *_family(),
+    *BREAKING,
+    *_resumed(),
+    *_converted(),
+]
 CASES = {case.name: case for case in ALL}

@@ -14,8 +14,11 @@ from torch import Tensor
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.config import Settings
+from grpo_mp.models.compare import compare_folders
 from grpo_mp.models.hf_files import HfReader
-from grpo_mp.policy.checkpoint import load_policy, save_policy
+from grpo_mp.policy.checkpoint import load_policy, load_weights, save_policy
+from grpo_mp.policy.convert import to_megatron
+from grpo_mp.policy.convert_back import to_hf
 from grpo_mp.policy.parallel import Parallel, context_reduction
 from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.rollout.exchange import share_infos
@@ -253,7 +256,31 @@ def broken(bench: Bench) -> Result:
     return {}
 
 
+def converted(bench: Bench) -> Result:
+    """Weights of the Hugging Face folder by way of torch_dist, and a checkpoint of this layout as such a folder."""
+    policy = Policy(bench.settings, bench.parallel, with_reference=False)
+    direct = {name: tensor.detach().clone() for name, tensor in policy.tensors.items()}
+    folder, model = bench.checkpoints / bench.case.name, bench.settings.model.path
+    if bench.parallel.rank == 0:
+        to_megatron(model, folder / "converted", _unwatched, part_bytes=100_000)
+        (folder / "saved").mkdir()
+    dist.barrier(group=bench.parallel.host)
+    save_policy(policy, folder / "saved")
+    for tensor in policy.tensors.values():
+        tensor.detach().fill_(7.0)
+    load_weights(policy, folder / "converted")
+    wrong = [name for name, tensor in policy.tensors.items() if not torch.equal(tensor, direct[name])]
+    if bench.parallel.rank == 0:
+        to_hf(folder / "saved", folder / "back", model, False, _unwatched)
+        wrong += [each.name for each in compare_folders(model, folder / "back")]
+    return {"wrong": wrong, "count": len(direct)}
+
+
+def _unwatched(done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
 MEASURES: dict[str, Callable[[Bench], Result]] = {
     measure.__name__: measure
-    for measure in (export, logits, logprobs, scores, gradient, updates, resumed, exchange, family, broken)
+    for measure in (export, logits, logprobs, scores, gradient, updates, resumed, exchange, family, broken, converted)
 }
