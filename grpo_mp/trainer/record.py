@@ -57,11 +57,14 @@ class Recorder:
         response_tokens = sum(info.response_tokens for info in collected.launched)
         tokens = sum(info.total_tokens for info in batch.infos)
         seconds = summary.seconds
+        updates = update_metrics(reports, batch)
+        if session.policy.reference is None:
+            updates.pop("train/kl_loss", None)  # nothing was measured
         return {
             # The samples were drawn before this step's updates moved the version on.
             **rollout_metrics(collected.scored, sync.version - len(reports)),
             **collect_metrics(collected),
-            **update_metrics(reports, batch),
+            **updates,
             **{fill("train/control/{name}", name=name): value for name, value in session.state.controls.items()},
             **memory_metrics(session.scheduler.ledger.take(), parallel),
             **step_scalars(summary),
