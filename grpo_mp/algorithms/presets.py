@@ -7,6 +7,7 @@ Tree = dict[str, Any]
 
 GROUP_MEAN_ONLY: Tree = {"baseline": "group_mean", "scale": "none"}
 CLIP_HIGHER: Tree = {"low": 0.2, "high": 0.28}
+SEQUENCE_CLIP: Tree = {"low": 3e-4, "high": 4e-4}
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ PRESETS: dict[str, Preset] = {
         "GSPO, arXiv 2507.18071, eq. 5 to 7, clip of section 5.1",
         "Mixture of experts with several updates per step: routing changes make token ratios noisy.",
         ratio="sequence",
-        clip={"low": 3e-4, "high": 4e-4},
+        clip=SEQUENCE_CLIP,
     ),
     "gspo_token": _algorithm(
         "GSPO, arXiv 2507.18071, eq. 13 and 14",
         "As gspo, with advantages that differ by token.",
         ratio="sequence",
-        clip={"low": 3e-4, "high": 4e-4},
+        clip=SEQUENCE_CLIP,
     ),
     "cispo": _algorithm(
         "MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; upper bound 5 as in ScaleRL, arXiv 2510.13786",
@@ -90,7 +91,7 @@ PRESETS: dict[str, Preset] = {
         "LUSPO, arXiv 2602.05261: GSPO with the sequence loss multiplied by its length",
         "Answers shrink under gspo.",
         ratio="sequence",
-        clip={"low": 3e-4, "high": 4e-4},
+        clip=SEQUENCE_CLIP,
         aggregation="sequence_sum",
     ),
     "vespo": _algorithm(
