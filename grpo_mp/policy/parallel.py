@@ -1,7 +1,6 @@
 """Process groups: torch.distributed for the job, Megatron's groups for the layout, one group per replica."""
 
 import datetime
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,8 +11,8 @@ from megatron.core import parallel_state, tensor_parallel
 
 from grpo_mp import platform
 from grpo_mp.config import Layout
-from grpo_mp.errors import UserError
 from grpo_mp.planner.grid import Coordinates, coordinates, data_parallel, replica_ranks
+from grpo_mp.platform.meeting import meet
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,7 @@ def start_parallel(layout: Layout, seed: int, timeout_s: float, name: str = "job
     they cannot meet.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
-    if platform.on_cuda():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    store, rank, world_size = _meet(timeout)
+    store, rank, world_size = meet(timeout)
     store = dist.PrefixStore(name, store)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
@@ -94,15 +91,3 @@ def stop_parallel() -> None:
     """Leave the job; every group ends."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-
-
-def _meet(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
-    """The job's store, this rank, and how many there are. Raises UserError where the ranks cannot meet."""
-    try:
-        return next(dist.rendezvous("env://", timeout=timeout))
-    except dist.DistError as error:
-        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        if "EADDRINUSE" in str(error):
-            raise UserError(f"MASTER_PORT={port} of {host} is taken: choose another, for every rank") from error
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"rank {os.environ['RANK']} cannot meet the others at {host}:{port}: {reason}") from error

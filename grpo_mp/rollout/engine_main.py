@@ -25,7 +25,8 @@ WATCHED = {signal.SIGTERM, signal.SIGCHLD}
 def main() -> None:
     """Runs until the server has ended; exits with its status."""
     trainer = os.getppid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then ends its engines
+    for number in (signal.SIGINT, signal.SIGUSR1):  # for the trainer, which then ends its engines or saves
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     _process_control(PR_SET_CHILD_SUBREAPER, 1)
     server = os.fork()

@@ -12,6 +12,7 @@ from pathlib import Path
 from grpo_mp.errors import UserError
 
 FIRST_PORT = 15000
+OF_JOB = "GRPO_MP_PORTS"  # "20001-20199": ports that the batch script set apart for this job
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 ATTEMPTS = 2000
 
@@ -29,12 +30,11 @@ class PortClaim:
 
 
 def claim_port() -> PortClaim:
-    """Choose a port below the range from which the kernel takes ports for outgoing connections.
+    """Choose a port of the job's own range, else below the range that the kernel uses for outgoing connections.
 
     Raises UserError when none is free.
     """
-    last = _last_port()
-    choices = range(FIRST_PORT, last + 1)
+    choices = _choices()
     shuffled = random.SystemRandom().sample(choices, min(ATTEMPTS, len(choices)))
     for port in shuffled:
         holder = _hold(port)
@@ -43,7 +43,7 @@ def claim_port() -> PortClaim:
         if _is_free(port):
             return PortClaim(port, holder)
         holder.close()
-    raise UserError(f"no free port between {FIRST_PORT} and {last} on this host: end what holds them")
+    raise UserError(f"no free port between {choices[0]} and {choices[-1]} on this host: end what holds them")
 
 
 def own_address() -> str:
@@ -53,6 +53,16 @@ def own_address() -> str:
         probe.connect((master, int(os.environ["MASTER_PORT"])))  # sends nothing
         address: str = probe.getsockname()[0]
     return master if address.startswith("127.") else address  # the master's node may know its own name as loopback
+
+
+def _choices() -> range:
+    of_job = os.environ.get(OF_JOB)
+    if of_job is None:
+        return range(FIRST_PORT, _last_port() + 1)
+    first, dash, last = of_job.partition("-")
+    if not (dash and first.isdigit() and last.isdigit() and int(first) <= int(last)):
+        raise UserError(f"{OF_JOB}={of_job}: write two ports, such as 20001-20199")
+    return range(int(first), int(last) + 1)
 
 
 def _last_port() -> int:

@@ -68,7 +68,7 @@ class Job:
 
     def alive(self) -> list[psutil.Process]:
         """Every process of this job: launcher, ranks, engines and their children."""
-        return [process for process in psutil.process_iter() if _variable(process, MARK) == self._mark]
+        return processes_of(self._mark)
 
     def end(self) -> None:
         for process in self.alive():
@@ -78,6 +78,11 @@ class Job:
     def _rank(self, rank: int) -> psutil.Process:
         children = psutil.Process(self._process.pid).children()
         return next(child for child in children if _variable(child, "RANK") == str(rank))
+
+
+def processes_of(mark: str) -> list[psutil.Process]:
+    """Every process with this mark in its environment."""
+    return [process for process in psutil.process_iter() if _variable(process, MARK) == mark]
 
 
 def spans(run: Path, rank: int, name: str) -> int:

@@ -1,0 +1,75 @@
+"""What the batch scripts ask about a run: `python -m grpo_mp.launch.job show | folder | unfinished | failure ...`."""
+
+import argparse
+from pathlib import Path
+
+from grpo_mp.config import Settings, dump_settings, exit_with, load_settings
+from grpo_mp.errors import UserError
+from grpo_mp.launch.failure import first_failure
+from grpo_mp.launch.node_map import node_map
+from grpo_mp.scheduler.recovery import latest_checkpoint, read_manifest
+
+FINISHED = 1  # exit status of `unfinished`
+
+
+def main() -> None:
+    """Command line."""
+    wanted = _parser().parse_args()
+    try:
+        status: int = wanted.run(wanted)
+    except UserError as error:
+        exit_with(error)
+    raise SystemExit(status)
+
+
+def steps_left(settings: Settings) -> int:
+    """Steps that the run's newest checkpoint does not have yet."""
+    checkpoint = latest_checkpoint(settings.run.folder)
+    return settings.run.steps - (read_manifest(checkpoint).step if checkpoint else 0)
+
+
+def _show(wanted: argparse.Namespace) -> int:
+    settings = load_settings(wanted.config, wanted.overrides)
+    lines = [node_map(settings, wanted.nodes.split(","), wanted.per_node)]
+    if not (settings.model.path / "config.json").is_file():
+        lines.append(f"model: {settings.model.path} is not on this machine; layout and data are checked where it is")
+    if wanted.settings:
+        lines.insert(0, dump_settings(settings))
+    print("\n".join(lines))
+    return 0
+
+
+def _folder(wanted: argparse.Namespace) -> int:
+    print(load_settings(wanted.config, wanted.overrides).run.folder)
+    return 0
+
+
+def _unfinished(wanted: argparse.Namespace) -> int:
+    return 0 if steps_left(load_settings(wanted.config, wanted.overrides)) > 0 else FINISHED
+
+
+def _failure(wanted: argparse.Namespace) -> int:
+    print(first_failure(wanted.attempt).text())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="grpo_mp.launch.job", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    for name, run in (("show", _show), ("folder", _folder), ("unfinished", _unfinished)):
+        command = commands.add_parser(name)
+        command.add_argument("config", type=Path)
+        command.add_argument("overrides", nargs="*")
+        command.set_defaults(run=run)
+        if run is _show:
+            command.add_argument("--nodes", required=True, help="names, separated by commas")
+            command.add_argument("--per-node", type=int, required=True, help="ranks on each")
+            command.add_argument("--settings", action="store_true", help="print the resolved settings first")
+    failure = commands.add_parser("failure")
+    failure.add_argument("attempt", type=Path)
+    failure.set_defaults(run=_failure)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""One rank as a task of Slurm: `srun ... python -m grpo_mp.launch.task ATTEMPT CONFIG section.key=value ...`.
+
+How the rank failed, where it did, is left in the folder ATTEMPT: see failure.py.
+"""
+
+import os
+import signal
+import sys
+
+from grpo_mp.config import exit_with
+from grpo_mp.errors import UserError
+from grpo_mp.launch.failure import error_file
+from grpo_mp.launch.slurm import rank_environment
+
+
+def main() -> None:
+    """Command line."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # too early to be told to save; the run sets its own handler
+    attempt, *command = sys.argv[1:]
+    try:
+        os.environ.update(rank_environment(os.environ))
+    except UserError as error:
+        exit_with(error)
+    os.environ["TORCHELASTIC_ERROR_FILE"] = error_file(attempt, os.environ["RANK"])
+    from grpo_mp import train  # after the environment is complete
+
+    train.main(command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Where the ranks of a job meet."""
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+from grpo_mp import platform
+from grpo_mp.errors import UserError
+
+
+def meet(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
+    """The job's store, this rank, and how many there are; this rank's device is chosen.
+
+    Raises UserError where the ranks cannot meet.
+    """
+    if platform.on_cuda():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    try:
+        return next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        if "EADDRINUSE" in str(error):
+            raise UserError(f"MASTER_PORT={port} of {host} is taken: choose another, for every rank") from error
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"rank {os.environ['RANK']} cannot meet the others at {host}:{port}: {reason}") from error

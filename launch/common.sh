@@ -1,0 +1,163 @@
+#!/usr/bin/env bash
+# Sourced by the batch scripts beside it. `start CONFIG [section.key=value ...]` runs the settings on this allocation:
+# checks every node, trains, saves and requeues before the time limit, and says first what failed first.
+# `--dry-run` among the arguments prints what would run. README.md beside this file explains the rest.
+set -euo pipefail
+
+fail() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+[ -f launch/common.sh ] || fail "submit from the root of the repository"
+
+# What the site needs: module loads, exports, and `inside=(apptainer exec --nv IMAGE)` to run ranks in a container.
+inside=()
+if [ -n "${SITE:-}" ]; then
+  # shellcheck source=/dev/null
+  source "$SITE"
+fi
+python=${VENV:-.venv}/bin/python
+MOST_RESUBMITS=3
+
+start() {
+  config=$1
+  arguments=()
+  local argument dry_run=no
+  for argument in "${@:2}"; do
+    if [ "$argument" = --dry-run ]; then dry_run=yes; else arguments+=("$argument"); fi
+  done
+  [ -x "$python" ] || fail "$python is not there: make it with launch/install.sh, or name another with VENV"
+  choose_size
+  folder=$("$python" -m grpo_mp.launch.job folder "$config" "${arguments[@]}")
+  attempt=$folder/attempts/${SLURM_JOB_ID:-dry}.${SLURM_RESTART_COUNT:-0}
+  set_environment
+  set_commands
+  if [ "$dry_run" = yes ]; then
+    show --settings
+    print_commands
+    return
+  fi
+  [ -n "${SLURM_JOB_ID:-}" ] || fail "this is a batch script: sbatch $0, or --dry-run to see what it would do"
+  show
+  mkdir -p "$attempt"
+  echo "restarts so far: ${SLURM_RESTART_COUNT:-0}; logs of ranks: $attempt"
+  check_nodes
+  train
+}
+
+# Nodes and ranks on each: of the allocation, or as the script's own #SBATCH lines ask for.
+choose_size() {
+  local count
+  if [ -n "${SLURM_JOB_ID:-}" ]; then
+    nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+    per_node=${SLURM_NTASKS_PER_NODE:-$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))}
+  else
+    count=$(sed -n 's/^#SBATCH --nodes=//p' "$0")
+    per_node=$(sed -n 's/^#SBATCH --ntasks-per-node=//p' "$0")
+    nodes=$(seq -f 'node%g' -s, 0 $((count - 1)))
+  fi
+}
+
+# Every port of a job comes from its id: the first of 200 is where ranks meet, the others are for engines.
+set_environment() {
+  local ports=$((20000 + ${SLURM_JOB_ID:-0} % 60 * 200))
+  environment=(
+    "MASTER_ADDR=${MASTER_ADDR:-$(if [ -n "${SLURM_JOB_ID:-}" ]; then hostname; else echo node0; fi)}"
+    "MASTER_PORT=${MASTER_PORT:-$ports}"
+    "GRPO_MP_PORTS=${GRPO_MP_PORTS:-$((ports + 1))-$((ports + 199))}"
+    "OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
+    "CUDA_DEVICE_MAX_CONNECTIONS=1"
+    "NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}"
+    "TOKENIZERS_PARALLELISM=false"
+    "PYTHONUNBUFFERED=1"
+  )
+  export "${environment[@]}"
+}
+
+# The two steps of a job: `check` and `run`, each as srun starts it.
+set_commands() {
+  local on_all=(srun --ntasks-per-node="$per_node" --kill-on-bad-exit=1 --unbuffered)
+  local on_nodes=(srun --ntasks-per-node=1 --ntasks="${SLURM_JOB_NUM_NODES:-1}" --kill-on-bad-exit=1 --unbuffered)
+  check=("${on_all[@]}" --output="$attempt/check_%t.log" "${inside[@]}"
+    "$python" -m grpo_mp.launch.nodes "$attempt" "$nodes")
+  case ${LAUNCHER:-srun} in
+    srun)
+      first_log=rank_0.log
+      run=("${on_all[@]}" --output="$attempt/rank_%t.log" "${inside[@]}"
+        "$python" -m grpo_mp.launch.task "$attempt" "$config" "${arguments[@]}")
+      ;;
+    torchrun)
+      first_log=node_0.log
+      run=("${on_nodes[@]}" --output="$attempt/node_%t.log" "${inside[@]}"
+        bash launch/torchrun_node.sh "$python" "$per_node" "$attempt" "$config" "${arguments[@]}")
+      ;;
+    *) fail "LAUNCHER=$LAUNCHER: choose srun or torchrun" ;;
+  esac
+}
+
+show() {
+  "$python" -m grpo_mp.launch.job show --nodes "$nodes" --per-node "$per_node" "$@" "$config" "${arguments[@]}"
+  printf '  %s\n' "${environment[@]}"
+}
+
+print_commands() {
+  printf '%q ' "${check[@]}" && echo
+  printf '%q ' "${run[@]}" && echo
+}
+
+# in_step COMMAND...: runs a step, hands on the signals that Slurm sends to this script; the step's status in $status.
+in_step() {
+  "$@" 2>>"$attempt/srun.log" &
+  step=$!
+  status=0
+  wait "$step" || status=$?
+  while kill -0 "$step" 2>/dev/null; do # a signal broke the wait off
+    status=0
+    wait "$step" || status=$?
+  done
+}
+
+check_nodes() {
+  echo "checks the nodes"
+  in_step "${check[@]}"
+  cat "$attempt/check_0.log"
+  [ "$status" = 0 ] && return
+  if [ -s "$attempt/bad_nodes" ]; then resubmit_without_bad_nodes; fi
+  tail -n 5 "$attempt/srun.log"
+  fail "the check of the nodes failed: $attempt"
+}
+
+# A job that runs cannot be given other nodes, so a new one takes its place.
+resubmit_without_bad_nodes() {
+  local bad
+  bad=$(paste -sd, "$attempt/bad_nodes")${EXCLUDED:+,$EXCLUDED}
+  export EXCLUDED=$bad RESUBMITS=$((${RESUBMITS:-0} + 1))
+  [ "$RESUBMITS" -le "$MOST_RESUBMITS" ] || fail "$RESUBMITS times nodes were bad, now $bad: mend them"
+  sbatch --exclude="$bad" --nodes="$SLURM_JOB_NUM_NODES" --partition="$SLURM_JOB_PARTITION" \
+    ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} "$(script_path)" "${arguments[@]}" ||
+    fail "no job without $bad could be submitted"
+  exit 3
+}
+
+script_path() {
+  scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p'
+}
+
+train() {
+  local again=no follower
+  trap 'again=yes; kill -USR1 "$step" || true' USR1 # the time limit is near: save, end, and go on in a new attempt
+  trap 'echo "told to end"; kill -TERM "$step" 2>/dev/null || true' TERM
+  tail -n +1 --retry -f "$attempt/$first_log" 2>/dev/null &
+  follower=$!
+  in_step "${run[@]}"
+  sleep 1
+  kill "$follower"
+  if [ "$again" = yes ] && "$python" -m grpo_mp.launch.job unfinished "$config" "${arguments[@]}"; then
+    echo "saved before the time limit: goes on in a new attempt"
+    scontrol requeue "$SLURM_JOB_ID"
+  elif [ "$status" != 0 ]; then
+    "$python" -m grpo_mp.launch.job failure "$attempt"
+    exit "$status"
+  fi
+}

@@ -1,0 +1,117 @@
+"""A real Slurm of three virtual nodes on this machine, with munge of its own; nothing outside its folder is used."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from grpo_mp.rollout.ports import claim_port
+
+DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
+NODES = ("n1", "n2", "n3")
+START_LIMIT_S = 30.0
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ReturnToService=0
+KillWait=10
+SlurmctldPort={port}
+MpiDefault=none
+{nodes}
+PartitionName=main Nodes=n[1-3] Default=YES MaxTime=60 State=UP OverSubscribe=YES
+"""
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000 State=UNKNOWN"
+
+
+def missing() -> str | None:
+    """Why no such cluster can be had here, or None."""
+    absent = [name for name in DAEMONS if shutil.which(name) is None]
+    if absent:
+        return f"needs {', '.join(absent)}: apt-get install slurm-wlm munge"
+    return None if os.geteuid() == 0 else "Slurm's daemons start jobs of other users: needs root"
+
+
+class Cluster:
+    """Starts the daemons; `stop` ends them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._daemons = folder, list[subprocess.Popen[bytes]]()
+        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        claims = [claim_port() for _ in range(1 + len(NODES))]
+        host = socket.gethostname()
+        ports = [claim.port for claim in claims]
+        nodes = "\n".join(NODE.format(name=n, host=host, port=p) for n, p in zip(NODES, ports[1:], strict=True))
+        text = CONFIG.format(host=host, folder=folder, port=ports[0], nodes=nodes)
+        (folder / "slurm.conf").write_text(text.lstrip())
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o400)
+        for name in ("state", *(f"spool-{node}" for node in NODES)):
+            (folder / name).mkdir()
+        for claim in claims:
+            claim.release()
+        self._start()
+
+    def run(self, *command: str) -> str:
+        """Output of one of Slurm's commands."""
+        return subprocess.run(command, env=self.environment, check=True, capture_output=True, text=True).stdout.strip()
+
+    def states(self) -> list[str]:
+        """Of the nodes, as sinfo names them."""
+        return self.run("sinfo", "--noheader", "--Node", "--format=%T").split()
+
+    def stop(self) -> None:
+        """Cancel what runs and end the daemons."""
+        subprocess.run(["scancel", "--user=root"], env=self.environment, check=False)
+        wait_until(lambda: not self.run("squeue", "--noheader"), "jobs to end")
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+            daemon.wait(START_LIMIT_S)
+
+    def _start(self) -> None:
+        self.folder.chmod(0o755)  # munged wants to know who could have made its socket
+        munge = [f"--{what}={self.folder}/munge.{what.split('-')[0]}" for what in ("key-file", "socket", "pid-file")]
+        munge += [f"--{what}-file={self.folder}/munge.{what}" for what in ("log", "seed")]
+        self._daemon("munged", "--foreground", "--force", *munge)
+        wait_until((self.folder / "munge.socket").exists, "munged")
+        self._daemon("slurmctld", "-D")
+        for node in NODES:
+            self._daemon("slurmd", "-D", "-N", node)
+        wait_until(lambda: self.states() == ["idle"] * len(NODES), "the nodes")
+
+    def _daemon(self, *command: str) -> None:
+        with (self.folder / "daemons.log").open("ab") as log:
+            daemon = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, start_new_session=True)
+        self._daemons.append(daemon)
+
+
+def wait_until(what: Callable[[], object], name: str, limit_s: float = START_LIMIT_S) -> None:
+    """Return when `what` is true; a command that fails counts as not yet."""
+    deadline = time.monotonic() + limit_s
+    while not _holds(what):
+        assert time.monotonic() < deadline, f"waited {limit_s:g} s for {name}"
+        time.sleep(0.2)
+
+
+def _holds(what: Callable[[], object]) -> bool:
+    try:
+        return bool(what())
+    except subprocess.CalledProcessError:
+        return False

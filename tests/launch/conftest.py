@@ -1,0 +1,41 @@
+"""One cluster for all tests that submit jobs."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TinyRun
+from tests.launch.batch_job import BatchJob
+from tests.launch.cluster import Cluster, missing
+
+Submit = Callable[..., BatchJob]
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if reason := missing():
+        pytest.skip(reason)
+    started = Cluster(tmp_path_factory.mktemp("slurm"))
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def submit(cluster: Cluster, tiny_run: TinyRun, tmp_path: Path) -> Submit:
+    """Submits launch/tiny_moe.sh with the smallest model, its run folder under tmp_path."""
+
+    def start(*settings: str, **environment: str) -> BatchJob:
+        inputs = [
+            f"run.folder={tmp_path / 'run'}",
+            f"model.path={tiny_run.model}",
+            f"data.train={tiny_run.train}",
+            f"data.eval={{arithmetic: {tiny_run.folder / 'eval.jsonl'}}}",
+            "rollout.prompts_per_step=4",
+            "rollout.group_size=4",
+            "rollout.max_response_tokens=16",
+            "sync.check_tolerance=1.0e-4",
+        ]
+        return BatchJob(cluster, tmp_path, [*inputs, *settings], **environment)
+
+    return start

@@ -1,0 +1,63 @@
+"""Every batch script prints what it would run, without Slurm; each settings file has its script."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(path for path in (ROOT / "launch").glob("*.sh") if "\n#SBATCH" in path.read_text())
+
+
+def dry_run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    return subprocess.run(
+        ["bash", str(script), "--dry-run", *arguments],
+        env={**outside, "VENV": sys.prefix},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_dry_run_shows_settings_nodes_environment_and_commands(script: Path) -> None:
+    shown = dry_run(script, "run.steps=7")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    asked = dict(
+        line.removeprefix("#SBATCH --").split("=", 1) for line in script.read_text().splitlines() if _asks(line)
+    )
+    nodes, per_node = int(asked["nodes"]), int(asked["ntasks-per-node"])
+    assert "steps: 7" in shown.stdout
+    assert f"{nodes * per_node} ranks; layout: " in shown.stdout
+    assert f"  node{nodes - 1}: ranks {(nodes - 1) * per_node}-{nodes * per_node - 1}; " in shown.stdout
+    assert "MASTER_PORT=20000" in shown.stdout
+    assert (
+        f"-m grpo_mp.launch.task runs/{script.stem}/attempts/dry.0 configs/{script.stem}.yaml run.steps=7"
+        in shown.stdout
+    )
+
+
+def test_every_settings_file_has_a_script() -> None:
+    assert {script.stem for script in SCRIPTS} == {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+
+
+def test_mistakes_end_before_anything_starts() -> None:
+    script = ROOT / "launch" / "tiny_moe.sh"
+    for arguments, said in (
+        (["layout.tensor=4"], "needs 4 nodes of 1 ranks, the allocation has 2"),
+        (["engine.gpus=4"], "do not fit the 2 ranks of this job"),
+        (["rollout.grup_size=4"], "did you mean rollout.group_size?"),
+    ):
+        shown = dry_run(script, *arguments)
+        assert (shown.returncode, said in shown.stderr) == (2, True), shown.stderr
+    outside = subprocess.run(
+        ["bash", str(script)], env={**os.environ, "VENV": sys.prefix}, capture_output=True, text=True
+    )
+    assert (outside.returncode, "this is a batch script: sbatch" in outside.stderr) == (2, True)
+
+
+def _asks(line: str) -> bool:
+    return line.startswith("#SBATCH --") and "=" in line

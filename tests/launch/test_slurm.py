@@ -1,0 +1,84 @@
+"""launch/ on a real Slurm: three nodes, jobs of two with an engine on each."""
+
+import socket
+from pathlib import Path
+
+from tests.e2e.jobs import read_jsonl
+from tests.launch.cluster import Cluster, wait_until
+from tests.launch.conftest import Submit
+
+WRAPPER = """
+if [ "$SLURMD_NODENAME" = n2 ]; then export PYTHONPATH={folder}; fi
+exec "$@"
+"""
+
+
+def test_a_run_outlives_a_lost_node_and_the_time_limit(cluster: Cluster, submit: Submit, tmp_path: Path) -> None:
+    job = submit("run.steps=6", "run.save_every=1")
+    job.wait_for("step 2/6")
+    cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    job.wait_requeued()
+    job.wait_for("restarts so far: 1")
+    cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
+    assert job.nodes == "n[1,3]"
+    job.wait_for("step 4/6")
+    job.signal()
+    job.wait_for("goes on in a new attempt")
+    job.wait_requeued()
+    job.wait_end()
+    assert (job.state, job.left()) == ("COMPLETED", []), job.out
+    assert "restarts so far: 2" in job.out
+    steps = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == list(range(7))
+    attempts = [folder.name for folder in sorted((tmp_path / "run" / "attempts").iterdir())]
+    assert attempts == [f"{job.id}.{restart}" for restart in range(3)]
+    assert all((tmp_path / "run" / "logs" / f"engine_{number}.log").exists() for number in range(2))
+
+
+def test_a_killed_rank_ends_the_job_and_is_named_with_its_last_lines(submit: Submit) -> None:
+    job = submit("run.steps=50")
+    job.wait_for("step 1/50")
+    job.rank(1).kill()
+    job.wait_end()
+    assert job.state == "FAILED"
+    assert "rank 1 failed: Killed on n2" in job.out
+    assert job.left() == []
+
+
+def test_a_cancelled_job_leaves_nothing_running(cluster: Cluster, submit: Submit) -> None:
+    job = submit("run.steps=50")
+    job.wait_for("starting the engines")
+    cluster.run("scancel", job.id)
+    job.wait_end()
+    assert (job.state, job.left()) == ("CANCELLED", [])
+
+
+def test_a_taken_port_is_named(submit: Submit) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        job = submit("run.steps=1", MASTER_PORT=str(port))
+        job.wait_end()
+    assert f"MASTER_PORT={port} of {socket.gethostname()} is taken" in job.out
+    assert (job.exit_status, job.left()) == (2, [])
+
+
+def test_a_bad_node_is_named_and_a_job_without_it_takes_over(cluster: Cluster, submit: Submit, tmp_path: Path) -> None:
+    """The site's hook puts a wrapper in front of ranks, which shows another torch on the second node."""
+    (tmp_path / "torch-9.9.dist-info").mkdir()
+    (tmp_path / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
+    (tmp_path / "wrapper.sh").write_text(WRAPPER.format(folder=tmp_path))
+    (tmp_path / "site.sh").write_text(f"inside=(bash {tmp_path / 'wrapper.sh'})\n")
+    job = submit("run.steps=1", SITE=str(tmp_path / "site.sh"))
+    job.wait_end()
+    assert "bad node n2: it has torch 9.9" in job.out
+    wait_until(lambda: cluster.run("squeue", "--noheader", "--states=RUNNING", "--format=%N") == "n[1,3]", "a new job")
+    cluster.run("scancel", "--user=root")
+
+
+def test_torchrun_on_each_node(submit: Submit, tmp_path: Path) -> None:
+    job = submit("run.steps=1", "run.export=false", LAUNCHER="torchrun")
+    job.wait_end()
+    assert (job.state, job.left()) == ("COMPLETED", []), job.out
+    assert [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
