@@ -63,7 +63,10 @@ class BatchJob:
         wait_until(lambda: self.state in ended, f"the end of\n{self.out}", LIMIT_S)
 
     def wait_requeued(self) -> None:
-        """Return when it waits again; then let it start at once, which Slurm puts off for two minutes; a node takes no job back in the second it let it go."""
+        """Return when it waits again; then let it start soon, which Slurm puts off for two minutes.
+
+        A node refuses a job that it ended within the same second.
+        """
         wait_until(lambda: self.state == "PENDING", f"a requeue of\n{self.out}", LIMIT_S)
         self._cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now+5")
 

@@ -1,0 +1,26 @@
+"""Plain torchrun over two nodes, both of them this machine."""
+
+import sys
+from pathlib import Path
+
+from grpo_mp.rollout.ports import claim_port
+from tests.e2e.conftest import StartJob, outcome
+from tests.e2e.jobs import read_jsonl
+
+
+def node(number: int, port: int) -> tuple[str, ...]:
+    meeting = ("--master-addr", "127.0.0.1", "--master-port", str(port))
+    place = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1")
+    return (sys.executable, "-m", "torch.distributed.run", *place, *meeting, "-m", "grpo_mp.train")
+
+
+def test_each_node_has_its_engine_and_both_train(start_job: StartJob, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    claim = claim_port()
+    jobs = [start_job(f"run.folder={run}", "run.steps=1", command=node(number, claim.port)) for number in range(2)]
+    ends = [outcome(job) for job in jobs]
+    assert [end.status for end in ends] == [0, 0], [end.err for end in ends]
+    assert [end.left for end in ends] == [[], []]
+    assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == [0, 1]
+    assert all((run / "logs" / f"engine_{number}.log").exists() for number in range(2))
+    claim.release()
