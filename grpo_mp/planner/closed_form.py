@@ -55,7 +55,7 @@ def make_table(hf: HfConfig, tensor: int, expert: int, expert_tensor: int) -> Ta
     for rule in family_of(hf).rules(hf):
         if rule.keep_float32 or rule.layers == ():
             continue  # a buffer, or nothing
-        count = _one(rule, tensor, expert, expert_tensor)
+        count = rule_count(rule, tensor, expert, expert_tensor)
         if rule.layers is not None:
             layers |= {layer: layers.get(layer, NOTHING) + count for layer in rule.layers}
         elif rule.megatron.startswith("embedding"):
@@ -72,8 +72,8 @@ def rank_counts(hf: HfConfig, layout: Layout, stages: Stages) -> tuple[Count, ..
     return tuple(table.stage(layers, stage == 0, stage == last) for stage, layers in enumerate(stages))
 
 
-def _one(rule: Rule, tensor: int, expert: int, expert_tensor: int) -> Count:
-    """One layer's worth of a rule on one rank."""
+def rule_count(rule: Rule, tensor: int, expert: int, expert_tensor: int) -> Count:
+    """One layer's worth of a rule on one of so many ranks."""
     single = replace(rule, layers=rule.layers and rule.layers[:1], experts=min(rule.experts, 1))
     (param,) = expand([single]).values()
     size = prod(param.local_shape(expert_tensor if rule.experts else tensor))

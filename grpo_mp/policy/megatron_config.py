@@ -13,7 +13,6 @@ from grpo_mp.config import Settings
 from grpo_mp.errors import UserError, nearest
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.planner.layout import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -103,23 +102,6 @@ def check_overrides(settings: Settings) -> None:
             raise UserError(f"optimizer.megatron.{name} cannot be set: {OWNED[name]}")
         if name not in known:
             raise UserError(f"optimizer.megatron.{name}: no field of Megatron's configs{nearest(name, known)}")
-
-
-def model_shape(family: dict[str, Any]) -> ModelShape:
-    """What the layout rules need, from a family's Megatron settings."""
-    experts = family.get("num_moe_experts") or 0
-    dense = not experts or 0 in family["moe_layer_freq"]
-    widths = [family["ffn_hidden_size"]] if dense else []
-    if family.get("moe_shared_expert_intermediate_size"):
-        widths.append(family["moe_shared_expert_intermediate_size"])
-    return ModelShape(
-        layers=family["num_layers"],
-        attention_heads=family["num_attention_heads"],
-        query_groups=family["num_query_groups"],
-        ffn_widths=tuple(widths),
-        experts=experts,
-        expert_width=family.get("moe_ffn_hidden_size") or 0,
-    )
 
 
 def _layout(settings: Settings) -> dict[str, Any]:
