@@ -90,7 +90,9 @@ def _cluster(name: str, values: Any) -> Cluster:
     return Cluster(name=name, **{**values, "fp8_tflops": values.get("fp8_tflops"), "achievable": Achievable(**shares)})
 
 
-def _complete(name: str, values: dict[str, Any], wanted: set[str], may_lack: frozenset[str] | set[str] = frozenset()) -> None:
+def _complete(
+    name: str, values: dict[str, Any], wanted: set[str], may_lack: frozenset[str] | set[str] = frozenset()
+) -> None:
     for key in sorted(wanted):
         if values.get(key) is None and key not in may_lack:
             raise UserError(f"cluster {name}: the plan needs {key}, which the profile lacks: add it")

@@ -72,7 +72,9 @@ def _device(job: Job, stage: int, kept: Keeping, engine: EngineLoad) -> dict[Str
     return {
         stretch: {
             kind: size
-            for kind, size in (always | _resident(job, stretch, held, engine) | _working(job, stage, stretch, kept)).items()
+            for kind, size in (
+                always | _resident(job, stretch, held, engine) | _working(job, stage, stretch, kept)
+            ).items()
             if size
         }
         for stretch in Stretch

@@ -27,7 +27,9 @@ def find_config(path: Path, given: Path | None = None) -> tuple[HfConfig, str]:
             f"model.path={path} is not on this machine, and no config published under that name is known "
             f"({', '.join(published_names())}): give one with --model-config FILE"
         )
-    return HfConfig(path, json.loads(file.read_text())), f"the published {file.stem} (model.path is not on this machine)"
+    return HfConfig(
+        path, json.loads(file.read_text())
+    ), f"the published {file.stem} (model.path is not on this machine)"
 
 
 def published_names() -> tuple[str, ...]:

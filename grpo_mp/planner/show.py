@@ -22,7 +22,9 @@ def show_plan(plan: Plan, verdict: Verdict, console: Console) -> None:
     console.print(_memory("Host of the fullest node, GiB", plan.memory.host.items()))
     console.print(_times(plan), *_notes(plan), sep="\n")
     style = "bold green" if verdict.fits else "bold red"
-    console.print(f"{plan.job.nodes} x {plan.job.gpus_per_node} x {plan.job.cluster.name}: {verdict.sentence}", style=style)
+    console.print(
+        f"{plan.job.nodes} x {plan.job.gpus_per_node} x {plan.job.cluster.name}: {verdict.sentence}", style=style
+    )
 
 
 def fullest_stage(plan: Plan) -> int:
@@ -71,7 +73,17 @@ def _times(plan: Plan) -> Table:
         gigabytes = (f"{size / GIGA:,.1f}" if size else "" for size in moved)
         seconds = (f"{time.roofline_s:,.1f}", f"{time.expected_s:,.1f}")
         rows.append((str(stretch), f"{work.flops / 1e12:,.0f}" if work.flops else "", *gigabytes, *seconds, costliest))
-    columns = ("", "TFLOP", "NVLink GB", "network GB", "host GB", "disk GB (node)", "roofline s", "expected s", "mostly")
+    columns = (
+        "",
+        "TFLOP",
+        "NVLink GB",
+        "network GB",
+        "host GB",
+        "disk GB (node)",
+        "roofline s",
+        "expected s",
+        "mostly",
+    )
     return table_of("One step on one GPU (start and load: once)", columns, rows)
 
 

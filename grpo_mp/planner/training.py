@@ -79,7 +79,9 @@ def _forward(job: Job) -> Work:
     outside = max(0.0, 1 - job.gpus_per_node / group) if group else 0.0
     inside = (1 - 1 / group) - outside if group > 1 else 0.0
     between = tokens / layout.tensor * shape.hidden * SIZE if layout.pipeline > 1 else 0.0
-    return Work(flops=flops, nvlink_bytes=near + routed * max(inside, 0.0), network_bytes=far + routed * outside + between)
+    return Work(
+        flops=flops, nvlink_bytes=near + routed * max(inside, 0.0), network_bytes=far + routed * outside + between
+    )
 
 
 def _tensor_bytes(job: Job, tokens: float, layers: int) -> float:

@@ -37,6 +37,7 @@ OWNED = {
     "clip_grad": "set optimizer.clip_grad",
     "calculate_per_token_loss": "the loss carries its own denominator",
     "use_distributed_optimizer": "a checkpoint that any layout loads needs it",
+    "optimizer_cpu_offload": "the phases move the optimizer; use_precision_aware_optimizer makes it smaller",
     "perform_initialization": "every weight is read from the checkpoint",
 }
 
@@ -88,9 +89,10 @@ def optimizer_config(settings: Settings) -> OptimizerConfig:
 
 
 def overrides_for(settings: Settings, kind: type) -> dict[str, Any]:
-    """The fields of `optimizer.megatron` that belong to this config class."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {name: value for name, value in settings.optimizer.megatron.items() if name in names}
+    """The fields of `optimizer.megatron` that belong to this config class; a dtype is written by its name."""
+    kinds = {field.name: field.type for field in dataclasses.fields(kind)}
+    given = {name: value for name, value in settings.optimizer.megatron.items() if name in kinds}
+    return {name: getattr(torch, value) if kinds[name] is torch.dtype else value for name, value in given.items()}
 
 
 def check_overrides(settings: Settings) -> None:
