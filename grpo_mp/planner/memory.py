@@ -1,7 +1,7 @@
 """Bytes on one rank's device and on one node's host in every phase of this trainer, by kind."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
@@ -14,7 +14,6 @@ from grpo_mp.planner.keeping import Keeping, keeping
 from grpo_mp.scheduler.phases import RESIDENT, Phase, Residency
 
 Items = Mapping[str, float]
-PINNING = 2  # a first copy to pinned memory passes through memory that is not
 
 
 class Stretch(StrEnum):
@@ -43,6 +42,7 @@ PHASES = {
     Stretch.SAVE: Phase.SAVE,
 }
 EVERYTHING = Residency(True, True, True, True, True)
+CHECKPOINT = 12  # bytes of a parameter's main weight and two moments, in float32 whatever the optimizer keeps
 
 
 @dataclass(frozen=True)
@@ -177,28 +177,23 @@ def _rank_host(job: Job, count: Count, kept: Keeping, dense: bool, expert: bool)
             items["optimizer"] = away
         if stretch is Stretch.OFFLOAD:
             items |= {"optimizer": away, "weights": items["weights"] + count.total * kept.weights * job.moves}
-        items["checkpoint"] = _saved(job, count, writers, kept) if stretch is Stretch.SAVE else 0.0
+        items["checkpoint"] = _checkpoint(job, stretch, count, writers, kept)
         host[stretch] = items
     for stretch in (Stretch.START, Stretch.LOAD):
         host[stretch]["weights"] = 0.0
     return host
 
 
-def _saved(job: Job, count: Count, writers: Count, kept: Keeping) -> float:
-    """Host bytes while a checkpoint is written: float32 main weights and moments, whole on the first of the replicas.
+def _checkpoint(job: Job, stretch: Stretch, count: Count, writers: Count, kept: Keeping) -> float:
+    """Host bytes of float32 main weights and moments: whole on every rank that resumes, on the first replica to save.
 
-    Without buckets of gradients (overlap_grad_reduce) one gather moves everything at a time.
+    Without buckets of gradients (overlap_grad_reduce) one gather moves everything at a time; then the three become
+    tensors of their own, one after the other, and the weights are copied to be written.
     """
-    state, bucketed = 12, job.settings.optimizer.megatron.get("overlap_grad_reduce", False)
-    gather = 0.0 if bucketed else _sharded(job, count) * state + writers.total * 8
-    return writers.total * state + max(gather, writers.total * (4 + kept.weights))
-
-
-def without_engine(memory: Memory) -> Memory:
-    """The trainer's part alone, as in a table of what models cost."""
-    ours = ("weights", "gradients", "optimizer", "activations", "logits")
-    device = tuple(
-        {stretch: {kind: size for kind, size in items.items() if kind in ours} for stretch, items in rank.items()}
-        for rank in memory.device
-    )
-    return replace(memory, device=device)
+    if stretch is Stretch.LOAD:
+        return count.total * CHECKPOINT
+    if stretch is not Stretch.SAVE:
+        return 0.0
+    bucketed = job.settings.optimizer.megatron.get("overlap_grad_reduce", False)
+    gather = 0.0 if bucketed else _sharded(job, count) * CHECKPOINT + writers.total * 8
+    return writers.total * CHECKPOINT + max(gather, writers.total * max(4, kept.weights))

@@ -81,9 +81,10 @@ def _cache(plan: Plan) -> str:
     """A cache must hold at least one of the longest sequences in each replica of an engine."""
     load, args = plan.memory.engine, plan.job.settings.engine.args
     replicas = int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
-    if load.tokens // replicas >= plan.job.longest:
+    tokens = load.tokens // replicas
+    if tokens >= plan.job.longest:
         return ""
     return (
-        f"the engine's cache holds {load.tokens // replicas:,} tokens beside {load.weights / GIB:.1f} GiB of weights, the "
+        f"the engine's cache holds {tokens:,} tokens beside {load.weights / GIB:.1f} GiB of weights, the "
         f"longest sequence has {plan.job.longest:,}: raise engine.gpus or engine.args.mem_fraction_static"
     )

@@ -15,8 +15,8 @@ MARGIN_BYTES = 2**28
 def move_state(optimizer: torch.optim.Optimizer, to: torch.device) -> None:
     """Move what an optimizer keeps for its parameters, and not the parameters.
 
-    Those of the precision-aware optimizer are views of the model's weights. Megatron would move them as well, and updates
-    would then change copies that no one reads.
+    Those of the precision-aware optimizer are views of the model's weights. Megatron would move them as well, and
+    updates would then change copies that no one reads.
     """
     for state in optimizer.state.values():
         for name, value in state.items():
