@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from grpo_mp.errors import UserError
-from grpo_mp.planner.assumed import ASSUMED
 from grpo_mp.models.families import family_of
 from grpo_mp.models.mapping import Rule
+from grpo_mp.planner.assumed import ASSUMED
 from grpo_mp.planner.closed_form import rule_count
 from grpo_mp.planner.job import Job
 from grpo_mp.planner.keeping import BYTES

@@ -12,8 +12,19 @@ import torch.distributed as dist
 
 from grpo_mp.config import Settings
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.platform import prepare
 from grpo_mp.planner.closed_form import NOTHING, Count
+from grpo_mp.planner.job import Job
+from grpo_mp.platform import prepare
+
+
+def check_in_the_model(job: Job) -> None:
+    """Raise UserError where Megatron refuses the settings; the formula and its model must count alike."""
+    prepare()
+    from grpo_mp.policy.megatron_config import check_overrides
+
+    check_overrides(job.settings)
+    found = counted(job.settings, job.hf, job.world_size)
+    assert found == job.counts, f"Megatron's model holds {found}, the closed form says {job.counts}"
 
 
 def counted(settings: Settings, hf: HfConfig, world_size: int) -> tuple[Count, ...]:

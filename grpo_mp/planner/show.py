@@ -8,8 +8,10 @@ from rich.table import Table
 from grpo_mp.planner.clusters import GIB, describe_rates
 from grpo_mp.planner.layout import describe
 from grpo_mp.planner.memory import Items, Stretch, total
+from grpo_mp.planner.models_needed import grpo_models, ppo_models
 from grpo_mp.planner.plan import Plan
-from grpo_mp.planner.verdict import Verdict
+from grpo_mp.planner.search import Found, as_settings
+from grpo_mp.planner.verdict import Verdict, judge
 
 GIGA = 1e9
 
@@ -25,6 +27,30 @@ def show_plan(plan: Plan, verdict: Verdict, console: Console) -> None:
     console.print(
         f"{plan.job.nodes} x {plan.job.gpus_per_node} x {plan.job.cluster.name}: {verdict.sentence}", style=style
     )
+
+
+def show_models(plan: Plan, console: Console) -> None:
+    """GRPO beside PPO."""
+    for name, models in (("GRPO", grpo_models(plan)), ("PPO", ppo_models(plan))):
+        rows = [(one.model, "yes" if one.trained else "", _gib(one.device), _gib(one.host)) for one in models]
+        host = sum(one.host for one in models)
+        rows.append(("in all", "", _gib(sum(one.device for one in models)), _gib(host)))
+        columns = ("", "trained", "a rank's device, GiB", "a node's host, GiB")
+        console.print(table_of(f"Models of {name}", columns, rows))
+
+
+def show_found(found: Found, console: Console) -> None:
+    """The best layouts as settings, after a table that compares them."""
+    console.print(
+        f"{found.valid:,} valid combinations of layout and engine, {found.fitting:,} fit; by expected step time:"
+    )
+    for number, plan in enumerate(found.best, start=1):
+        verdict = judge(plan)
+        console.print(
+            f"# {number}: {plan.step_s:,.0f} s a step ({plan.roofline_s:,.0f} s at the roofline); "
+            f"{verdict.device.spare / GIB:.1f} GiB of a device, {verdict.host.spare / GIB:.0f} GiB of a host to spare"
+        )
+        console.print(as_settings(plan), markup=False)
 
 
 def fullest_stage(plan: Plan) -> int:
@@ -96,8 +122,8 @@ def _notes(plan: Plan) -> list[str]:
         f"({plan.step_s / plan.roofline_s:.1f} times); {item} in {stretch} costs most, {seconds:,.0f} s; "
         f"{tokens / plan.step_s / job.world_size:,.0f} tokens per GPU and second",
         f"engines: {job.engines} of {job.settings.engine.gpus} GPUs; a cache of {load.tokens:,} tokens each "
-        f"({load.token_bytes / 1024:.1f} KiB per token on a GPU); {plan.generation.running:,.0f} sequences run at a time "
-        "in each replica",
+        f"({load.token_bytes / 1024:.1f} KiB per token on a GPU); {plan.generation.running:,.0f} sequences run at "
+        "a time in each replica",
         f"assumed: responses of {job.response_tokens:,.0f} tokens in the mean; achievable of the peaks: "
         f"{describe_rates(job.cluster)}",
     ]

@@ -29,7 +29,7 @@ def active_parameters(job: Job) -> int:
 
 
 def logprob_work(job: Job, passes: int) -> Work:
-    """`passes` forward passes over the samples of a step on one GPU; with a reference its weights change places twice."""
+    """`passes` forward passes over the samples of a step on one GPU."""
     forward = _forward(job).times(passes)
     return replace(forward, idle=_idle(job))
 
