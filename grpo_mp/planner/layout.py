@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Any
 
 from grpo_mp.config import Layout
 from grpo_mp.errors import UserError
@@ -19,6 +20,23 @@ class ModelShape:
     ffn_widths: tuple[int, ...]  # widths that tensor parallelism divides
     experts: int = 0
     expert_width: int = 0
+
+
+def model_shape(family: dict[str, Any]) -> ModelShape:
+    """What the layout rules need, from a family's Megatron settings."""
+    experts = family.get("num_moe_experts") or 0
+    dense = not experts or 0 in family["moe_layer_freq"]
+    widths = [family["ffn_hidden_size"]] if dense else []
+    if family.get("moe_shared_expert_intermediate_size"):
+        widths.append(family["moe_shared_expert_intermediate_size"])
+    return ModelShape(
+        layers=family["num_layers"],
+        attention_heads=family["num_attention_heads"],
+        query_groups=family["num_query_groups"],
+        ffn_widths=tuple(widths),
+        experts=experts,
+        expert_width=family.get("moe_ffn_hidden_size") or 0,
+    )
 
 
 def broken_rules(layout: Layout, model: ModelShape, world_size: int, uneven_pipeline: bool = False) -> Iterator[str]:

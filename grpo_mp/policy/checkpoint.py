@@ -5,7 +5,8 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mp.errors import UserError
@@ -15,6 +16,7 @@ from grpo_mp.policy.reference import Reference
 # Fully reshardable: the distributed optimizer's shards are saved by parameter, not by rank.
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,  # gathered on the first of the replicas alone
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
@@ -25,7 +27,9 @@ def save_policy(policy: Policy, folder: Path) -> None:
 
     Every rank must call this.
     """
-    dist_checkpointing.save(_state(policy, loading=False), str(folder))
+    state = _state(policy, loading=False)
+    _divide(state)
+    dist_checkpointing.save(state, str(folder))
 
 
 def load_policy(policy: Policy, folder: Path) -> None:
@@ -64,6 +68,23 @@ def load_weights(policy: Policy, folder: Path) -> None:
     for name, model in zip(_names(policy), policy.models(), strict=True):
         model.load_state_dict(loaded[name], strict=False)  # strict would miss the extra states
     policy.optimizer.reload_model_params()
+
+
+def _divide(state: dict[str, Any]) -> None:
+    """Give every optimizer tensor memory of its own, and the gathered whole back, one whole at a time.
+
+    Megatron's writer would copy all of them while the wholes that they are views of are still there.
+    """
+    apply_factories(state)
+    found = [tensor for tensor in nested_values(state["optimizer"]) if _is_view(tensor)]
+    for tensor in sorted(found, key=lambda one: one.data.untyped_storage().data_ptr()):
+        tensor.data = tensor.data.clone()
+
+
+def _is_view(tensor: Any) -> bool:
+    if not isinstance(tensor, ShardedTensor) or tensor.data is None or tensor.data.device.type != "cpu":
+        return False
+    return tensor.data.untyped_storage().size() != tensor.data.nbytes
 
 
 def _reference_of(policy: Policy) -> Reference:

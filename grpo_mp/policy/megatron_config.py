@@ -13,7 +13,6 @@ from grpo_mp.config import Settings
 from grpo_mp.errors import UserError, nearest
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.planner.layout import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -38,6 +37,7 @@ OWNED = {
     "clip_grad": "set optimizer.clip_grad",
     "calculate_per_token_loss": "the loss carries its own denominator",
     "use_distributed_optimizer": "a checkpoint that any layout loads needs it",
+    "optimizer_cpu_offload": "the phases move the optimizer; use_precision_aware_optimizer makes it smaller",
     "perform_initialization": "every weight is read from the checkpoint",
 }
 
@@ -89,9 +89,10 @@ def optimizer_config(settings: Settings) -> OptimizerConfig:
 
 
 def overrides_for(settings: Settings, kind: type) -> dict[str, Any]:
-    """The fields of `optimizer.megatron` that belong to this config class."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {name: value for name, value in settings.optimizer.megatron.items() if name in names}
+    """The fields of `optimizer.megatron` that belong to this config class; a dtype is written by its name."""
+    kinds = {field.name: field.type for field in dataclasses.fields(kind)}
+    given = {name: value for name, value in settings.optimizer.megatron.items() if name in kinds}
+    return {name: getattr(torch, value) if kinds[name] is torch.dtype else value for name, value in given.items()}
 
 
 def check_overrides(settings: Settings) -> None:
@@ -103,23 +104,6 @@ def check_overrides(settings: Settings) -> None:
             raise UserError(f"optimizer.megatron.{name} cannot be set: {OWNED[name]}")
         if name not in known:
             raise UserError(f"optimizer.megatron.{name}: no field of Megatron's configs{nearest(name, known)}")
-
-
-def model_shape(family: dict[str, Any]) -> ModelShape:
-    """What the layout rules need, from a family's Megatron settings."""
-    experts = family.get("num_moe_experts") or 0
-    dense = not experts or 0 in family["moe_layer_freq"]
-    widths = [family["ffn_hidden_size"]] if dense else []
-    if family.get("moe_shared_expert_intermediate_size"):
-        widths.append(family["moe_shared_expert_intermediate_size"])
-    return ModelShape(
-        layers=family["num_layers"],
-        attention_heads=family["num_attention_heads"],
-        query_groups=family["num_query_groups"],
-        ffn_widths=tuple(widths),
-        experts=experts,
-        expert_width=family.get("moe_ffn_hidden_size") or 0,
-    )
 
 
 def _layout(settings: Settings) -> dict[str, Any]:

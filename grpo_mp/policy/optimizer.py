@@ -23,10 +23,13 @@ def wrap_for_training(
     config.finalize_model_grads_func = _sum_gradients
     for chunk in chunks:
         _mark_expert_gradients(settings, chunk)
-    return [
+    wrapped = [
         DistributedDataParallel(config, ddp_config(settings), Float16Module(config, chunk) if config.bf16 else chunk)
         for chunk in chunks
     ]
+    # Overlapped gradients travel at the last micro-batch only.
+    config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    return wrapped
 
 
 def mark_divided(tensors: Mapping[str, torch.Tensor], params: Mapping[str, Param]) -> None:

@@ -12,9 +12,9 @@ from grpo_mp.config import Settings
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.hf_files import HfReader
-from grpo_mp.planner.layout import check_layout
+from grpo_mp.planner.layout import check_layout, model_shape
 from grpo_mp.policy.forward import LossFunction, forward_backward, forward_only
-from grpo_mp.policy.megatron_config import check_overrides, model_shape, transformer_config
+from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel, build_chunks
 from grpo_mp.policy.optimizer import build_optimizer, mark_divided, wrap_for_training
 from grpo_mp.policy.parallel import Parallel

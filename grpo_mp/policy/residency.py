@@ -12,6 +12,18 @@ POLL_S = 0.05
 MARGIN_BYTES = 2**28
 
 
+def move_state(optimizer: torch.optim.Optimizer, to: torch.device) -> None:
+    """Move what an optimizer keeps for its parameters, and not the parameters.
+
+    Those of the precision-aware optimizer are views of the model's weights. Megatron would move them as well, and
+    updates would then change copies that no one reads.
+    """
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[name] = value.to(to)
+
+
 class PolicyResidency:
     """Moves weights, gradients and optimizer between device and host."""
 
@@ -38,10 +50,13 @@ class PolicyResidency:
 
     def optimizer(self, wake: bool) -> None:
         """Main weights and moments: copied to the host, freed here."""
-        if wake:
-            self._policy.optimizer.restore_from_cpu()
-        else:
-            self._policy.optimizer.offload_to_cpu()
+        for part in self._policy.optimizer.chained_optimizers:
+            if part.config.use_precision_aware_optimizer:
+                move_state(part.optimizer, platform.device() if wake else torch.device("cpu"))
+            elif wake:
+                part.restore_from_cpu()
+            else:
+                part.offload_to_cpu()
 
     def move(self, part: str, wake: bool) -> None:
         """Move one part; before waking wait until the device really has the memory that the part left."""

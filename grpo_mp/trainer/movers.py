@@ -13,26 +13,42 @@ from grpo_mp.scheduler.phases import Residency
 from grpo_mp.scheduler.scheduler import Mover
 
 ENGINE_TAGS = {"engine_weights": ("weights",), "engine_cache": ("kv_cache", "cuda_graph")}
-EVERYTHING = Residency(True, True, True, True, True)
+AFTER_START = Residency(policy_weights=True, gradients=True, optimizer=True)
 
 
-def device_movers(settings: Settings, policy: Policy, rollout: Rollout) -> dict[str, Mover]:
-    """Movers by field of Residency; empty where nothing moves.
+def things_move(settings: Settings) -> bool:
+    """Whether policy and engine leave the device for each other.
 
     Full-precision policies stay: their optimizer works on views of the model's own weights.
     """
-    if not platform.on_cuda() or settings.model.dtype != "bfloat16":
+    return platform.on_cuda() and settings.model.dtype == "bfloat16"
+
+
+def start_alone(rollout: Rollout, group: dist.ProcessGroup) -> None:
+    """Wait for the engines, which measure the memory they find, and put them to sleep: the policy comes next."""
+    rollout.wait_ready()
+    for tags in ENGINE_TAGS.values():
+        _move_engine(rollout, group, tags, wake=False)
+
+
+def device_movers(settings: Settings, policy: Policy, rollout: Rollout) -> dict[str, Mover]:
+    """Movers by field of Residency; empty where nothing moves."""
+    if not things_move(settings):
         return {}
     residency = PolicyResidency(policy, settings.sync.timeout_s)
 
     def move_engine(tags: tuple[str, ...], wake: bool) -> None:
-        if rollout.client:
-            call = rollout.client.resume_memory if wake else rollout.client.release_memory
-            rollout.call(call(tags))
-        dist.barrier(group=policy.parallel.host)
+        _move_engine(rollout, policy.parallel.host, tags, wake)
 
     parts = ("policy_weights", "gradients", "optimizer")
     return {
         **{part: partial(residency.move, part) for part in parts},
         **{name: partial(move_engine, tags) for name, tags in ENGINE_TAGS.items()},
     }
+
+
+def _move_engine(rollout: Rollout, group: dist.ProcessGroup, tags: tuple[str, ...], wake: bool) -> None:
+    if rollout.client:
+        call = rollout.client.resume_memory if wake else rollout.client.release_memory
+        rollout.call(call(tags))
+    dist.barrier(group=group)

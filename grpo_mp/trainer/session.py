@@ -24,7 +24,7 @@ from grpo_mp.sync.reshard import Resharder
 from grpo_mp.sync.transport import HostTransport, Transport, over_ipc
 from grpo_mp.sync.weight_sync import WeightSync, make_plan
 from grpo_mp.trainer.ends import ignore_more_interrupts, one_voice
-from grpo_mp.trainer.movers import EVERYTHING, device_movers
+from grpo_mp.trainer.movers import AFTER_START, device_movers, start_alone, things_move
 from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.trainer.stop import StopRequest
 
@@ -62,7 +62,7 @@ class Session:
 
 @contextmanager
 def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
-    """Join the job, start this rank's engine, build the policy beside it, resume where a checkpoint is.
+    """Join the job, start this rank's engine, build the policy, resume where a checkpoint is.
 
     Engines end when the body does, however it ends.
     """
@@ -91,8 +91,12 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
             progress.note(note)
         with watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
             rollout.start(parallel.store)
-            policy = _build_policy(settings, parallel, state)
-            rollout.wait_ready()
+            if things_move(settings):
+                start_alone(rollout, parallel.host)
+                policy = _build_policy(settings, parallel, state)
+            else:
+                policy = _build_policy(settings, parallel, state)
+                rollout.wait_ready()
             dist.barrier(group=parallel.host)
         session = Session(
             settings=settings,
@@ -130,7 +134,7 @@ def _build_scheduler(
     settings: Settings, policy: Policy, rollout: Rollout, monitors: tuple[Timeline, Watchdog, Progress]
 ) -> Scheduler:
     movers = device_movers(settings, policy, rollout)
-    return Scheduler(*monitors, settings.monitor.phase_timeout_s, movers, EVERYTHING if movers else None)
+    return Scheduler(*monitors, settings.monitor.phase_timeout_s, movers, AFTER_START if movers else None)
 
 
 def _build_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout: Rollout) -> WeightSync:

@@ -1,0 +1,28 @@
+"""Numbers that follow from no settings: what libraries take on a device and a host, and how evenly work falls."""
+
+from dataclasses import dataclass
+
+from grpo_mp.planner.clusters import GIB
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Bytes are of one process on one GPU, or of its share of a host."""
+
+    context: float = 0.6 * GIB  # CUDA, cuBLAS and the kernels' code
+    trainer_groups: float = 2.0 * GIB  # NCCL's buffers of all groups
+    engine_groups: float = 1.0 * GIB
+    all_to_all: float = 1.5 * GIB  # DeepEP's buffers
+    graphs: float = 2.0 * GIB  # static buffers of captured graphs
+    fragments: float = 0.03  # of what the trainer allocates
+    trainer_process: float = 4.0 * GIB
+    engine_process: float = 5.0 * GIB
+    imbalance: float = 1.5  # tokens of the busiest expert rank over the mean
+    gradients_of_activations: float = 0.5  # of the activations that one layer holds
+    mem_fraction_static: float = 0.8  # where engine.args do not say
+    collective_s: float = 20e-6  # one small collective while decoding
+    kernels_s: float = 60e-6  # launches of one layer while decoding
+    bucket_s: float = 0.05  # one request to an engine
+
+
+ASSUMED = Assumed()

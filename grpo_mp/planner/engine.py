@@ -1,0 +1,100 @@
+"""What one GPU of an engine holds: weights, cache, graphs. SGLang's arithmetic, by its own arguments."""
+
+from dataclasses import dataclass
+
+from grpo_mp.errors import UserError
+from grpo_mp.models.families import family_of
+from grpo_mp.models.mapping import Rule
+from grpo_mp.planner.assumed import ASSUMED
+from grpo_mp.planner.closed_form import rule_count
+from grpo_mp.planner.job import Job
+from grpo_mp.planner.keeping import BYTES
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """How an engine divides the model over its GPUs."""
+
+    gpus: int
+    attention_tensor: int  # attention, and what follows it, is divided over so many
+    replicas: int  # data-parallel attention: each has its own cache and its own requests
+    expert: int
+    expert_tensor: int
+    fp8: bool
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Bytes on one GPU. `tokens`: what the caches of the whole engine hold."""
+
+    weights: float
+    cache: float
+    graphs: float
+    groups: float
+    token_bytes: float
+    tokens: int
+
+
+def engine_shape(job: Job) -> EngineShape:
+    """From engine.gpus and engine.args. Raises UserError where they do not divide each other or the model."""
+    args, gpus = job.settings.engine.args, job.settings.engine.gpus
+    replicas = int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
+    expert = int(args.get("ep_size", 1))
+    fp8 = "fp8" in str(args.get("quantization")) or "quantization_config" in job.hf.values
+    for name, size, whole, what in (
+        ("dp_size", replicas, gpus, "engine.gpus"),
+        ("ep_size", expert, gpus, "engine.gpus"),
+        ("ep_size", expert, job.shape.experts or expert, "experts of the model"),
+        ("dp_size", gpus // replicas, job.shape.heads, "attention heads, by engine.gpus / dp_size"),
+    ):
+        if whole % size:
+            near = max(part for part in range(1, whole + 1) if whole % part == 0 and part <= size)
+            raise UserError(f"engine.args.{name}: {size} does not divide {whole}, the {what}: the nearest is {near}")
+    return EngineShape(gpus, gpus // replicas, replicas, expert, gpus // expert, fp8)
+
+
+def engine_load(job: Job) -> EngineLoad:
+    """Weights, and the cache that `mem_fraction_static` leaves beside them; a cache below 0 tokens holds none."""
+    shape, args = engine_shape(job), job.settings.engine.args
+    weights = weight_bytes(job, shape)
+    fraction = float(args.get("mem_fraction_static", ASSUMED.mem_fraction_static))
+    graphs = 0.0 if args.get("disable_cuda_graph") else ASSUMED.graphs
+    cache = max(0.0, fraction * job.cluster.gpu_bytes - weights)
+    token = token_bytes(job, shape)
+    groups = ASSUMED.engine_groups + (ASSUMED.all_to_all if args.get("moe_a2a_backend") == "deepep" else 0.0)
+    return EngineLoad(weights, cache, graphs, groups, token, int(cache / token) * shape.replicas)
+
+
+def weight_bytes(job: Job, shape: EngineShape) -> float:
+    """On one GPU. Blockwise FP8 halves the matrices of the layers; embedding and output layer stay wide.
+
+    Copies of key and value heads, where there are fewer than ranks, are left out: a few thousandths.
+    """
+    size = BYTES[job.settings.model.dtype]
+    narrow = 1 + 4 / 128**2 if shape.fp8 else size  # with a float32 scale for each block
+    rules = [rule for rule in family_of(job.hf).rules(job.hf) if rule.layers != () and not rule.alias]
+    return sum(_rule_parameters(job, shape, rule) * (narrow if rule.layers else size) for rule in rules)
+
+
+def _rule_parameters(job: Job, shape: EngineShape, rule: Rule) -> int:
+    count = rule_count(rule, _divided_over(job, shape, rule.megatron), shape.expert, shape.expert_tensor)
+    return count.total * len(rule.layers or (0,))
+
+
+def _divided_over(job: Job, shape: EngineShape, name: str) -> int:
+    """Ranks that share a matrix outside the routed experts."""
+    args = job.settings.engine.args
+    if "shared_experts" in name:  # with DeepEP every rank computes them for its own tokens
+        return 1 if args.get("moe_a2a_backend") == "deepep" else shape.gpus
+    if ".mlp." in name:
+        return int(args.get("moe_dense_tp_size") or shape.gpus)
+    local = "layers" in name or args.get("enable_dp_lm_head")
+    return shape.attention_tensor if local else shape.gpus
+
+
+def token_bytes(job: Job, shape: EngineShape) -> float:
+    """Of one token in the cache of one GPU; latent attention keeps the same on every GPU of a replica."""
+    model = job.shape
+    width = model.latent_width or 2 * max(1, model.kv_heads / shape.attention_tensor) * model.query_width
+    fp8 = "fp8" in str(job.settings.engine.args.get("kv_cache_dtype"))
+    return model.layers * width * (1 if fp8 else BYTES[job.settings.model.dtype])

@@ -1,0 +1,84 @@
+"""What settings mean, in words and numbers."""
+
+from collections.abc import Iterator
+
+from grpo_mp.planner.engine import engine_shape
+from grpo_mp.planner.job import Job
+from grpo_mp.planner.layout import describe
+from grpo_mp.rollout.places import engine_hosts, engine_places
+
+# What the run sets for its processes; anything else is as it was found.
+ENVIRONMENT = (
+    (
+        "CUDA_DEVICE_MAX_CONNECTIONS=1",
+        "every rank, unless it is set: communication is launched before the kernels it hides behind",
+    ),
+    ("RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_*", "read from torchrun or srun; engines do not see them"),
+    ("OMP_NUM_THREADS, PYTHONPATH, PYTHONUNBUFFERED=1, PYTHONSAFEPATH=1, TMPDIR", "every engine"),
+    ("HF_HUB_OFFLINE=1, TOKENIZERS_PARALLELISM=false", "every engine"),
+    ("no_proxy, NO_PROXY", "every engine: loopback is added"),
+)
+
+
+def explain(job: Job) -> str:
+    """Several lines; each says one thing."""
+    return "\n".join(f"- {line}" for line in _lines(job))
+
+
+def _lines(job: Job) -> Iterator[str]:
+    yield from _step(job)
+    yield from _places(job)
+    yield from _numerics(job)
+    yield "environment: " + "; ".join(f"{names} ({why})" for names, why in ENVIRONMENT)
+
+
+def _step(job: Job) -> Iterator[str]:
+    settings, rollout = job.settings, job.settings.rollout
+    samples, updates = settings.samples_per_step, settings.optimizer.updates_per_step
+    yield (
+        f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {samples:,} samples, "
+        f"{updates} update{'s' * (updates > 1)} of {samples // updates:,}; {settings.run.steps} steps in all"
+    )
+    stale = f"those of its last update are {updates - 1} updates old" if updates > 1 else "none is stale"
+    yield f"staleness: a step samples from the weights before its first update; {stale}"
+    yield (
+        f"longest sequence: {rollout.max_prompt_tokens:,} + {rollout.max_response_tokens:,} = {job.longest:,} tokens; "
+        f"a micro-batch holds up to {settings.optimizer.max_tokens_per_microbatch:,}, or one longer sequence: "
+        f"{job.microbatch_tokens:,} tokens, {-(-job.microbatch_tokens // settings.layout.context):,} of them on a rank"
+    )
+    per_gpu = samples * job.mean_tokens / job.world_size
+    yield f"tokens per GPU and step: {per_gpu:,.0f}, with responses of {job.response_tokens:,.0f} in the mean"
+
+
+def _places(job: Job) -> Iterator[str]:
+    settings, engine = job.settings, job.settings.engine
+    layout, shape = settings.layout, engine_shape(job)
+    yield (
+        f"trainer: all {job.world_size} GPUs of {job.nodes} nodes; {describe(layout)}, data={job.data_parallel}; "
+        f"the optimizer of dense parameters over {job.dense_shards} ranks, of experts over {job.expert_shards}; "
+        f" {', '.join(str(len(layers)) for layers in job.stages)}"
+    )
+    hosts = engine_hosts(engine_places(job.world_size, job.gpus_per_node, engine.gpus, engine.count))
+    yield (
+        f"engines: {len(hosts)} of {engine.gpus} GPUs on the same devices, in turn with the trainer; servers are "
+        f"started by rank{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}; attention over {shape.attention_tensor} "
+        f"in {shape.replicas} replica{'s' * (shape.replicas > 1)}, experts over {shape.expert}"
+    )
+    yield (
+        "away while the engines generate: weights and optimizer on the host, gradients nowhere"
+        if job.moves
+        else "nothing leaves the devices: a float32 policy and its engines stay beside each other"
+    )
+
+
+def _numerics(job: Job) -> Iterator[str]:
+    settings = job.settings
+    kept = f"kept on the host, KL weight {settings.algorithm.kl.weight}"
+    yield f"reference: {kept if job.has_reference else 'none, the KL weight is 0'}"
+    if job.hf.get("num_nextn_predict_layers"):
+        yield "the multi-token-prediction layer of the model is neither trained nor served"
+    yield (
+        f"algorithm: {settings.algorithm.preset}; {settings.model.dtype} weights, "
+        f"recompute {settings.optimizer.recompute}, "
+        f"logits of {settings.optimizer.logprob_chunk_tokens:,} tokens at a time"
+    )

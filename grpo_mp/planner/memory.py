@@ -1,0 +1,199 @@
+"""Bytes on one rank's device and on one node's host in every phase of this trainer, by kind."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
+from grpo_mp.planner.assumed import ASSUMED
+from grpo_mp.planner.closed_form import Count
+from grpo_mp.planner.engine import EngineLoad, engine_load
+from grpo_mp.planner.grid import coordinates
+from grpo_mp.planner.job import Job
+from grpo_mp.planner.keeping import Keeping, keeping
+from grpo_mp.scheduler.phases import RESIDENT, Phase, Residency
+
+Items = Mapping[str, float]
+
+
+class Stretch(StrEnum):
+    """A stretch of a run in which what is held stays the same: the phases, some of them in parts."""
+
+    START = "start"
+    LOAD = "load"
+    GENERATE = "generate"
+    SCORE = "score"
+    LOGPROB = "logprob"
+    TRAIN = "train"
+    OPTIMIZER = "optimizer"
+    OFFLOAD = "offload"
+    SYNC = "sync"
+    SAVE = "save"
+
+
+PHASES = {
+    Stretch.GENERATE: Phase.GENERATE,
+    Stretch.SCORE: Phase.SCORE,
+    Stretch.LOGPROB: Phase.LOGPROB,
+    Stretch.TRAIN: Phase.TRAIN,
+    Stretch.OPTIMIZER: Phase.TRAIN,
+    Stretch.OFFLOAD: Phase.TRAIN,
+    Stretch.SYNC: Phase.SYNC,
+    Stretch.SAVE: Phase.SAVE,
+}
+EVERYTHING = Residency(True, True, True, True, True)
+CHECKPOINT = 12  # bytes of a parameter's main weight and two moments, in float32 whatever the optimizer keeps
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Device bytes of a rank of each stage, [stage][stretch][kind], and host bytes of the fullest node."""
+
+    device: tuple[Mapping[Stretch, Items], ...]
+    host: Mapping[Stretch, Items]
+    engine: EngineLoad
+
+
+def plan_memory(job: Job, kept: Keeping | None = None) -> Memory:
+    """`kept` stands in for how this trainer keeps its parameters."""
+    kept, engine = kept or keeping(job.settings), engine_load(job)
+    device = tuple(_device(job, stage, kept, engine) for stage in range(len(job.stages)))
+    return Memory(device, _host(job, kept), engine)
+
+
+def total(items: Items) -> float:
+    """The sum over kinds."""
+    return sum(items.values())
+
+
+def _device(job: Job, stage: int, kept: Keeping, engine: EngineLoad) -> dict[Stretch, Items]:
+    held = _held(job, job.counts[stage], kept)
+    always = {"contexts": 2 * ASSUMED.context, "communication": ASSUMED.trainer_groups + engine.groups}
+    return {
+        stretch: {
+            kind: size
+            for kind, size in (
+                always | _resident(job, stretch, held, engine) | _working(job, stage, stretch, kept)
+            ).items()
+            if size
+        }
+        for stretch in Stretch
+    }
+
+
+def _held(job: Job, count: Count, kept: Keeping) -> dict[str, float]:
+    return {
+        "weights": count.total * kept.weights,
+        "gradients": count.total * kept.gradients,
+        "optimizer": _sharded(job, count) * kept.optimizer,
+    }
+
+
+def _sharded(job: Job, count: Count) -> float:
+    """Parameters whose optimizer state this rank keeps."""
+    return count.dense / job.dense_shards + count.expert / job.expert_shards
+
+
+def _residency(job: Job, stretch: Stretch) -> Residency:
+    """What the phase keeps on the device; before the first phase the engines are up, then asleep while we load."""
+    if not job.moves:
+        return EVERYTHING
+    if stretch is Stretch.START:
+        return Residency(engine_weights=True, engine_cache=True)
+    if stretch is Stretch.LOAD:
+        return Residency(policy_weights=True, gradients=True, optimizer=True)
+    return RESIDENT[PHASES[stretch]]
+
+
+def _resident(job: Job, stretch: Stretch, held: Items, engine: EngineLoad) -> dict[str, float]:
+    found = _residency(job, stretch)
+    policy = {"weights": found.policy_weights, "gradients": found.gradients, "optimizer": found.optimizer}
+    items = {kind: size for kind, size in held.items() if policy[kind]}
+    items["fragments"] = ASSUMED.fragments * sum(items.values())
+    if found.engine_weights:
+        items["engine weights"] = engine.weights
+    if found.engine_cache:
+        items |= {"KV cache": engine.cache, "CUDA graphs": engine.graphs}
+    return items
+
+
+def _working(job: Job, stage: int, stretch: Stretch, kept: Keeping) -> dict[str, float]:
+    """What a stretch allocates for itself."""
+    if stretch is Stretch.LOGPROB:
+        exchanged = largest_tensor_bytes(job, kept) if job.has_reference else 0.0
+        logits = logits_bytes(job, stage, backward=False)
+        return {"activations": forward_bytes(job, stage), "logits": logits, "reference": exchanged}
+    if stretch is Stretch.TRAIN:
+        return {"activations": activation_bytes(job, stage), "logits": logits_bytes(job, stage, backward=True)}
+    if stretch is Stretch.OPTIMIZER:
+        return {"float32 gradients": _sharded(job, job.counts[stage]) * kept.update}
+    if stretch is Stretch.SYNC:  # shards that arrive, whole tensors, and the same once more as one flat tensor
+        return {"sync bucket": 3.0 * job.settings.sync.bucket_bytes}
+    return {}
+
+
+def largest_tensor_bytes(job: Job, kept: Keeping) -> float:
+    """Of the output layer or the largest matrix of a layer: what an exchange with the reference holds twice."""
+    shape, tensor = job.shape, job.settings.layout.tensor
+    widest = max(shape.vocabulary, 2 * shape.dense_width, 2 * shape.expert_width) / tensor
+    return widest * shape.hidden * kept.weights
+
+
+def _host(job: Job, kept: Keeping) -> dict[Stretch, Items]:
+    """The fullest node by stretch. A node may hold ranks of several stages."""
+    nodes = [range(start, start + job.gpus_per_node) for start in range(0, job.world_size, job.gpus_per_node)]
+    kinds = {(_kinds_on(job, node)) for node in nodes}
+    each = [_node(job, kept, ranks) for ranks in kinds]
+    return {stretch: max((node[stretch] for node in each), key=total) for stretch in Stretch}
+
+
+def _kinds_on(job: Job, node: range) -> tuple[tuple[int, bool, bool], ...]:
+    """(stage, first of its dense replicas, first of its expert replicas) of every rank of a node."""
+    layout, world_size = job.settings.layout, job.world_size
+    here = [coordinates(rank, layout, world_size) for rank in node]
+    return tuple((at.pipeline, at.data == 0 and at.context == 0, at.expert_data == 0) for at in here)
+
+
+def _node(job: Job, kept: Keeping, ranks: tuple[tuple[int, bool, bool], ...]) -> dict[Stretch, Items]:
+    each = [_rank_host(job, job.counts[stage], kept, dense, expert) for stage, dense, expert in ranks]
+    return {
+        stretch: {kind: sum(rank[stretch][kind] for rank in each) for kind in each[0][stretch]} for stretch in Stretch
+    }
+
+
+def _rank_host(job: Job, count: Count, kept: Keeping, dense: bool, expert: bool) -> dict[Stretch, dict[str, float]]:
+    base = {
+        "processes": ASSUMED.trainer_process + ASSUMED.engine_process,
+        "weights": count.total * kept.host_copies,
+        "reference": count.total * kept.weights * job.has_reference,
+        "optimizer": _sharded(job, count) * kept.host_optimizer,
+    }
+    away = base["optimizer"] + _sharded(job, count) * kept.optimizer * job.moves
+    writers = Count(count.dense * dense, count.expert * expert)
+    host = {}
+    for stretch in Stretch:
+        items = dict(base)
+        if stretch not in (Stretch.START, Stretch.LOAD) and not _residency(job, stretch).optimizer:
+            items["optimizer"] = away
+        if stretch is Stretch.OFFLOAD:
+            items |= {"optimizer": away, "weights": items["weights"] + count.total * kept.weights * job.moves}
+        items["checkpoint"] = _checkpoint(job, stretch, count, writers, kept)
+        host[stretch] = items
+    for stretch in (Stretch.START, Stretch.LOAD):
+        host[stretch]["weights"] = 0.0
+    return host
+
+
+def _checkpoint(job: Job, stretch: Stretch, count: Count, writers: Count, kept: Keeping) -> float:
+    """Host bytes of float32 main weights and moments: whole on every rank that resumes, on the first replica to save.
+
+    Without buckets of gradients (overlap_grad_reduce) one gather moves everything at a time; then the three become
+    tensors of their own, one after the other, and the weights are copied to be written.
+    """
+    if stretch is Stretch.LOAD:
+        return count.total * CHECKPOINT
+    if stretch is not Stretch.SAVE:
+        return 0.0
+    bucketed = job.settings.optimizer.megatron.get("overlap_grad_reduce", False)
+    gather = 0.0 if bucketed else _sharded(job, count) * CHECKPOINT + writers.total * 8
+    return writers.total * CHECKPOINT + max(gather, writers.total * max(4, kept.weights))

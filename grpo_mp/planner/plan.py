@@ -1,0 +1,101 @@
+"""One plan: memory, work and time of every stretch of a step, put together."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from grpo_mp.planner.assumed import ASSUMED
+from grpo_mp.planner.generation import Generation, generate_work, plan_generation
+from grpo_mp.planner.job import Job
+from grpo_mp.planner.keeping import Keeping, keeping
+from grpo_mp.planner.memory import Memory, Stretch, plan_memory
+from grpo_mp.planner.training import logprob_work, optimizer_work, train_work
+from grpo_mp.planner.work import Time, Work, time_of
+
+ONCE = (Stretch.START, Stretch.LOAD)  # of a run; saving is counted by its share of a step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job needs and how long a step takes it. `work` and `times` are of one GPU."""
+
+    job: Job
+    memory: Memory
+    work: Mapping[Stretch, Work]
+    times: Mapping[Stretch, Time]
+    generation: Generation
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.times[stretch].expected_s * self.share(stretch) for stretch in Stretch)
+
+    @property
+    def roofline_s(self) -> float:
+        return sum(self.times[stretch].roofline_s * self.share(stretch) for stretch in Stretch)
+
+    @property
+    def costliest(self) -> tuple[Stretch, str, float]:
+        """The stretch and the item in it that takes most of a step, and its seconds."""
+        found = [
+            (stretch, name, seconds * self.share(stretch))
+            for stretch in Stretch
+            for name, seconds in self.times[stretch].parts.items()
+        ]
+        return max(found, key=lambda item: item[2])
+
+    def share(self, stretch: Stretch) -> float:
+        """How often a stretch happens in a step."""
+        every = self.job.settings.run.save_every
+        return 0.0 if stretch in ONCE else (1 / every if every else 0.0) if stretch is Stretch.SAVE else 1.0
+
+
+def make_plan(job: Job, kept: Keeping | None = None) -> Plan:
+    """`kept` stands in for how this trainer keeps its parameters."""
+    kept = kept or keeping(job.settings)
+    memory = plan_memory(job, kept)
+    work = _work(job, kept, memory)
+    times = {stretch: time_of(one, job.cluster) for stretch, one in work.items()}
+    return Plan(job, memory, work, times, plan_generation(job, memory.engine))
+
+
+def _work(job: Job, kept: Keeping, memory: Memory) -> dict[Stretch, Work]:
+    stage = max(range(len(job.counts)), key=lambda number: job.counts[number].total)
+    count, engine = job.counts[stage], memory.engine
+    updates, algorithm = job.settings.optimizer.updates_per_step, job.settings.algorithm
+    # With one update the old logprobs are those of the update itself.
+    old = updates > 1 or algorithm.entropy.top_quantile < 1 or (job.has_reference and algorithm.kl.place == "reward")
+    swap = 4 * count.total * kept.weights * job.has_reference
+    sharded = count.dense / job.dense_shards + count.expert / job.expert_shards
+    state = sharded * kept.optimizer * 2 * job.moves  # there and back
+    nodes = job.nodes
+    whole = _whole_parameters(job)
+    return {
+        Stretch.START: Work(disk_bytes=engine.weights * job.gpus_per_node),
+        Stretch.LOAD: Work(disk_bytes=count.total * 2 * job.gpus_per_node, host_link_bytes=count.total * 2),
+        Stretch.GENERATE: generate_work(job, engine),
+        Stretch.SCORE: Work(),
+        Stretch.LOGPROB: logprob_work(job, int(old) + job.has_reference) + Work(host_link_bytes=swap),
+        Stretch.TRAIN: train_work(job),
+        Stretch.OPTIMIZER: optimizer_work(job, kept, stage),
+        Stretch.OFFLOAD: Work(host_link_bytes=2 * count.total * kept.weights * job.moves, host_copy_bytes=state),
+        Stretch.SYNC: _sync(job, whole * kept.weights),
+        Stretch.SAVE: Work(disk_bytes=whole * (12 + kept.weights) / nodes, host_copy_bytes=sharded * 12),
+    }
+
+
+def _whole_parameters(job: Job) -> float:
+    layout = job.settings.layout
+    dense = sum(count.dense for count in job.counts) * layout.tensor  # counts what tensor ranks hold alike as often
+    return dense + sum(count.expert for count in job.counts) * layout.expert * layout.expert_tensor
+
+
+def _sync(job: Job, nbytes: float) -> Work:
+    """Every GPU of every engine receives the whole model, bucket by bucket, from the ranks that hold it."""
+    mine = 1 / job.world_size
+    near = (min(job.gpus_per_node, job.world_size) - 1) / job.world_size
+    buckets = -(-nbytes // job.settings.sync.bucket_bytes)
+    return Work(
+        device_bytes=4 * nbytes,
+        nvlink_bytes=nbytes * near,
+        network_bytes=nbytes * max(0.0, 1 - near - mine),
+        latency_s=buckets * ASSUMED.bucket_s,
+    )

@@ -1,0 +1,27 @@
+"""Settings and jobs of small texts, for tests of the planner."""
+
+from typing import Any
+
+from grpo_mp.config import Settings, check_settings
+from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.job import Job, make_job
+from grpo_mp.planner.published import published
+
+BASE: dict[str, Any] = {
+    "run": {"folder": "runs/x", "steps": 1},
+    "model": {"path": "x"},
+    "data": {"train": "x.jsonl"},
+    "rollout": {"prompts_per_step": 128, "group_size": 8, "max_prompt_tokens": 1024, "max_response_tokens": 3072},
+    "reward": {"answer": 1.0},
+    "optimizer": {"lr": 1e-6, "max_tokens_per_microbatch": 4096},
+}
+
+
+def settings_of(**sections: dict[str, Any]) -> Settings:
+    """The base with these values laid over its sections."""
+    return check_settings(BASE | {name: BASE.get(name, {}) | values for name, values in sections.items()}, "test")
+
+
+def job_of(model: str, cluster: str, nodes: int, **sections: dict[str, Any]) -> Job:
+    """A published model on machines of a shipped profile."""
+    return make_job(settings_of(**sections), published(model), read_cluster(cluster), nodes)

@@ -1,0 +1,80 @@
+"""Parameters of ranks: the closed form against the real Megatron model, and both against the whole model."""
+
+from typing import Any
+
+import pytest
+
+from grpo_mp.config import Layout
+from grpo_mp.errors import UserError
+from grpo_mp.planner.balance import balanced, pipeline_text
+from grpo_mp.planner.closed_form import rank_counts
+from grpo_mp.planner.meta_model import counted
+from grpo_mp.planner.published import published
+from grpo_mp.planner.stages import stage_layers
+from tests.models.published import PUBLISHED
+from tests.planner.jobs import settings_of
+
+LAST = "num_layers_in_last_pipeline_stage"
+FREE = "pipeline_model_parallel_layout"
+CASES: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
+    ("qwen2.5-7b", 8, {"tensor": 4}, {}),
+    ("llama-3.2-1b", 8, {"tensor": 2}, {}),  # tied
+    ("llama-3.2-1b", 8, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 4}, {}),
+    ("mixtral-8x22b", 16, {"tensor": 4, "pipeline": 2, "expert": 2, "expert_tensor": 2}, {}),
+    ("moonlight-16b-a3b", 16, {"tensor": 2, "pipeline": 2, "expert": 4}, {LAST: 13}),
+    ("glm-4.5-air", 32, {"tensor": 8, "pipeline": 2, "expert": 16}, {}),
+    ("qwen3-235b-a22b", 64, {"tensor": 4, "pipeline": 4, "context": 2, "expert": 16}, {FREE: "Et*24|t*24|t*23|t*23L"}),
+    ("kimi-k2", 256, {"tensor": 8, "pipeline": 4, "expert": 64}, {"num_layers_in_first_pipeline_stage": 13, LAST: 16}),
+    ("deepseek-r1", 128, {"tensor": 8, "pipeline": 4, "context": 4, "expert": 32}, {LAST: 13}),
+    ("deepseek-r1", 96, {"tensor": 8, "pipeline": 12, "expert": 8}, {LAST: 6}),
+    ("deepseek-r1", 64, {"tensor": 4, "pipeline": 2, "expert": 16, "expert_tensor": 2}, {FREE: "Et*31|(tt)*15L"}),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "sizes", "megatron"), CASES)
+def test_the_closed_form_is_what_megatron_builds(
+    name: str, ranks: int, sizes: dict[str, int], megatron: dict[str, Any]
+) -> None:
+    settings = settings_of(layout=sizes, optimizer={"megatron": megatron})
+    hf = published(name)
+    stages = stage_layers(hf.int("num_hidden_layers"), settings.layout, megatron)
+    assert rank_counts(hf, settings.layout, stages) == counted(settings, hf, ranks)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_one_rank_holds_the_whole_model(name: str) -> None:
+    hf = published(name)
+    (count,) = rank_counts(hf, Layout(), (tuple(range(hf.int("num_hidden_layers"))),))
+    assert count.total == pytest.approx(PUBLISHED[name][1], rel=0.01)
+
+
+def test_layers_go_round_the_stages_chunk_by_chunk() -> None:
+    assert stage_layers(8, Layout(pipeline=2, virtual_pipeline=2), {}) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert stage_layers(5, Layout(pipeline=3), {"num_layers_in_first_pipeline_stage": 1}) == ((0,), (1, 2), (3, 4))
+    assert stage_layers(4, Layout(pipeline=2), {FREE: [["embedding", "decoder"], ["decoder"] * 3 + ["loss"]]}) == (
+        (0,),
+        (1, 2, 3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("megatron", "sentence"),
+    [
+        ({FREE: "Ett|ttL"}, r"places 4 layers on 2 stages \[2, 2\], the model has 5"),
+        ({LAST: 2, "num_layers_in_first_pipeline_stage": 2}, "1 layers do not divide over the 0 pipeline stages"),
+    ],
+)
+def test_layers_that_are_placed_wrongly_are_refused(megatron: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        stage_layers(5, Layout(pipeline=2), megatron)
+
+
+def test_a_balanced_pipeline_is_the_best_of_all() -> None:
+    sizes = [1, 1, 1, 9, 9, 9, 9, 9]
+    best = min(
+        max(5 + sum(sizes[:a]), sum(sizes[a:b]), 7 + sum(sizes[b:])) for a in range(1, 7) for b in range(a + 1, 8)
+    )
+    a, b, c = balanced(sizes, 3, first=5, last=7)
+    assert a + b + c == len(sizes)
+    assert max(5 + sum(sizes[:a]), sum(sizes[a : a + b]), 7 + sum(sizes[a + b :])) == best
+    assert pipeline_text([2, 1]) == "Et*2|t*1L"

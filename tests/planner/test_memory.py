@@ -1,0 +1,73 @@
+"""Rows computed by hand, and residency by phase."""
+
+import pytest
+
+from grpo_mp.planner.clusters import GIB
+from grpo_mp.planner.engine import engine_load
+from grpo_mp.planner.keeping import Keeping, keeping
+from grpo_mp.planner.memory import Stretch, plan_memory
+from tests.planner.jobs import job_of, settings_of
+
+QWEN = 7_615_616_512  # parameters of Qwen2.5-7B, as its publisher's files hold
+AWARE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+
+
+def test_bytes_of_a_dense_model_on_eight_replicas() -> None:
+    memory = plan_memory(job_of("qwen2.5-7b", "h100-80", 1))
+    (device,) = memory.device
+    train = device[Stretch.TRAIN]
+    assert train["weights"] == QWEN * 2
+    assert train["gradients"] == QWEN * 4
+    assert train["optimizer"] == QWEN * 12 / 8
+    assert memory.host[Stretch.GENERATE]["weights"] == QWEN * 2 * 8
+    assert memory.host[Stretch.GENERATE]["optimizer"] == QWEN * 12
+    # 28 layers of 4 key and 4 value heads of 128 in bfloat16
+    assert memory.engine.token_bytes == 28 * 2 * 4 * 128 * 2
+    assert memory.engine.weights == pytest.approx(QWEN * 2, rel=1e-4)
+
+
+def test_a_latent_cache_keeps_576_numbers_of_a_token_in_a_layer() -> None:
+    args = {"mem_fraction_static": 0.7, "enable_dp_attention": True, "dp_size": 2, "quantization": "fp8"}
+    load = engine_load(job_of("deepseek-r1", "h100-80", 16, engine={"gpus": 16, "args": args | {"ep_size": 16}}))
+    assert load.token_bytes == 61 * 576 * 2
+    assert load.tokens == 2 * int((0.7 * 79.1 * GIB - load.weights) / (61 * 576 * 2))
+    half = engine_load(
+        job_of("deepseek-r1", "h100-80", 16, engine={"gpus": 16, "args": args | {"kv_cache_dtype": "fp8_e4m3"}})
+    )
+    assert half.token_bytes == 61 * 576
+
+
+def test_what_settings_keep() -> None:
+    def of(megatron: dict[str, object], dtype: str = "bfloat16") -> Keeping:
+        return keeping(settings_of(model={"path": "x", "dtype": dtype}, optimizer={"lr": 1e-6, "megatron": megatron}))
+
+    assert of({}) == Keeping(2, 4, 12, host_copies=2)
+    assert of(AWARE).optimizer == 2 + 2 + 2
+    assert of(AWARE | {"store_param_remainders": False}).optimizer == 4 + 2 + 2
+    assert of({"use_precision_aware_optimizer": True}).optimizer == 2 + 4 + 4
+    assert of({"grad_reduce_in_fp32": False}) == Keeping(2, 2, 12, update=4, host_copies=2)
+    assert of({}, "float32") == Keeping(4, 4, 8)
+
+
+def test_each_phase_holds_what_the_scheduler_leaves_there() -> None:
+    (device,) = plan_memory(job_of("qwen2.5-7b", "h100-80", 1)).device
+    assert {"engine weights", "KV cache"} <= device[Stretch.GENERATE].keys()
+    assert not {"weights", "gradients", "optimizer"} & device[Stretch.GENERATE].keys()
+    assert not {"engine weights", "KV cache"} & device[Stretch.TRAIN].keys()
+    assert {"weights", "engine weights", "sync bucket"} <= device[Stretch.SYNC].keys()
+    assert "KV cache" not in device[Stretch.SYNC]
+
+
+def test_a_float32_policy_and_its_engine_stay_together() -> None:
+    (device,) = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, model={"dtype": "float32"})).device
+    assert {"weights", "optimizer", "engine weights", "KV cache"} <= device[Stretch.TRAIN].keys()
+
+
+def test_buckets_of_gradients_spare_the_host_a_gather() -> None:
+    def saving(overlap: bool) -> float:
+        megatron = AWARE | {"overlap_grad_reduce": overlap}
+        job = job_of("qwen2.5-7b", "h100-80", 1, optimizer={"lr": 1e-6, "megatron": megatron})
+        return plan_memory(job).host[Stretch.SAVE]["checkpoint"]
+
+    assert saving(True) == QWEN * 16
+    assert saving(False) == QWEN * (12 * 2 + 8)  # one rank has all of it, eight have an eighth of what they send

@@ -1,0 +1,137 @@
+"""The command: every recipe fits its machines; bad input is one sentence; a search finds what fits."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_mp.config import load_settings
+from grpo_mp.errors import UserError
+from grpo_mp.models.families import family_of
+from grpo_mp.planner.clusters import cluster_names, read_cluster
+from grpo_mp.planner.explain import explain
+from grpo_mp.planner.job import make_job
+from grpo_mp.planner.layout import broken_rules, model_shape
+from grpo_mp.planner.meta_model import check_in_the_model
+from grpo_mp.planner.models_needed import grpo_models, ppo_models
+from grpo_mp.planner.plan import make_plan
+from grpo_mp.planner.published import find_config
+from grpo_mp.planner.search import as_settings, search
+from grpo_mp.planner.verdict import judge
+from grpo_mp.rollout.engine_args import check_arguments, known_arguments
+from tests.planner.jobs import job_of
+
+ROOT = Path(__file__).parents[2]
+COMMAND = re.compile(r"tools/plan\.py (\S+) --cluster (\S+) --nodes (\d+)")
+RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "tiny_moe"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_each_recipe_fits_the_machines_that_its_comment_names(path: Path) -> None:
+    found = COMMAND.search(path.read_text())
+    assert found
+    assert Path(found[1]).name == path.name
+    settings = load_settings(path)
+    check_arguments(settings.engine.args, known_arguments())
+    hf, _ = find_config(settings.model.path)
+    job = make_job(settings, hf, read_cluster(found[2]), int(found[3]))
+    check_in_the_model(job)
+    assert judge(make_plan(job)).fits
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_each_profile_is_whole(name: str) -> None:
+    cluster = read_cluster(name)
+    assert cluster.matmul_tflops(fp8=False) > 0
+
+
+def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "plan.py"), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_command_prints_the_verdict() -> None:
+    done = plan("configs/moe_671b.yaml", "--nodes", "16", "--ppo")
+    assert done.returncode == 0, done.stderr
+    assert "16 x 8 x h100-80: fits. rank" in done.stdout
+    assert "the published deepseek-r1" in done.stdout
+    assert "multi-token-prediction layer is not part of the policy" in done.stdout
+    assert "Models of PPO" in done.stdout
+
+
+def test_the_command_explains() -> None:
+    done = plan("explain", "configs/moe_671b.yaml", "--nodes", "16")
+    assert done.returncode == 0, done.stderr
+    assert "128 prompts x 8 = 1,024 samples, 4 updates of 256" in done.stdout
+    assert "those of its last update are 3 updates old" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["layout.tensor=3"],
+            "tensor x context x pipeline = 48 does not divide the 128 ranks; the nearest valid layout",
+        ),
+        (["layout.expert=48"], "expert_tensor x expert x pipeline = 192 does not divide"),
+        (["layout.pipeline=128", "layout.context=1", "layout.tensor=1", "layout.expert=1"], "the model has 61"),
+        (["engine.gpus=256"], "engines of engine.gpus=256 do not fit the 128 ranks"),
+        (["engine.args.dp_size=7"], "engine.args.dp_size: 7 does not divide 64, the engine.gpus: the nearest is 4"),
+        (["engine.args.quantisation=fp8"], "engine.args.quantisation: the installed SGLang has no such argument"),
+        (["optimizer.megatron.optimizer_cpu_offload=true"], "optimizer.megatron.optimizer_cpu_offload cannot be set"),
+        (["model.path=checkpoints/unknown"], "no config published under that name is known"),
+        (["--cluster", "h100-81"], r"no such profile \(did you mean h100-80\?\)"),
+        (["--cluster", "a100-80"], "the plan needs fp8_tflops, which the profile lacks"),
+        (["--nodes", "0"], "--nodes 0: give at least one"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: list[str], sentence: str) -> None:
+    done = plan("configs/moe_671b.yaml", *(["--nodes", "16"] if "--nodes" not in arguments else []), *arguments)
+    assert done.returncode == 2
+    assert re.search(sentence, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_number_that_a_profile_lacks_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("{gpu_memory_gib: 80, bf16_tflops: 900}")
+    with pytest.raises(UserError, match="cluster mine: the plan needs .*, which the profile lacks: add it"):
+        read_cluster(str(file))
+
+
+def test_a_search_finds_valid_layouts_that_fit_the_fastest_first() -> None:
+    job = job_of("moonlight-16b-a3b", "h100-80", 2, engine={"args": {"mem_fraction_static": 0.7}})
+    found = search(job)
+    assert len(found.best) == 5
+    assert found.fitting <= found.valid
+    assert [one.step_s for one in found.best] == sorted(one.step_s for one in found.best)
+    shape = model_shape(family_of(job.hf).config(job.hf))
+    for one in found.best:
+        assert judge(one).fits
+        assert not list(broken_rules(one.job.settings.layout, shape, 16, uneven_pipeline=True))
+        check_in_the_model(one.job)
+        assert "layout: {tensor:" in as_settings(one)
+
+
+def test_ppo_trains_two_models_and_keeps_two_more() -> None:
+    plan = make_plan(job_of("qwen2.5-7b", "h100-80", 1))
+    ours, theirs = grpo_models(plan), ppo_models(plan)
+    assert [one.model for one in ours] == ["policy"]
+    assert [one.trained for one in theirs] == [True, True, False, False]
+    assert sum(one.host for one in theirs) > 2 * sum(one.host for one in ours)
+
+
+def test_words_of_a_small_job() -> None:
+    job = job_of("qwen2.5-7b", "h100-80", 1, algorithm={"kl": {"weight": 0.01}})
+    text = explain(job)
+    assert "1 update of 1,024" in text
+    assert "none is stale" in text
+    assert "KL weight 0.01" in text
+    assert "data=8" in text

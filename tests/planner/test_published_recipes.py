@@ -1,0 +1,72 @@
+"""Two published recipes for DeepSeek-R1: this planner's bytes against those that their authors state.
+
+Both keep more than this trainer does. What they keep is stated here as the planner's `Keeping`: it describes their
+trainers, not settings of this one.
+"""
+
+import pytest
+
+from grpo_mp.planner.clusters import GIB
+from grpo_mp.planner.keeping import Keeping
+from grpo_mp.planner.memory import Stretch, total
+from grpo_mp.planner.plan import make_plan
+from grpo_mp.planner.verdict import judge
+from tests.planner.jobs import job_of
+
+TB = 1e12
+# Adam on the host: float32 main weights and moments, and pinned gradients. Beside it on the host: two copies of the
+# policy, of which one has its gradients, and the reference.
+PEER = Keeping(weights=2, gradients=4, optimizer=0, host_optimizer=12 + 4, host_copies=2 + (2 + 4) + 2)
+ENGINE = {"gpus": 64, "args": {"quantization": "fp8", "ep_size": 64, "enable_dp_attention": True, "dp_size": 8}}
+ROLLOUT = {"max_prompt_tokens": 2048, "max_response_tokens": 32768}
+
+
+def optimizer(last: int, tokens: int) -> dict[str, object]:
+    return {
+        "lr": 1e-6,
+        "updates_per_step": 4,
+        "max_tokens_per_microbatch": tokens,
+        "recompute": "full",
+        "megatron": {"num_layers_in_last_pipeline_stage": last},
+    }
+
+
+def test_128_gpus_of_80_gb() -> None:
+    """TP8 PP4 CP4 EP32 on 16 x 8 H100; 1.4 to 1.5 TB of host memory on a node."""
+    layout = {"tensor": 8, "pipeline": 4, "context": 4, "expert": 32}
+    job = job_of(
+        "deepseek-r1", "h100-80", 16, layout=layout, engine=ENGINE, rollout=ROLLOUT, optimizer=optimizer(13, 16384)
+    )
+    plan = make_plan(job, PEER)
+    assert total(plan.memory.host[Stretch.TRAIN]) == pytest.approx(1.45 * TB, rel=0.15)
+    assert judge(plan).device.spare > 0
+
+
+def test_96_gpus_of_96_gb() -> None:
+    """TP8 PP12 EP8 on 12 x 8 H20; 66 GB on a device and 1.5 TB of host memory on a node, as measured."""
+    layout = {"tensor": 8, "pipeline": 12, "expert": 8}
+    engine = {"gpus": 32, "args": {"mem_fraction_static": 0.6, "ep_size": 32}}
+    rollout = {"prompts_per_step": 96, "max_prompt_tokens": 2048, "max_response_tokens": 8192}
+    job = job_of(
+        "deepseek-r1", "h20-96", 12, layout=layout, engine=engine, rollout=rollout, optimizer=optimizer(6, 10240)
+    )
+    plan = make_plan(job, PEER)
+    device = max(total(items[Stretch.TRAIN]) for items in plan.memory.device)
+    assert device == pytest.approx(66e9, rel=0.15)
+    assert total(plan.memory.host[Stretch.TRAIN]) == pytest.approx(1.5 * TB, rel=0.15)
+
+
+def test_64_gpus_of_80_gb_do_not_hold_float32_gradients() -> None:
+    """653.9 billion parameters of routed experts on 64 GPUs are 41 GB of gradients and 20 GB of weights on each."""
+    layout = {"tensor": 8, "pipeline": 2, "context": 4, "expert": 32}
+    job = job_of(
+        "deepseek-r1", "h100-80", 8, layout=layout, engine=ENGINE, rollout=ROLLOUT, optimizer=optimizer(29, 16384)
+    )
+    peer = judge(make_plan(job, PEER))
+    assert not peer.fits
+    assert (peer.device.stretch, peer.device.kind) == (Stretch.TRAIN, "gradients")
+    assert peer.device.kind_bytes / GIB > 38
+    assert "too much; the largest item is gradients" in peer.sentence
+    ours = judge(make_plan(job))
+    assert ours.device.needed > peer.device.needed
+    assert ours.device.kind == "optimizer"

@@ -1,0 +1,111 @@
+"""Know what a run needs before the machines are booked: python tools/plan.py CONFIG --cluster h100-80 --nodes 16
+
+The plan says for every phase what a rank's device and a node's host hold, what moves, and how long it takes; then
+whether it fits (exit status 0 or 1). `explain CONFIG` says in words what the settings mean. --search ranks the layouts
+of trainer and engines that fit these machines. Nothing is started, no GPU is needed.
+"""
+
+import argparse
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+
+from grpo_mp.config import Settings, exit_with, load_settings
+from grpo_mp.errors import UserError
+from grpo_mp.planner.clusters import cluster_names, read_cluster
+from grpo_mp.planner.explain import explain
+from grpo_mp.planner.job import Job, make_job
+from grpo_mp.planner.meta_model import check_in_the_model
+from grpo_mp.planner.plan import make_plan
+from grpo_mp.planner.published import find_config
+from grpo_mp.planner.search import search
+from grpo_mp.planner.show import show_found, show_models, show_plan
+from grpo_mp.planner.verdict import judge
+from grpo_mp.platform.quiet import hush_libraries
+from grpo_mp.rollout.engine_args import check_arguments, known_arguments
+
+DOES_NOT_FIT = 1  # exit status
+
+
+def main() -> None:
+    """Command line; see the text above."""
+    arguments = sys.argv[1:]
+    explains = arguments[:1] == ["explain"]
+    wanted = _parser().parse_intermixed_args(arguments[explains:])
+    hush_libraries()
+    console = Console(highlight=False, width=None if Console().is_terminal else 160)
+    try:
+        job = _job(wanted, console)
+        status = (
+            _explain(job, console)
+            if explains
+            else _search(job, console)
+            if wanted.search
+            else _plan(job, wanted.ppo, console)
+        )
+    except UserError as error:
+        exit_with(error)
+    raise SystemExit(status)
+
+
+def _plan(job: Job, ppo: bool, console: Console) -> int:
+    check_in_the_model(job)
+    plan = make_plan(job)
+    verdict = judge(plan)
+    show_plan(plan, verdict, console)
+    if ppo:
+        show_models(plan, console)
+    return 0 if verdict.fits else DOES_NOT_FIT
+
+
+def _explain(job: Job, console: Console) -> int:
+    console.print(explain(job))
+    return 0
+
+
+def _search(job: Job, console: Console) -> int:
+    found = search(job)
+    for plan in found.best:
+        check_in_the_model(plan.job)
+    show_found(found, console)
+    return 0 if found.best else DOES_NOT_FIT
+
+
+def _job(wanted: argparse.Namespace, console: Console) -> Job:
+    settings = load_settings(wanted.config, wanted.overrides)
+    hf, source = find_config(settings.model.path, wanted.model_config)
+    console.print(f"model: {source}")
+    if hf.get("num_nextn_predict_layers"):
+        console.print("its multi-token-prediction layer is not part of the policy: it is not counted")
+    for name, value in (("--nodes", wanted.nodes), ("--gpus-per-node", wanted.gpus_per_node)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} {value}: give at least one")
+    _check_engine(settings)
+    cluster = read_cluster(wanted.cluster)
+    return make_job(settings, hf, cluster, wanted.nodes, wanted.gpus_per_node, wanted.response_tokens)
+
+
+def _check_engine(settings: Settings) -> None:
+    """By name, where an engine is installed; a laptop need not have one."""
+    if find_spec("sglang"):
+        check_arguments(settings.engine.args, known_arguments())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, help="settings file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file's")
+    parser.add_argument("--cluster", default="h100-80", help=f"{', '.join(cluster_names())}, or a YAML file")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--gpus-per-node", type=int, help="default: as the cluster has")
+    parser.add_argument("--search", action="store_true", help="rank the layouts that fit, print the best five")
+    parser.add_argument("--ppo", action="store_true", help="what the four models of PPO would need beside it")
+    parser.add_argument("--model-config", type=Path, help="config.json to plan with, where model.path is not here")
+    parser.add_argument("--response-tokens", type=float, help="mean response to plan for (default: half of the limit)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
