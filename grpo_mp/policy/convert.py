@@ -17,6 +17,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.hf_files import HfReader
 from grpo_mp.models.hf_others import copy_others
 from grpo_mp.models.mapping import Param, fuse
+from grpo_mp.models.team import Team
 from grpo_mp.policy.torch_dist import Place, join_parts, place_of, write_part
 
 PART_BYTES = 2**29  # held in memory at once, beside one parameter
@@ -41,7 +42,9 @@ class Model:
         return cls(hf, params, {name: place_of(param, config) for name, param in params.items()})
 
 
-def to_megatron(source: Path, final: Path, watch: Watch, part_bytes: int = PART_BYTES) -> None:
+def to_megatron(
+    source: Path, final: Path, watch: Watch, part_bytes: int = PART_BYTES, team: Team | None = None
+) -> None:
     """Convert a Hugging Face folder; config and tokenizer go with the weights.
 
     Raises UserError, before the first byte where it can: torn files, missing, unknown or wrongly shaped tensors, a
@@ -62,7 +65,7 @@ def to_megatron(source: Path, final: Path, watch: Watch, part_bytes: int = PART_
             copy_others(source, folder)
 
         made_of = fingerprint([*reader.files, source / "config.json"], "to-megatron", part_bytes)
-        build(final, made_of, parts, write, finish, watch)
+        build(final, made_of, parts, write, finish, watch, team)
 
 
 def check_names(reader: HfReader, model: Model) -> None:
@@ -109,6 +112,6 @@ def _fused(reader: HfReader, model: Model, name: str) -> Tensor:
 
 def no_nan(tensor: Tensor, folder: Path, name: str) -> Tensor:
     """The tensor itself. Raises UserError where it holds NaN."""
-    if bool(tensor.isnan().any()):
+    if bool(tensor.max().isnan()):  # the largest of values with NaN among them is NaN
         raise UserError(f"{folder}: the tensor {name} holds NaN: take another checkpoint")
     return tensor

@@ -15,7 +15,8 @@ from grpo_mp.models.building import Part, Watch, build, divide, fingerprint
 from grpo_mp.models.fp8 import FP8, SCALE, quantise, requantise, scale_shape
 from grpo_mp.models.hf_files import INDEX, HfReader
 from grpo_mp.models.hf_others import copy_others
-from grpo_mp.models.mapping import unfuse
+from grpo_mp.models.mapping import Param, unfuse
+from grpo_mp.models.team import Team
 from grpo_mp.policy.convert import PART_BYTES, Model, is_extra, no_nan
 from grpo_mp.policy.torch_dist_reader import TorchDistReader
 
@@ -54,7 +55,7 @@ class Back:
         param = self.model.params[source]
         whole = no_nan(self.reader.read(self.model.places[source]), self.reader.folder, source)
         for name, tensor in zip(param.hf, unfuse(param, whole), strict=True):
-            yield from self._quantised(name, tensor) if self._is_fp8(name, tuple(tensor.shape)) else [(name, tensor)]
+            yield from self._quantised(name, tensor) if self._is_fp8(param, name) else [(name, tensor)]
 
     def _quantised(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         if self.original and name in self.original.names and self.original.dtype(name) == FP8:
@@ -68,18 +69,18 @@ class Back:
         param, dtype = self.model.params[source], self.reader.dtype(self.model.places[source])
         stored: dict[str, Stored] = {}
         for name, shape in zip(param.hf, param.shapes, strict=True):
-            fp8 = self._is_fp8(name, shape)
+            fp8 = self._is_fp8(param, name)
             stored[name] = Stored(shape, FP8 if fp8 else dtype)
             stored |= {name + SCALE: Stored(scale_shape(shape), torch.float32)} if fp8 else {}
         return stored
 
-    def _is_fp8(self, name: str, shape: tuple[int, ...]) -> bool:
-        """As in `original` where that is FP8, else projections, which is what releases quantise."""
+    def _is_fp8(self, param: Param, name: str) -> bool:
+        """As in `original` where that is FP8, else as releases have it."""
         if not self.fp8:
             return False
         if self.original and self.original.has_fp8:
             return name in self.original.names and self.original.dtype(name) == FP8
-        return len(shape) == 2 and "_proj" in name.rsplit(".", 2)[-2]
+        return param.is_projection
 
     def _extras(self) -> list[str]:
         if self.original is None:
@@ -103,7 +104,15 @@ class Back:
             yield name + SCALE, self.original.read_stored(name + SCALE)
 
 
-def to_hf(source: Path, final: Path, like: Path | None, fp8: bool, watch: Watch, part_bytes: int = PART_BYTES) -> None:
+def to_hf(
+    source: Path,
+    final: Path,
+    like: Path | None,
+    fp8: bool,
+    watch: Watch,
+    part_bytes: int = PART_BYTES,
+    team: Team | None = None,
+) -> None:
     """Convert a checkpoint, of a run or of `to_megatron`, to a Hugging Face folder.
 
     Config and tokenizer come from `like`, or from the checkpoint itself. `fp8` writes blockwise FP8; blocks that did
@@ -119,8 +128,7 @@ def to_hf(source: Path, final: Path, like: Path | None, fp8: bool, watch: Watch,
         parts = [Part(_file_name(number, len(runs)), *run) for number, run in enumerate(runs, start=1)]
 
         def write(folder: Path, part: Part) -> None:
-            # Parts of a fused parameter share memory, which safetensors refuses.
-            tensors = {name: tensor.clone() for of in part.params for name, tensor in back.tensors(of)}
+            tensors = {name: tensor.contiguous() for of in part.params for name, tensor in back.tensors(of)}
             save_file(tensors, folder / part.name, metadata={"format": "pt"})
 
         def finish(folder: Path) -> None:
@@ -130,7 +138,7 @@ def to_hf(source: Path, final: Path, like: Path | None, fp8: bool, watch: Watch,
 
         files = [*(file for file in back.reader.folder.rglob("*") if file.is_file()), others / "config.json"]
         made_of = fingerprint([*files, *(original.files if original else ())], "to-hf", fp8, part_bytes)
-        build(final, made_of, parts, write, finish, watch)
+        build(final, made_of, parts, write, finish, watch, team)
 
 
 def _file_name(number: int, count: int) -> str:

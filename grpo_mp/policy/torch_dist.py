@@ -65,7 +65,7 @@ def write_part(folder: Path, tensors: Iterable[tuple[Place, Tensor]]) -> None:
     by_key: dict[str, list[CheckpointableShardedTensor]] = defaultdict(list)
     for place, tensor in tensors:
         by_key[place.key].append(chunk(place, tensor))
-    planner, writer = DefaultSavePlanner(flatten_state_dict=False), FileSystemWriter(folder)
+    planner, writer = DefaultSavePlanner(flatten_state_dict=False), FileSystemWriter(folder, sync_files=False)
     planner.set_up_planner({key: LocalShardsContainer(chunks) for key, chunks in by_key.items()}, is_coordinator=True)
     writer.set_up_storage_writer(True)
     # The planner's own global plan would demand whole tensors.

@@ -138,7 +138,7 @@ def test_a_second_start_goes_on(after: int, tmp_path: Path) -> None:
         convert(lambda done, total, seen=seen: seen.append((done, total)))
         assert sum(done for done, _ in seen) == seen[0][1]
         parts = json.loads((final / RECORD).read_text())["parts"]
-        assert len(seen) == len(parts) - after
+        assert len(seen) == len(parts) - after - 1  # while a part is watched, the next one reaches the disk
         convert(dying(1))  # whole: nothing is written
     assert compare_folders(model, back) == []
 
