@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -22,6 +22,8 @@ from grpo_mp.models.team import Team
 
 RECORD = "conversion.json"  # the source's fingerprint, and size and checksum of every file of every part
 RECORDS = "conversion"  # while the folder is in the making: one such record per part
+BEHIND = 2  # parts on their way to the disk
+Made = TypeVar("Made")
 Watch = Callable[[int, int], None]  # bytes just written, bytes to write in all by this start
 
 
@@ -55,15 +57,17 @@ def build(
     final: Path,
     source: str,
     parts: Sequence[Part],
-    write: Callable[[Path, Part], None],
+    make: Callable[[Part], Made],
+    write: Callable[[Path, Made], None],
     finish: Callable[[Path], None],
     watch: Watch,
     team: Team | None = None,
 ) -> None:
-    """Write the parts that are not there yet, then `finish`, then rename; nothing where `final` is whole already.
+    """Make and write the parts that are not there yet, then `finish`, then rename; nothing where `final` is there.
 
-    `write` and `finish` get the incomplete folder. The ranks of a `team` divide the parts by bytes; the first finishes
-    and watches. Raises UserError where `final` or its beginning are of another source, and where the disk is too small.
+    `write` gets the path of its part, `finish` the incomplete folder. Up to three parts are in memory. The ranks of a
+    `team` divide the parts by bytes; the first finishes and watches. Raises UserError where `final` or its beginning
+    are of another source, and where the disk is too small.
     """
     team = team or Team()
     folder = final.with_name(final.name + ".incomplete")
@@ -72,7 +76,7 @@ def build(
         return
     missing = [part for part in parts if part.name in names]
     total, seen = sum(part.bytes for part in missing), 0
-    for done in _written(folder, share(missing, team.rank, team.size), write, team):
+    for done in _written(folder, share(missing, team.rank, team.size), make, write, team):
         if team.rank == 0 and done > seen:
             watch(done - seen, total)
             seen = done
@@ -106,21 +110,25 @@ def _prepare(final: Path, folder: Path, source: str, parts: Sequence[Part]) -> l
     return [part.name for part in missing]
 
 
-def _written(folder: Path, parts: Iterable[Part], write: Callable[[Path, Part], None], team: Team) -> Iterator[int]:
-    """Write parts; yields the bytes that all ranks have written. While one part reaches the disk, the next is made."""
-    with ThreadPoolExecutor(1) as behind:
-        settling: deque[Future[int]] = deque()
+def _written(
+    folder: Path, parts: Iterable[Part], make: Callable[[Part], Made], write: Callable[[Path, Made], None], team: Team
+) -> Iterator[int]:
+    """Yields the bytes that all ranks have written. One part is made while another is written and a third is synced."""
+    with ThreadPoolExecutor(BEHIND) as behind:
+        flying: deque[Future[int]] = deque()
         for part in parts:
-            _remove(folder / part.name)
-            write(folder, part)
-            settling.append(behind.submit(_settle, folder, part))
-            if len(settling) > 1:
-                yield team.count(settling.popleft().result())
-        for last in settling:
+            made = make(part)
+            if len(flying) == BEHIND:
+                yield team.count(flying.popleft().result())
+            flying.append(behind.submit(_put, folder, part, write, made))
+            del made
+        for last in flying:
             yield team.count(last.result())
 
 
-def _settle(folder: Path, part: Part) -> int:
+def _put(folder: Path, part: Part, write: Callable[[Path, Made], None], made: Made) -> int:
+    _remove(folder / part.name)
+    write(folder / part.name, made)
     _write_json(_record_of(folder, part.name), _checksums(folder, part.name))
     return part.bytes
 

@@ -57,15 +57,15 @@ def to_megatron(
         runs = divide(sizes, part_bytes)
         parts = [Part(f"part_{number:05d}", *run) for number, run in enumerate(runs)]
 
-        def write(folder: Path, part: Part) -> None:
-            write_part(folder / part.name, [(model.places[name], _fused(reader, model, name)) for name in part.params])
+        def make(part: Part) -> list[tuple[Place, Tensor]]:
+            return [(model.places[name], _fused(reader, model, name)) for name in part.params]
 
         def finish(folder: Path) -> None:
             join_parts(folder, [part.name for part in parts])
             copy_others(source, folder)
 
         made_of = fingerprint([*reader.files, source / "config.json"], "to-megatron", part_bytes)
-        build(final, made_of, parts, write, finish, watch, team)
+        build(final, made_of, parts, make, write_part, finish, watch, team)
 
 
 def check_names(reader: HfReader, model: Model) -> None:

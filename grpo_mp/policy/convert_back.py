@@ -127,9 +127,11 @@ def to_hf(
         runs = divide({name: sum(one.bytes for one in made.values()) for name, made in stored.items()}, part_bytes)
         parts = [Part(_file_name(number, len(runs)), *run) for number, run in enumerate(runs, start=1)]
 
-        def write(folder: Path, part: Part) -> None:
-            tensors = {name: tensor.contiguous() for of in part.params for name, tensor in back.tensors(of)}
-            save_file(tensors, folder / part.name, metadata={"format": "pt"})
+        def make(part: Part) -> dict[str, Tensor]:
+            return {name: tensor.contiguous() for of in part.params for name, tensor in back.tensors(of)}
+
+        def write(file: Path, tensors: dict[str, Tensor]) -> None:
+            save_file(tensors, file, metadata={"format": "pt"})
 
         def finish(folder: Path) -> None:
             if len(parts) > 1:
@@ -138,7 +140,7 @@ def to_hf(
 
         files = [*(file for file in back.reader.folder.rglob("*") if file.is_file()), others / "config.json"]
         made_of = fingerprint([*files, *(original.files if original else ())], "to-hf", fp8, part_bytes)
-        build(final, made_of, parts, write, finish, watch, team)
+        build(final, made_of, parts, make, write, finish, watch, team)
 
 
 def _file_name(number: int, count: int) -> str:

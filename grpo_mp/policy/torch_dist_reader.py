@@ -64,9 +64,10 @@ class TorchDistReader:
     def _chunks_of(self, place: Place, held: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
         """Those of one parameter: torch would look at all layers and experts of the tensor, for each of them."""
         if place.key not in self._chunks:
-            self._chunks[place.key] = groups = defaultdict(list)
+            groups: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
             for one in held.chunks:
                 groups[tuple(one.offsets[: len(place.stacked)])].append(one)
+            self._chunks[place.key] = groups
         chunks = self._chunks[place.key][tuple(position for position, _ in place.stacked)]
         if sum(prod(one.sizes) for one in chunks) < prod(place.shape):
             raise UserError(f"{self.folder}: pieces of {place.key} are missing: save or convert it again")
