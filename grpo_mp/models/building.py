@@ -22,6 +22,7 @@ from grpo_mp.models.team import Team
 
 RECORD = "conversion.json"  # the source's fingerprint, and size and checksum of every file of every part
 RECORDS = "conversion"  # while the folder is in the making: one such record per part
+PART_BYTES = 2**29
 BEHIND = 2  # parts on their way to the disk
 Made = TypeVar("Made")
 Watch = Callable[[int, int], None]  # bytes just written, bytes to write in all by this start

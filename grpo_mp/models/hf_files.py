@@ -23,10 +23,12 @@ class HfReader:
     FP8 weights come out as values; their factors are no tensors of the model.
     """
 
-    def __init__(self, folder: Path, fp8_as: torch.dtype = torch.bfloat16) -> None:
-        """Open every shard. Raises UserError for a missing or torn file. `fp8_as`: what FP8 is read as."""
+    def __init__(self, folder: Path, fp8_as: torch.dtype = torch.bfloat16, files: Iterable[Path] | None = None) -> None:
+        """Open every shard, or the given files. Raises UserError for a missing or torn file, and for an index that
+        names tensors the files lack. `fp8_as`: what FP8 is read as.
+        """
         self.folder, self.fp8_as = folder, fp8_as
-        self._handles = {file: _open(file) for file in _shards(folder)}
+        self._handles = {file: _open(file) for file in files or _shards(folder)}
         self._where = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
         self._names = frozenset(name for name in self._where if not self._is_scale(name))
 
@@ -100,6 +102,11 @@ class HfReader:
         if name not in self._where:
             raise UserError(f"{self.folder}: no file holds the tensor {name}")
         return self._handles[self._where[name]]
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether the folder has weights as Hugging Face stores them."""
+    return (folder / INDEX).is_file() or (folder / "model.safetensors").is_file()
 
 
 def write_hf(

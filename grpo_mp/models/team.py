@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, rendezvous
+from torch.distributed import DistError, PrefixStore, Store, rendezvous
 
 from grpo_mp.errors import PhaseTimeout
 
@@ -64,4 +64,7 @@ class Team:
 
     def takes_the_word(self) -> bool:
         """Whether this rank is the first to explain why the job ends."""
-        return self._store is None or self._store.add("word", 1) == 1
+        try:
+            return self._store is None or self._store.add("word", 1) == 1
+        except DistError:
+            return True  # the store is gone: a sentence too many is better than none

@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mp.models.building import Part, Watch, build, divide, fingerprint
+from grpo_mp.models.building import PART_BYTES, Part, Watch, build, divide, fingerprint
+from grpo_mp.models.extras import is_extra, open_extras
 from grpo_mp.models.fp8 import FP8, SCALE, quantise, requantise, scale_shape
-from grpo_mp.models.hf_files import INDEX, HfReader
+from grpo_mp.models.hf_files import INDEX, HfReader, holds_weights
 from grpo_mp.models.hf_others import copy_others
 from grpo_mp.models.mapping import Param, unfuse
 from grpo_mp.models.team import Team
-from grpo_mp.policy.convert import PART_BYTES, Model, is_extra, no_nan
+from grpo_mp.policy.convert import Model, no_nan
 from grpo_mp.policy.torch_dist_reader import TorchDistReader
 
 
@@ -35,17 +36,18 @@ class Stored:
 
 @dataclass(frozen=True)
 class Back:
-    """One conversion: where tensors come from. `original` is the folder whose FP8 bytes and extra tensors are kept."""
+    """One conversion: where tensors come from. `original` has FP8 bytes to keep, `extras` what is no policy's."""
 
     model: Model
     reader: TorchDistReader
     original: HfReader | None
+    extras: HfReader | None
     fp8: bool
 
     def stored(self) -> dict[str, dict[str, Stored]]:
         """Tensors of the result by what they are made of: a parameter, or a tensor of `original` itself."""
         made = {name: self._stored_of(name) for name in self.model.params}
-        return made | {name: self._stored_extra(name) for name in self._extras()}
+        return made | {name: self._stored_extra(name) for name in self._extra_names()}
 
     def tensors(self, source: str) -> Iterator[tuple[str, Tensor]]:
         """What `stored` promised for one parameter or tensor. Raises UserError for NaN."""
@@ -82,26 +84,23 @@ class Back:
             return name in self.original.names and self.original.dtype(name) == FP8
         return param.is_projection
 
-    def _extras(self) -> list[str]:
-        if self.original is None:
-            return []
-        return sorted(name for name in self.original.names if is_extra(name, self.model.hf))
+    def _extra_names(self) -> list[str]:
+        return sorted(name for name in self.extras.names if is_extra(name, self.model.hf)) if self.extras else []
 
     def _stored_extra(self, name: str) -> dict[str, Stored]:
-        assert self.original is not None
-        shape, dtype = self.original.shape(name), self.original.dtype(name)
-        if dtype != FP8:
-            return {name: Stored(shape, dtype)}
-        if not self.fp8:
-            return {name: Stored(shape, self.original.fp8_as)}
-        return {name: Stored(shape, FP8), name + SCALE: Stored(scale_shape(shape), torch.float32)}
+        return {each: Stored(tuple(tensor.shape), tensor.dtype) for each, tensor in self._extra(name, meta=True)}
 
-    def _extra(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        assert self.original is not None
-        keep = self.fp8 and self.original.dtype(name) == FP8
-        yield name, self.original.read_stored(name) if keep else self.original.read(name)
-        if keep:
-            yield name + SCALE, self.original.read_stored(name + SCALE)
+    def _extra(self, name: str, meta: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Unchanged, but FP8 becomes values in a folder that has no FP8; `meta`: shapes and dtypes only."""
+        extras = self.extras
+        assert extras is not None
+        fp8 = extras.dtype(name) == FP8
+        for each in [name, name + SCALE] if fp8 and self.fp8 else [name]:
+            if meta:
+                dtype = extras.fp8_as if fp8 and not self.fp8 else extras.dtype(each)
+                yield each, torch.empty(extras.shape(each), dtype=dtype, device="meta")
+            else:
+                yield each, extras.read_stored(each) if self.fp8 else extras.read(each)
 
 
 def to_hf(
@@ -116,13 +115,15 @@ def to_hf(
     """Convert a checkpoint, of a run or of `to_megatron`, to a Hugging Face folder.
 
     Config and tokenizer come from `like`, or from the checkpoint itself. `fp8` writes blockwise FP8; blocks that did
-    not change keep the bytes they have in `like`. Raises UserError as `to_megatron` does.
+    not change keep the bytes they have in `like`. Tensors that are no part of the policy come from the checkpoint, or
+    from `like` where it has none. Raises UserError as `to_megatron` does.
     """
     others = like or source
     model = Model.of(others)
     with ExitStack() as stack:
-        original = stack.enter_context(HfReader(like)) if like and any(like.glob("*.safetensors")) else None
-        back = Back(model, TorchDistReader(source), original, fp8)
+        original = stack.enter_context(HfReader(like)) if like and holds_weights(like) else None
+        extras = open_extras(source) or original
+        back = Back(model, TorchDistReader(source), original, extras, fp8)
         stored = back.stored()
         runs = divide({name: sum(one.bytes for one in made.values()) for name, made in stored.items()}, part_bytes)
         parts = [Part(_file_name(number, len(runs)), *run) for number, run in enumerate(runs, start=1)]

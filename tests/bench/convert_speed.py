@@ -2,10 +2,11 @@
 
 A Qwen3-MoE folder with the widths of Qwen3-30B-A3B and as many layers as make up its size, random values, is copied,
 converted to torch_dist, converted back and checked, each in a process of its own, and copied again after each: a
-job is compared with the mean rate of the copies before and after it, since disks and machines change pace. A job's time is from the start of
-its process until `sync` returns; before it, its source is dropped from the page cache. A rate is the source's bytes
-over that time: of bfloat16, or with `--fp8` the FP8 bytes that cp reads, for to-megatron (which writes twice as many)
-as for to-hf (which reads twice as many, and the source once more to keep what has not changed).
+job is compared with the mean rate of the copies before and after it, since disks and machines change pace. A job's
+time is from the start of its process until `sync` returns; before it, its source is dropped from the page cache. A
+rate is the source's bytes over that time: of bfloat16, or with `--fp8` the FP8 bytes that cp reads, for to-megatron
+(which writes twice as many) as for to-hf (which reads twice as many, and the source once more to keep what has not
+changed).
 
 Reach: 0.5 of cp's rate, 0.25 with FP8; at most 3 GiB and twice the largest tensor in memory, as resident (the kernel's
 VmHWM: with mapped files) and as private memory (RssAnon, looked at every 20 ms). Exit status 1 below the reach.
