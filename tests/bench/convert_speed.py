@@ -93,6 +93,8 @@ def measure(scratch: Path, gb: float, fp8: bool) -> bool:
         outcome = run(command, source)
         rate = _say(name, outcome, size)
         shutil.rmtree(copy)
+        if name == "to-hf":
+            shutil.rmtree(megatron)  # room on the disk
         before, copied = copied, _say("cp -r", run(copying, model), size)
         ratio = rate / ((before + copied) / 2)
         print(f"{name:12}{ratio:7.2f} of cp", flush=True)
