@@ -9,7 +9,8 @@
 names, shapes, dtypes and values, one line per difference, the worst first, exit status 1 where there is one.
 `to-megatron` writes the torch_dist format that any layout loads, with config and tokenizer beside the weights.
 `to-hf` takes such a folder, or a step of a run with --like for config and tokenizer. Both go on where an earlier
-start was stopped; DST appears under its name only when it is whole.
+start was stopped; DST appears under its name only when it is whole. torchrun --nproc-per-node 4 tools/convert.py ...
+divides the work over processes.
 """
 
 import argparse
@@ -22,9 +23,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from grpo_mp.config import exit_with
-from grpo_mp.errors import UserError
+from grpo_mp.errors import USER_STATUS, UserError
+from grpo_mp.models.building import PART_BYTES
 from grpo_mp.models.compare import compare_folders
 from grpo_mp.models.describe import describe_hf, is_torch_dist
+from grpo_mp.models.team import Team
 from grpo_mp.platform.quiet import hush_libraries
 
 DIFFERENT = 1  # exit status
@@ -67,22 +70,37 @@ def _check(wanted: argparse.Namespace, console: Console) -> int:
 def _to_megatron(wanted: argparse.Namespace, console: Console) -> int:
     from grpo_mp.policy.convert import to_megatron
 
-    with _progress(console, wanted.destination) as watch:
-        to_megatron(wanted.source, wanted.destination, watch)
+    with _team() as team, _progress(console, wanted.destination, team) as watch:
+        to_megatron(wanted.source, wanted.destination, watch, wanted.part_bytes, team)
     return 0
 
 
 def _to_hf(wanted: argparse.Namespace, console: Console) -> int:
     from grpo_mp.policy.convert_back import to_hf
 
-    with _progress(console, wanted.destination) as watch:
-        to_hf(wanted.source, wanted.destination, wanted.like, wanted.fp8, watch)
+    with _team() as team, _progress(console, wanted.destination, team) as watch:
+        to_hf(wanted.source, wanted.destination, wanted.like, wanted.fp8, watch, wanted.part_bytes, team)
     return 0
 
 
 @contextmanager
-def _progress(console: Console, destination: Path) -> Iterator[Callable[[int, int], None]]:
-    """A bar with speed and time left, and a last line that says where the result is."""
+def _team() -> Iterator[Team]:
+    """The processes that convert together. Only the first of them that finds a user's mistake says so."""
+    team = Team.of_job()
+    try:
+        yield team
+    except UserError:
+        if team.takes_the_word():
+            raise
+        raise SystemExit(USER_STATUS) from None
+
+
+@contextmanager
+def _progress(console: Console, destination: Path, team: Team) -> Iterator[Callable[[int, int], None]]:
+    """A bar with speed and time left, and a last line that says where the result is; of the first rank."""
+    if team.rank:
+        yield lambda done, total: None
+        return
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
         task = progress.add_task(destination.name, total=None)
@@ -119,6 +137,7 @@ def _conversions(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     for command in (megatron, hf):
         command.add_argument("source", type=Path)
         command.add_argument("destination", type=Path)
+        command.add_argument("--part-bytes", type=int, default=PART_BYTES, help="written at once, a file each")
 
 
 if __name__ == "__main__":

@@ -7,14 +7,24 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import xxhash
 
 from grpo_mp.errors import UserError
+from grpo_mp.models.team import Team
 
 RECORD = "conversion.json"  # the source's fingerprint, and size and checksum of every file of every part
+RECORDS = "conversion"  # while the folder is in the making: one such record per part
+PART_BYTES = 2**29
+BEHIND = 2  # parts on their way to the disk
+Made = TypeVar("Made")
 Watch = Callable[[int, int], None]  # bytes just written, bytes to write in all by this start
 
 
@@ -48,46 +58,102 @@ def build(
     final: Path,
     source: str,
     parts: Sequence[Part],
-    write: Callable[[Path, Part], None],
+    make: Callable[[Part], Made],
+    write: Callable[[Path, Made], None],
     finish: Callable[[Path], None],
     watch: Watch,
+    team: Team | None = None,
 ) -> None:
-    """Write the parts that are not there yet, then `finish`, then rename; nothing where `final` is whole already.
+    """Make and write the parts that are not there yet, then `finish`, then rename; nothing where `final` is there.
 
-    `write` and `finish` get the incomplete folder. Raises UserError where `final` or its beginning are of another
-    source, and where the disk is too small.
+    `write` gets the path of its part, `finish` the incomplete folder. Up to three parts are in memory. The ranks of a
+    `team` divide the parts by bytes; the first finishes and watches. Raises UserError where `final` or its beginning
+    are of another source, and where the disk is too small.
     """
+    team = team or Team()
+    folder = final.with_name(final.name + ".incomplete")
+    names = team.agree(lambda: _prepare(final, folder, source, parts))
+    if names is None:
+        return
+    missing = [part for part in parts if part.name in names]
+    total, seen = sum(part.bytes for part in missing), 0
+    for done in _written(folder, share(missing, team.rank, team.size), make, write, team):
+        if team.rank == 0 and done > seen:
+            watch(done - seen, total)
+            seen = done
+    if team.rank == 0:
+        for done in team.until(total):
+            watch(done - seen, total)
+            seen = done
+        _publish(folder, final, source, parts, finish)
+
+
+def share(parts: Sequence[Part], rank: int, size: int) -> list[Part]:
+    """A rank's run of the parts: those that begin in its share of the bytes."""
+    total = max(sum(part.bytes for part in parts), 1)
+    begins = accumulate((part.bytes for part in parts), initial=0)
+    return [part for part, begin in zip(parts, begins, strict=False) if min(begin * size // total, size - 1) == rank]
+
+
+def _prepare(final: Path, folder: Path, source: str, parts: Sequence[Part]) -> list[str] | None:
+    """Names of the parts that are still to be written, in a folder made for them; None where all is done."""
     if final.exists():
         _check_same(final, source, "holds something else: choose another destination, or remove it")
-        return
-    folder = final.with_name(final.name + ".incomplete")
-    done = _done(folder, source)
+        return None
+    done: set[str] = set()
+    if folder.exists():
+        _check_same(folder, source, "holds the beginning of another conversion: remove it")
+        done = {part.name for part in parts if _is_there(folder, part.name)}
     missing = [part for part in parts if part.name not in done]
-    total = sum(part.bytes for part in missing)
-    _check_disk(folder, total)
-    folder.mkdir(parents=True, exist_ok=True)
-    _record(folder, source, done)
-    for part in missing:
-        _remove(folder / part.name)
-        write(folder, part)
-        done[part.name] = _checksums(folder, part.name)
-        _record(folder, source, done)
-        watch(part.bytes, total)
+    _check_disk(folder, sum(part.bytes for part in missing))
+    (folder / RECORDS).mkdir(parents=True, exist_ok=True)
+    _write_json(folder / RECORD, {"source": source})
+    return [part.name for part in missing]
+
+
+def _written(
+    folder: Path, parts: Iterable[Part], make: Callable[[Part], Made], write: Callable[[Path, Made], None], team: Team
+) -> Iterator[int]:
+    """Yields the bytes that all ranks have written. One part is made while another is written and a third is synced."""
+    with ThreadPoolExecutor(BEHIND) as behind:
+        flying: deque[Future[int]] = deque()
+        for part in parts:
+            made = make(part)
+            if len(flying) == BEHIND:
+                yield team.count(flying.popleft().result())
+            flying.append(behind.submit(_put, folder, part, write, made))
+            del made
+        for last in flying:
+            yield team.count(last.result())
+
+
+def _put(folder: Path, part: Part, write: Callable[[Path, Made], None], made: Made) -> int:
+    _remove(folder / part.name)
+    write(folder / part.name, made)
+    _write_json(_record_of(folder, part.name), _checksums(folder, part.name))
+    return part.bytes
+
+
+def _publish(folder: Path, final: Path, source: str, parts: Sequence[Part], finish: Callable[[Path], None]) -> None:
     finish(folder)
+    records = {part.name: _read_json(_record_of(folder, part.name)) for part in parts}
+    _write_json(folder / RECORD, {"source": source, "parts": records})
+    shutil.rmtree(folder / RECORDS)
     folder.rename(final)
 
 
-def _done(folder: Path, source: str) -> dict[str, Any]:
-    """Parts that an earlier start wrote, as their checksums say."""
-    if not folder.exists():
-        return {}
-    _check_same(folder, source, "holds the beginning of another conversion: remove it")
-    parts = _read_record(folder)["parts"]
-    return {name: files for name, files in parts.items() if _checksums(folder, name) == files}
+def _is_there(folder: Path, name: str) -> bool:
+    """Whether an earlier start wrote the part, as its checksums say."""
+    record = _read_json(_record_of(folder, name))
+    return bool(record) and _checksums(folder, name) == record
+
+
+def _record_of(folder: Path, name: str) -> Path:
+    return folder / RECORDS / f"{name}.json"
 
 
 def _check_same(folder: Path, source: str, otherwise: str) -> None:
-    if _read_record(folder).get("source") != source:
+    if _read_json(folder / RECORD).get("source") != source:
         raise UserError(f"{folder} {otherwise}")
 
 
@@ -98,21 +164,21 @@ def _check_disk(folder: Path, needed: int) -> None:
         raise UserError(f"{existing}: the disk has {free:,} bytes free and {needed:,} are needed: make room first")
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     try:
-        record: dict[str, Any] = json.loads((folder / RECORD).read_text())
+        held: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return record
+    return held
 
 
-def _record(folder: Path, source: str, parts: Mapping[str, Any]) -> None:
-    temporary = folder / (RECORD + ".incomplete")
-    with temporary.open("w") as file:
-        json.dump({"source": source, "parts": parts}, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / RECORD)
+def _write_json(file: Path, values: Mapping[str, Any]) -> None:
+    temporary = file.with_name(file.name + ".incomplete")
+    with temporary.open("w") as stream:
+        json.dump(values, stream, indent=2)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.rename(file)
 
 
 def _checksums(folder: Path, name: str) -> dict[str, dict[str, Any]]:
@@ -124,7 +190,7 @@ def _checksums(folder: Path, name: str) -> dict[str, dict[str, Any]]:
 def _checksum(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
         os.fsync(stream.fileno())  # what the record names is on disk
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+        return {"bytes": file.stat().st_size, "xxh3_128": hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()}
 
 
 def _remove(path: Path) -> None:

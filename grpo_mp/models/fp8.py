@@ -23,6 +23,7 @@ BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3fn
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"  # a weight's factors have its name with this suffix
+NAN = 0x7F  # byte of float8_e4m3fn, without its sign
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -36,38 +37,59 @@ def dequantise(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype, start: tup
 
     `weight` may be a slice of a whole that begins at row and column `start`; `scale_inv` is the whole's.
     """
-    rows, columns = ((torch.arange(size) + first) // BLOCK for size, first in zip(weight.shape, start, strict=True))
-    factors = scale_inv.float().index_select(0, rows).index_select(1, columns)
-    return factors.mul_(weight.float()).to(dtype)
+    result = torch.empty(weight.shape, dtype=dtype)
+    if not weight.numel():
+        return result
+    columns = (torch.arange(weight.shape[1]) + start[1]) // BLOCK
+    factors = scale_inv.float().index_select(1, columns)
+    first, last = start[0], start[0] + weight.shape[0]
+    for block in range(first // BLOCK, -(-last // BLOCK)):
+        rows = slice(max(block * BLOCK - first, 0), (block + 1) * BLOCK - first)
+        result[rows] = _float32(weight[rows]).mul_(factors[block])
+    return result
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Values [R, C] -> FP8 [R, C] and factors of `scale_shape`, each max|block| / 448; 1 where a block is zero."""
-    blocks = _blocks(weight.float())
-    scale = blocks.abs().amax(dim=(1, 3)) / LARGEST
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    scaled = (blocks / scale[:, None, :, None]).clamp_(-LARGEST, LARGEST)  # above 464 the cast would make NaN
-    return _cut(scaled, weight.shape).to(FP8), scale
+    result = torch.empty(weight.shape, dtype=FP8)
+    scale = torch.ones(scale_shape(tuple(weight.shape)))
+    for block, (rows, into) in enumerate(zip(weight.split(BLOCK), result.split(BLOCK), strict=True)):
+        values = rows.to(torch.float32, copy=True)
+        largest = _over_blocks(values.abs().amax(dim=0), 0.0).amax(dim=1) / LARGEST
+        scale[block] = torch.where(largest > 0, largest, scale[block])
+        values.div_(_per_column(scale[block], values.shape[1]))
+        into.copy_(values.clamp_(-LARGEST, LARGEST))  # above 464 the cast would make NaN
+    return result, scale
 
 
 def requantise(weight: Tensor, old: Tensor, old_scale: Tensor) -> tuple[Tensor, Tensor]:
     """As `quantise`, but a block whose values are those of the old FP8 weight keeps its old bytes and factor."""
-    new, scale = quantise(weight)
     same = dequantise(old, old_scale, weight.dtype).eq(weight)
-    kept = _blocks(same, padding=True).all(dim=3).all(dim=1)
-    rows, columns = (torch.arange(size) // BLOCK for size in weight.shape)
-    mask = kept.index_select(0, rows).index_select(1, columns)
-    merged = torch.where(mask, old.view(torch.uint8), new.view(torch.uint8)).view(FP8)
-    return merged, torch.where(kept, old_scale.float(), scale)
+    if bool(same.all()):
+        return old, old_scale.float()
+    new, scale = quantise(weight)
+    for block, (rows, into, kept_rows) in enumerate(
+        zip(same.split(BLOCK), new.view(torch.uint8).split(BLOCK), old.view(torch.uint8).split(BLOCK), strict=True)
+    ):
+        kept = _over_blocks(rows.all(dim=0), True).all(dim=1)
+        scale[block] = torch.where(kept, old_scale[block].float(), scale[block])
+        into.copy_(torch.where(_per_column(kept, rows.shape[1]), kept_rows, into))
+    return new, scale
 
 
-def _blocks(values: Tensor, padding: float = 0.0) -> Tensor:
-    """[R, C] -> [R / 128, 128, C / 128, 128], the last blocks padded."""
-    rows, columns = scale_shape(tuple(values.shape))
-    missing = (0, columns * BLOCK - values.shape[1], 0, rows * BLOCK - values.shape[0])
-    return functional.pad(values, missing, value=padding).view(rows, BLOCK, columns, BLOCK)
+def _float32(weight: Tensor) -> Tensor:
+    """FP8 -> its values. The bits of e4m3, moved, are those of a float16 2**-8 as large; torch's own cast is slow."""
+    bits = weight.view(torch.int8)
+    values = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float().mul_(256)
+    without_sign = bits & NAN
+    return values.masked_fill_(without_sign == NAN, torch.nan) if without_sign.max() == NAN else values
 
 
-def _cut(blocks: Tensor, shape: torch.Size) -> Tensor:
-    whole = blocks.reshape(blocks.shape[0] * BLOCK, blocks.shape[2] * BLOCK)
-    return whole[: shape[0], : shape[1]].contiguous()
+def _over_blocks(columns: Tensor, padding: float) -> Tensor:
+    """[C] -> [C / 128, 128], the last block padded."""
+    return functional.pad(columns, (0, -columns.shape[0] % BLOCK), value=padding).view(-1, BLOCK)
+
+
+def _per_column(blocks: Tensor, columns: int) -> Tensor:
+    """[C / 128] -> [C]."""
+    return blocks.repeat_interleave(BLOCK)[:columns]

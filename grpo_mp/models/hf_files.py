@@ -23,10 +23,12 @@ class HfReader:
     FP8 weights come out as values; their factors are no tensors of the model.
     """
 
-    def __init__(self, folder: Path, fp8_as: torch.dtype = torch.bfloat16) -> None:
-        """Open every shard. Raises UserError for a missing or torn file. `fp8_as`: what FP8 is read as."""
+    def __init__(self, folder: Path, fp8_as: torch.dtype = torch.bfloat16, files: Iterable[Path] | None = None) -> None:
+        """Open every shard, or the given files. Raises UserError for a missing or torn file, and for an index that
+        names tensors the files lack. `fp8_as`: what FP8 is read as.
+        """
         self.folder, self.fp8_as = folder, fp8_as
-        self._handles = {file: _open(file) for file in _shards(folder)}
+        self._handles = {file: _open(file) for file in files or _shards(folder)}
         self._where = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
         self._names = frozenset(name for name in self._where if not self._is_scale(name))
 
@@ -57,11 +59,11 @@ class HfReader:
 
     def dtype(self, name: str) -> torch.dtype:
         """How the file stores the tensor."""
-        dtype: torch.dtype = self._slice(name)[:0].dtype
+        dtype: torch.dtype = self._handle(name).get_slice(name)[:0].dtype
         return dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return tuple(self._handle(name).get_slice(name).get_shape())
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         """The whole tensor, or [start, stop) along `axis` (0 or 1).
@@ -76,10 +78,10 @@ class HfReader:
 
     def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         """As `read`, but as the file stores it."""
-        piece = self._slice(name)
         if axis is None:
-            whole: torch.Tensor = piece[:]
+            whole: torch.Tensor = self._handle(name).get_tensor(name)
             return whole
+        piece = self._handle(name).get_slice(name)
         part: torch.Tensor = piece[start:stop] if axis == 0 else piece[:, start:stop]
         return part
 
@@ -96,10 +98,15 @@ class HfReader:
             )
         return self.read_stored(name + SCALE)
 
-    def _slice(self, name: str):  # type: ignore[no-untyped-def]
+    def _handle(self, name: str):  # type: ignore[no-untyped-def]
         if name not in self._where:
             raise UserError(f"{self.folder}: no file holds the tensor {name}")
-        return self._handles[self._where[name]].get_slice(name)
+        return self._handles[self._where[name]]
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether the folder has weights as Hugging Face stores them."""
+    return (folder / INDEX).is_file() or (folder / "model.safetensors").is_file()
 
 
 def write_hf(
@@ -174,6 +181,6 @@ def _open(file: Path):  # type: ignore[no-untyped-def]
     if not file.is_file():
         raise UserError(f"{file} is missing: the index names it")
     try:
-        return safe_open(file, framework="pt")
+        return safe_open(file, framework="pt", backend="pread")  # mapped pages would count as memory
     except SafetensorError as error:
         raise UserError(f"{file} is torn or not a safetensors file ({error}): copy it again") from error

@@ -52,6 +52,11 @@ class Param:
         """Shape that one of `parts` tensor-parallel ranks holds of each Hugging Face tensor."""
         return tuple(_divide(self, shape, parts) for shape in self.shapes)
 
+    @property
+    def is_projection(self) -> bool:
+        """Whether FP8 releases quantise it: matrices but for the embedding, the output layer and the router."""
+        return len(self.shapes[0]) == 2 and not self.vocabulary and not self.name.endswith("router.weight")
+
     def local_shape(self, parts: int) -> Shape:
         """Shape of the Megatron parameter on one of `parts` tensor-parallel ranks."""
         shards = self.shard_shapes(parts)

@@ -1,26 +1,25 @@
 """From a Hugging Face folder to Megatron's torch_dist format and back, a bounded part at a time, without a model."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mp.errors import UserError
-from grpo_mp.models.building import Part, Watch, build, divide, fingerprint
+from grpo_mp.models.building import PART_BYTES, Part, Watch, build, divide, fingerprint
+from grpo_mp.models.extras import EXTRA, is_extra
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.hf_files import HfReader
 from grpo_mp.models.hf_others import copy_others
 from grpo_mp.models.mapping import Param, fuse
+from grpo_mp.models.team import Team
 from grpo_mp.policy.torch_dist import Place, join_parts, place_of, write_part
-
-PART_BYTES = 2**29  # held in memory at once, beside one parameter
-HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -41,28 +40,40 @@ class Model:
         return cls(hf, params, {name: place_of(param, config) for name, param in params.items()})
 
 
-def to_megatron(source: Path, final: Path, watch: Watch, part_bytes: int = PART_BYTES) -> None:
+def to_megatron(
+    source: Path, final: Path, watch: Watch, part_bytes: int = PART_BYTES, team: Team | None = None
+) -> None:
     """Convert a Hugging Face folder; config and tokenizer go with the weights.
 
     Raises UserError, before the first byte where it can: torn files, missing, unknown or wrongly shaped tensors, a
-    full disk, another model at `final`; and for NaN. The source is only read; FP8 is stored as bfloat16.
+    full disk, another model at `final`; and for NaN. The source is only read; FP8 is stored as bfloat16, save
+    in tensors that are no part of the policy, which stay as they are.
     """
     model = Model.of(source)
     with HfReader(source) as reader:
         check_names(reader, model)
-        sizes = {name: _bytes(reader, param) for name, param in model.params.items()}
-        runs = divide(sizes, part_bytes)
+        runs = divide({name: _bytes(reader, param) for name, param in model.params.items()}, part_bytes)
         parts = [Part(f"part_{number:05d}", *run) for number, run in enumerate(runs)]
+        extras = divide(_extra_sizes(reader, model.hf), part_bytes)
+        kept = [Part(f"{EXTRA}{number:05d}.safetensors", *run) for number, run in enumerate(extras)]
 
-        def write(folder: Path, part: Part) -> None:
-            write_part(folder / part.name, [(model.places[name], _fused(reader, model, name)) for name in part.params])
+        def make(part: Part) -> list[tuple[Place, Tensor]] | dict[str, Tensor]:
+            if part in kept:
+                return {name: reader.read_stored(name) for name in part.params}
+            return [(model.places[name], _fused(reader, model, name)) for name in part.params]
+
+        def write(path: Path, made: list[tuple[Place, Tensor]] | dict[str, Tensor]) -> None:
+            if isinstance(made, dict):
+                save_file(made, path, metadata={"format": "pt"})
+            else:
+                write_part(path, made)
 
         def finish(folder: Path) -> None:
             join_parts(folder, [part.name for part in parts])
             copy_others(source, folder)
 
         made_of = fingerprint([*reader.files, source / "config.json"], "to-megatron", part_bytes)
-        build(final, made_of, parts, write, finish, watch)
+        build(final, made_of, [*parts, *kept], make, write, finish, watch, team)
 
 
 def check_names(reader: HfReader, model: Model) -> None:
@@ -82,20 +93,16 @@ def check_names(reader: HfReader, model: Model) -> None:
             )
 
 
-def is_extra(name: str, hf: HfConfig) -> bool:
-    """Whether a tensor of released folders is no part of the policy: multi-token prediction and rotary tables.
-
-    Left out on the way to Megatron, taken from `like` on the way back.
-    """
-    layer = HF_LAYER.match(name)
-    return (layer is not None and int(layer.group(1)) >= hf.int("num_hidden_layers")) or name.endswith(".inv_freq")
-
-
 def _bytes(reader: HfReader, param: Param) -> int:
     dtypes = {reader.dtype(name) for name in param.hf}
     if len(dtypes) > 1:
         raise UserError(f"{reader.folder}: {' and '.join(param.hf)} have different dtypes, but are one parameter")
     return sum(prod(shape) for shape in param.shapes) * _read_dtype(reader, dtypes.pop()).itemsize
+
+
+def _extra_sizes(reader: HfReader, hf: HfConfig) -> dict[str, int]:
+    names = sorted(name for name in reader.stored_names if is_extra(name, hf))
+    return {name: prod(reader.shape(name)) * reader.dtype(name).itemsize for name in names}
 
 
 def _read_dtype(reader: HfReader, stored: torch.dtype) -> torch.dtype:
@@ -109,6 +116,6 @@ def _fused(reader: HfReader, model: Model, name: str) -> Tensor:
 
 def no_nan(tensor: Tensor, folder: Path, name: str) -> Tensor:
     """The tensor itself. Raises UserError where it holds NaN."""
-    if bool(tensor.isnan().any()):
+    if bool(tensor.max().isnan()):  # the largest of values with NaN among them is NaN
         raise UserError(f"{folder}: the tensor {name} holds NaN: take another checkpoint")
     return tensor

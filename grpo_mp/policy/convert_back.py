@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mp.models.building import Part, Watch, build, divide, fingerprint
+from grpo_mp.models.building import PART_BYTES, Part, Watch, build, divide, fingerprint
+from grpo_mp.models.extras import is_extra, open_extras
 from grpo_mp.models.fp8 import FP8, SCALE, quantise, requantise, scale_shape
-from grpo_mp.models.hf_files import INDEX, HfReader
+from grpo_mp.models.hf_files import INDEX, HfReader, holds_weights
 from grpo_mp.models.hf_others import copy_others
-from grpo_mp.models.mapping import unfuse
-from grpo_mp.policy.convert import PART_BYTES, Model, is_extra, no_nan
+from grpo_mp.models.mapping import Param, unfuse
+from grpo_mp.models.team import Team
+from grpo_mp.policy.convert import Model, no_nan
 from grpo_mp.policy.torch_dist_reader import TorchDistReader
 
 
@@ -34,17 +36,18 @@ class Stored:
 
 @dataclass(frozen=True)
 class Back:
-    """One conversion: where tensors come from. `original` is the folder whose FP8 bytes and extra tensors are kept."""
+    """One conversion: where tensors come from. `original` has FP8 bytes to keep, `extras` what is no policy's."""
 
     model: Model
     reader: TorchDistReader
     original: HfReader | None
+    extras: HfReader | None
     fp8: bool
 
     def stored(self) -> dict[str, dict[str, Stored]]:
         """Tensors of the result by what they are made of: a parameter, or a tensor of `original` itself."""
         made = {name: self._stored_of(name) for name in self.model.params}
-        return made | {name: self._stored_extra(name) for name in self._extras()}
+        return made | {name: self._stored_extra(name) for name in self._extra_names()}
 
     def tensors(self, source: str) -> Iterator[tuple[str, Tensor]]:
         """What `stored` promised for one parameter or tensor. Raises UserError for NaN."""
@@ -54,7 +57,7 @@ class Back:
         param = self.model.params[source]
         whole = no_nan(self.reader.read(self.model.places[source]), self.reader.folder, source)
         for name, tensor in zip(param.hf, unfuse(param, whole), strict=True):
-            yield from self._quantised(name, tensor) if self._is_fp8(name, tuple(tensor.shape)) else [(name, tensor)]
+            yield from self._quantised(name, tensor) if self._is_fp8(param, name) else [(name, tensor)]
 
     def _quantised(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         if self.original and name in self.original.names and self.original.dtype(name) == FP8:
@@ -68,60 +71,68 @@ class Back:
         param, dtype = self.model.params[source], self.reader.dtype(self.model.places[source])
         stored: dict[str, Stored] = {}
         for name, shape in zip(param.hf, param.shapes, strict=True):
-            fp8 = self._is_fp8(name, shape)
+            fp8 = self._is_fp8(param, name)
             stored[name] = Stored(shape, FP8 if fp8 else dtype)
             stored |= {name + SCALE: Stored(scale_shape(shape), torch.float32)} if fp8 else {}
         return stored
 
-    def _is_fp8(self, name: str, shape: tuple[int, ...]) -> bool:
-        """As in `original` where that is FP8, else projections, which is what releases quantise."""
+    def _is_fp8(self, param: Param, name: str) -> bool:
+        """As in `original` where that is FP8, else as releases have it."""
         if not self.fp8:
             return False
         if self.original and self.original.has_fp8:
             return name in self.original.names and self.original.dtype(name) == FP8
-        return len(shape) == 2 and "_proj" in name.rsplit(".", 2)[-2]
+        return param.is_projection
 
-    def _extras(self) -> list[str]:
-        if self.original is None:
-            return []
-        return sorted(name for name in self.original.names if is_extra(name, self.model.hf))
+    def _extra_names(self) -> list[str]:
+        return sorted(name for name in self.extras.names if is_extra(name, self.model.hf)) if self.extras else []
 
     def _stored_extra(self, name: str) -> dict[str, Stored]:
-        assert self.original is not None
-        shape, dtype = self.original.shape(name), self.original.dtype(name)
-        if dtype != FP8:
-            return {name: Stored(shape, dtype)}
-        if not self.fp8:
-            return {name: Stored(shape, self.original.fp8_as)}
-        return {name: Stored(shape, FP8), name + SCALE: Stored(scale_shape(shape), torch.float32)}
+        return {each: Stored(tuple(tensor.shape), tensor.dtype) for each, tensor in self._extra(name, meta=True)}
 
-    def _extra(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        assert self.original is not None
-        keep = self.fp8 and self.original.dtype(name) == FP8
-        yield name, self.original.read_stored(name) if keep else self.original.read(name)
-        if keep:
-            yield name + SCALE, self.original.read_stored(name + SCALE)
+    def _extra(self, name: str, meta: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Unchanged, but FP8 becomes values in a folder that has no FP8; `meta`: shapes and dtypes only."""
+        extras = self.extras
+        assert extras is not None
+        fp8 = extras.dtype(name) == FP8
+        for each in [name, name + SCALE] if fp8 and self.fp8 else [name]:
+            if meta:
+                dtype = extras.fp8_as if fp8 and not self.fp8 else extras.dtype(each)
+                yield each, torch.empty(extras.shape(each), dtype=dtype, device="meta")
+            else:
+                yield each, extras.read_stored(each) if self.fp8 else extras.read(each)
 
 
-def to_hf(source: Path, final: Path, like: Path | None, fp8: bool, watch: Watch, part_bytes: int = PART_BYTES) -> None:
+def to_hf(
+    source: Path,
+    final: Path,
+    like: Path | None,
+    fp8: bool,
+    watch: Watch,
+    part_bytes: int = PART_BYTES,
+    team: Team | None = None,
+) -> None:
     """Convert a checkpoint, of a run or of `to_megatron`, to a Hugging Face folder.
 
     Config and tokenizer come from `like`, or from the checkpoint itself. `fp8` writes blockwise FP8; blocks that did
-    not change keep the bytes they have in `like`. Raises UserError as `to_megatron` does.
+    not change keep the bytes they have in `like`. Tensors that are no part of the policy come from the checkpoint, or
+    from `like` where it has none. Raises UserError as `to_megatron` does.
     """
     others = like or source
     model = Model.of(others)
     with ExitStack() as stack:
-        original = stack.enter_context(HfReader(like)) if like and any(like.glob("*.safetensors")) else None
-        back = Back(model, TorchDistReader(source), original, fp8)
+        original = stack.enter_context(HfReader(like)) if like and holds_weights(like) else None
+        extras = open_extras(source) or original
+        back = Back(model, TorchDistReader(source), original, extras, fp8)
         stored = back.stored()
         runs = divide({name: sum(one.bytes for one in made.values()) for name, made in stored.items()}, part_bytes)
         parts = [Part(_file_name(number, len(runs)), *run) for number, run in enumerate(runs, start=1)]
 
-        def write(folder: Path, part: Part) -> None:
-            # Parts of a fused parameter share memory, which safetensors refuses.
-            tensors = {name: tensor.clone() for of in part.params for name, tensor in back.tensors(of)}
-            save_file(tensors, folder / part.name, metadata={"format": "pt"})
+        def make(part: Part) -> dict[str, Tensor]:
+            return {name: tensor.contiguous() for of in part.params for name, tensor in back.tensors(of)}
+
+        def write(file: Path, tensors: dict[str, Tensor]) -> None:
+            save_file(tensors, file, metadata={"format": "pt"})
 
         def finish(folder: Path) -> None:
             if len(parts) > 1:
@@ -130,7 +141,7 @@ def to_hf(source: Path, final: Path, like: Path | None, fp8: bool, watch: Watch,
 
         files = [*(file for file in back.reader.folder.rglob("*") if file.is_file()), others / "config.json"]
         made_of = fingerprint([*files, *(original.files if original else ())], "to-hf", fp8, part_bytes)
-        build(final, made_of, parts, write, finish, watch)
+        build(final, made_of, parts, make, write, finish, watch, team)
 
 
 def _file_name(number: int, count: int) -> str:

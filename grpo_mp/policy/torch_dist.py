@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.checkpointable import Checkpoin
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from grpo_mp.models.mapping import Param
@@ -65,7 +65,7 @@ def write_part(folder: Path, tensors: Iterable[tuple[Place, Tensor]]) -> None:
     by_key: dict[str, list[CheckpointableShardedTensor]] = defaultdict(list)
     for place, tensor in tensors:
         by_key[place.key].append(chunk(place, tensor))
-    planner, writer = DefaultSavePlanner(flatten_state_dict=False), FileSystemWriter(folder)
+    planner, writer = DefaultSavePlanner(flatten_state_dict=False), _Writer(folder, sync_files=False)
     planner.set_up_planner({key: LocalShardsContainer(chunks) for key, chunks in by_key.items()}, is_coordinator=True)
     writer.set_up_storage_writer(True)
     # The planner's own global plan would demand whole tensors.
@@ -86,8 +86,15 @@ def join_parts(folder: Path, parts: Sequence[str]) -> None:
             at = replace(info, relative_path=f"{part}/{info.relative_path}")
             written.append(WriteResult(index, info.length, at))
     torch.save({}, folder / COMMON)
-    FileSystemWriter(folder).finish(whole, [written])
+    _Writer(folder).finish(whole, [written])
     save_config(CheckpointingConfig("torch_dist"), str(folder))
+
+
+class _Writer(FileSystemWriter):
+    """Leaves out the path and the random number of a save, so that two conversions are the same bytes."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None
 
 
 def _one_kind_of_layer(config: Mapping[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """Reading a checkpoint in Megatron's torch_dist format, one whole parameter at a time, without a model."""
 
 import pickle
+from collections import defaultdict
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from grpo_mp.errors import UserError
 from grpo_mp.models.describe import TORCH_DIST, is_torch_dist
@@ -33,6 +34,7 @@ class TorchDistReader:
             raise UserError(f"{self.folder / TORCH_DIST} is torn ({error!r}): copy it again") from error
         self._reader.set_up_storage_reader(self.metadata, True)
         _check_files(self.folder, self.metadata)
+        self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """Weights by key, without the optimizer's tensors."""
@@ -54,9 +56,22 @@ class TorchDistReader:
         tensor = torch.empty(shape, dtype=held.properties.dtype)
         whole = replace(place, shape=shape)
         planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner({place.key: chunk(whole, tensor)}, self.metadata, True)
+        near = Metadata({place.key: replace(held, chunks=self._chunks_of(place, held))})
+        planner.set_up_planner({place.key: chunk(whole, tensor)}, near, True)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
         return tensor[: place.shape[0]]
+
+    def _chunks_of(self, place: Place, held: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
+        """Those of one parameter: torch would look at all layers and experts of the tensor, for each of them."""
+        if place.key not in self._chunks:
+            groups: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
+            for one in held.chunks:
+                groups[tuple(one.offsets[: len(place.stacked)])].append(one)
+            self._chunks[place.key] = groups
+        chunks = self._chunks[place.key][tuple(position for position, _ in place.stacked)]
+        if sum(prod(one.sizes) for one in chunks) < prod(place.shape):
+            raise UserError(f"{self.folder}: pieces of {place.key} are missing: save or convert it again")
+        return chunks
 
     def _held(self, place: Place) -> TensorStorageMetadata:
         held = self.metadata.state_dict_metadata.get(place.key)

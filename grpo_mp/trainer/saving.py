@@ -1,11 +1,13 @@
 """Checkpoints and the final Hugging Face folder."""
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from grpo_mp.models.extras import read_extras
 from grpo_mp.models.hf_files import write_hf
 from grpo_mp.policy.checkpoint import save_policy, save_reference
 from grpo_mp.policy.policy import Policy
@@ -44,7 +46,8 @@ def export_hf(session: Session, folder: Path) -> None:
 
 
 def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int) -> None:
-    """Write a policy as a Hugging Face folder: config, tokenizer and template from `like`, new weights.
+    """Write a policy as a Hugging Face folder: config, tokenizer, template and what is no part of the policy
+    (multi-token prediction) from `like`, new weights.
 
     Every rank must call this; the first writes, a bucket at a time.
     """
@@ -54,7 +57,7 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int) -
     resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), is_first)
     tensors = (pair for bucket in resharder.buckets() for pair in _on_host(bucket))
     if is_first:
-        write_hf(folder, tensors, like=like)
+        write_hf(folder, chain(tensors, read_extras(like, policy.hf)), like=like)
     else:
         for _ in tensors:  # this rank's shards travel as the first rank asks for them
             raise AssertionError("only the first rank receives tensors")

@@ -100,11 +100,13 @@ def test_fp8_becomes_bfloat16_and_fp8_again_without_the_source(tmp_path: Path) -
     to_hf(tmp_path / "megatron", tmp_path / "narrow", None, True, ignore)
     assert "quantization_config" in json.loads((tmp_path / "narrow" / "config.json").read_text())
     with HfReader(model) as old, HfReader(tmp_path / "wide") as wide, HfReader(tmp_path / "narrow") as narrow:
-        assert wide.names == {name for name in old.names if ".layers.3." not in name}
+        assert wide.names == old.names
         for name in wide.names:
             assert wide.dtype(name) == (torch.bfloat16 if old.dtype(name) == FP8 else old.dtype(name))
             assert torch.equal(wide.read(name), old.read(name))
             assert narrow.dtype(name) == old.dtype(name)
+            if ".layers.3." in name:  # no part of the policy: carried as it was
+                assert torch.equal(narrow.read_stored(name).view(torch.uint8), old.read_stored(name).view(torch.uint8))
             torch.testing.assert_close(narrow.read(name), old.read(name), rtol=2**-3, atol=1e-4)
 
 
@@ -138,7 +140,7 @@ def test_a_second_start_goes_on(after: int, tmp_path: Path) -> None:
         convert(lambda done, total, seen=seen: seen.append((done, total)))
         assert sum(done for done, _ in seen) == seen[0][1]
         parts = json.loads((final / RECORD).read_text())["parts"]
-        assert len(seen) == len(parts) - after
+        assert len(seen) == len(parts) - after - 1  # while a part is watched, the next one reaches the disk
         convert(dying(1))  # whole: nothing is written
     assert compare_folders(model, back) == []
 
