@@ -61,8 +61,9 @@ def _places(job: Job) -> Iterator[str]:
     hosts = engine_hosts(engine_places(job.world_size, job.gpus_per_node, engine.gpus, engine.count))
     yield (
         f"engines: {len(hosts)} of {engine.gpus} GPUs on the same devices, in turn with the trainer; servers are "
-        f"started by rank{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}; attention over {shape.attention_tensor} "
-        f"in {shape.replicas} replica{'s' * (shape.replicas > 1)}, experts over {shape.expert}"
+        f"started by rank{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}; "
+        f"attention over {shape.attention_tensor} in {shape.replicas} replica{'s' * (shape.replicas > 1)}, "
+        f"experts over {shape.expert}"
     )
     yield (
         "away while the engines generate: weights and optimizer on the host, gradients nowhere"

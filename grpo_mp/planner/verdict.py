@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from grpo_mp.planner.assumed import ASSUMED
 from grpo_mp.planner.clusters import GIB
 from grpo_mp.planner.memory import Stretch, total
 from grpo_mp.planner.plan import Plan
@@ -17,15 +18,22 @@ class Need:
     capacity: float
     kind: str
     kind_bytes: float
+    margin: float = 0.0
 
     @property
     def spare(self) -> float:
         return self.capacity - self.needed
 
     @property
+    def fits(self) -> bool:
+        return self.spare >= self.margin
+
+    @property
     def sentence(self) -> str:
         """As a user reads it."""
-        word = f"{self.spare / GIB:.1f} GiB to spare" if self.spare >= 0 else f"{-self.spare / GIB:.1f} GiB too much"
+        word = f"{self.spare / GIB:.1f} GiB to spare" if self.fits else f"{-self.spare / GIB:.1f} GiB too much"
+        if 0 <= self.spare < self.margin:
+            word = f"only {self.spare / GIB:.1f} GiB to spare where an estimate needs {self.margin / GIB:.1f}"
         return (
             f"{self.place}: {self.needed / GIB:.1f} of {self.capacity / GIB:.1f} GiB in {self.stretch}, {word}; "
             f"the largest item is {self.kind} ({self.kind_bytes / GIB:.1f} GiB)"
@@ -42,14 +50,14 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        return self.device.spare >= 0 and self.host.spare >= 0 and not self.complaint
+        return self.device.fits and self.host.fits and not self.complaint
 
     @property
     def sentence(self) -> str:
         """The verdict and its reasons."""
         if self.fits:
             return f"fits. {self.device.sentence}. {self.host.sentence}."
-        needs = [need.sentence for need in (self.device, self.host) if need.spare < 0]
+        needs = [need.sentence for need in (self.device, self.host) if not need.fits]
         return f"does not fit. {'. '.join([*needs, *filter(None, [self.complaint])])}."
 
 
@@ -67,7 +75,15 @@ def _device(plan: Plan) -> Need:
     items = plan.memory.device[stage][stretch]
     kind = max(items, key=lambda name: items[name])
     place = f"rank {stage * per_stage} (pipeline stage {stage})"
-    return Need(place, stretch, total(items), plan.job.cluster.gpu_bytes, kind, items[kind])
+    return Need(
+        place,
+        stretch,
+        total(items),
+        plan.job.cluster.gpu_bytes,
+        kind,
+        items[kind],
+        ASSUMED.margin * plan.job.cluster.gpu_bytes,
+    )
 
 
 def _host(plan: Plan) -> Need:

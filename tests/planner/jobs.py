@@ -22,6 +22,6 @@ def settings_of(**sections: dict[str, Any]) -> Settings:
     return check_settings(BASE | {name: BASE.get(name, {}) | values for name, values in sections.items()}, "test")
 
 
-def job_of(model: str, cluster: str, nodes: int, **sections: dict[str, Any]) -> Job:
+def job_of(name: str, cluster: str, nodes: int, **sections: dict[str, Any]) -> Job:
     """A published model on machines of a shipped profile."""
-    return make_job(settings_of(**sections), published(model), read_cluster(cluster), nodes)
+    return make_job(settings_of(**sections), published(name), read_cluster(cluster), nodes)

@@ -102,7 +102,7 @@ def test_bad_input_is_one_sentence(arguments: list[str], sentence: str) -> None:
 def test_a_number_that_a_profile_lacks_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("{gpu_memory_gib: 80, bf16_tflops: 900}")
-    with pytest.raises(UserError, match="cluster mine: the plan needs .*, which the profile lacks: add it"):
+    with pytest.raises(UserError, match=r"cluster mine: the plan needs .*, which the profile lacks: add it"):
         read_cluster(str(file))
 
 
