@@ -2,11 +2,13 @@
 
     python tools/convert.py info PATH
     python tools/convert.py check A B --tolerance 1e-6
+    python tools/convert.py check A B --logits
     python tools/convert.py to-megatron SRC DST
     python tools/convert.py to-hf SRC DST --fp8 --like HF_FOLDER
 
-`info` says what a Hugging Face folder or a checkpoint of a run holds. `check` compares two Hugging Face folders:
-names, shapes, dtypes and values, one line per difference, the worst first, exit status 1 where there is one.
+`info` says what a Hugging Face folder or a checkpoint of a run holds. `check` compares two of them, Hugging Face
+or converted: names, shapes, dtypes and values, one line per difference, the worst first, exit status 1 where there is
+one. With --logits it runs both on the same tokens in float32, by transformers or by Megatron, and compares the logits.
 `to-megatron` writes the torch_dist format that any layout loads, with config and tokenizer beside the weights.
 `to-hf` takes such a folder, or a step of a run with --like for config and tokenizer. Both go on where an earlier
 start was stopped; DST appears under its name only when it is whole. torchrun --nproc-per-node 4 tools/convert.py ...
@@ -25,12 +27,14 @@ from rich.table import Table
 from grpo_mp.config import exit_with
 from grpo_mp.errors import USER_STATUS, UserError
 from grpo_mp.models.building import PART_BYTES
-from grpo_mp.models.compare import compare_folders
+from grpo_mp.models.compare import compare
 from grpo_mp.models.describe import describe_hf, is_torch_dist
 from grpo_mp.models.team import Team
 from grpo_mp.platform.quiet import hush_libraries
 
 DIFFERENT = 1  # exit status
+LOGIT_TOLERANCE = 2e-6  # float32 rounding of either side
+TOLERANCES = f"of values (default 0: bit for bit), of logits relative to the largest (default {LOGIT_TOLERANCE:g})"
 
 
 def main() -> None:
@@ -61,10 +65,24 @@ def _describe(path: Path) -> dict[str, str]:
 
 
 def _check(wanted: argparse.Namespace, console: Console) -> int:
-    differences = compare_folders(wanted.one, wanted.other, wanted.tolerance)
+    if wanted.logits:
+        return _check_logits(wanted, console)
+    from grpo_mp.policy.converted import open_weights
+
+    with open_weights(wanted.one) as left, open_weights(wanted.other) as right:
+        differences = compare(left, right, wanted.tolerance or 0.0)
     for difference in differences:
         console.print(f"{difference.name}: {difference.what}")
     return DIFFERENT if differences else 0
+
+
+def _check_logits(wanted: argparse.Namespace, console: Console) -> int:
+    from grpo_mp.trainer.logits import compare_logits
+
+    apart = compare_logits(wanted.one, wanted.other)
+    console.print(f"logits differ by {apart:.2e} of the largest")
+    tolerance = LOGIT_TOLERANCE if wanted.tolerance is None else wanted.tolerance
+    return 0 if apart <= tolerance else DIFFERENT
 
 
 def _to_megatron(wanted: argparse.Namespace, console: Console) -> int:
@@ -118,10 +136,11 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="what a folder holds")
     info.add_argument("path", type=Path)
     info.set_defaults(run=_info)
-    check = commands.add_parser("check", help="compare two Hugging Face folders")
+    check = commands.add_parser("check", help="compare two folders, Hugging Face or converted")
     check.add_argument("one", type=Path)
     check.add_argument("other", type=Path)
-    check.add_argument("--tolerance", type=float, default=0.0, help="largest difference of values that passes; 0: bits")
+    check.add_argument("--logits", action="store_true", help="run both on the same tokens and compare what they say")
+    check.add_argument("--tolerance", type=float, help=f"largest difference that passes: {TOLERANCES}")
     check.set_defaults(run=_check)
     _conversions(commands)
     return parser

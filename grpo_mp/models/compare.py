@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_mp.models.hf_files import HfReader
+from grpo_mp.models.hf_files import HfReader, Weights
 
 
 @dataclass(frozen=True)
@@ -19,26 +19,29 @@ class Difference:
 
 
 def compare_folders(one: Path, other: Path, tolerance: float = 0.0) -> list[Difference]:
+    """`compare` of two Hugging Face folders. Raises UserError for a torn one."""
+    with HfReader(one) as left, HfReader(other) as right:
+        return compare(left, right, tolerance)
+
+
+def compare(left: Weights, right: Weights, tolerance: float = 0.0) -> list[Difference]:
     """Every difference, the worst first; values count from a largest difference above `tolerance`.
 
-    Tolerance 0 compares what is stored bit for bit. Holds one tensor of each folder at a time. Raises UserError for a
-    torn folder.
+    Tolerance 0 compares what is stored bit for bit. Holds one tensor of each side at a time.
     """
-    with HfReader(one) as left, HfReader(other) as right:
-        both = left.stored_names & right.stored_names
-        found = list(_missing(left, right))
-        for name in sorted(both):
-            found += _compare(name, left, right, tolerance)
+    found = list(_missing(left, right))
+    for name in sorted(left.stored_names & right.stored_names):
+        found += _compare(name, left, right, tolerance)
     return sorted(found, key=lambda difference: (-difference.size, difference.name))
 
 
-def _missing(left: HfReader, right: HfReader) -> Iterator[Difference]:
+def _missing(left: Weights, right: Weights) -> Iterator[Difference]:
     for has, lacks in ((left, right), (right, left)):
         for name in has.stored_names - lacks.stored_names:
             yield Difference(name, f"only in {has.folder}", float("inf"))
 
 
-def _compare(name: str, left: HfReader, right: HfReader, tolerance: float) -> Iterator[Difference]:
+def _compare(name: str, left: Weights, right: Weights, tolerance: float) -> Iterator[Difference]:
     shapes = [list(reader.shape(name)) for reader in (left, right)]
     if shapes[0] != shapes[1]:
         yield Difference(name, f"shape {shapes[0]} and {shapes[1]}", float("inf"))

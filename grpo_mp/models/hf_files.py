@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +16,26 @@ from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
 from grpo_mp.models.hf_others import copy_others
 
 INDEX = "model.safetensors.index.json"
+
+
+class Weights(Protocol):
+    """A folder that is read by the names of Hugging Face tensors."""
+
+    folder: Path
+
+    @property
+    def names(self) -> frozenset[str]: ...
+
+    @property
+    def stored_names(self) -> frozenset[str]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor: ...
+
+    def read_stored(self, name: str) -> torch.Tensor: ...
 
 
 class HfReader:

@@ -6,7 +6,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mp.errors import UserError
@@ -53,21 +53,6 @@ def load_reference(policy: Policy, folder: Path) -> None:
     """Read what `save_reference` wrote, from any layout. Every rank must call this; raises as `load_policy`."""
     with _reference_of(policy).on_device():
         _put(policy, _read(_weights(policy), folder))
-
-
-def load_weights(policy: Policy, folder: Path) -> None:
-    """Read weights alone, as `tools/convert.py to-megatron` writes them. Every rank must call this.
-
-    Transformer Engine's extra states are not read: outside of FP8 training they hold nothing. Raises as `load_policy`.
-    """
-    states = {
-        name: {key: tensor for key, tensor in state.items() if not isinstance(tensor, ShardedObject)}
-        for name, state in _weights(policy).items()
-    }
-    loaded = _read(states, folder)
-    for name, model in zip(_names(policy), policy.models(), strict=True):
-        model.load_state_dict(loaded[name], strict=False)  # strict would miss the extra states
-    policy.optimizer.reload_model_params()
 
 
 def _divide(state: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ from megatron.core.utils import unwrap_model
 from grpo_mp.config import Settings
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.hf_files import HfReader
 from grpo_mp.planner.layout import check_layout, model_shape
+from grpo_mp.policy.converted import open_weights
 from grpo_mp.policy.forward import LossFunction, forward_backward, forward_only
 from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel, build_chunks
@@ -38,7 +38,7 @@ class Policy:
     """Megatron model, optimizer and reference of this rank."""
 
     def __init__(self, settings: Settings, parallel: Parallel, with_reference: bool) -> None:
-        """Build the model, read this rank's slices of the Hugging Face weights, make the optimizer."""
+        """Build the model, read this rank's slices of the weights, make the optimizer."""
         self.parallel = parallel
         self.hf = HfConfig.read(settings.model.path)
         self.params = family_of(self.hf).params(self.hf)
@@ -47,7 +47,7 @@ class Policy:
         models = build_chunks(settings, self.hf, self.config)
         self.chunks = wrap_for_training(settings, self.config, models)
         self.tensors = local_tensors(models, self.params, parallel.here, settings.layout.expert)
-        with HfReader(settings.model.path) as reader:
+        with open_weights(settings.model.path) as reader:
             load_hf(self.tensors, self.params, reader, parallel.here, self.parts)
         mark_divided(self.tensors, self.params)
         self.optimizer, self.schedule = build_optimizer(settings, self.chunks)
@@ -121,5 +121,5 @@ def check_policy(settings: Settings, world_size: int) -> None:
     check_layout(settings.layout, model_shape(family.config(hf)), world_size, uneven)
     check_overrides(settings)
     transformer_config(settings, hf)
-    with HfReader(settings.model.path) as reader:
+    with open_weights(settings.model.path) as reader:
         check_tensors(reader, family.params(hf))

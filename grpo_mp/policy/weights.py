@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from grpo_mp.errors import UserError
-from grpo_mp.models.hf_files import HfReader
+from grpo_mp.models.hf_files import Weights
 from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.planner.grid import Coordinates
 from grpo_mp.policy.model import PolicyModel
@@ -42,7 +42,7 @@ def tensor_part(param: Param, here: Coordinates) -> int:
 
 @torch.no_grad()
 def load_hf(
-    tensors: dict[str, torch.Tensor], params: dict[str, Param], reader: HfReader, here: Coordinates, parts: "Parts"
+    tensors: dict[str, torch.Tensor], params: dict[str, Param], reader: Weights, here: Coordinates, parts: "Parts"
 ) -> None:
     """Fill this rank's tensors from Hugging Face files, reading only the slices it holds.
 
@@ -62,7 +62,7 @@ def load_hf(
         tensor[: whole.shape[0]].copy_(whole)
 
 
-def check_tensors(reader: HfReader, params: dict[str, Param]) -> None:
+def check_tensors(reader: Weights, params: dict[str, Param]) -> None:
     """Raise UserError where a tensor of the model is missing or has another shape than the config says."""
     shapes = {name: shape for param in params.values() for name, shape in zip(param.hf, param.shapes, strict=True)}
     missing = shapes.keys() - reader.names
@@ -82,14 +82,14 @@ class Parts:
         return self.expert_tensor if param.expert is not None else self.tensor
 
 
-def _read(reader: HfReader, param: Param, name: str, shape: tuple[int, ...], parts: int, part: int) -> torch.Tensor:
+def _read(reader: Weights, param: Param, name: str, shape: tuple[int, ...], parts: int, part: int) -> torch.Tensor:
     _check_shape(reader, name, shape)
     if param.split is None or parts == 1:
         return reader.read(name)
     return reader.read(name, param.split, *shard_range(param, shape, parts, part))
 
 
-def _check_shape(reader: HfReader, name: str, shape: tuple[int, ...]) -> None:
+def _check_shape(reader: Weights, name: str, shape: tuple[int, ...]) -> None:
     found = reader.shape(name)
     if found != shape:
         raise UserError(f"{reader.folder}: tensor {name} has shape {list(found)}, config.json says {list(shape)}")

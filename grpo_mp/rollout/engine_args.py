@@ -76,6 +76,7 @@ class EngineSpec:
     nodes: int = 1
     node_rank: int = 0
     threads: int = 1  # CPU threads of each process of the engine
+    dummy: bool = False  # the folder has no weights that SGLang reads: the first synchronization brings them all
     args: Mapping[str, Any] = field(default_factory=dict)  # the user's engine.args
 
 
@@ -108,6 +109,7 @@ def engine_arguments(
         "skip_server_warmup": True,
         "enable_memory_saver": not spec.cpu,
         "custom_weight_loader": [LOADER],
+        **({"load_format": "dummy"} if spec.dummy else {}),
     }
     return {**DEFAULTS, **device, **spec.args, **owned}
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.config import Settings
+from grpo_mp.models.hf_files import holds_weights
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.client import EngineClient, Sampling
 from grpo_mp.rollout.engine_args import EngineSpec
@@ -146,6 +147,7 @@ class Rollout:
             first_gpu=int(os.environ.get("LOCAL_RANK", 0)) if platform.on_cuda() else 0,
             nodes=place.nodes,
             node_rank=place.node_rank,
+            dummy=not holds_weights(settings.model.path),
             args=settings.engine.args,
         )
         return EngineProcess(spec, log)

@@ -16,7 +16,7 @@ from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.config import Settings
 from grpo_mp.models.compare import compare_folders
 from grpo_mp.models.hf_files import HfReader
-from grpo_mp.policy.checkpoint import load_policy, load_weights, save_policy
+from grpo_mp.policy.checkpoint import load_policy, save_policy
 from grpo_mp.policy.convert import to_megatron
 from grpo_mp.policy.convert_back import to_hf
 from grpo_mp.policy.parallel import Parallel, context_reduction
@@ -32,6 +32,7 @@ from grpo_mp.trainer.session import Session
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from tests.parallel.cases import SMALL, Case
 from tests.parallel.inputs import FAMILY, Given, step_microbatches
+from tests.policy.by_megatron import copies, load_by_megatron, unequal
 
 Result = dict[str, Any]
 
@@ -257,9 +258,9 @@ def broken(bench: Bench) -> Result:
 
 
 def converted(bench: Bench) -> Result:
-    """Weights of the Hugging Face folder by way of torch_dist, and a checkpoint of this layout as such a folder."""
+    """A policy started from a converted folder, what Megatron loads of it, and a checkpoint converted back."""
     policy = Policy(bench.settings, bench.parallel, with_reference=False)
-    direct = {name: tensor.detach().clone() for name, tensor in policy.tensors.items()}
+    direct = copies(policy)
     folder, model = bench.checkpoints / bench.case.name, bench.settings.model.path
     if bench.parallel.rank == 0:
         to_megatron(model, folder / "converted", _unwatched, part_bytes=100_000)
@@ -268,8 +269,11 @@ def converted(bench: Bench) -> Result:
     save_policy(policy, folder / "saved")
     for tensor in policy.tensors.values():
         tensor.detach().fill_(7.0)
-    load_weights(policy, folder / "converted")
-    wrong = [name for name, tensor in policy.tensors.items() if not torch.equal(tensor, direct[name])]
+    load_by_megatron(policy, folder / "converted")
+    wrong = unequal(policy, direct)
+    there = bench.settings.model.model_copy(update={"path": folder / "converted"})
+    settings = bench.settings.model_copy(update={"model": there})
+    wrong += unequal(Policy(settings, bench.parallel, with_reference=False), direct)
     if bench.parallel.rank == 0:
         to_hf(folder / "saved", folder / "back", model, False, _unwatched)
         wrong += [each.name for each in compare_folders(model, folder / "back")]

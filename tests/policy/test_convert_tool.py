@@ -4,8 +4,11 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from grpo_mp.data.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.tiny import make_tiny
@@ -66,3 +69,25 @@ def test_a_mistake_is_one_sentence(call: Call, model: Path, tmp_path: Path) -> N
     assert text.splitlines()[-1].startswith(f"error: {model}: no torch_dist checkpoint is there")
     assert "whole" not in text
     assert call("to-megatron", tmp_path / "nowhere", tmp_path / "back")[0] == 2
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "qwen3_moe", "mixtral", "glm4_moe"])
+def test_logits_of_a_folder_and_what_it_becomes(call: Call, family: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_tiny(model, family, make_tokenizer(["apples"]), num_hidden_layers=2, initializer_range=0.1)
+    assert call("to-megatron", model, tmp_path / "megatron")[0] == 0
+    assert call("check", model, tmp_path / "megatron") == (0, "")
+    status, text = call("check", model, tmp_path / "megatron", "--logits")
+    assert status == 0, text
+    assert re.search(r"logits differ by \d\.\d\de-0[6-9] of the largest", text)
+    held = load_file(model / "model.safetensors")
+    save_file(held | {"model.norm.weight": held["model.norm.weight"] * 1.001}, model / "model.safetensors")
+    assert call("check", model, tmp_path / "megatron", "--logits")[0] == 1
+    assert call("check", model, tmp_path / "megatron", "--logits", "--tolerance", "0.01")[0] == 0
+
+
+def test_a_model_larger_than_memory_is_not_run(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    status, text = call("check", model, model, "--logits")
+    assert status == 2
+    assert f"{model}: running it takes 1 GiB in float32 and 0 GiB are free" in text

@@ -1,25 +1,29 @@
 """What the policy loads of a converted checkpoint, and what conversion makes of a checkpoint of the policy."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from grpo_mp.config import check_settings
 from grpo_mp.data.tiny_tokenizer import make_tokenizer
 from grpo_mp.errors import UserError
 from grpo_mp.models.compare import compare_folders
 from grpo_mp.models.tiny import make_tiny
-from grpo_mp.policy.checkpoint import load_weights, save_policy
+from grpo_mp.policy.checkpoint import save_policy
 from grpo_mp.policy.convert import to_megatron
 from grpo_mp.policy.convert_back import to_hf
+from grpo_mp.policy.converted import open_weights
 from grpo_mp.policy.parallel import start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.torch_dist_reader import describe_torch_dist
 from grpo_mp.trainer.cold_start import alone
 from grpo_mp.trainer.saving import export_policy
+from tests.policy.by_megatron import copies, load_by_megatron, unequal
 
 CASES = [
     ("qwen3", {"tie_word_embeddings": True}),
@@ -35,7 +39,7 @@ def ignore(done: int, total: int) -> None:
 
 
 @contextmanager
-def policy_of(model: Path, dtype: str) -> Iterator[Policy]:
+def policy_of(model: Path, dtype: str, with_reference: bool = False) -> Iterator[Policy]:
     tree = {
         "run": {"folder": model.parent, "steps": 1},
         "model": {"path": model, "dtype": dtype},
@@ -48,7 +52,7 @@ def policy_of(model: Path, dtype: str) -> Iterator[Policy]:
     with alone():
         parallel = start_parallel(settings.layout, 0, 600.0)
         try:
-            yield Policy(settings, parallel, with_reference=False)
+            yield Policy(settings, parallel, with_reference)
         finally:
             stop_parallel()
 
@@ -59,19 +63,36 @@ def main_parameters(policy: Policy) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("family", "shape"), CASES)
-def test_the_policy_loads_what_was_converted(family: str, shape: dict[str, object], dtype: str, tmp_path: Path) -> None:
+def test_the_policy_starts_from_what_was_converted(
+    family: str, shape: dict[str, object], dtype: str, tmp_path: Path
+) -> None:
     make_tiny(tmp_path / "model", family, make_tokenizer(["apples"]), num_hidden_layers=3, hidden_size=64, **shape)
     to_megatron(tmp_path / "model", tmp_path / "megatron", ignore, PART_BYTES)
     with policy_of(tmp_path / "model", dtype) as policy:
-        direct = {name: tensor.detach().clone() for name, tensor in policy.tensors.items()}
-        main = main_parameters(policy)
+        direct, main = copies(policy), main_parameters(policy)
         for tensor in policy.tensors.values():
             tensor.detach().fill_(7.0)
-        load_weights(policy, tmp_path / "megatron")
-        for name, tensor in policy.tensors.items():
-            assert torch.equal(tensor, direct[name]), name
+        load_by_megatron(policy, tmp_path / "megatron")
+        assert unequal(policy, direct) == []
+    with policy_of(tmp_path / "megatron", dtype, with_reference=True) as policy:
+        assert unequal(policy, direct) == []
         for before, after in zip(main, main_parameters(policy), strict=True):
-            torch.testing.assert_close(after, before, rtol=0 if dtype == "float32" else 2**-8, atol=0)
+            assert torch.equal(after, before)
+        assert policy.reference
+        with policy.reference.on_device():
+            assert unequal(policy, direct) == []
+
+
+def test_the_export_has_what_the_policy_has_not(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "model", "deepseek_v3", make_tokenizer(["apples"]), num_hidden_layers=2, hidden_size=64)
+    held = load_file(tmp_path / "model" / "model.safetensors")
+    extra = {f"model.layers.2.{name}": torch.randn(8, 4) for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")}
+    save_file(held | extra, tmp_path / "model" / "model.safetensors")
+    to_megatron(tmp_path / "model", tmp_path / "megatron", ignore, PART_BYTES)
+    for start in ("model", "megatron"):
+        with policy_of(tmp_path / start, "float32") as policy:
+            export_policy(policy, tmp_path / f"from_{start}", tmp_path / start, 2**20)
+        assert compare_folders(tmp_path / "model", tmp_path / f"from_{start}") == []
 
 
 def test_a_checkpoint_of_a_run_becomes_what_its_export_is(tmp_path: Path) -> None:
@@ -95,5 +116,6 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     make_tiny(tmp_path / "model", "qwen3", tokenizer, num_hidden_layers=2, hidden_size=64)
     make_tiny(tmp_path / "other", "qwen3", tokenizer, num_hidden_layers=3, hidden_size=64)
     to_megatron(tmp_path / "other", tmp_path / "megatron", ignore)
-    with policy_of(tmp_path / "model", "float32") as policy, pytest.raises(UserError, match="cannot be read"):
-        load_weights(policy, tmp_path / "megatron")
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "megatron")
+    with pytest.raises(UserError, match=r"decoder.layers.\S+ has shape \[3, \d+, \d+\], config.json says otherwise"):
+        open_weights(tmp_path / "megatron")

@@ -1,0 +1,37 @@
+"""Megatron's own loader, for what was converted: it, too, must find every weight there."""
+
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from grpo_mp.policy.checkpoint import METADATA
+from grpo_mp.policy.policy import Policy
+
+
+def load_by_megatron(policy: Policy, folder: Path) -> None:
+    """Fill the policy's weights. Transformer Engine's extra states are not asked for: they hold nothing here."""
+    models = policy.models()
+    names = ["model"] if len(models) == 1 else [f"model{number}" for number in range(len(models))]
+    states = {
+        name: {
+            key: tensor
+            for key, tensor in model.sharded_state_dict(metadata=dict(METADATA)).items()
+            if not isinstance(tensor, ShardedObject)
+        }
+        for name, model in zip(names, models, strict=True)
+    }
+    loaded = dist_checkpointing.load(states, str(folder))
+    for name, model in zip(names, models, strict=True):
+        model.load_state_dict(loaded[name], strict=False)  # strict would miss the extra states
+
+
+def copies(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in policy.tensors.items()}
+
+
+def unequal(policy: Policy, wanted: dict[str, torch.Tensor]) -> list[str]:
+    """Names of weights that differ."""
+    assert policy.tensors.keys() == wanted.keys()
+    return [name for name, tensor in policy.tensors.items() if not torch.equal(tensor, wanted[name])]
