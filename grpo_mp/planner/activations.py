@@ -35,9 +35,10 @@ def logits_bytes(job: Job, stage: int, backward: bool) -> float:
     layout, shape, size = job.settings.layout, job.shape, BYTES[job.settings.model.dtype]
     rows = min(job.settings.optimizer.logprob_chunk_tokens, job.microbatch_tokens)
     columns = -(-shape.vocabulary // layout.tensor)
-    chunk = rows * columns * (2 * 4 + (size if size < 4 else 0))  # logits, their exponentials, and what they came from
+    # Logits and probabilities in float32; backwards the slope as well, and the gradient of the chunk before.
+    chunk = rows * columns * (12 + size if backward else 8 + size % 4)
     hidden = job.microbatch_tokens / layout.context * shape.hidden * size
-    return chunk + hidden + backward * (hidden + columns * shape.hidden * (4 + size))
+    return chunk + hidden + backward * (hidden + columns * shape.hidden * 4)
 
 
 def layer_bytes(job: Job, layer: int) -> float:

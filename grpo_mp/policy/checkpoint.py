@@ -29,6 +29,7 @@ def save_policy(policy: Policy, folder: Path) -> None:
     """
     state = _state(policy, loading=False)
     _divide(state)
+    _drop_absent(state["optimizer"])
     dist_checkpointing.save(state, str(folder))
 
 
@@ -64,6 +65,13 @@ def _divide(state: dict[str, Any]) -> None:
     found = [tensor for tensor in nested_values(state["optimizer"]) if _is_view(tensor)]
     for tensor in sorted(found, key=lambda one: one.data.untyped_storage().data_ptr()):
         tensor.data = tensor.data.clone()
+
+
+def _drop_absent(optimizer: dict[Any, Any]) -> None:
+    """Remove what another replica saves; Megatron would warn that ranks differ."""
+    for one in (optimizer, *optimizer.values()):
+        if isinstance(one, dict) and "param_state" in one and one["param_state"] is None:
+            del one["param_state"]
 
 
 def _is_view(tensor: Any) -> bool:

@@ -137,6 +137,9 @@ VARIED = {
 UNSHARDED = ("deepseek_v3-tp2_ep2", "qwen3_moe-tp2", "qwen3_moe-tp2_ep2_pp2", "tied-pp2")
 
 
+OVERLAPPED = ("qwen3_moe-dp2", "qwen3_moe-ep2", "qwen3_moe-pp2_vpp2", "deepseek_v3-cp2_ep2")
+
+
 def _every_layout() -> list[Case]:
     layouts = {"deepseek_v3": LAYOUTS, "qwen3_moe": LAYOUTS, "qwen3": DENSE, "tied": TIED, "odd_vocabulary": ODD}
     cases = []
@@ -175,6 +178,12 @@ def _unsharded() -> list[Case]:
     """Without the distributed optimizer."""
     optimizer = {"megatron": {"use_distributed_optimizer": False}}
     return [Case(*name.split("-"), ("updates",), "unsharded", optimizer) for name in UNSHARDED]
+
+
+def _overlapped() -> list[Case]:
+    """With gradients in buckets that travel while others are computed, at the last micro-batch."""
+    optimizer = {"megatron": {"overlap_grad_reduce": True, "bucket_size": 5000}}
+    return [Case(*name.split("-"), ("updates",), "overlapped", optimizer) for name in OVERLAPPED]
 
 
 def _resumed() -> list[Case]:
@@ -218,6 +227,7 @@ ALL = [
     *_computed(),
     *_variants(),
     *_unsharded(),
+    *_overlapped(),
     *_family(),
     *BREAKING,
     *_resumed(),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from grpo_mp.planner.activations import logits_bytes
 from grpo_mp.planner.clusters import GIB
 from grpo_mp.planner.engine import engine_load
 from grpo_mp.planner.keeping import Keeping, keeping
@@ -71,3 +72,10 @@ def test_buckets_of_gradients_spare_the_host_a_gather() -> None:
 
     assert saving(True) == QWEN * 16
     assert saving(False) == QWEN * (12 * 2 + 8)  # one rank has all of it, eight have an eighth of what they send
+
+
+def test_the_head_holds_chunks_of_logits_and_its_gradient() -> None:
+    job = job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4})
+    rows, columns, hidden = 1024, 152064 // 4, 4096 * 3584 * 2  # of a micro-batch, gathered
+    assert logits_bytes(job, 0, backward=False) == rows * columns * 10 + hidden
+    assert logits_bytes(job, 0, backward=True) == rows * columns * 14 + 2 * hidden + columns * 3584 * 4
