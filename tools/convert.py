@@ -86,8 +86,11 @@ def _check_logits(wanted: argparse.Namespace, console: Console) -> int:
 
 
 def _to_megatron(wanted: argparse.Namespace, console: Console) -> int:
+    from torch.serialization import set_crc32_options
+
     from grpo_mp.policy.convert import to_megatron
 
+    set_crc32_options(False)  # slow; conversion.json has a checksum of every file
     with _team() as team, _progress(console, wanted.destination, team) as watch:
         to_megatron(wanted.source, wanted.destination, watch, wanted.part_bytes, team)
     return 0
