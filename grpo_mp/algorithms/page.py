@@ -53,6 +53,28 @@ the tokens above it carry it. A token whose engine logprob is not finite does no
 ## Presets
 """
 
+CURVES = """
+## Curves
+
+Six presets on the quickstart's task, 30 steps each, mean of three seeds, by `python -m tests.bench.learning_curves`:
+
+![accuracy, reward, lengths, KL and entropy of six presets](curves.svg)
+
+| preset | accuracy, from 0.41 | reward | length | length, wrong | KL to the start | entropy |
+|---|---|---|---|---|---|---|
+| `grpo` | 0.74 | 1.31 | 18.0 | 17.7 | 0.034 | 0.037 |
+| `dr_grpo` | 0.76 | 1.34 | 18.0 | 17.2 | 0.057 | 0.038 |
+| `dapo` | 0.80 | 1.37 | 17.5 | 17.5 | 0.139 | 0.043 |
+| `gspo` | 0.79 | 1.35 | 18.1 | 17.6 | 0.027 | 0.039 |
+| `cispo` | 0.77 | 1.32 | 18.1 | 17.7 | 0.099 | 0.040 |
+| `grpo_pp` | 0.84 | 1.37 | 18.1 | 18.2 | 0.122 | 0.040 |
+
+One seed differs from another by more than most presets do: 0.58 to 0.97 after the same 30 steps. Where length is free
+(dots before an answer, `python -m tests.bench.free_length`), wrong answers of 20 to 24 tokens became no longer under GRPO
+than under Dr. GRPO in 60 steps: 22.1 and 22.0 tokens, mean of three seeds. The bias that Dr. GRPO removes needs longer
+answers to show.
+"""
+
 
 def markdown() -> str:
     """The whole page."""
@@ -61,7 +83,7 @@ def markdown() -> str:
         f"| `{name}` | {preset.source} | {', '.join(_constants(preset.settings)) or 'the defaults'} |\n"
         for name, preset in PRESETS.items()
     )
-    return f"{HEAD}{uses}{PARTS}\n| preset | source | constants that differ from the defaults |\n|---|---|---|\n{rows}"
+    return f"{HEAD}{uses}{PARTS}\n| preset | source | constants that differ from the defaults |\n|---|---|---|\n{rows}{CURVES}"
 
 
 def _constants(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
