@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAST_LINES = 15
-KILLED = re.compile(r"error: (?P<node>\S+): tasks? (?P<rank>\d+)\S*: (?P<how>.+)")
+ENDED = re.compile(r"error: (?P<node>\S+): tasks? (?P<rank>\d+)\S*: (?P<how>.+)")
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,26 @@ def error_file(attempt: str, rank: str) -> str:
 
 
 def first_failure(attempt: Path) -> Failure:
-    """From the ranks' error files, else from what srun saw, else the end of srun's own log."""
+    """A signal's death that srun saw first, else the ranks' error files, else the end of srun's own log.
+
+    srun ends the other ranks after the first bad one: their messages then are of what it took from them.
+    """
+    killed = _killed_first(attempt / "srun.log")
     errors = [(_when(file), file) for file in attempt.glob("rank_*.error.json")]
+    if killed:
+        rank = int(killed["rank"])
+        return Failure(rank, f"{killed['how']} on {killed['node']}", _last_lines(_log(attempt, rank)))
     if errors:
         file = min(errors)[1]
         rank = int(file.name.split("_")[1].split(".")[0])
         return Failure(rank, json.loads(file.read_text())["message"]["message"], _last_lines(_log(attempt, rank)))
     seen = attempt / "srun.log"
-    killed = KILLED.search(seen.read_text()) if seen.exists() else None
-    if killed:
-        rank = int(killed["rank"])
-        return Failure(rank, f"{killed['how']} on {killed['node']}", _last_lines(_log(attempt, rank)))
     return Failure(None, f"no rank said why; the end of {seen}:", _last_lines(seen))
+
+
+def _killed_first(seen: Path) -> re.Match[str] | None:
+    ends = list(ENDED.finditer(seen.read_text())) if seen.exists() else []
+    return ends[0] if ends and not ends[0]["how"].startswith("Exited") else None
 
 
 def _when(file: Path) -> float:

@@ -35,6 +35,18 @@ def test_a_killed_rank_is_known_from_srun(tmp_path: Path) -> None:
     assert (failure.rank, failure.what, failure.lines) == (5, "Killed on n2", ("step 3",))
 
 
+def test_what_others_say_after_a_kill_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "srun.log").write_text(SRUN)
+    leave(tmp_path, 0, "error: engine 0: the connection failed", when=100)
+    assert first_failure(tmp_path).what == "Killed on n2"
+
+
+def test_a_rank_that_ended_by_itself_is_known_by_its_message(tmp_path: Path) -> None:
+    (tmp_path / "srun.log").write_text("".join(reversed(SRUN.splitlines(keepends=True))))
+    leave(tmp_path, 0, "ValueError: odd", when=100)
+    assert first_failure(tmp_path).rank == 0
+
+
 def test_without_either_the_end_of_sruns_log_is_shown(tmp_path: Path) -> None:
     (tmp_path / "srun.log").write_text("srun: error: no such file\n")
     failure = first_failure(tmp_path)
