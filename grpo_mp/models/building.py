@@ -101,6 +101,7 @@ def _prepare(final: Path, folder: Path, source: str, parts: Sequence[Part]) -> l
     if folder.exists():
         _check_same(folder, source, "holds the beginning of another conversion: remove it")
         done = {part.name for part in parts if is_there(folder, part.name)}
+        _sweep(folder, done | {RECORD, RECORDS})
     missing = [part for part in parts if part.name not in done]
     _check_disk(folder, sum(part.bytes for part in missing))
     (folder / RECORDS).mkdir(parents=True, exist_ok=True)
@@ -149,6 +150,13 @@ def _check_disk(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise UserError(f"{existing}: the disk has {free:,} bytes free and {needed:,} are needed: make room first")
+
+
+def _sweep(folder: Path, keep: set[str]) -> None:
+    """Remove what an earlier start left half-written: under the names of parts, or of libraries' temporary files."""
+    for path in folder.iterdir():
+        if path.name not in keep:
+            _remove(path)
 
 
 def _remove(path: Path) -> None:

@@ -151,7 +151,9 @@ def test_a_part_that_was_changed_is_written_again(tmp_path: Path) -> None:
         to_megatron(model, megatron, dying(2), PART_BYTES)
     file = next((tmp_path / "megatron.incomplete").glob("part_00000/*.distcp"))
     file.write_bytes(file.read_bytes()[:-100])
+    (tmp_path / "megatron.incomplete" / ".tmpAbc").write_text("as safetensors writes before it renames")
     to_megatron(model, megatron, ignore, PART_BYTES)
+    assert not (megatron / ".tmpAbc").exists()
     to_hf(megatron, tmp_path / "back", None, False, ignore)
     assert compare_folders(model, tmp_path / "back") == []
 
