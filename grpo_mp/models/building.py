@@ -5,7 +5,6 @@ It stands beside its final name as NAME.incomplete and is renamed when it is who
 
 import hashlib
 import json
-import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,15 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
-
-import xxhash
+from typing import TypeVar
 
 from grpo_mp.errors import UserError
+from grpo_mp.models.manifest import RECORD, RECORDS, checksums, is_there, read_json, record_of, write_json
 from grpo_mp.models.team import Team
 
-RECORD = "conversion.json"  # the source's fingerprint, and size and checksum of every file of every part
-RECORDS = "conversion"  # while the folder is in the making: one such record per part
 PART_BYTES = 2**29
 BEHIND = 2  # parts on their way to the disk
 Made = TypeVar("Made")
@@ -99,15 +95,17 @@ def _prepare(final: Path, folder: Path, source: str, parts: Sequence[Part]) -> l
     """Names of the parts that are still to be written, in a folder made for them; None where all is done."""
     if final.exists():
         _check_same(final, source, "holds something else: choose another destination, or remove it")
+        shutil.rmtree(final / RECORDS, ignore_errors=True)  # where an earlier start was killed at the very end
         return None
     done: set[str] = set()
     if folder.exists():
         _check_same(folder, source, "holds the beginning of another conversion: remove it")
-        done = {part.name for part in parts if _is_there(folder, part.name)}
+        done = {part.name for part in parts if is_there(folder, part.name)}
+        _sweep(folder, done | {RECORD, RECORDS})
     missing = [part for part in parts if part.name not in done]
     _check_disk(folder, sum(part.bytes for part in missing))
     (folder / RECORDS).mkdir(parents=True, exist_ok=True)
-    _write_json(folder / RECORD, {"source": source})
+    write_json(folder / RECORD, {"source": source})
     return [part.name for part in missing]
 
 
@@ -130,30 +128,20 @@ def _written(
 def _put(folder: Path, part: Part, write: Callable[[Path, Made], None], made: Made) -> int:
     _remove(folder / part.name)
     write(folder / part.name, made)
-    _write_json(_record_of(folder, part.name), _checksums(folder, part.name))
+    write_json(record_of(folder, part.name), checksums(folder, part.name))
     return part.bytes
 
 
 def _publish(folder: Path, final: Path, source: str, parts: Sequence[Part], finish: Callable[[Path], None]) -> None:
     finish(folder)
-    records = {part.name: _read_json(_record_of(folder, part.name)) for part in parts}
-    _write_json(folder / RECORD, {"source": source, "parts": records})
-    shutil.rmtree(folder / RECORDS)
+    records = {part.name: read_json(record_of(folder, part.name)) for part in parts}
+    write_json(folder / RECORD, {"source": source, "parts": records})
     folder.rename(final)
-
-
-def _is_there(folder: Path, name: str) -> bool:
-    """Whether an earlier start wrote the part, as its checksums say."""
-    record = _read_json(_record_of(folder, name))
-    return bool(record) and _checksums(folder, name) == record
-
-
-def _record_of(folder: Path, name: str) -> Path:
-    return folder / RECORDS / f"{name}.json"
+    shutil.rmtree(final / RECORDS)
 
 
 def _check_same(folder: Path, source: str, otherwise: str) -> None:
-    if _read_json(folder / RECORD).get("source") != source:
+    if read_json(folder / RECORD).get("source") != source:
         raise UserError(f"{folder} {otherwise}")
 
 
@@ -164,33 +152,11 @@ def _check_disk(folder: Path, needed: int) -> None:
         raise UserError(f"{existing}: the disk has {free:,} bytes free and {needed:,} are needed: make room first")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        held: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return held
-
-
-def _write_json(file: Path, values: Mapping[str, Any]) -> None:
-    temporary = file.with_name(file.name + ".incomplete")
-    with temporary.open("w") as stream:
-        json.dump(values, stream, indent=2)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.rename(file)
-
-
-def _checksums(folder: Path, name: str) -> dict[str, dict[str, Any]]:
-    path = folder / name
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    return {str(file.relative_to(folder)): _checksum(file) for file in files if file.is_file()}
-
-
-def _checksum(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())  # what the record names is on disk
-        return {"bytes": file.stat().st_size, "xxh3_128": hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()}
+def _sweep(folder: Path, keep: set[str]) -> None:
+    """Remove what an earlier start left half-written: under the names of parts, or of libraries' temporary files."""
+    for path in folder.iterdir():
+        if path.name not in keep:
+            _remove(path)
 
 
 def _remove(path: Path) -> None:

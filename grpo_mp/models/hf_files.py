@@ -1,19 +1,16 @@
-"""The safetensors files of a Hugging Face folder: read any slice, write shards of bounded size."""
+"""The safetensors files of a Hugging Face folder: read any slice."""
 
 import json
-import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from grpo_mp.errors import UserError
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
-from grpo_mp.models.hf_others import copy_others
 
 INDEX = "model.safetensors.index.json"
 
@@ -51,6 +48,7 @@ class HfReader:
         self.folder, self.fp8_as = folder, fp8_as
         self._handles = {file: _open(file) for file in files or _shards(folder)}
         self._where = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
+        _check_index(folder, self._where)
         self._names = frozenset(name for name in self._where if not self._is_scale(name))
 
     def __enter__(self) -> "HfReader":
@@ -130,70 +128,24 @@ def holds_weights(folder: Path) -> bool:
     return (folder / INDEX).is_file() or (folder / "model.safetensors").is_file()
 
 
-def write_hf(
-    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], like: Path, shard_bytes: int = 4 * 2**30
-) -> None:
-    """Write tensors as numbered shards with an index; everything but weights is copied from `like`.
-
-    The result appears under its name only when it is whole.
-    """
-    building = folder.with_name(folder.name + ".incomplete")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    files = _write_shards(building, tensors, shard_bytes)
-    _number_shards(building, files)
-    copy_others(like, building)
-    shutil.rmtree(folder, ignore_errors=True)
-    building.rename(folder)
-
-
-def _write_shards(
-    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int
-) -> list[tuple[Path, dict[str, int]]]:
-    files: list[tuple[Path, dict[str, int]]] = []
-    pending: dict[str, torch.Tensor] = {}
-
-    def flush() -> None:
-        if pending:
-            file = folder / f"shard-{len(files):05d}"
-            save_file(pending, file, metadata={"format": "pt"})
-            files.append((file, {name: tensor.nbytes for name, tensor in pending.items()}))
-            pending.clear()
-
-    for name, tensor in tensors:
-        if sum(held.nbytes for held in pending.values()) + tensor.nbytes > shard_bytes:
-            flush()
-        pending[name] = tensor.contiguous()
-    flush()
-    return files
-
-
-def _number_shards(folder: Path, files: list[tuple[Path, dict[str, int]]]) -> None:
-    if len(files) == 1:
-        files[0][0].rename(folder / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, (file, sizes) in enumerate(files, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        file.rename(folder / name)
-        weight_map |= dict.fromkeys(sizes, name)
-        total += sum(sizes.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
-
-
 def _shards(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
-        return [folder / name for name in _indexed_files(folder / INDEX)]
+        return [folder / name for name in sorted(set(_weight_map(folder / INDEX).values()))]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     raise UserError(f"{folder}: neither model.safetensors nor {INDEX} is there")
 
 
-def _indexed_files(index: Path) -> list[str]:
+def _check_index(folder: Path, where: Mapping[str, Path]) -> None:
+    indexed = _weight_map(folder / INDEX) if (folder / INDEX).is_file() else {}
+    absent = sorted(name for name in indexed if name not in where)
+    if absent:
+        raise UserError(f"{folder / INDEX} names {absent[0]}, but {indexed[absent[0]]} lacks it: copy both again")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return dict(json.loads(index.read_text())["weight_map"].items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is not an index of safetensors files ({error!r}): copy it again") from error
 

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.models.building import RECORD
 from grpo_mp.models.fp8 import BLOCK
+from grpo_mp.models.manifest import RECORD
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".incomplete")
 RECORDS = (".metadata", "metadata.json", "common.pt", "manifest.json", RECORD)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.models.extras import read_extras
-from grpo_mp.models.hf_files import write_hf
+from grpo_mp.models.hf_writing import write_hf
 from grpo_mp.policy.checkpoint import save_policy, save_reference
 from grpo_mp.policy.policy import Policy
 from grpo_mp.scheduler.phases import Phase

@@ -39,9 +39,12 @@ def main() -> None:
         for way in ("to-megatron", "to-hf"):
             convert(way, source, folder / "undisturbed" / way)
             kills = run_killed(way, source, folder / "killed" / way, given.kills, given.seed)
-            equal = contents(folder / "killed" / way) == contents(folder / "undisturbed" / way)
-            print(f"{way}: killed {kills} times, {'the same bytes' if equal else 'OTHER BYTES'}", flush=True)
-            same &= equal
+            found, wanted = (contents(folder / which / way) for which in ("killed", "undisturbed"))
+            other = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+            print(
+                f"{way}: killed {kills} times, {f'other bytes in {other}' if other else 'the same bytes'}", flush=True
+            )
+            same &= not other
             source = folder / "undisturbed" / way
     raise SystemExit(0 if same else 1)
 

@@ -33,7 +33,7 @@ from grpo_mp.data.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, scale_shape
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.hf_files import write_hf
+from grpo_mp.models.hf_writing import write_hf
 from grpo_mp.models.mapping import Param
 from grpo_mp.models.tiny import RELEASED, make_tiny
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_mp.errors import UserError
-from grpo_mp.models.hf_files import INDEX, HfReader, write_hf
+from grpo_mp.models.hf_files import INDEX, HfReader
+from grpo_mp.models.hf_writing import write_hf
 
 TENSORS = {
     "model.a": torch.arange(24, dtype=torch.float32).view(6, 4),
@@ -109,3 +110,12 @@ def test_missing_files_and_a_broken_index_are_named(tmp_path: Path, like: Path) 
         (tmp_path / "out" / INDEX).write_text(text)
         with pytest.raises(UserError, match="is not an index of safetensors files"):
             HfReader(tmp_path / "out")
+
+
+def test_an_index_that_names_absent_tensors_is_refused(tmp_path: Path, like: Path) -> None:
+    write_hf(tmp_path / "out", TENSORS.items(), like, 130)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    index["weight_map"]["model.lost"] = "model-00002-of-00003.safetensors"
+    (tmp_path / "out" / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"names model.lost, but model-00002-of-00003.safetensors lacks it: copy both"):
+        HfReader(tmp_path / "out")

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from grpo_mp.data.tiny_tokenizer import make_tokenizer
 from grpo_mp.errors import UserError
-from grpo_mp.models.building import RECORD
 from grpo_mp.models.compare import compare_folders
 from grpo_mp.models.fp8 import FP8, SCALE, quantise
 from grpo_mp.models.hf_files import INDEX, HfReader
+from grpo_mp.models.manifest import RECORD
 from grpo_mp.models.tiny import make_tiny
 from grpo_mp.policy.convert import to_megatron
 from grpo_mp.policy.convert_back import to_hf
@@ -151,7 +151,9 @@ def test_a_part_that_was_changed_is_written_again(tmp_path: Path) -> None:
         to_megatron(model, megatron, dying(2), PART_BYTES)
     file = next((tmp_path / "megatron.incomplete").glob("part_00000/*.distcp"))
     file.write_bytes(file.read_bytes()[:-100])
+    (tmp_path / "megatron.incomplete" / ".tmpAbc").write_text("as safetensors writes before it renames")
     to_megatron(model, megatron, ignore, PART_BYTES)
+    assert not (megatron / ".tmpAbc").exists()
     to_hf(megatron, tmp_path / "back", None, False, ignore)
     assert compare_folders(model, tmp_path / "back") == []
 
@@ -188,6 +190,16 @@ def test_a_source_that_is_wrong_is_refused(name: str, tensor: torch.Tensor | Non
     with pytest.raises(UserError, match=words):
         to_megatron(tmp_path / "model", tmp_path / "final", ignore)
     assert not (tmp_path / "final").exists()
+
+
+def test_nan_in_fp8_is_refused(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.o_proj.weight"
+    model = make_fp8(tmp_path / "model")
+    weight = load_file(model / "model.safetensors")[name]
+    weight.view(torch.uint8)[3, 5] = 0xFF
+    change(model, **{name: weight})
+    with pytest.raises(UserError, match=f"the tensor {name} holds NaN"):
+        to_megatron(model, tmp_path / "final", ignore)
 
 
 def test_a_full_disk_is_refused_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """The command line: what it prints and with which status it ends."""
 
+import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.models.hf_files import INDEX
 from grpo_mp.models.tiny import make_tiny
 from tools.convert import main
 
@@ -91,3 +94,43 @@ def test_a_model_larger_than_memory_is_not_run(call: Call, model: Path, monkeypa
     status, text = call("check", model, model, "--logits")
     assert status == 2
     assert f"{model}: running it takes 1 GiB in float32 and 0 GiB are free" in text
+
+
+def lose_a_shard(model: Path) -> None:
+    (model / INDEX).write_text('{"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}')
+
+
+def cut_the_shard(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def rename_the_architecture(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v4"}))
+
+
+def widen_the_config(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 1000}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lose_a_shard, "model-00001-of-00002.safetensors is missing: the index names it"),
+        (cut_the_shard, "model.safetensors is torn or not a safetensors file"),
+        (rename_the_architecture, "model_type 'deepseek_v4' is not supported (did you mean deepseek_v3?)"),
+        (widen_the_config, "config.json says [1000, 64]"),
+    ],
+)
+def test_a_spoiled_source_is_refused(
+    spoil: Callable[[Path], None], sentence: str, call: Call, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    spoil(tmp_path / "model")
+    status, text = call("to-megatron", tmp_path / "model", tmp_path / "megatron")
+    assert status == 2
+    assert text.count("error: ") == 1
+    assert sentence in text
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
