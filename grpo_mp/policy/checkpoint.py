@@ -76,9 +76,17 @@ def _divide(state: dict[str, Any]) -> None:
     Megatron's writer would copy all of them while the wholes that they are views of are still there.
     """
     apply_factories(state)
+    _without_absent(state["optimizer"])
     found = [tensor for tensor in nested_values(state["optimizer"]) if _is_view(tensor)]
     for tensor in sorted(found, key=lambda one: one.data.untyped_storage().data_ptr()):
         tensor.data = tensor.data.clone()
+
+
+def _without_absent(optimizer: dict[Any, Any]) -> None:
+    """Ranks that gathered nothing have nothing to say; Megatron would warn that they say so."""
+    for place in (optimizer, *(part for part in optimizer.values() if isinstance(part, dict))):
+        if "param_state" in place and place["param_state"] is None:
+            del place["param_state"]
 
 
 def _is_view(tensor: Any) -> bool:
