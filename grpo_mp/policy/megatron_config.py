@@ -98,12 +98,14 @@ def overrides_for(settings: Settings, kind: type) -> dict[str, Any]:
 def check_overrides(settings: Settings) -> None:
     """Raise UserError for a name in `optimizer.megatron` that Megatron's configs lack or that the run itself sets."""
     kinds = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
-    known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
-    for name in settings.optimizer.megatron:
+    known = {field.name: field.type for kind in kinds for field in dataclasses.fields(kind)}
+    for name, value in settings.optimizer.megatron.items():
         if name in OWNED:
             raise UserError(f"optimizer.megatron.{name} cannot be set: {OWNED[name]}")
         if name not in known:
             raise UserError(f"optimizer.megatron.{name}: no field of Megatron's configs{nearest(name, known)}")
+        if known[name] is torch.dtype and not isinstance(getattr(torch, str(value), None), torch.dtype):
+            raise UserError(f"optimizer.megatron.{name}: {value!r} is no dtype: write float32 or bfloat16")
 
 
 def _layout(settings: Settings) -> dict[str, Any]:

@@ -1,10 +1,18 @@
 """What optimizer.megatron becomes in Megatron's configs."""
 
+import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig
 
-from grpo_mp.policy.megatron_config import overrides_for
+from grpo_mp.errors import UserError
+from grpo_mp.policy.megatron_config import check_overrides, overrides_for
 from tests.planner.jobs import settings_of
+
+
+def test_what_is_no_dtype_is_refused() -> None:
+    settings = settings_of(optimizer={"lr": 1e-6, "megatron": {"exp_avg_dtype": "bf17"}})
+    with pytest.raises(UserError, match=r"optimizer\.megatron.exp_avg_dtype: 'bf17' is no dtype"):
+        check_overrides(settings)
 
 
 def test_a_dtype_is_written_by_its_name() -> None:
