@@ -1,13 +1,8 @@
 """What the planner says of one CPU rank beside what is measured: python -m tests.bench.plan_measured
 
 A float32 policy of 46 million parameters. Resident host memory grows by weights, gradients and moments when it is
-<<<<<<< HEAD
 built, and while it computes gradients its peak lies above that by activations and logits. Prints both in MiB and their
 ratio; the exit status is 1 where one is off by more than a tenth.
-=======
-built, and while it computes gradients its peak lies above that by activations and logits. Prints both in MiB and
-their ratio; the exit status is 1 where one is off by more than a tenth.
->>>>>>> planner
 """
 
 import tempfile
