@@ -25,7 +25,7 @@ def config(hf: HfConfig) -> dict[str, Any]:
         | latent.config(hf)
         | shared.config(hf)
         | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
-        | (shared.group_limit(hf, best=1) if limited else {})
+        | (shared.group_limit(hf) if limited else {})
     )
 
 

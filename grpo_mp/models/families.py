@@ -18,6 +18,7 @@ class Family:
     config: Callable[[HfConfig], dict[str, Any]]
     rules: Callable[[HfConfig], list[Rule]]
     rotary: Callable[[HfConfig], dict[str, Any]] = grouped.rotary  # latent attention reads its settings instead
+    ranking_experts: int = 2  # of a group, whose scores rank it where experts come from few groups
 
     def params(self, hf: HfConfig) -> dict[str, Param]:
         return expand(self.rules(hf))
@@ -29,7 +30,7 @@ FAMILIES = {  # by model_type
     "qwen2": Family("Qwen2ForCausalLM", llama.qwen2_config, llama.qwen2_rules),
     "llama": Family("LlamaForCausalLM", llama.llama_config, llama.llama_rules),
     "mixtral": Family("MixtralForCausalLM", mixtral.config, mixtral.rules),
-    "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek_v2.config, deepseek_v2.rules),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek_v2.config, deepseek_v2.rules, ranking_experts=1),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek_v3.config, deepseek_v3.rules),
     "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek_v3.config, deepseek_v3.rules),
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.config, glm4_moe.rules, glm4_moe.rotary),

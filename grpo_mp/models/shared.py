@@ -28,22 +28,14 @@ def sigmoid_routing(hf: HfConfig) -> dict[str, Any]:
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
-    } | group_limit(hf, best=2)
+    } | group_limit(hf)
 
 
-def group_limit(hf: HfConfig, best: int) -> dict[str, Any]:
-    """Experts come from the groups whose `best` experts score highest together.
-
-    Raises UserError where Megatron, which sums num_experts_per_tok // topk_group of a group, would sum others.
-    """
+def group_limit(hf: HfConfig) -> dict[str, Any]:
+    """Experts come from the `topk_group` groups that rank highest, by what is the family's."""
     groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
     if groups == chosen:
         return {}
-    if hf.int("num_experts_per_tok") // chosen != best:
-        raise hf.refusal(
-            f"num_experts_per_tok={hf.int('num_experts_per_tok')} with topk_group={chosen} is not supported: the model "
-            f"ranks groups by their best {best}, Megatron by their best num_experts_per_tok // topk_group"
-        )
     return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
 
 

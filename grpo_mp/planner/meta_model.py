@@ -6,6 +6,7 @@ group that only pretends.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.closed_form import NOTHING, Count
 from grpo_mp.planner.job import Job
 from grpo_mp.platform import prepare
+
+if TYPE_CHECKING:
+    from grpo_mp.policy.model import PolicyModel
 
 
 def check_in_the_model(job: Job) -> None:
@@ -34,14 +38,22 @@ def counted(settings: Settings, hf: HfConfig, world_size: int) -> tuple[Count, .
 
 
 def _count(settings: Settings, hf: HfConfig, world_size: int, rank: int) -> Count:
+    with built_on_meta(settings, hf, world_size, rank) as chunks:
+        found = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
+    return sum((_place(name, parameter) for name, parameter in found), NOTHING)
+
+
+@contextmanager
+def built_on_meta(settings: Settings, hf: HfConfig, world_size: int, rank: int) -> Iterator[list["PolicyModel"]]:
+    """The model chunks of one rank of a job, without memory. Raises UserError where Megatron refuses the settings."""
     prepare()
     from grpo_mp.policy.megatron_config import transformer_config
     from grpo_mp.policy.model import build_chunks
 
-    with _pretended_job(settings, world_size, rank), torch.device("meta"):
-        chunks = build_chunks(settings, hf, transformer_config(settings, hf))
-        found = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
-    return sum((_place(name, parameter) for name, parameter in found), NOTHING)
+    with _pretended_job(settings, world_size, rank):
+        with torch.device("meta"):
+            chunks = build_chunks(settings, hf, transformer_config(settings, hf))
+        yield chunks
 
 
 def _place(name: str, parameter: torch.nn.Parameter) -> Count:

@@ -15,6 +15,7 @@ from grpo_mp import platform
 from grpo_mp.config import Settings
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.policy.group_routing import rank_groups_by
 from grpo_mp.policy.head import VocabularyShard, token_logprobs
 
 
@@ -62,7 +63,7 @@ def build_chunks(settings: Settings, hf: HfConfig, config: TransformerConfig) ->
 
 
 def _build(settings: Settings, hf: HfConfig, config: TransformerConfig, chunk: int | None) -> PolicyModel:
-    vocabulary, parts = hf.int("vocab_size"), settings.layout.tensor
+    vocabulary, parts, family = hf.int("vocab_size"), settings.layout.tensor, family_of(hf)
     model = PolicyModel(
         config,
         get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk),
@@ -72,8 +73,9 @@ def _build(settings: Settings, hf: HfConfig, config: TransformerConfig, chunk: i
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         share_embeddings_and_output_weights=hf.tied,
         position_embedding_type="rope",
-        **family_of(hf).rotary(hf),
+        **family.rotary(hf),
         vp_stage=chunk,
     )
+    rank_groups_by(family.ranking_experts, model)
     model.head = Head(settings.rollout.temperature, settings.optimizer.logprob_chunk_tokens, vocabulary)
     return model.to(platform.device()) if torch.cuda.is_available() else model

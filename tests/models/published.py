@@ -4,7 +4,7 @@ from typing import Any
 
 from grpo_mp.planner.published import published
 
-DEEPSEEK_V2: dict[str, Any] = published("deepseek-v2-lite").values | {
+DEEPSEEK_V2: dict[str, Any] = published("deepseek-v2-lite").values | {  # as the model of 236 billion differs
     "hidden_size": 5120,
     "intermediate_size": 12288,
     "moe_intermediate_size": 1536,
@@ -34,4 +34,4 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         "llama-3.2-1b": 1.236e9,
         "qwen2.5-7b": 7.62e9,
     }.items()
-}
+} | {"deepseek-v2": (DEEPSEEK_V2, 236e9)}

@@ -9,12 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 from grpo_mp.models.tiny import CODE
-from tests.models.published import DEEPSEEK_V2, PUBLISHED
+from tests.models.published import PUBLISHED
 
 
 def params_of(values: dict[str, Any]) -> list[Param]:
@@ -42,8 +41,3 @@ def test_each_tensor_is_made_once_and_none_is_left_out(name: str) -> None:
     elements = sum(math.prod(shape) for param in params for shape in param.shapes)
     assert elements == elements_of_transformers(values)
     assert elements == pytest.approx(published, rel=0.01)
-
-
-def test_the_groups_of_deepseek_v2_are_refused() -> None:
-    with pytest.raises(UserError, match="topk_group=3 is not supported: the model ranks groups by their best 1, Megat"):
-        params_of(DEEPSEEK_V2)

@@ -15,7 +15,8 @@ DIRECT = LATENT | {"q_lora_rank": None}  # queries without a low rank
 MOONLIGHT = {"n_group": 1, "topk_group": 1, "rope_scaling": None, "rope_theta": 50000.0}
 # As transformers, which does not know kimi_k2, reads the published weights.
 KIMI = SHAPES["kimi_k2"] | {"rope_scaling": SHAPES["kimi_k2"]["rope_scaling"] | {"beta_fast": 1.0, "factor": 64.0}}
-GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 3}  # ranked by the best expert
+# Ranked by the best expert, where Megatron would rank by the best two.
+GROUPS = {"topk_method": "group_limited_greedy", "n_routed_experts": 16, "n_group": 4, "topk_group": 2}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what differs from its tiny shape
     "deepseek_v3": ("deepseek_v3", SMALL | SPARSE | LATENT),
@@ -205,10 +206,19 @@ def _family() -> list[Case]:
     return [*cases, *(Case("qwen3_moe", layout, ("family",), "family_alone", alone) for layout in ("one", "cp2"))]
 
 
+DENSE_TRIPS, SPARSE_TRIPS = ("one", "tp2", "pp2", "tp2_pp2"), ("one", "tp2", "ep2", "tp2_ep2_pp2")
 CONVERTED = {
-    "deepseek_v3": ("tp2_ep2", "tp2_etp2", "pp2_vpp2"),
-    "qwen3_moe": ("ep2",),
-    "tied": ("tp2", "pp2"),
+    "deepseek_v3": (*SPARSE_TRIPS, "tp2_etp2", "pp2_vpp2"),
+    "deepseek_v2": SPARSE_TRIPS,
+    "deepseek_v2_lite": SPARSE_TRIPS,
+    "kimi_k2": SPARSE_TRIPS,
+    "glm4_moe": SPARSE_TRIPS,
+    "qwen3_moe": SPARSE_TRIPS,
+    "mixtral": SPARSE_TRIPS,
+    "qwen3": DENSE_TRIPS,
+    "qwen2": DENSE_TRIPS,
+    "llama": DENSE_TRIPS,
+    "tied": DENSE_TRIPS,
     "odd_vocabulary": ("tp2_ep2",),
 }
 

@@ -1,0 +1,79 @@
+"""Published models at full size, on the meta device, in the layouts of configs/ and some more.
+
+Every tensor of the files goes into the ranks of one replica once, and comes out of them once.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mp.config import Settings, load_settings
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.mapping import Param
+from grpo_mp.planner.grid import coordinates
+from grpo_mp.planner.meta_model import built_on_meta
+from grpo_mp.planner.published import find_config
+from grpo_mp.policy.weights import Parts, local_tensors
+from tests.models.published import PUBLISHED
+from tests.planner.jobs import settings_of
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPES = [path.stem for path in sorted(CONFIGS.glob("*.yaml")) if path.stem != "tiny_moe"]
+FREE = "pipeline_model_parallel_layout"
+KIMI = {"num_layers_in_first_pipeline_stage": 13, "num_layers_in_last_pipeline_stage": 16}
+OTHERS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {  # where configs/ has no recipe
+    "kimi-k2": ({"tensor": 8, "pipeline": 4, "expert": 64}, KIMI),
+    "glm-4.5": (
+        {"tensor": 4, "pipeline": 4, "expert": 16},
+        {FREE: "Et*23|t*23|t*23|t*23L"},
+    ),
+    "mixtral-8x22b": ({"tensor": 4, "pipeline": 4, "virtual_pipeline": 2, "expert": 8, "expert_tensor": 1}, {}),
+    "deepseek-v2": ({"tensor": 4, "pipeline": 4, "expert": 32, "expert_tensor": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_in_the_layouts_of_recipes(recipe: str) -> None:
+    settings = load_settings(CONFIGS / f"{recipe}.yaml")
+    check(settings, find_config(settings.model.path)[0])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_in_other_layouts(name: str) -> None:
+    sizes, megatron = OTHERS[name]
+    check(settings_of(layout=sizes, optimizer={"megatron": megatron}), HfConfig(Path(name), PUBLISHED[name][0]))
+
+
+def check(settings: Settings, hf: HfConfig) -> None:
+    params = family_of(hf).params(hf)
+    wanted = Counter(name for param in params.values() if not param.alias for name in param.hf)
+    assert set(wanted.values()) == {1}
+    for tensor in {0, settings.layout.tensor - 1}:
+        held = Counter(name for stage in stages(settings, hf, tensor, params) for name in stage)
+        assert held.keys() == params.keys()
+        assert set(held.values()) == {1}
+        assert Counter(name for param in held if not params[param].alias for name in params[param].hf) == wanted
+
+
+def stages(settings: Settings, hf: HfConfig, tensor: int, params: dict[str, Param]) -> list[set[str]]:
+    """Names that the ranks of each pipeline stage hold; experts of all ranks, each of which must hold its own."""
+    layout = settings.layout
+    parts = Parts(layout.tensor, layout.expert_tensor)
+    per_stage = max(layout.tensor * layout.context, layout.expert_tensor * layout.expert)
+    found = []
+    for first in range(0, per_stage * layout.pipeline, per_stage):
+        here = coordinates(first + tensor, layout, per_stage * layout.pipeline)
+        names: Counter[str] = Counter()
+        with built_on_meta(settings, hf, per_stage * layout.pipeline, first + tensor) as chunks:
+            for expert in range(layout.expert):
+                held = local_tensors(chunks, params, replace(here, expert=expert), layout.expert)
+                for name, local in held.items():
+                    assert tuple(local.shape) == params[name].local_shape(parts.count(params[name])), name
+                names.update(name for name in held if expert == 0 or params[name].expert is not None)
+        assert set(names.values()) == {1}
+        found.append(set(names))
+    return found

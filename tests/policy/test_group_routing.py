@@ -1,0 +1,50 @@
+"""Experts from few groups: as transformers' routers choose them, and as Megatron does where both mean the same."""
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import group_limited_topk
+from torch import Tensor
+from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+
+from grpo_mp.policy.group_routing import GroupRouting
+
+TOKENS, EXPERTS, GROUPS, OPEN, TOPK = 200, 40, 8, 3, 6  # as in DeepSeek-V2, with fewer experts
+
+
+def chosen(best: int, scores: Tensor) -> tuple[Tensor, Tensor]:
+    values, experts = GroupRouting(best).get_replay_topk(scores, TOPK, GROUPS, OPEN, group_limited_topk)
+    order = experts.argsort(1)
+    return values.gather(1, order), experts.gather(1, order)
+
+
+@pytest.fixture
+def scores() -> Tensor:
+    return torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0)).softmax(1)
+
+
+def test_the_best_two_are_megatrons_ranking_here(scores: Tensor) -> None:
+    values, experts = group_limited_topk(scores, TOPK, TOKENS, EXPERTS, GROUPS, OPEN)
+    order = experts.argsort(1)
+    assert torch.equal(chosen(2, scores)[1], experts.gather(1, order))
+    assert torch.equal(chosen(2, scores)[0], values.gather(1, order))
+
+
+def test_the_best_one_is_the_ranking_of_deepseek_v2(scores: Tensor) -> None:
+    config = DeepseekV2Config(
+        hidden_size=EXPERTS,
+        num_attention_heads=1,
+        n_routed_experts=EXPERTS,
+        n_group=GROUPS,
+        topk_group=OPEN,
+        num_experts_per_tok=TOPK,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.0,
+    )
+    router = DeepseekV2TopkRouter(config)
+    router.weight.data = torch.eye(EXPERTS)
+    _, weights, experts = router(scores.log())
+    order = experts.argsort(1)
+    assert torch.equal(chosen(1, scores)[1], experts.gather(1, order))
+    torch.testing.assert_close(chosen(1, scores)[0], weights.gather(1, order))
+    assert not torch.equal(chosen(1, scores)[1], chosen(2, scores)[1])
