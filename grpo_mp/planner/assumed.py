@@ -14,10 +14,9 @@ class Assumed:
     engine_groups: float = 1.0 * GIB
     all_to_all: float = 1.5 * GIB  # DeepEP's buffers
     graphs: float = 2.0 * GIB  # static buffers of captured graphs
-    fragments: float = 0.03  # of what the trainer allocates
+    fragments: float = 0.03  # of what the trainer allocates, held by the caching allocator beside it
     trainer_process: float = 4.0 * GIB
     engine_process: float = 5.0 * GIB
-    margin: float = 0.02  # of a device: a plan that leaves less does not fit, for estimates are not that good
     imbalance: float = 1.5  # tokens of the busiest expert rank over the mean
     gradients_of_activations: float = 0.5  # of the activations that one layer holds
     mem_fraction_static: float = 0.8  # where engine.args do not say

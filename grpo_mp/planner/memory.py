@@ -69,16 +69,13 @@ def total(items: Items) -> float:
 def _device(job: Job, stage: int, kept: Keeping, engine: EngineLoad) -> dict[Stretch, Items]:
     held = _held(job, job.counts[stage], kept)
     always = {"contexts": 2 * ASSUMED.context, "communication": ASSUMED.trainer_groups + engine.groups}
-    return {
-        stretch: {
-            kind: size
-            for kind, size in (
-                always | _resident(job, stretch, held, engine) | _working(job, stage, stretch, kept)
-            ).items()
-            if size
-        }
-        for stretch in Stretch
-    }
+    found = {}
+    for stretch in Stretch:
+        trainer = _resident(job, stretch, held) | _working(job, stage, stretch, kept)
+        fragments = {"fragments": ASSUMED.fragments * sum(trainer.values())}
+        items = always | trainer | fragments | _resident_engine(job, stretch, engine)
+        found[stretch] = {kind: size for kind, size in items.items() if size}
+    return found
 
 
 def _held(job: Job, count: Count, kept: Keeping) -> dict[str, float]:
@@ -105,16 +102,17 @@ def _residency(job: Job, stretch: Stretch) -> Residency:
     return RESIDENT[PHASES[stretch]]
 
 
-def _resident(job: Job, stretch: Stretch, held: Items, engine: EngineLoad) -> dict[str, float]:
+def _resident(job: Job, stretch: Stretch, held: Items) -> dict[str, float]:
     found = _residency(job, stretch)
     policy = {"weights": found.policy_weights, "gradients": found.gradients, "optimizer": found.optimizer}
-    items = {kind: size for kind, size in held.items() if policy[kind]}
-    items["fragments"] = ASSUMED.fragments * sum(items.values())
-    if found.engine_weights:
-        items["engine weights"] = engine.weights
-    if found.engine_cache:
-        items |= {"KV cache": engine.cache, "CUDA graphs": engine.graphs}
-    return items
+    return {kind: size for kind, size in held.items() if policy[kind]}
+
+
+def _resident_engine(job: Job, stretch: Stretch, engine: EngineLoad) -> dict[str, float]:
+    found = _residency(job, stretch)
+    weights = {"engine weights": engine.weights} if found.engine_weights else {}
+    cache = {"KV cache": engine.cache, "CUDA graphs": engine.graphs} if found.engine_cache else {}
+    return weights | cache
 
 
 def _working(job: Job, stage: int, stretch: Stretch, kept: Keeping) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from grpo_mp.planner.assumed import ASSUMED
 from grpo_mp.planner.clusters import GIB
 from grpo_mp.planner.memory import Stretch, total
 from grpo_mp.planner.plan import Plan
@@ -18,7 +17,6 @@ class Need:
     capacity: float
     kind: str
     kind_bytes: float
-    margin: float = 0.0
 
     @property
     def spare(self) -> float:
@@ -26,14 +24,12 @@ class Need:
 
     @property
     def fits(self) -> bool:
-        return self.spare >= self.margin
+        return self.spare >= 0
 
     @property
     def sentence(self) -> str:
         """As a user reads it."""
         word = f"{self.spare / GIB:.1f} GiB to spare" if self.fits else f"{-self.spare / GIB:.1f} GiB too much"
-        if 0 <= self.spare < self.margin:
-            word = f"only {self.spare / GIB:.1f} GiB to spare where an estimate needs {self.margin / GIB:.1f}"
         return (
             f"{self.place}: {self.needed / GIB:.1f} of {self.capacity / GIB:.1f} GiB in {self.stretch}, {word}; "
             f"the largest item is {self.kind} ({self.kind_bytes / GIB:.1f} GiB)"
@@ -82,7 +78,6 @@ def _device(plan: Plan) -> Need:
         plan.job.cluster.gpu_bytes,
         kind,
         items[kind],
-        ASSUMED.margin * plan.job.cluster.gpu_bytes,
     )
 
 

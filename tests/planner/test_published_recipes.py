@@ -17,7 +17,7 @@ TB = 1e12
 # Adam on the host: float32 main weights and moments, and pinned gradients. Beside it two copies of the policy, of which
 # one has its gradients, and the reference.
 SLIME = Keeping(weights=2, gradients=4, optimizer=0, host_optimizer=12 + 4, host_copies=2 + (2 + 4) + 2)
-# The same Adam; one copy of the policy, and the reference: gradients are freed, not copied.
+# The same Adam; one pinned copy of the policy, and the reference: its offload_megatron_model_to_cpu frees gradients.
 VERL = Keeping(weights=2, gradients=4, optimizer=0, host_optimizer=12 + 4, host_copies=2 + 2)
 ENGINE = {"gpus": 64, "args": {"quantization": "fp8", "ep_size": 64, "enable_dp_attention": True, "dp_size": 8}}
 ROLLOUT = {"max_prompt_tokens": 2048, "max_response_tokens": 32768}
