@@ -69,7 +69,7 @@ def total(items: Items) -> float:
 def _device(job: Job, stage: int, kept: Keeping, engine: EngineLoad) -> dict[Stretch, Items]:
     held = _held(job, job.counts[stage], kept)
     always = {"contexts": 2 * ASSUMED.context, "communication": ASSUMED.trainer_groups + engine.groups}
-    found = {}
+    found: dict[Stretch, Items] = {}
     for stretch in Stretch:
         trainer = _resident(job, stretch, held) | _working(job, stage, stretch, kept)
         fragments = {"fragments": ASSUMED.fragments * sum(trainer.values())}
@@ -118,23 +118,22 @@ def _resident_engine(job: Job, stretch: Stretch, engine: EngineLoad) -> dict[str
 def _working(job: Job, stage: int, stretch: Stretch, kept: Keeping) -> dict[str, float]:
     """What a stretch allocates for itself."""
     if stretch is Stretch.LOGPROB:
-        exchanged = largest_tensor_bytes(job, kept) if job.has_reference else 0.0
+        exchanged = largest_tensor(job) * kept.weights if job.has_reference else 0.0
         logits = logits_bytes(job, stage, backward=False)
         return {"activations": forward_bytes(job, stage), "logits": logits, "reference": exchanged}
     if stretch is Stretch.TRAIN:
         return {"activations": activation_bytes(job, stage), "logits": logits_bytes(job, stage, backward=True)}
     if stretch is Stretch.OPTIMIZER:
         return {"float32 gradients": _sharded(job, job.counts[stage]) * kept.update}
-    if stretch is Stretch.SYNC:  # shards that arrive, whole tensors, and the same once more as one flat tensor
-        return {"sync bucket": 3.0 * job.settings.sync.bucket_bytes}
+    if stretch is Stretch.SYNC:  # one flat tensor; of more than one rank also shards that arrive, and whole tensors
+        return {"sync bucket": (3.0 if job.world_size > 1 else 1.0) * job.settings.sync.bucket_bytes}
     return {}
 
 
-def largest_tensor_bytes(job: Job, kept: Keeping) -> float:
-    """Of the output layer or the largest matrix of a layer: what an exchange with the reference holds twice."""
+def largest_tensor(job: Job) -> float:
+    """Elements of the output layer or the largest matrix of a layer, on one rank."""
     shape, tensor = job.shape, job.settings.layout.tensor
-    widest = max(shape.vocabulary, 2 * shape.dense_width, 2 * shape.expert_width) / tensor
-    return widest * shape.hidden * kept.weights
+    return max(shape.vocabulary, 2 * shape.dense_width, 2 * shape.expert_width) / tensor * shape.hidden
 
 
 def _host(job: Job, kept: Keeping) -> dict[Stretch, Items]:
@@ -186,10 +185,11 @@ def _checkpoint(job: Job, stretch: Stretch, count: Count, writers: Count, kept: 
     """Host bytes of float32 main weights and moments: whole on every rank that resumes, on the first replica to save.
 
     Without buckets of gradients (overlap_grad_reduce) one gather moves everything at a time; then the three become
-    tensors of their own, one after the other, and the weights are copied to be written.
+    tensors of their own, one after the other, and the weights are copied to be written. What is read is for a moment
+    there as the file's bytes and as a tensor.
     """
     if stretch is Stretch.LOAD:
-        return count.total * CHECKPOINT
+        return count.total * CHECKPOINT + 2 * 4 * largest_tensor(job)
     if stretch is not Stretch.SAVE:
         return 0.0
     bucketed = job.settings.optimizer.megatron.get("overlap_grad_reduce", False)

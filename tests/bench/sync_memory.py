@@ -122,7 +122,8 @@ def build_sync(
 ) -> WeightSync:
     """As a run puts it together: every rank hosts an engine."""
     dtype, bucket = DTYPES[settings.model.dtype], settings.sync.bucket_bytes
-    plan = make_plan(policy.params, policy.held_parts(), tuple(range(RANKS)), bucket, dtype, parallel.host)
+    ranks = tuple(range(parallel.world_size))
+    plan = make_plan(policy.params, policy.held_parts(), ranks, bucket, dtype, parallel.host)
     resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), is_target=True)
     return WeightSync(resharder, transport, runner.run)
 
