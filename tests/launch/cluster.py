@@ -5,7 +5,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_mp.rollout.ports import claim_port
@@ -72,6 +73,15 @@ class Cluster:
     def run(self, *command: str) -> str:
         """Output of one of Slurm's commands."""
         return subprocess.run(command, env=self.environment, check=True, capture_output=True, text=True).stdout.strip()
+
+    @contextmanager
+    def without(self, node: str, state: str) -> Iterator[None]:
+        """Inside, the node is DOWN or in DRAIN, as an administrator's command or a failure leaves it."""
+        self.run("scontrol", "update", f"NodeName={node}", f"State={state}", "Reason=test")
+        try:
+            yield
+        finally:
+            self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
     def states(self) -> list[str]:
         """Of the nodes, as sinfo names them."""

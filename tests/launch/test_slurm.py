@@ -13,19 +13,23 @@ exec "$@"
 """
 
 
-def test_a_run_outlives_a_lost_node_and_the_time_limit(cluster: Cluster, submit: Submit, tmp_path: Path) -> None:
+def test_a_run_outlives_a_lost_node_a_drained_one_and_the_time_limit(
+    cluster: Cluster, submit: Submit, tmp_path: Path
+) -> None:
     job = submit("run.steps=6", "run.save_every=1")
     job.wait_for("step 2/6")
-    cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
-    job.wait_requeued()
-    job.wait_for("restarts so far: 1")
-    cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
-    assert job.nodes == "n[1,3]"
+    with cluster.without("n2", "DOWN"):
+        job.wait_requeued()
+        job.wait_for("restarts so far: 1")
+        assert job.nodes == "n[1,3]"
     job.wait_for("step 4/6")
-    job.signal()
-    job.wait_for("goes on in a new attempt")
-    job.wait_requeued()
-    job.wait_end()
+    with cluster.without("n3", "DRAIN"):
+        job.signal()
+        job.wait_for("goes on in a new attempt")
+        job.wait_requeued()
+        job.wait_for("restarts so far: 2")
+        assert job.nodes == "n[1-2]"
+        job.wait_end()
     assert (job.state, job.left()) == ("COMPLETED", []), job.out
     assert "restarts so far: 2" in job.out
     steps = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]

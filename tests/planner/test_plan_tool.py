@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.config import load_settings
+from grpo_mp.data.tiny_tokenizer import make_tokenizer
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
+from grpo_mp.models.tiny import make_tiny
 from grpo_mp.planner.clusters import cluster_names, read_cluster
 from grpo_mp.planner.explain import explain
 from grpo_mp.planner.job import make_job
@@ -64,6 +66,14 @@ def test_the_command_prints_the_verdict() -> None:
     assert "the published deepseek-r1" in done.stdout
     assert "multi-token-prediction layer is not part of the policy" in done.stdout
     assert "Models of PPO" in done.stdout
+
+
+def test_the_recipe_of_two_cpu_ranks_is_planned_from_the_model_it_makes(tmp_path: Path) -> None:
+    make_tiny(tmp_path, "deepseek_v3", make_tokenizer([]))
+    size = ["--nodes", "1", "--gpus-per-node", "2", "--model-config", str(tmp_path)]
+    done = plan("configs/tiny_moe.yaml", *size)
+    assert done.returncode == 0, done.stderr
+    assert "1 x 2 x h100-80: fits. rank" in done.stdout
 
 
 def test_the_command_explains() -> None:
