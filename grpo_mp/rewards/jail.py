@@ -53,7 +53,9 @@ def _unshare(user: int) -> None:
     here, (wait, go) = Path(f"/proc/{os.getpid()}"), os.pipe()
     writer = os.fork()
     if not writer:
-        os.read(wait, 1)
+        os.close(go)  # or it would wait for itself where the monitor ends without a word
+        if not os.read(wait, 1):
+            os._exit(1)
         if os.geteuid() == 0:
             users = groups = f"0 0 1\n{user} {user} 1"
         else:

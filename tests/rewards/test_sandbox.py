@@ -292,11 +292,15 @@ def no_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_namespaces")
-def test_without_namespaces_it_refuses() -> None:
+def test_without_namespaces_it_refuses_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"^reward\.code\.isolation: .* no namespaces of their own \(.*unshare: Invalid"
     ):
         Sandbox(Code())
+    deadline = time.monotonic() + 10
+    while processes_with(str(tmp_path / "jail.py")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.usefixtures("no_namespaces")
