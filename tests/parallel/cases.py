@@ -210,15 +210,14 @@ DENSE_TRIPS, SPARSE_TRIPS = ("one", "tp2", "pp2", "tp2_pp2"), ("one", "tp2", "ep
 CONVERTED = {
     "deepseek_v3": (*SPARSE_TRIPS, "tp2_etp2", "pp2_vpp2"),
     "deepseek_v2": SPARSE_TRIPS,
-    "deepseek_v2_lite": SPARSE_TRIPS,
-    "kimi_k2": SPARSE_TRIPS,
+    "deepseek_v2_lite": ("tp2_ep2_pp2",),
     "glm4_moe": SPARSE_TRIPS,
     "qwen3_moe": SPARSE_TRIPS,
     "mixtral": SPARSE_TRIPS,
     "qwen3": DENSE_TRIPS,
     "qwen2": DENSE_TRIPS,
     "llama": DENSE_TRIPS,
-    "tied": DENSE_TRIPS,
+    "tied": ("tp2", "pp2"),
     "odd_vocabulary": ("tp2_ep2",),
 }
 
