@@ -54,7 +54,7 @@ class Watchdog:
     """
 
     def __init__(self, rank: int, run_folder: Path, before_exit: Sequence[Callable[[], None]] = ()) -> None:
-        self._rank = rank
+        self.rank = rank
         self._stacks = run_folder / "logs" / f"stuck_rank_{rank}.txt"
         self._before_exit = before_exit
         self._waits: list[Deadline] = []
@@ -69,14 +69,14 @@ class Watchdog:
 
         An error that leaves the body carries the phase as a note.
         """
-        deadline = Deadline(self._rank, name, limit_s, engine)
+        deadline = Deadline(self.rank, name, limit_s, engine)
         with self._changed:
             self._waits.append(deadline)
             self._rearm()
         try:
             yield deadline
         except BaseException as error:
-            error.add_note(f"rank {self._rank} in {name}")
+            error.add_note(f"rank {self.rank} in {name}")
             raise
         finally:
             with self._changed:

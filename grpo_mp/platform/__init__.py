@@ -55,6 +55,7 @@ def free_device_memory() -> None:
     """Give memory that no tensor uses back to the device (to the operating system on a CPU)."""
     if on_cuda():
         gc.collect()
+        torch.cuda.ipc_collect()  # what engines have mapped and let go
         torch.cuda.empty_cache()
     elif sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
@@ -79,6 +80,11 @@ def device_bytes() -> int:
 def peak_device_bytes() -> int:
     """Highest device memory of this process's tensors since the last `reset_peak_device_bytes`; 0 on a CPU."""
     return torch.cuda.max_memory_allocated() if on_cuda() else 0
+
+
+def cached_bytes() -> float:
+    """Device memory that this process keeps without using it."""
+    return float(torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) if on_cuda() else 0.0
 
 
 def reset_peak_device_bytes() -> None:

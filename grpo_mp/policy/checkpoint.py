@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from grpo_mp.errors import UserError
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
+from grpo_mp.policy.te_adam import as_remainders, keeps_remainders
 
 # Fully reshardable: the distributed optimizer's shards are saved by parameter, not by rank.
 METADATA = {
@@ -39,6 +40,12 @@ def load_policy(policy: Policy, folder: Path) -> None:
     Raises UserError where the checkpoint is torn or belongs to another model.
     """
     state = _read(_state(policy, loading=True), folder)
+    saved, wanted = state.get("main_weights", "whole"), _kept_as(policy)
+    if saved != wanted:
+        raise UserError(
+            f"{folder}: the checkpoint holds main weights as {saved}, optimizer.megatron asks for {wanted}: set "
+            "use_precision_aware_optimizer and store_param_remainders as they were"
+        )
     _put(policy, state)
     policy.optimizer.load_state_dict(_for_optimizers(policy, state["optimizer"]))
     policy.schedule.load_state_dict(state["schedule"])
@@ -120,7 +127,13 @@ def _state(policy: Policy, loading: bool) -> dict[str, Any]:
     }
     state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     state["schedule"] = policy.schedule.state_dict()
+    state["main_weights"] = _kept_as(policy)
     return state
+
+
+def _kept_as(policy: Policy) -> str:
+    """What checkpoints of this policy hold as main weights."""
+    return "remainders" if keeps_remainders(policy.optimizer.chained_optimizers) else "whole"
 
 
 def _names(policy: Policy) -> list[str]:
@@ -140,10 +153,13 @@ def _for_optimizers(policy: Policy, state: dict[Any, Any]) -> dict[Any, Any]:
     saved = [group for place in places if "optimizer" in place for group in place["optimizer"]["param_groups"]]
     groups = [group | {"is_expert_parallel": expert} for group in saved for expert in (False, True)]
 
+    remainders = _kept_as(policy) == "remainders"
+
     def arrange(place: dict[Any, Any]) -> dict[str, Any]:
+        held = place["param_state"]
         return {
             "optimizer": {"param_groups": groups},
-            "param_state": place["param_state"],
+            "param_state": as_remainders(held) if remainders else held,
             "param_state_sharding_type": METADATA["distrib_optim_sharding_type"],
         }
 

@@ -74,7 +74,13 @@ def _forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     starts = torch.tensor((0, *batch.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     longest = max(batch.lengths)
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        cu_seqlens_q_padded=starts,  # context parallelism asks for them; lengths here have their padding in them
+        cu_seqlens_kv_padded=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
     output: Tensor = model(
         batch.tokens[None].to(device),

@@ -14,6 +14,7 @@ from grpo_mp.config import Optimizer, Settings
 from grpo_mp.models.mapping import Param
 from grpo_mp.policy.megatron_config import ddp_config, optimizer_config
 from grpo_mp.policy.model import PolicyModel
+from grpo_mp.policy.te_adam import init_state
 
 
 def wrap_for_training(
@@ -46,8 +47,8 @@ def build_optimizer(
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer over all chunks, and the schedule that `update` advances once per optimizer update."""
     optimizer = get_megatron_optimizer(optimizer_config(settings), chunks)
-    for part in optimizer.chained_optimizers:  # else there is nothing to save before the first update
-        part.init_state_fn(part.optimizer, part.config)
+    for part in optimizer.chained_optimizers:
+        init_state(part)
     wanted = settings.optimizer
     total = settings.run.steps * wanted.updates_per_step
     return optimizer, _schedule(optimizer, wanted, total)

@@ -1,6 +1,7 @@
 """The policy's way off the device and back, part by part, with Megatron's own buffers. CUDA only."""
 
 import time
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -24,6 +25,41 @@ def move_state(optimizer: torch.optim.Optimizer, to: torch.device) -> None:
                 state[name] = value.to(to)
 
 
+def device_items(policy: Policy) -> dict[str, float]:
+    """Bytes on this rank's device by what they are; what is neither state of the policy is activations and buffers."""
+    buffers = _buffers(policy)
+    weights = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+    gradients = [buffer.grad_data for buffer in buffers]
+    items = {
+        "weights": _stored_bytes(weights),
+        "gradients": _stored_bytes(gradients),
+        "optimizer": _stored_bytes(_optimizer_tensors(policy), but=(*weights, *gradients)),
+    }
+    rest = platform.device_bytes() - sum(items.values())
+    return items | {"activations and buffers": max(0.0, rest), "kept by the allocator": platform.cached_bytes()}
+
+
+def _buffers(policy: Policy):  # type: ignore[no-untyped-def]
+    return [buffer for chunk in policy.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+
+
+def _optimizer_tensors(policy: Policy) -> Iterator[torch.Tensor]:
+    for part in policy.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _stored_bytes(tensors: Iterable[torch.Tensor], but: Iterable[torch.Tensor] = ()) -> float:
+    """Of those on the device, each stretch of memory once, without the memory of `but`."""
+    here = platform.device().type
+    sizes = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().size() for one in tensors if one.device.type == here
+    }
+    return float(sum(sizes.values()) - sum(sizes.get(one.untyped_storage().data_ptr(), 0) for one in but))
+
+
 class PolicyResidency:
     """Moves weights, gradients and optimizer between device and host."""
 
@@ -34,7 +70,7 @@ class PolicyResidency:
 
     def weights(self, wake: bool) -> None:
         """Model weights: copied to pinned host memory, freed here."""
-        for buffer in self._buffers():
+        for buffer in _buffers(self._policy):
             if wake:
                 buffer.reload_from_cpu(move_params=True, move_grads=False)
             else:
@@ -62,6 +98,7 @@ class PolicyResidency:
         """Move one part; before waking wait until the device really has the memory that the part left."""
         before = platform.free_device_bytes()
         if wake:
+            platform.free_device_memory()  # what this process only keeps for itself would count as taken
             self._wait_for(part)
         {"policy_weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}[part](wake)
         torch.cuda.synchronize()
@@ -77,9 +114,6 @@ class PolicyResidency:
                 raise PhaseTimeout(
                     f"rank {self._policy.parallel.rank}: {part} needs {needed / 2**30:.1f} GiB of device memory, "
                     f"{free / 2**30:.1f} GiB were free after {self._limit_s:g} s: the engine has not given its memory "
-                    "back; lower engine.args.mem_fraction_static"
+                    "back, or another process took it: lower engine.args.mem_fraction_static, or end the other"
                 )
             time.sleep(POLL_S)
-
-    def _buffers(self):  # type: ignore[no-untyped-def]
-        return [buffer for chunk in self._policy.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]

@@ -54,6 +54,8 @@ CPU_DEFAULTS: dict[str, Any] = {
     "max_running_requests": 128,
 }
 
+CUDA_ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}  # or the memory of captured graphs is never given back
+UNWANTED = {"DISABLE_OPENAPI_DOC"}  # the probe asks for the server's own description
 # What torchrun and Slurm tell a rank; SGLang would take its own process group for the trainer's.
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 LAUNCHER_PREFIXES = ("LOCAL_RANK", "LOCAL_WORLD_", "GROUP_", "ROLE_", "TORCHELASTIC_")
@@ -121,7 +123,7 @@ def engine_environment(
 
     `scratch` is a folder for its temporary files.
     """
-    kept = {name: value for name, value in base.items() if not _from_launcher(name)}
+    kept = {name: value for name, value in base.items() if not (_from_launcher(name) or name in UNWANTED)}
     loopback = ",".join(filter(None, [base.get("no_proxy") or base.get("NO_PROXY"), "127.0.0.1,localhost"]))
     return {
         **kept,
@@ -136,7 +138,7 @@ def engine_environment(
         "HF_HUB_OFFLINE": "1",
         "no_proxy": loopback,
         "NO_PROXY": loopback,
-        **(_cpu_environment(spec) if spec.cpu else {}),
+        **(_cpu_environment(spec) if spec.cpu else CUDA_ENVIRONMENT),
     }
 
 

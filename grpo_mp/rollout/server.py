@@ -141,13 +141,13 @@ class EngineProcess:
 
     def _ask(self, client: httpx.Client) -> "Answer":
         try:
-            reply = client.get(f"{self.url}/model_info")
+            reply = client.get(f"{self.url}/v1/models")  # /model_info does not name the model before SGLang 0.5.20
             if reply.is_server_error:
                 return Answer.NONE
-            return Answer.OURS if reply.json()["served_model_name"] == self.name else Answer.STRANGER
+            return Answer.OURS if reply.json()["data"][0]["id"] == self.name else Answer.STRANGER
         except (httpx.ConnectError, httpx.ReadError, httpx.TimeoutException):
             return Answer.NONE
-        except (httpx.ProtocolError, ValueError, KeyError, TypeError):
+        except (httpx.ProtocolError, ValueError, LookupError, TypeError):
             return Answer.STRANGER
 
     def _start_elsewhere(self, attempts: int) -> None:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
+from grpo_mp.scheduler.exhausted import Items, naming_what_is_full
 from grpo_mp.scheduler.ledger import Ledger
 from grpo_mp.scheduler.phases import RESIDENT, Phase, Residency, moves
 
@@ -23,21 +24,23 @@ class Scheduler:
         limit_s: float,
         movers: Mapping[str, Mover] | None = None,
         resident: Residency | None = None,
+        items: Items = dict,
     ) -> None:
-        """`movers` by field of Residency; `resident` is what is on the device now."""
+        """`movers` by field of Residency; `resident` is what is on the device now; `items` says what fills it."""
         self.ledger = Ledger()
         self._timeline, self._watchdog, self._progress, self._limit_s = timeline, watchdog, progress, limit_s
-        self._movers = movers or {}
+        self._movers, self._items = movers or {}, items
         self._resident = resident or Residency()
 
     @contextmanager
     def phase(self, phase: Phase, detail: str = "") -> Iterator[None]:
         """The body computes in `phase`."""
         with self._watchdog.phase(phase, self._limit_s), self._progress.phase(phase, detail):
-            self._move(RESIDENT[phase])
-            self.ledger.begin()
-            with self._timeline.span(phase):
-                yield
+            with naming_what_is_full(self._watchdog.rank, phase, self._items):
+                self._move(RESIDENT[phase])
+                self.ledger.begin()
+                with self._timeline.span(phase):
+                    yield
             self.ledger.end(phase)
 
     @contextmanager

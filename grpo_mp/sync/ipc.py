@@ -39,6 +39,7 @@ class IpcTransport:
         if self._client and payloads:
             await self._client.update_weights_from_tensor(payloads, load_format="flattened_bucket")
         dist.barrier(group=self._group)
+        torch.cuda.ipc_collect()  # torch would keep the bucket until another one is shared
 
     async def end(self, version: int) -> None:
         if self._client:

@@ -9,6 +9,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
+from grpo_mp import platform
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.errors import UserError
 from grpo_mp.models.describe import count_parameters
@@ -91,10 +92,12 @@ def _by_megatron(folder: Path, tokens: Tensor) -> Tensor:
 
 
 def _run(model: torch.nn.Module, row: Tensor) -> Tensor:
-    starts = torch.tensor([0, len(row)], dtype=torch.int32)
+    device = platform.device()
+    starts = torch.tensor([0, len(row)], dtype=torch.int32, device=device)
     packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=len(row), max_seqlen_kv=len(row))
-    logits: Tensor = model(row[None], torch.arange(len(row))[None], None, packed_seq_params=packed)
-    return logits
+    positions = torch.arange(len(row), device=device)
+    logits: Tensor = model(row.to(device)[None], positions[None], None, packed_seq_params=packed)
+    return logits.cpu()
 
 
 def _settings(folder: Path) -> Settings:

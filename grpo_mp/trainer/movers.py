@@ -6,12 +6,14 @@ import torch.distributed as dist
 
 from grpo_mp import platform
 from grpo_mp.config import Settings
+from grpo_mp.errors import UserError
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.residency import PolicyResidency
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phases import Residency
 from grpo_mp.scheduler.scheduler import Mover
 
+HINT = "where it ran out of device memory, lower engine.args.mem_fraction_static"
 ENGINE_TAGS = {"engine_weights": ("weights",), "engine_cache": ("kv_cache", "cuda_graph")}
 AFTER_START = Residency(policy_weights=True, gradients=True, optimizer=True)
 
@@ -48,7 +50,13 @@ def device_movers(settings: Settings, policy: Policy, rollout: Rollout) -> dict[
 
 
 def _move_engine(rollout: Rollout, group: dist.ProcessGroup, tags: tuple[str, ...], wake: bool) -> None:
+    if wake:  # an engine takes memory on the devices of all its ranks at once: each must have let go of its own
+        dist.barrier(group=group)
     if rollout.client:
         call = rollout.client.resume_memory if wake else rollout.client.release_memory
-        rollout.call(call(tags))
+        try:
+            rollout.call(call(tags))
+        except UserError as error:
+            rollout.check_alive("the move of its memory")  # with the last lines of its log
+            raise UserError(f"{error}: {HINT}") from error
     dist.barrier(group=group)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from grpo_mp import platform
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.data.prompts import PromptSet, load_prompts
 from grpo_mp.errors import UserError
@@ -37,6 +38,7 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
             "host memory weights reach only the engine's first node: lower engine.gpus, or use CUDA and "
             "sync.transport=ipc"
         )
+    _check_device_settings(settings)
     check_arguments(settings.engine.args, known_arguments())
     tokenizer = _tokenizer(settings)
     _check_sizes(settings, HfConfig.read(settings.model.path), len(tokenizer))
@@ -55,6 +57,16 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
         settings.reward, settings.rollout.max_response_tokens, settings.data.prompt, max_steps=settings.run.steps
     )
     return Inputs(tokenizer, train, evals, scorer)
+
+
+def _check_device_settings(settings: Settings) -> None:
+    if settings.sync.transport == "ipc" and not platform.on_cuda():
+        raise UserError("sync.transport=ipc needs CUDA, and this machine computes on its CPU: set auto or host")
+    if platform.on_cuda() and settings.model.dtype == "float32" and settings.layout.context > 1:
+        raise UserError(
+            f"layout.context={settings.layout.context}: no attention kernel divides float32 sequences on a GPU: set "
+            "model.dtype=bfloat16 or layout.context=1"
+        )
 
 
 def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 
@@ -16,7 +17,9 @@ from grpo_mp.policy.checkpoint import load_policy, load_reference
 from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.parallel import Parallel, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.residency import device_items
 from grpo_mp.rollout.rollout import Rollout
+from grpo_mp.scheduler.exhausted import naming_what_is_full
 from grpo_mp.scheduler.recovery import RunState, claim_run_folder, latest_checkpoint, read_manifest
 from grpo_mp.scheduler.scheduler import Scheduler
 from grpo_mp.sync.ipc import IpcTransport
@@ -91,11 +94,12 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
             progress.note(note)
         with watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
             rollout.start(parallel.store)
-            if things_move(settings):
+            alone = things_move(settings)
+            if alone:
                 start_alone(rollout, parallel.host)
+            with naming_what_is_full(parallel.rank, "START", dict):
                 policy = _build_policy(settings, parallel, state)
-            else:
-                policy = _build_policy(settings, parallel, state)
+            if not alone:
                 rollout.wait_ready()
             dist.barrier(group=parallel.host)
         session = Session(
@@ -134,7 +138,8 @@ def _build_scheduler(
     settings: Settings, policy: Policy, rollout: Rollout, monitors: tuple[Timeline, Watchdog, Progress]
 ) -> Scheduler:
     movers = device_movers(settings, policy, rollout)
-    return Scheduler(*monitors, settings.monitor.phase_timeout_s, movers, AFTER_START if movers else None)
+    resident, items = AFTER_START if movers else None, partial(device_items, policy)
+    return Scheduler(*monitors, settings.monitor.phase_timeout_s, movers, resident, items)
 
 
 def _build_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout: Rollout) -> WeightSync:

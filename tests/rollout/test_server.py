@@ -122,14 +122,14 @@ def test_a_server_that_is_late_is_a_timeout_and_stop_ends_it(make_spec: MakeSpec
 
 @pytest.fixture
 def impostor() -> Iterator[Callable[[int], None]]:
-    """Serves somebody else's /model_info on a port."""
+    """Serves somebody else's /v1/models on a port."""
     servers: list[http.server.HTTPServer] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b'{"served_model_name": "somebody-else"}')
+            self.wfile.write(b'{"data": [{"id": "somebody-else"}]}')
 
         def log_message(self, *_: object) -> None:
             pass
@@ -152,7 +152,8 @@ def test_another_server_on_the_port_is_not_taken_for_ours_and_avoided(
         impostor(httpx.URL(taken).port or 0)
         engine.wait_ready(START_TIMEOUT_S)
         assert engine.url != taken
-        assert httpx.get(f"{engine.url}/model_info", headers=engine.headers).json()["served_model_name"] == engine.name
+        models = httpx.get(f"{engine.url}/v1/models", headers=engine.headers).json()["data"]
+        assert [model["id"] for model in models] == [engine.name]
 
 
 def test_unknown_arguments_are_found_before_anything_starts(make_spec: MakeSpec, tmp_path: Path) -> None:

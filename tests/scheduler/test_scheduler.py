@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
+from grpo_mp.errors import UserError
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
@@ -86,3 +88,19 @@ def test_an_error_in_a_phase_comes_out_and_the_next_phase_starts_from_there(moni
     with scheduler.phase(Phase.GENERATE):
         pass
     assert calls == ["-policy_weights", "+engine_weights", "+engine_cache"]
+
+
+def test_out_of_memory_is_one_sentence_with_phase_items_and_cure(monitors: Monitors) -> None:
+    items = {"weights": 20.5 * 2**30, "gradients": 41 * 2**30, "optimizer": 0.0}
+    scheduler = Scheduler(*monitors, 60.0, items=lambda: items)
+    words = r"^rank 0 in TRAIN: out of device memory; it holds gradients 41\.0 GiB, weights 20\.5 GiB: lower optimizer"
+    with pytest.raises(UserError, match=words), scheduler.phase(Phase.TRAIN):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    movers: dict[str, Mover] = dict.fromkeys(vars(Residency()), _full)
+    scheduler = Scheduler(*monitors, 60.0, movers)
+    with pytest.raises(UserError, match=r"in SYNC: .* nothing of this rank: lower sync"), scheduler.phase(Phase.SYNC):
+        pass
+
+
+def _full(wake: bool) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")

@@ -57,6 +57,7 @@ def write_index(model: Path, file: str) -> None:
     ("override", "sentence"),
     [
         ("rollout.group_sise=4", "unknown setting rollout.group_sise (did you mean rollout.group_size?)"),
+        ("sync.transport=ipc", "sync.transport=ipc needs CUDA, and this machine computes on its CPU: set auto or host"),
         ("algoritm.preset=grpo", "unknown setting algoritm (did you mean algorithm?)"),
         ("algorithm.kl.wieght=1", "unknown setting algorithm.kl.wieght (did you mean algorithm.kl.weight?)"),
         ("rollout.group_size=many", "rollout.group_size: Input should be a valid integer"),
