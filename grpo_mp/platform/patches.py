@@ -35,15 +35,13 @@ def _transformer_engine_names(te: Any) -> None:
 def _spec_provider(provider: Any) -> None:
     # The stock provider asks for TransformerEngine's version, which is None here and cannot be compared.
     class CpuSpecProvider(provider.TESpecProvider):
-        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        def layer_norm(self, *_: bool, **__: bool) -> type:
             return provider.TENorm
 
-        def grouped_mlp_modules(
-            self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-        ) -> tuple[type, Any]:
-            if not moe_use_grouped_gemm or moe_use_legacy_grouped_gemm:
+        def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *legacy: bool) -> Any:
+            if not moe_use_grouped_gemm or any(legacy):
                 raise NotImplementedError("experts on a CPU need moe_grouped_gemm and no moe_use_legacy_grouped_gemm")
-            return super().grouped_mlp_modules(True, False)
+            return super().grouped_mlp_modules(True, *legacy)
 
     provider.TESpecProvider = CpuSpecProvider
 
@@ -60,6 +58,16 @@ def _block_norm(block: Any) -> None:
     from megatron.core.extensions.transformer_engine import TENorm
 
     block.LayerNormImpl = TENorm
+
+
+def _latent_attention(attention: Any) -> None:
+    # From 0.17 on the module takes these names only where TransformerEngine is importable.
+    from megatron.core.extensions import transformer_engine
+
+    attention.TELinear, attention.TEColumnParallelLinear = (
+        transformer_engine.TELinear,
+        transformer_engine.TEColumnParallelLinear,
+    )
 
 
 def _router_matmul(moe_utils: Any) -> None:
@@ -106,6 +114,7 @@ AFTER_IMPORT: Mapping[str, Patch] = {
     "megatron.core.extensions.transformer_engine_spec_provider": _spec_provider,
     "megatron.core.models.gpt.gpt_layer_specs": _layer_specs,
     "megatron.core.transformer.transformer_block": _block_norm,
+    "megatron.core.transformer.multi_latent_attention": _latent_attention,
     "megatron.core.transformer.moe.moe_utils": _router_matmul,
     "megatron.core.optimizer": _adam,
     "megatron.core.optimizer.distrib_optimizer": _distributed_adam,

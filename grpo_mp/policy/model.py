@@ -17,6 +17,7 @@ from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.group_routing import rank_groups_by
 from grpo_mp.policy.head import VocabularyShard, token_logprobs
+from grpo_mp.policy.latent_attention import keep_plain_queries
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def _build(settings: Settings, hf: HfConfig, config: TransformerConfig, chunk: i
     vocabulary, parts, family = hf.int("vocab_size"), settings.layout.tensor, family_of(hf)
     model = PolicyModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk),
+        keep_plain_queries(config, get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)),
         vocab_size=-(-vocabulary // parts) * parts,
         max_sequence_length=hf.int("max_position_embeddings"),
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),

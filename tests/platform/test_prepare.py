@@ -105,7 +105,7 @@ def test_again_is_harmless(finders, monkeypatch):
 
 def test_torch_is_left_alone():
     program = """
-import sys, torch
+import sys, torch, torch._dynamo
 import grpo_mp.platform as platform
 assert not any(name.startswith("megatron") for name in sys.modules)
 places = (torch, torch.cuda, torch.Tensor, torch.distributed, torch.nn, torch.optim)
