@@ -62,6 +62,17 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return result, scale
 
 
+def quantise_at_once(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """As `quantise`, bit for bit, in a few large operations: for a GPU. Takes the weight's float32 values twice."""
+    rows, columns = weight.shape
+    padded = functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [rows, 128, columns, 128]
+    largest = blocks.abs().amax(dim=(1, 3)) / LARGEST
+    scale = torch.where(largest > 0, largest, 1.0)
+    blocks = blocks.div_(scale[:, None, :, None]).clamp_(-LARGEST, LARGEST)
+    return blocks.flatten(2, 3).flatten(0, 1)[:rows, :columns].to(FP8).contiguous(), scale
+
+
 def requantise(weight: Tensor, old: Tensor, old_scale: Tensor) -> tuple[Tensor, Tensor]:
     """As `quantise`, but a block whose values are those of the old FP8 weight keeps its old bytes and factor."""
     same = dequantise(old, old_scale, weight.dtype).eq(weight)

@@ -11,12 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.config import Settings
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.hf_files import holds_weights
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.client import EngineClient, Sampling
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.places import EnginePlace, engine_hosts, engine_places
 from grpo_mp.rollout.ports import own_address
+from grpo_mp.rollout.precision import precision_arguments
 from grpo_mp.rollout.queue import WorkQueue
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
@@ -132,7 +134,8 @@ class Rollout:
         return Sampling(wanted.max_response_tokens, wanted.temperature, wanted.top_p, wanted.stop)
 
     def _make_process(self, place: EnginePlace) -> EngineProcess:
-        settings = self._settings
+        settings, cpu = self._settings, not platform.on_cuda()
+        hf = HfConfig.read(settings.model.path)
         log: Path = settings.run.folder / "logs" / f"engine_{place.engine}.log"
         spec = EngineSpec(
             index=place.engine,
@@ -142,12 +145,12 @@ class Rollout:
             context_tokens=settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens,
             seed=settings.run.seed + place.engine,
             gpus=settings.engine.gpus,
-            cpu=not platform.on_cuda(),
+            cpu=cpu,
             stop_strings=bool(settings.rollout.stop),
             first_gpu=int(os.environ.get("LOCAL_RANK", 0)) if platform.on_cuda() else 0,
             nodes=place.nodes,
             node_rank=place.node_rank,
             dummy=not holds_weights(settings.model.path),
-            args=settings.engine.args,
+            args=settings.engine.args | precision_arguments(settings.engine.args, hf, cpu),
         )
         return EngineProcess(spec, log)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}  # mean |engine - policy|, nats
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "fp8": 0.25}  # mean |engine - policy|, nats; of fp8 not measured yet
 # Where two experts' scores are equal but for rounding, policy and engine may choose differently: every weight is
 # right, and that one token is far off. Among the tokens of one set it outweighs all others; among so many sets not.
 WIDER_SETS = 32

@@ -51,6 +51,8 @@ def _handle(bucket: Named) -> str:
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
+    # The engine views the bytes as each dtype again: with the widest first, each begins at a multiple of its size.
+    bucket = sorted(bucket, key=lambda item: -item[1].element_size())
     flat = FlattenedTensorBucket(named_tensors=bucket)
     torch.cuda.current_stream().synchronize()  # the reader does not wait for this rank's stream
     shared = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.distributed as dist
 
+from grpo_mp.models.fp8 import SCALE, quantise_at_once
 from grpo_mp.models.mapping import Param, join, unfuse
 from grpo_mp.sync.plan import Bucket, Holding, SyncPlan
 
@@ -28,10 +29,14 @@ class Resharder:
         tensors: Mapping[str, torch.Tensor],
         part_counts: Mapping[str, int],
         is_target: bool,
+        fp8: bool = False,
     ) -> None:
-        """`tensors`: this rank's shards by whole-model name; `part_counts`: how many parts each parameter has."""
+        """`tensors`: this rank's shards by whole-model name; `part_counts`: how many parts each parameter has.
+
+        `fp8`: the targets take projections in blockwise FP8.
+        """
         self.plan, self.params, self.tensors, self.part_counts = plan, params, tensors, part_counts
-        self.is_target = is_target
+        self.is_target, self.fp8 = is_target, fp8
         self.rank = dist.get_rank()
 
     def buckets(self) -> Iterator[Named]:
@@ -71,5 +76,11 @@ class Resharder:
             param = self.params[name]
             parts = range(self.part_counts[name] if param.split is not None else 1)
             wholes = join(param, [unfuse(param, shards.pop((name, part))) for part in parts])
-            named += [(hf, whole.contiguous()) for hf, whole in zip(param.hf, wholes, strict=True)]
+            for hf, whole in zip(param.hf, wholes, strict=True):
+                named += _in_fp8(hf, whole) if self.fp8 and param.is_projection else [(hf, whole.contiguous())]
         return named
+
+
+def _in_fp8(name: str, whole: torch.Tensor) -> Named:
+    weight, scale = quantise_at_once(whole)
+    return [(name, weight), (name + SCALE, scale)]

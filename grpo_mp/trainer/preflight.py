@@ -13,6 +13,7 @@ from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.places import engine_places
+from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.scheduler.recovery import check_run_folder
 from grpo_mp.sync.transport import over_ipc
 
@@ -40,6 +41,7 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
         )
     _check_device_settings(settings)
     check_arguments(settings.engine.args, known_arguments())
+    in_fp8(settings.engine.args, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
     tokenizer = _tokenizer(settings)
     _check_sizes(settings, HfConfig.read(settings.model.path), len(tokenizer))
     longest = settings.rollout.max_prompt_tokens

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from grpo_mp import platform
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.monitor.progress import Progress
@@ -18,6 +19,7 @@ from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.parallel import Parallel, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.residency import device_items
+from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.exhausted import naming_what_is_full
 from grpo_mp.scheduler.recovery import RunState, claim_run_folder, latest_checkpoint, read_manifest
@@ -152,7 +154,8 @@ def _build_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout:
         DTYPES[settings.model.dtype],
         parallel.host,
     )
-    resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), parallel.rank in targets)
+    fp8 = in_fp8(settings.engine.args, policy.hf, cpu=not platform.on_cuda())
+    resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), parallel.rank in targets, fp8)
     return WeightSync(resharder, _transport(settings, parallel, rollout), rollout.call)
 
 

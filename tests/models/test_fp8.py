@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mp.errors import UserError
-from grpo_mp.models.fp8 import FP8, dequantise, quantise, requantise, scale_shape
+from grpo_mp.models.fp8 import FP8, dequantise, quantise, quantise_at_once, requantise, scale_shape
 from grpo_mp.models.hf_files import HfReader
 
 SHAPES = [(128, 128), (256, 384), (130, 70), (1, 1), (127, 257), (576, 200)]
@@ -163,3 +163,14 @@ def test_the_index_of_an_fp8_folder_may_split_weight_and_factors(tmp_path: Path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with HfReader(tmp_path) as reader:
         assert same_bits(reader.read("w"), dequantise(weight, scale, torch.bfloat16))
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (1, 1), (130, 300), (576, 96)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantised_at_once_is_quantised(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    values[:, : shape[1] // 2] *= 1e-3
+    values[: shape[0] // 2] *= 0
+    for one, other in zip(quantise_at_once(values), quantise(values), strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -1,0 +1,50 @@
+"""Whether engines compute in blockwise FP8, and what SGLang must be told where the model's folder says otherwise. Pure.
+
+An engine that quantises weights as it loads them keeps no place for later ones; one whose model *is* blockwise FP8
+takes new bytes and factors at every synchronization. So the model is declared to be that, and starts with random
+weights: the first synchronization brings them all.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_mp.errors import UserError
+from grpo_mp.models.fp8 import BLOCK
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.hf_others import QUANTISED
+
+OVERRIDES = "json_model_override_args"
+BLOCKWISE = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+
+
+def in_fp8(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> bool:
+    """As engine.args.quantization says, else as the folder is. Raises UserError for what cannot be kept in step."""
+    wanted = args.get("quantization")
+    if wanted not in (None, "fp8"):
+        raise UserError(
+            f"engine.args.quantization={wanted}: weights are sent as they are trained or in blockwise FP8: set fp8, or "
+            "leave it out"
+        )
+    if wanted and cpu:
+        raise UserError("engine.args.quantization=fp8: engines compute in FP8 on GPUs only: leave it out")
+    return not cpu and (wanted == "fp8" or folder_in_fp8(hf))
+
+
+def folder_in_fp8(hf: HfConfig) -> bool:
+    """Whether the folder's weights are blockwise FP8."""
+    return bool(hf.get(QUANTISED))
+
+
+def precision_arguments(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> dict[str, Any]:
+    """ServerArgs that make an engine compute as `in_fp8` says, whatever the folder holds."""
+    fp8 = in_fp8(args, hf, cpu)
+    if fp8 == folder_in_fp8(hf):
+        return {}
+    overrides = json.loads(args.get(OVERRIDES) or "{}") | {QUANTISED: BLOCKWISE if fp8 else None}
+    return {OVERRIDES: json.dumps(overrides), "load_format": "dummy"}

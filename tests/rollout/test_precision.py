@@ -1,0 +1,70 @@
+"""Engines in blockwise FP8: what SGLang itself understands of what it is told, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.errors import UserError
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.tiny import make_tiny
+from grpo_mp.rollout.engine_args import ENGINE_SITE
+from grpo_mp.rollout.precision import BLOCKWISE, OVERRIDES, in_fp8, precision_arguments
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, HfConfig]:
+    """One folder of wide weights, and one whose config says blockwise FP8."""
+    found = {}
+    for fp8 in (False, True):
+        folder = tmp_path_factory.mktemp("fp8" if fp8 else "wide")
+        make_tiny(folder, "qwen3_moe", make_tokenizer(["apples"]), num_hidden_layers=1)
+        if fp8:
+            config = json.loads((folder / "config.json").read_text()) | {"quantization_config": BLOCKWISE}
+            (folder / "config.json").write_text(json.dumps(config))
+        found[fp8] = HfConfig.read(folder)
+    return found
+
+
+READ = """
+import json, sys
+from sglang.srt.configs.model_config import ModelConfig
+asked = json.loads(sys.argv[1])
+read = [ModelConfig(folder, model_override_args=overrides).hf_config.to_dict() for folder, overrides in asked]
+print(json.dumps([[each.get("quantization_config"), each["rope_theta"]] for each in read]))
+"""
+CASES: list[tuple[bool, dict[str, Any], bool, bool]] = [  # folder in FP8, engine.args, on a CPU -> engine in FP8
+    (False, {}, False, False),
+    (False, {"quantization": "fp8"}, False, True),
+    (True, {}, False, True),
+    (True, {"quantization": "fp8"}, False, True),
+    (True, {}, True, False),
+    (False, {}, True, False),
+]
+
+
+def test_sglang_reads_the_precision_that_was_meant(folders: dict[bool, HfConfig]) -> None:
+    user = {OVERRIDES: '{"rope_theta": 7.0}'}
+    told = [user | precision_arguments(user | args, folders[fp8], cpu) for fp8, args, cpu, _ in CASES]
+    asked = [[str(folders[case[0]].path), one[OVERRIDES]] for case, one in zip(CASES, told, strict=True)]
+    environment = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(ENGINE_SITE)}
+    command = [sys.executable, "-P", "-W", "ignore", "-c", READ, json.dumps(asked)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    read = json.loads(done.stdout.splitlines()[-1])
+    for (folder_fp8, args, cpu, expected), one, (quantised, theta) in zip(CASES, told, read, strict=True):
+        assert in_fp8(args, folders[folder_fp8], cpu) == expected
+        assert (quantised or {}).get("weight_block_size") == ([128, 128] if expected else None)
+        assert theta == 7.0
+        assert ("load_format" in one) == (expected != folder_fp8)
+
+
+def test_what_cannot_be_kept_in_step_is_refused(folders: dict[bool, HfConfig]) -> None:
+    with pytest.raises(UserError, match=r"^engine\.args\.quantization=awq: weights are sent as they are trained or in"):
+        in_fp8({"quantization": "awq"}, folders[False], cpu=False)
+    with pytest.raises(UserError, match=r"engines compute in FP8 on GPUs only: leave it out"):
+        in_fp8({"quantization": "fp8"}, folders[False], cpu=True)

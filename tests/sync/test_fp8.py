@@ -1,0 +1,50 @@
+"""What an engine in blockwise FP8 is sent: the very tensors that tools/convert.py writes to such a folder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_mp.config import check_settings
+from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.models.hf_files import HfReader
+from grpo_mp.models.tiny import make_tiny
+from grpo_mp.policy.convert import to_megatron
+from grpo_mp.policy.convert_back import to_hf
+from grpo_mp.policy.parallel import Parallel, start_parallel, stop_parallel
+from grpo_mp.policy.policy import Policy
+from grpo_mp.sync.reshard import Resharder
+from grpo_mp.sync.weight_sync import make_plan
+from grpo_mp.trainer.cold_start import alone
+from tests.planner.jobs import BASE
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Iterator[Parallel]:
+    with alone():
+        yield start_parallel(check_settings(BASE, "test").layout, 0, 60.0)
+        stop_parallel()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_projections_arrive_as_the_converter_writes_them(family: str, parallel: Parallel, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_tiny(model, family, make_tokenizer(["apples"]), num_hidden_layers=2, hidden_size=160)
+    wide = {name: t if "bias" in name else t.bfloat16() for name, t in load_file(model / "model.safetensors").items()}
+    save_file(wide, model / "model.safetensors", metadata={"format": "pt"})
+    to_megatron(model, tmp_path / "megatron", lambda done, total: None)
+    to_hf(tmp_path / "megatron", tmp_path / "fp8", None, True, lambda done, total: None)
+
+    policy = Policy(check_settings(BASE | {"model": {"path": model}}, "test"), parallel, with_reference=False)
+    plan = make_plan(policy.params, policy.held_parts(), (0,), 2**20, torch.bfloat16, parallel.host)
+    resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), is_target=True, fp8=True)
+    sent = {name: tensor for bucket in resharder.buckets() for name, tensor in bucket}
+    with HfReader(tmp_path / "fp8") as reader:
+        assert sent.keys() == reader.stored_names
+        assert any(tensor.dtype == torch.float8_e4m3fn for tensor in sent.values())
+        for name, tensor in sent.items():
+            stored = reader.read_stored(name)
+            assert tensor.dtype == stored.dtype
+            assert torch.equal(tensor.view(torch.uint8), stored.view(torch.uint8)), name
