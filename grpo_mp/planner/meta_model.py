@@ -50,9 +50,11 @@ def built_on_meta(settings: Settings, hf: HfConfig, world_size: int, rank: int) 
     from grpo_mp.policy.megatron_config import transformer_config
     from grpo_mp.policy.model import build_chunks
 
+    config = transformer_config(settings, hf)
+    config.init_model_with_meta_device = True  # TransformerEngine's modules choose their device themselves
     with _pretended_job(settings, world_size, rank):
         with torch.device("meta"):
-            chunks = build_chunks(settings, hf, transformer_config(settings, hf))
+            chunks = build_chunks(settings, hf, config)
         yield chunks
 
 

@@ -79,4 +79,5 @@ def _build(settings: Settings, hf: HfConfig, config: TransformerConfig, chunk: i
     )
     rank_groups_by(family.ranking_experts, model)
     model.head = Head(settings.rollout.temperature, settings.optimizer.logprob_chunk_tokens, vocabulary)
-    return model.to(platform.device()) if torch.cuda.is_available() else model
+    on_meta = next(model.parameters()).is_meta
+    return model.to(platform.device()) if torch.cuda.is_available() and not on_meta else model
