@@ -14,6 +14,12 @@ WARNINGS = (
     (r"Please use DTensor instead", r"torch\.distributed\.checkpoint\."),
 )
 LOGGERS = ("megatron.core.rerun_state_machine",)  # announces that it is not in use
+# (logger, beginning of a message) that megatron-core says from 0.19 on.
+MESSAGES = (
+    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
+    ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel: full_param_layout not provided"),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
+)
 
 
 def hush_libraries() -> None:
@@ -22,3 +28,16 @@ def hush_libraries() -> None:
         warnings.filterwarnings("ignore", message, module=module)
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+    for name, beginning in MESSAGES:
+        logging.getLogger(name).addFilter(_Without(beginning))
+
+
+class _Without(logging.Filter):
+    """Lets everything pass but messages with this beginning."""
+
+    def __init__(self, beginning: str) -> None:
+        super().__init__()
+        self._beginning = beginning
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self._beginning)

@@ -46,3 +46,11 @@ def test_errors_of_a_hushed_logger_stay() -> None:
     logger = logging.getLogger("megatron.core.rerun_state_machine")
     assert not logger.isEnabledFor(logging.WARNING)
     assert logger.isEnabledFor(logging.ERROR)
+
+
+def test_only_that_message_of_that_logger_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
+    logger.warning("GPTModel IS DEPRECATED. GPTModel is only accepting critical bug fixes")
+    logger.warning("something else")
+    logging.getLogger("megatron.core.other").warning("GPTModel IS DEPRECATED")
+    assert caplog.messages == ["something else", "GPTModel IS DEPRECATED"]
