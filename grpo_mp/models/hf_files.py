@@ -12,6 +12,20 @@ from safetensors import SafetensorError, safe_open
 from grpo_mp.errors import UserError
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
 
+DTYPES = {  # by their names in a file's header
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 INDEX = "model.safetensors.index.json"
 
 
@@ -78,8 +92,10 @@ class HfReader:
 
     def dtype(self, name: str) -> torch.dtype:
         """How the file stores the tensor."""
-        dtype: torch.dtype = self._handle(name).get_slice(name)[:0].dtype
-        return dtype
+        stored = self._handle(name).get_slice(name).get_dtype()
+        if stored not in DTYPES:
+            raise UserError(f"{self.folder}: the tensor {name} is stored as {stored}, which torch does not know")
+        return DTYPES[stored]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(name).get_slice(name).get_shape())

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from grpo_mp.errors import UserError
 from grpo_mp.models.describe import TORCH_DIST, is_torch_dist
+from grpo_mp.policy.saved_tensor import read_into
 from grpo_mp.policy.torch_dist import Place, chunk
 from grpo_mp.scheduler.recovery import MANIFEST, read_manifest
 
@@ -54,12 +55,24 @@ class TorchDistReader:
         held = self._held(place)
         shape = tuple(held.size) if place.padded else place.shape
         tensor = torch.empty(shape, dtype=held.properties.dtype)
+        if self._read_plainly(place, held, tensor):
+            return tensor[: place.shape[0]]
         whole = replace(place, shape=shape)
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         near = Metadata({place.key: replace(held, chunks=self._chunks_of(place, held))})
         planner.set_up_planner({place.key: chunk(whole, tensor)}, near, True)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
         return tensor[: place.shape[0]]
+
+    def _read_plainly(self, place: Place, held: TensorStorageMetadata, tensor: Tensor) -> bool:
+        """Where one piece is the whole parameter, as `to_megatron` writes it."""
+        chunks = self._chunks_of(place, held)
+        if len(chunks) != 1:
+            return False
+        (piece,) = chunks
+        info = self.metadata.storage_data[MetadataIndex(place.key, piece.offsets)]
+        out = tensor.view(piece.sizes) if prod(piece.sizes) == tensor.numel() else tensor
+        return read_into(self.folder / info.relative_path, info.offset, info.length, out)
 
     def _chunks_of(self, place: Place, held: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
         """Those of one parameter: torch would look at all layers and experts of the tensor, for each of them."""

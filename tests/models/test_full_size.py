@@ -52,11 +52,11 @@ def check(settings: Settings, hf: HfConfig) -> None:
     params = family_of(hf).params(hf)
     wanted = Counter(name for param in params.values() if not param.alias for name in param.hf)
     assert set(wanted.values()) == {1}
-    for tensor in {0, settings.layout.tensor - 1}:
-        held = Counter(name for stage in stages(settings, hf, tensor, params) for name in stage)
-        assert held.keys() == params.keys()
-        assert set(held.values()) == {1}
-        assert Counter(name for param in held if not params[param].alias for name in params[param].hf) == wanted
+    last = settings.layout.tensor - 1  # of the tensor ranks, which hold the same names
+    held = Counter(name for stage in stages(settings, hf, last, params) for name in stage)
+    assert held.keys() == params.keys()
+    assert set(held.values()) == {1}
+    assert Counter(name for param in held if not params[param].alias for name in params[param].hf) == wanted
 
 
 def stages(settings: Settings, hf: HfConfig, tensor: int, params: dict[str, Param]) -> list[set[str]]:
