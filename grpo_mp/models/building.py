@@ -20,6 +20,7 @@ from grpo_mp.models.team import Team
 
 PART_BYTES = 2**29
 BEHIND = 2  # parts on their way to the disk
+MAKERS = 2  # parameters of one part that are read and cast at a time
 Made = TypeVar("Made")
 Watch = Callable[[int, int], None]  # bytes just written, bytes to write in all by this start
 
@@ -82,6 +83,12 @@ def build(
             watch(done - seen, total)
             seen = done
         _publish(folder, final, source, parts, finish)
+
+
+def each_in_threads(make: Callable[[str], Made], names: Sequence[str]) -> Iterator[Made]:
+    """What `make` returns for each name, in order; some are made at a time."""
+    with ThreadPoolExecutor(MAKERS) as makers:
+        yield from makers.map(make, names)
 
 
 def share(parts: Sequence[Part], rank: int, size: int) -> list[Part]:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mp.errors import UserError
-from grpo_mp.models.building import PART_BYTES, Part, Watch, build, divide, fingerprint
+from grpo_mp.models.building import PART_BYTES, Part, Watch, build, divide, each_in_threads, fingerprint
 from grpo_mp.models.extras import EXTRA, is_extra
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8
@@ -60,7 +60,8 @@ def to_megatron(
         def make(part: Part) -> list[tuple[Place, Tensor]] | dict[str, Tensor]:
             if part in kept:
                 return {name: reader.read_stored(name) for name in part.params}
-            return [(model.places[name], _fused(reader, model, name)) for name in part.params]
+            fused = each_in_threads(lambda name: _fused(reader, model, name), part.params)
+            return [(model.places[name], tensor) for name, tensor in zip(part.params, fused, strict=True)]
 
         def write(path: Path, made: list[tuple[Place, Tensor]] | dict[str, Tensor]) -> None:
             if isinstance(made, dict):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mp.models.building import PART_BYTES, Part, Watch, build, divide, fingerprint
+from grpo_mp.models.building import PART_BYTES, Part, Watch, build, divide, each_in_threads, fingerprint
 from grpo_mp.models.extras import is_extra, open_extras
 from grpo_mp.models.fp8 import FP8, SCALE, quantise, requantise, scale_shape
 from grpo_mp.models.hf_files import INDEX, HfReader, holds_weights
@@ -129,7 +129,8 @@ def to_hf(
         parts = [Part(_file_name(number, len(runs)), *run) for number, run in enumerate(runs, start=1)]
 
         def make(part: Part) -> dict[str, Tensor]:
-            return {name: tensor.contiguous() for of in part.params for name, tensor in back.tensors(of)}
+            made = each_in_threads(lambda of: list(back.tensors(of)), part.params)
+            return {name: tensor.contiguous() for tensors in made for name, tensor in tensors}
 
         def write(file: Path, tensors: dict[str, Tensor]) -> None:
             save_file(tensors, file, metadata={"format": "pt"})
