@@ -4,14 +4,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+NEEDED = (
+    "/generate",
+    "/flush_cache",
+    "/update_weights_from_tensor",
+    "/update_weight_version",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/weights_checker",
+)
+
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Differences between SGLang versions that change what this program sends."""
+    """Differences between SGLang versions that change what this program sends, and what it cannot do without."""
 
     version: str
     weight_update_session: bool  # updates stand between /begin_weight_update and /end_weight_update (0.5.20 on)
-    weight_version: bool  # the server numbers its weights and reports the number with every response
+    missing: tuple[str, ...]  # routes of NEEDED
+
+    @property
+    def sentence(self) -> str:
+        """For the beginning of a run."""
+        updates = "weights in sessions" if self.weight_update_session else "weights without sessions"
+        return f"engines: SGLang {self.version}, {updates}"
 
 
 def probe(server_info: Mapping[str, Any], openapi: Mapping[str, Any]) -> Capabilities:
@@ -20,5 +36,5 @@ def probe(server_info: Mapping[str, Any], openapi: Mapping[str, Any]) -> Capabil
     return Capabilities(
         version=str(server_info.get("version", "unknown")),
         weight_update_session="/begin_weight_update" in routes and "/end_weight_update" in routes,
-        weight_version="/update_weight_version" in routes,
+        missing=tuple(route for route in NEEDED if route not in routes),
     )

@@ -93,9 +93,13 @@ class EngineClient:
         return _as_object(await self._call("GET", "/server_info"))
 
     async def capabilities(self) -> Capabilities:
-        """What this SGLang can do; asked once."""
+        """What this SGLang can do; asked once. Raises UserError where it lacks what is needed."""
         if self._capabilities is None:
-            self._capabilities = probe(await self.server_info(), _as_object(await self._call("GET", "/openapi.json")))
+            found = probe(await self.server_info(), _as_object(await self._call("GET", "/openapi.json")))
+            if found.missing:
+                lacks = f"SGLang {found.version} lacks {', '.join(found.missing)}"
+                raise UserError(f"engine {self.index}: {lacks}: install 0.5.17 or newer")
+            self._capabilities = found
         return self._capabilities
 
     # -- tokens ----------------------------------------------------------------------------------------------

@@ -104,6 +104,8 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
             if not alone:
                 rollout.wait_ready()
             dist.barrier(group=parallel.host)
+        if rollout.client:
+            progress.note(rollout.call(rollout.client.capabilities()).sentence)
         session = Session(
             settings=settings,
             inputs=inputs,
