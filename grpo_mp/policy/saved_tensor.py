@@ -4,6 +4,7 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +20,48 @@ def read_into(file: Path, start: int, length: int, out: Tensor) -> bool:
     Plain: contiguous, of this shape, in a storage of its own, stored without compression.
     """
     with file.open("rb", buffering=0) as stream:
-        window = io.BufferedReader(_Window(stream, start, length))
-        with zipfile.ZipFile(window) as archive:
-            record = _plain_record(archive, out)
+        with zipfile.ZipFile(io.BufferedReader(_Window(stream, start, length))) as archive:
+            members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
+        record = _plain_record(stream, start, members, out)
         if record is None:
             return False
-        stream.seek(start + record.header_offset)
-        header = stream.read(LOCAL_HEADER)
-        skipped = sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))  # name, and padding behind it
-        stream.seek(start + record.header_offset + LOCAL_HEADER + skipped)
-        memory = memoryview(out.view(-1).view(torch.uint8).numpy().data)
-        while memory and (count := stream.readinto(memory)):
-            memory = memory[count:]
-        return not memory
+        return _fill(stream, start, record, memoryview(out.view(-1).view(torch.uint8).numpy().data))
 
 
-def _plain_record(archive: zipfile.ZipFile, out: Tensor) -> zipfile.ZipInfo | None:
-    names = {name.partition("/")[2]: name for name in archive.namelist()}
-    if "data.pkl" not in names or "byteorder" not in names or archive.read(names["byteorder"]) != b"little":
+def _plain_record(
+    stream: io.FileIO, start: int, members: Mapping[str, zipfile.ZipInfo], out: Tensor
+) -> zipfile.ZipInfo | None:
+    if "data.pkl" not in members or _content(stream, start, members.get("byteorder")) != b"little":
         return None
     try:
-        found = _Layout(io.BytesIO(archive.read(names["data.pkl"]))).load()
+        found = _Layout(io.BytesIO(_content(stream, start, members["data.pkl"]))).load()
     except pickle.UnpicklingError:
         return None
     if not isinstance(found, tuple):
         return None
     storage, offset, shape, stride = found
-    record = archive.getinfo(names[f"data/{storage}"])
+    record = members[f"data/{storage}"]
     plain = offset == 0 and shape == tuple(out.shape) and stride == out.stride() and record.file_size == out.nbytes
     return record if plain and record.compress_type == zipfile.ZIP_STORED and out.is_contiguous() else None
+
+
+def _content(stream: io.FileIO, start: int, member: zipfile.ZipInfo | None) -> bytes:
+    """Of a small member. Not by zipfile: torch may leave checksums out."""
+    content = bytearray(member.file_size if member else 0)
+    if member:
+        _fill(stream, start, member, memoryview(content))
+    return bytes(content)
+
+
+def _fill(stream: io.FileIO, start: int, member: zipfile.ZipInfo, memory: memoryview) -> bool:
+    """Whether the file had enough bytes."""
+    stream.seek(start + member.header_offset)
+    header = stream.read(LOCAL_HEADER)
+    skipped = sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))  # name, and padding behind it
+    stream.seek(start + member.header_offset + LOCAL_HEADER + skipped)
+    while memory and (count := stream.readinto(memory)):
+        memory = memory[count:]
+    return not memory
 
 
 class _Layout(pickle.Unpickler):
@@ -70,7 +84,7 @@ class _Layout(pickle.Unpickler):
 class _Window(io.RawIOBase):
     """A stretch of a file, as a file."""
 
-    def __init__(self, stream: io.RawIOBase, start: int, length: int) -> None:
+    def __init__(self, stream: io.FileIO, start: int, length: int) -> None:
         self._stream, self._start, self._length, self._at = stream, start, length, 0
 
     def readable(self) -> bool:

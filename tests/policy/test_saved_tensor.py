@@ -1,10 +1,12 @@
 """A tensor inside a larger file, read into place as torch.load reads it; what is not plain is left alone."""
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from grpo_mp.policy.saved_tensor import read_into
 
@@ -19,6 +21,15 @@ def put(folder: Path, *saved: object) -> list[tuple[int, int]]:
         whole += stream.getvalue()
     (folder / "file").write_bytes(whole)
     return places
+
+
+@pytest.fixture(autouse=True, params=[True, False])
+def _checksums(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Archives with checksums, and without, as tools/convert.py writes them."""
+    before = get_crc32_options()
+    set_crc32_options(request.param)
+    yield
+    set_crc32_options(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
