@@ -33,7 +33,9 @@ def test_gpus_that_torch_cannot_use_are_not_passed_over_in_silence(tmp_path: Pat
     driver = tmp_path / "version"
     check_left_alone({}, driver)
     driver.write_text("NVRM version")
-    with pytest.raises(UserError, match=r"has NVIDIA GPUs, but torch .* cannot use them \(it is built for CPUs\)"):
+    with pytest.raises(
+        UserError, match=r"has NVIDIA GPUs, but torch .* cannot use them \((it is built for CPUs|CUDA .* do not fit)\)"
+    ):
         check_left_alone({}, driver)
     with pytest.raises(UserError, match="set CUDA_VISIBLE_DEVICES= to run on the CPU"):
         check_left_alone({"CUDA_VISIBLE_DEVICES": "0,1"}, driver)
