@@ -71,9 +71,32 @@ def _run(
 
 def _forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     device = platform.device()
-    starts = torch.tensor((0, *batch.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-    longest = max(batch.lengths)
-    packed = PackedSeqParams(
+    output: Tensor = model(
+        batch.tokens[None].to(device),
+        batch.positions[None].to(device),
+        None,
+        labels=batch.targets[None].to(device),
+        packed_seq_params=packed_sequences(batch.lengths),
+    )
+    return output
+
+
+@torch.no_grad()
+def sequence_logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+    """Tokens [T] of one sequence -> logits [T, V] on the host, of a model that is whole on this rank."""
+    device, length = platform.device(), len(tokens)
+    positions = torch.arange(length, device=device)
+    output: Tensor = model(
+        tokens.to(device)[None], positions[None], None, packed_seq_params=packed_sequences((length,))
+    )
+    return output.cpu()
+
+
+def packed_sequences(lengths: Sequence[int]) -> PackedSeqParams:
+    """How Megatron is told where the sequences of a micro-batch begin and end."""
+    starts = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(platform.device())
+    longest = max(lengths)
+    return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=starts,
         cu_seqlens_kv=starts,
@@ -82,11 +105,3 @@ def _forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    output: Tensor = model(
-        batch.tokens[None].to(device),
-        batch.positions[None].to(device),
-        None,
-        labels=batch.targets[None].to(device),
-        packed_seq_params=packed,
-    )
-    return output

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import psutil
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from grpo_mp import platform
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.errors import UserError
 from grpo_mp.models.describe import count_parameters
@@ -19,6 +17,7 @@ from grpo_mp.models.hf_files import HfReader, holds_weights
 from grpo_mp.models.hf_others import QUANTISED
 from grpo_mp.models.tiny import CODE
 from grpo_mp.policy.converted import open_weights
+from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import build_chunks
 from grpo_mp.policy.parallel import start_parallel, stop_parallel
@@ -86,18 +85,9 @@ def _by_megatron(folder: Path, tokens: Tensor) -> Tensor:
             tensors = local_tensors([model], params, parallel.here, 1)
             with open_weights(folder) as reader:
                 load_hf(tensors, params, reader, parallel.here, Parts(1, 1))
-            return torch.stack([_run(model, row)[:, : hf.int("vocab_size")] for row in tokens])
+            return torch.stack([sequence_logits(model, row)[:, : hf.int("vocab_size")] for row in tokens])
         finally:
             stop_parallel()
-
-
-def _run(model: torch.nn.Module, row: Tensor) -> Tensor:
-    device = platform.device()
-    starts = torch.tensor([0, len(row)], dtype=torch.int32, device=device)
-    packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=len(row), max_seqlen_kv=len(row))
-    positions = torch.arange(len(row), device=device)
-    logits: Tensor = model(row.to(device)[None], positions[None], None, packed_seq_params=packed)
-    return logits.cpu()
 
 
 def _settings(folder: Path) -> Settings:

@@ -19,6 +19,7 @@ from grpo_mp.models.hf_files import HfReader
 from grpo_mp.policy.checkpoint import load_policy, save_policy
 from grpo_mp.policy.convert import to_megatron
 from grpo_mp.policy.convert_back import to_hf
+from grpo_mp.policy.forward import packed_sequences
 from grpo_mp.policy.parallel import Parallel, context_reduction
 from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.rollout.exchange import share_infos
@@ -108,14 +109,10 @@ def _same(some: Tensor, other: Tensor) -> bool:
 
 def logits(bench: Bench) -> Result:
     """Rows of this rank's vocabulary shard for every token of the first update."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     (model,) = bench.policy.models()
     rows = []
     for batch in bench.updates[0]:
-        starts = torch.tensor((0, *batch.lengths)).cumsum(0).int()
-        longest = max(batch.lengths)
-        packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest)
+        packed = packed_sequences(batch.lengths)
         with torch.no_grad():
             values = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=packed)
         rows.append(_at(batch, batch.sequence >= 0, logits=values))
