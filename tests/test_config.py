@@ -10,15 +10,7 @@ from pydantic import ValidationError
 from grpo_mp.config import Settings, check_settings, dump_settings, exit_with, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.section import parse_bytes
-
-LEAST: dict[str, Any] = {
-    "run": {"folder": "runs/x", "steps": 3},
-    "model": {"path": "checkpoints/x"},
-    "data": {"train": "train.jsonl"},
-    "rollout": {"prompts_per_step": 4, "group_size": 8, "max_prompt_tokens": 64, "max_response_tokens": 32},
-    "reward": {"answer": 1.0},
-    "optimizer": {"lr": 1e-6},
-}
+from tests.least import LEAST
 
 
 @pytest.fixture

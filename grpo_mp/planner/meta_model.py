@@ -67,18 +67,11 @@ def _pretended_job(settings: Settings, world_size: int, rank: int) -> Iterator[N
     from megatron.core import parallel_state, tensor_parallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    layout = settings.layout
+    from grpo_mp.policy.parallel import megatron_sizes
+
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor,
-            pipeline_model_parallel_size=layout.pipeline,
-            virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
-            context_parallel_size=layout.context,
-            expert_model_parallel_size=layout.expert,
-            expert_tensor_parallel_size=layout.expert_tensor,
-            create_gloo_process_groups=False,
-        )
+        parallel_state.initialize_model_parallel(**megatron_sizes(settings.layout), create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(settings.run.seed)
         yield
     finally:

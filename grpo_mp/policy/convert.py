@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mp.errors import UserError
+from grpo_mp.models.belonging import check_tensors
 from grpo_mp.models.building import PART_BYTES, Part, Watch, build, divide, each_in_threads, fingerprint
 from grpo_mp.models.extras import EXTRA, is_extra
 from grpo_mp.models.families import family_of
@@ -79,19 +80,12 @@ def to_megatron(
 
 def check_names(reader: HfReader, model: Model) -> None:
     """Raise UserError where the folder lacks tensors, has one that the mapping does not know, or one of wrong shape."""
-    shapes = {name: shape for p in model.params.values() for name, shape in zip(p.hf, p.shapes, strict=True)}
-    missing = sorted(shapes.keys() - reader.names)
-    if missing:
-        raise UserError(f"{reader.folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
+    check_tensors(reader, model.params.values())
+    known = {name for param in model.params.values() for name in param.hf}
     tied = {"lm_head.weight"} if model.hf.tied else set()  # a copy of the embedding
-    unknown = sorted(name for name in reader.names - shapes.keys() - tied if not is_extra(name, model.hf))
+    unknown = sorted(name for name in reader.names - known - tied if not is_extra(name, model.hf))
     if unknown:
         raise UserError(f"{reader.folder}: the mapping of {model.hf.model_type} does not know the tensor {unknown[0]}")
-    for name, shape in shapes.items():
-        if reader.shape(name) != shape:
-            raise UserError(
-                f"{reader.folder}: {name} has shape {list(reader.shape(name))}, config.json says {list(shape)}"
-            )
 
 
 def _bytes(reader: HfReader, param: Param) -> int:

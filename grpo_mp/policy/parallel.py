@@ -34,6 +34,18 @@ class Parallel:
         return replica_ranks(self.here.data, self.layout, self.world_size)[0]
 
 
+def megatron_sizes(layout: Layout) -> dict[str, int | None]:
+    """The layout as Megatron's initialize_model_parallel takes it."""
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+    }
+
+
 def start_parallel(layout: Layout, seed: int, timeout_s: float, name: str = "job") -> Parallel:
     """Join the job that torchrun or srun describes in the environment and make every group.
 
@@ -45,12 +57,7 @@ def start_parallel(layout: Layout, seed: int, timeout_s: float, name: str = "job
     store = dist.PrefixStore(name, store)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
+        **megatron_sizes(layout),
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         create_gloo_process_groups=True,
     )

@@ -9,6 +9,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from grpo_mp.config import Settings
+from grpo_mp.models.belonging import check_tensors
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.layout import check_layout, model_shape
@@ -19,7 +20,7 @@ from grpo_mp.policy.model import PolicyModel, build_chunks
 from grpo_mp.policy.optimizer import build_optimizer, mark_divided, wrap_for_training
 from grpo_mp.policy.parallel import Parallel
 from grpo_mp.policy.reference import Reference
-from grpo_mp.policy.weights import Parts, check_tensors, load_hf, local_tensors, tensor_part
+from grpo_mp.policy.weights import Parts, load_hf, local_tensors, tensor_part
 from grpo_mp.types import MicroBatch
 
 
@@ -122,4 +123,4 @@ def check_policy(settings: Settings, world_size: int) -> None:
     check_overrides(settings)
     transformer_config(settings, hf)
     with open_weights(settings.model.path) as reader:
-        check_tensors(reader, family.params(hf))
+        check_tensors(reader, family.params(hf).values())

@@ -7,6 +7,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from grpo_mp.errors import UserError
+from grpo_mp.models.belonging import check_shape
 from grpo_mp.models.hf_files import Weights
 from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.planner.grid import Coordinates
@@ -62,16 +63,6 @@ def load_hf(
         tensor[: whole.shape[0]].copy_(whole)
 
 
-def check_tensors(reader: Weights, params: dict[str, Param]) -> None:
-    """Raise UserError where a tensor of the model is missing or has another shape than the config says."""
-    shapes = {name: shape for param in params.values() for name, shape in zip(param.hf, param.shapes, strict=True)}
-    missing = shapes.keys() - reader.names
-    if missing:
-        raise UserError(f"{reader.folder}: {len(missing)} tensors are missing, the first is {min(missing)}")
-    for name, shape in shapes.items():
-        _check_shape(reader, name, shape)
-
-
 class Parts:
     """How many tensor-parallel parts dense and expert parameters have."""
 
@@ -83,16 +74,10 @@ class Parts:
 
 
 def _read(reader: Weights, param: Param, name: str, shape: tuple[int, ...], parts: int, part: int) -> torch.Tensor:
-    _check_shape(reader, name, shape)
+    check_shape(reader, name, shape)
     if param.split is None or parts == 1:
         return reader.read(name)
     return reader.read(name, param.split, *shard_range(param, shape, parts, part))
-
-
-def _check_shape(reader: Weights, name: str, shape: tuple[int, ...]) -> None:
-    found = reader.shape(name)
-    if found != shape:
-        raise UserError(f"{reader.folder}: tensor {name} has shape {list(found)}, config.json says {list(shape)}")
 
 
 def _named(chunk: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -49,6 +49,11 @@ class WeightSync:
         """`run` drives a coroutine of the transport to its end."""
         self._resharder, self._transport, self._run = resharder, transport, run
 
+    @property
+    def fp8(self) -> bool:
+        """Whether engines get projections in blockwise FP8."""
+        return self._resharder.fp8
+
     def push(self, version: int) -> SyncReport:
         """Send all weights as `version`. Every rank must call this. Raises UserError where an engine refuses."""
         started, nbytes, largest = time.monotonic(), 0, 0

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from grpo_mp import platform
 from grpo_mp.errors import UserError
-from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.scheduler.phases import Phase
 from grpo_mp.sync.check import TOLERANCE, WIDER_SETS, CheckReport, compare, fixed_sequences, pooled, worst
 from grpo_mp.sync.diagnose import describe_difference
@@ -28,8 +26,7 @@ def check_engines(session: Session) -> CheckReport:
     and is so again on those and many more: one token at a routing tie does not decide (see sync/check.py).
     """
     settings = session.settings
-    fp8 = in_fp8(settings.engine.args, session.policy.hf, cpu=not platform.on_cuda())
-    tolerance = settings.sync.check_tolerance or TOLERANCE["fp8" if fp8 else settings.model.dtype]
+    tolerance = settings.sync.check_tolerance or TOLERANCE["fp8" if session.sync.fp8 else settings.model.dtype]
     engines = _distances(session, 0)
     if not worst(engines).passes(tolerance):
         more = [_distances(session, number) for number in range(1, WIDER_SETS)]

@@ -6,13 +6,10 @@ from grpo_mp.config import Settings, check_settings
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import Job, make_job
 from grpo_mp.planner.published import published
+from tests.least import LEAST
 
-BASE: dict[str, Any] = {
-    "run": {"folder": "runs/x", "steps": 1},
-    "model": {"path": "x"},
-    "data": {"train": "x.jsonl"},
+BASE: dict[str, Any] = LEAST | {
     "rollout": {"prompts_per_step": 128, "group_size": 8, "max_prompt_tokens": 1024, "max_response_tokens": 3072},
-    "reward": {"answer": 1.0},
     "optimizer": {"lr": 1e-6, "max_tokens_per_microbatch": 4096},
 }
 
