@@ -39,9 +39,9 @@ def _plain_record(
         return None
     if not isinstance(found, tuple):
         return None
-    storage, offset, shape, stride = found
+    storage, shape, stride = found
     record = members[f"data/{storage}"]
-    plain = offset == 0 and shape == tuple(out.shape) and stride == out.stride() and record.file_size == out.nbytes
+    plain = shape == tuple(out.shape) and stride == out.stride() and record.file_size == out.nbytes
     return record if plain and record.compress_type == zipfile.ZIP_STORED and out.is_contiguous() else None
 
 
@@ -69,7 +69,7 @@ class _Layout(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, offset, shape, stride, *_: (storage, offset, tuple(shape), tuple(stride))
+            return lambda storage, _, shape, stride, *__: (storage, tuple(shape), tuple(stride))
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if module == "torch" and name.endswith("Storage"):
