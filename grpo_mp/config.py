@@ -82,7 +82,9 @@ class Optimizer(Section):
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = Field(1e-8, gt=0)
     clip_grad: float = Field(1.0, ge=0, description="norm of the whole gradient; 0 does not clip")
-    updates_per_step: int = Field(1, ge=1)
+    updates_per_step: int = Field(1, ge=1, description="parts of a step's samples, each one optimizer update")
+    epochs: int = Field(1, ge=1, description="passes over a step's samples: mu of GRPO, TRL's num_iterations")
+    shuffle: bool = Field(False, description="samples go to the step's updates at random; false: whole groups in order")
     max_tokens_per_microbatch: int = Field(4096, gt=0)
     recompute: Literal["none", "selective", "full"] = "none"
     logprob_chunk_tokens: int = Field(1024, gt=0, description="tokens whose logits exist at one time")
@@ -159,6 +161,11 @@ class Settings(Section):
     @property
     def samples_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        """Optimizer updates of one step: its parts, as often as its samples are passed over."""
+        return self.optimizer.updates_per_step * self.optimizer.epochs
 
 
 def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:

@@ -44,7 +44,7 @@ def train(session: Session) -> None:
         if session.should_stop():
             break  # the step is done anew after a restart
         with scheduler.phase(Phase.SCORE):
-            batch = make_batch(session, collected)
+            batch = make_batch(session, collected, step)
         with scheduler.phase(Phase.LOGPROB):
             updates = fixed_values(session, batch)
         with scheduler.phase(Phase.TRAIN):
@@ -68,7 +68,7 @@ def train(session: Session) -> None:
     finish(session, before, after)
 
 
-def make_batch(session: Session, collected: Collected) -> StepBatch:
+def make_batch(session: Session, collected: Collected, step: int) -> StepBatch:
     """Rewards to advantages, and samples to the ranks that train on them."""
     return assemble(
         collected.groups,
@@ -77,6 +77,7 @@ def make_batch(session: Session, collected: Collected) -> StepBatch:
         session.settings,
         session.parallel,
         session.policy.config.hidden_size,
+        step,
     )
 
 

@@ -40,23 +40,23 @@ def outcome_advantages(rewards: Sequence[float], group_ids: Sequence[int], wante
     """One advantage per sample from one reward per sample.
 
     group_mean: A_i = r_i - mean of its group (DeepSeekMath, section 4.1.2); leave_one_out: the mean of the others
-    (RLOO, arXiv 2402.14740, eq. 8); none: A_i = r_i. Then divided by eps + the sample standard deviation (n - 1) of
-    the group or of all rewards, or by nothing. With a group baseline, a group without difference gives exactly zero.
+    (RLOO, arXiv 2402.14740, eq. 8); none: A_i = r_i. Then divided by eps + the standard deviation, over n - 1 or over n,
+    of the group or of all rewards, or by nothing. With a group baseline, a group without difference gives exactly zero.
     """
     _check_lengths(rewards, group_ids)
     values, groups = torch.tensor(rewards, dtype=torch.float64), Groups.by_id(group_ids)
     centred = values - _baseline(values, groups, wanted.baseline)
     if wanted.scale == "group_std":
-        centred = centred / (_group_std(values, groups)[groups.of] + wanted.eps)
+        centred = centred / (_group_std(values, groups, wanted.std)[groups.of] + wanted.eps)
     if wanted.scale == "batch_std":
-        centred = centred / (_std(values) + wanted.eps)
+        centred = centred / (_std(values, wanted.std) + wanted.eps)
     if wanted.baseline != "none":
         centred[~groups.differ(values)[groups.of]] = 0.0
     return tuple(centred.tolist())
 
 
 def decoupled_advantages(
-    parts: Sequence[Mapping[str, float]], weights: Mapping[str, float], group_ids: Sequence[int], eps: float
+    parts: Sequence[Mapping[str, float]], weights: Mapping[str, float], group_ids: Sequence[int], wanted: Advantage
 ) -> tuple[float, ...]:
     """GDPO (arXiv 2601.05242, eq. 4 to 6): every reward normalised in its group, weighted, summed; then over the batch.
 
@@ -64,16 +64,17 @@ def decoupled_advantages(
     """
     _check_lengths(parts, group_ids)
     total = torch.zeros(len(parts), dtype=torch.float64)
+    single_reward = Advantage(eps=wanted.eps, std=wanted.std)
     for name, weight in weights.items():
         applies = [i for i, part in enumerate(parts) if name in part]
         if applies:
             single = outcome_advantages(
-                [parts[i][name] for i in applies], [group_ids[i] for i in applies], Advantage(eps=eps)
+                [parts[i][name] for i in applies], [group_ids[i] for i in applies], single_reward
             )
             total[applies] += weight * torch.tensor(single, dtype=torch.float64)
     if not bool((total != 0).any()):
         return (0.0,) * len(parts)
-    return tuple(((total - total.mean()) / (_std(total) + eps)).tolist())
+    return tuple(((total - total.mean()) / (_std(total, wanted.std) + wanted.eps)).tolist())
 
 
 def process_advantages(
@@ -112,14 +113,14 @@ def _baseline(values: Tensor, groups: Groups, kind: str) -> Tensor:
     return sums / sizes
 
 
-def _group_std(values: Tensor, groups: Groups) -> Tensor:
+def _group_std(values: Tensor, groups: Groups, kind: str) -> Tensor:
     sizes = groups.sizes()
     centred = values - (groups.sums(values) / sizes)[groups.of]
-    return (groups.sums(centred**2) / (sizes - 1).clamp(min=1)).sqrt()
+    return (groups.sums(centred**2) / (sizes - int(kind == "sample")).clamp(min=1)).sqrt()
 
 
-def _std(values: Tensor) -> Tensor:
-    return values.std() if len(values) > 1 else torch.zeros((), dtype=values.dtype)
+def _std(values: Tensor, kind: str) -> Tensor:
+    return values.std(correction=int(kind == "sample")) if len(values) > 1 else torch.zeros((), dtype=values.dtype)
 
 
 def _check_lengths(values: Sequence[object], group_ids: Sequence[int]) -> None:

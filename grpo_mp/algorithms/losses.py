@@ -51,7 +51,7 @@ def make_loss(algorithm: Algorithm, weights: Weights | None = None, reduce: Redu
         )
         correction = terms.correction if algorithm.surrogate != "vespo" else 1.0
         surrogate = SURROGATES[algorithm.surrogate](terms, algorithm) * correction * trusted * decides
-        kl = _kl(new, terms.log_ratio, batch, algorithm) * heard
+        kl = _kl(terms, batch, algorithm) * heard
         policy_loss = (surrogate * batch.weights).sum()
         bonus = (entropy * decides * batch.mask).sum() * batch.entropy_weight
         total = policy_loss + kl_weight * (kl * batch.weights).sum() - weights.entropy * bonus
@@ -66,17 +66,53 @@ def _terms(new: Tensor, batch: MicroBatch, algorithm: Algorithm, sequences: Sequ
     rollout = batch.rollout_logprobs
     if algorithm.old_logprobs == "engine":
         old = rollout.where(rollout.isfinite(), new.detach())
-    log_ratio = (new - old).clamp(max=LARGEST_LOG_RATIO)
-    if algorithm.ratio == "sequence":
-        # s = exp(mean log ratio) as value, pi / sg(pi) as gradient (GSPO, eq. 14): the gradient of eq. 7 as well.
-        log_ratio = sequences.means(log_ratio) + log_ratio - log_ratio.detach()
-    return Terms(new, log_ratio, batch.advantages, importance(old, rollout, sequences, algorithm.correction), sequences)
+    of_tokens = (new - old).clamp(max=LARGEST_LOG_RATIO)
+    return Terms(
+        new,
+        of_tokens,
+        RATIOS[algorithm.ratio](of_tokens, sequences).clamp(max=LARGEST_LOG_RATIO),
+        batch.advantages,
+        importance(old, rollout, sequences, algorithm.correction),
+        sequences,
+    )
 
 
-def _kl(new: Tensor, log_ratio: Tensor, batch: MicroBatch, algorithm: Algorithm) -> Tensor:
+def _token_ratio(log_ratio: Tensor, sequences: Sequences) -> Tensor:
+    """r_t = pi / pi_old of the token (PPO; DeepSeekMath, eq. 3)."""
+    return log_ratio
+
+
+def _sequence_ratio(log_ratio: Tensor, sequences: Sequences) -> Tensor:
+    """s = (pi / pi_old of the sequence)^(1 / tokens) (GSPO, arXiv 2507.18071, eq. 7)."""
+    return sequences.means(log_ratio)
+
+
+def _sequence_token_ratio(log_ratio: Tensor, sequences: Sequences) -> Tensor:
+    """sg(s) pi / sg(pi): the sequence's value, the token's gradient (GSPO-token, eq. 14)."""
+    return sequences.means(log_ratio.detach()) + log_ratio - log_ratio.detach()
+
+
+def _product_ratio(log_ratio: Tensor, sequences: Sequences) -> Tensor:
+    """pi / pi_old of the whole sequence (DeepSeek-R1, arXiv 2501.12948, eq. 1; RLOO, arXiv 2402.14740)."""
+    return sequences.sums(log_ratio)
+
+
+RATIOS: dict[str, Callable[[Tensor, Sequences], Tensor]] = {
+    "token": _token_ratio,
+    "sequence": _sequence_ratio,
+    "sequence_token": _sequence_token_ratio,
+    "product": _product_ratio,
+}
+
+
+def _kl(terms: Terms, batch: MicroBatch, algorithm: Algorithm) -> Tensor:
+    """Estimate KL(policy || reference) [T]: of each token, or of its whole sequence (R1, eq. 2) at every token."""
     if batch.reference_logprobs is None:
-        return torch.zeros_like(new)
-    return ESTIMATORS[algorithm.kl.estimator](batch.reference_logprobs - new, log_ratio.exp())
+        return torch.zeros_like(terms.new)
+    log_r = batch.reference_logprobs - terms.new
+    if algorithm.kl.level == "sequence":
+        log_r = terms.sequences.sums(log_r).clamp(max=LARGEST_LOG_RATIO)
+    return ESTIMATORS[algorithm.kl.estimator](log_r, terms.log_ratio.exp())
 
 
 def at_responses(values: Tensor, mask: Tensor) -> Tensor:

@@ -23,6 +23,19 @@ def _algorithm(source: str, use: str, **parts: Any) -> Preset:
     return Preset(source, use, {"algorithm": parts})
 
 
+def _r1(stage: str, parts: Tree) -> Preset:
+    """A new reference every 400 updates, which are 25 steps of 16."""
+    return Preset(
+        f"DeepSeek-R1, Nature 645 (2025) and arXiv 2501.12948, {stage}",
+        "Repeating it, or a policy of its size.",
+        {
+            "algorithm": {"kl": {"weight": 0.001, "refresh_every": 25, "refresh_mix": 1.0}} | parts,
+            "rollout": {"prompts_per_step": 512, "group_size": 16},
+            "optimizer": {"lr": 3e-6, "updates_per_step": 16, "shuffle": True},
+        },
+    )
+
+
 PRESETS: dict[str, Preset] = {
     "grpo": _algorithm(
         "DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; constants as in TRL, the KL weight (paper: 0.04) is left to you",
@@ -40,22 +53,25 @@ PRESETS: dict[str, Preset] = {
         aggregation="constant",
     ),
     "dapo": Preset(
-        "DAPO, arXiv 2503.14476, eq. 8 to 13",
+        "DAPO, arXiv 2503.14476, eq. 8 to 13; groups are kept by accuracy, the overlong penalty is half the reward's range",
         "Long chains of thought on hard questions; entropy falls too fast under grpo.",
         {
             "algorithm": {
                 "clip": CLIP_HIGHER,
                 "aggregation": "token_mean",
-                "filter": {"no_difference": "refill"},
+                "filter": {"no_difference": "refill", "metric": "accuracy"},
             },
             "reward": {"overlong": {"weight": 1.0}},
         },
     ),
     "degrpo": _algorithm(
-        "Thinkless, arXiv 2505.13379, eq. 5 (decoupled GRPO)",
+        "Thinkless, arXiv 2505.13379, eq. 5 (decoupled GRPO); no std, KL 0.001 as in its published script, whose rewards "
+        "are 1 (short, right), 0.5 (thinking, right) and -1 (wrong)",
         "The first token chooses a mode, such as thinking or a short answer, and must not be drowned by the rest.",
+        advantage=GROUP_MEAN_ONLY,
         aggregation="decoupled",
         control_weight=1e-3,
+        kl={"weight": 0.001, "estimator": "k3_clamped"},
     ),
     "gspo": _algorithm(
         "GSPO, arXiv 2507.18071, eq. 5 to 7, clip of section 5.1",
@@ -66,7 +82,7 @@ PRESETS: dict[str, Preset] = {
     "gspo_token": _algorithm(
         "GSPO, arXiv 2507.18071, eq. 13 and 14",
         "As gspo, with advantages that differ by token.",
-        ratio="sequence",
+        ratio="sequence_token",
         clip=SEQUENCE_CLIP,
     ),
     "cispo": _algorithm(
@@ -88,10 +104,10 @@ PRESETS: dict[str, Preset] = {
         surrogate="sapo",
     ),
     "luspo": _algorithm(
-        "LUSPO, arXiv 2602.05261: GSPO with the sequence loss multiplied by its length",
+        "LUSPO, arXiv 2602.05261: GSPO with the sequence loss multiplied by its length; clip of section 5.1",
         "Answers shrink under gspo.",
         ratio="sequence",
-        clip=SEQUENCE_CLIP,
+        clip={"low": 2e-3, "high": 2.5e-3},
         aggregation="sequence_sum",
     ),
     "vespo": _algorithm(
@@ -106,11 +122,12 @@ PRESETS: dict[str, Preset] = {
         aggregation="token_mean",
     ),
     "rloo": _algorithm(
-        "Ahmadian et al., Back to basics, arXiv 2402.14740, eq. 8; KL in the reward, weight 0.05 as in TRL",
-        "Small groups; one update per step; a reward model.",
+        "Ahmadian et al., Back to basics, arXiv 2402.14740, eq. 8; as in TRL the ratio of whole answers, clipped at 0.2, "
+        "and KL in the reward, weight 0.05",
+        "Small groups; few updates per step; a reward model.",
         advantage={"baseline": "leave_one_out", "scale": "none"},
-        surrogate="none",
-        aggregation="sequence_sum",
+        ratio="product",
+        clip={"low": 0.2, "high": 0.2},
         kl={"weight": 0.05, "estimator": "k1", "place": "reward"},
     ),
     "reinforce_pp": _algorithm(
@@ -121,38 +138,24 @@ PRESETS: dict[str, Preset] = {
         kl={"weight": 0.01, "estimator": "k1", "place": "reward"},
     ),
     "reinforce_pp_baseline": _algorithm(
-        "REINFORCE++-baseline, arXiv 2501.03262: group mean, whitened over the batch, k2 in the loss",
+        "REINFORCE++-baseline, arXiv 2501.03262: group mean, whitened over the batch, k2 in the loss; KL weight of "
+        "OpenRLHF's script",
         "Groups with sparse rewards; std inside groups is too noisy.",
         advantage={"baseline": "group_mean", "scale": "none", "whiten": True},
         aggregation="token_mean",
-        kl={"weight": 0.01, "estimator": "k2"},
+        kl={"weight": 1e-5, "estimator": "k2"},
     ),
-    "grpo_pp": Preset(
-        "The bundle known as GRPO++: DAPO's four parts, no std (Dr. GRPO), truncated importance sampling",
-        "The usual choice for long reasoning with an engine whose numbers differ from the trainer's.",
-        {
-            "algorithm": {
-                "advantage": GROUP_MEAN_ONLY,
-                "clip": CLIP_HIGHER,
-                "aggregation": "token_mean",
-                "filter": {"no_difference": "refill"},
-                "correction": {"kind": "truncate", "level": "token", "high": 2.0},
-            },
-            "reward": {"overlong": {"weight": 1.0}},
-        },
+    "grpo_pp": _algorithm(
+        "GRPO++ as DeepSWE's authors (Agentica and Together AI, 2025) list it: clip higher and no KL (DAPO), no std and no "
+        "division by length (Dr. GRPO), leave-one-out (RLOO), truncated samples masked, no entropy bonus",
+        "Long agentic or reasoning answers that are often cut.",
+        advantage={"baseline": "leave_one_out", "scale": "none"},
+        clip=CLIP_HIGHER,
+        aggregation="constant",
+        filter={"truncated": "mask"},
     ),
-    "r1": Preset(
-        "DeepSeek-R1, Nature 645 (2025), section R1-Zero: 512 prompts x 16, 16 updates, clip 10, KL 0.001, lr 3e-6",
-        "Repeating R1, or a policy of its size.",
-        {
-            "algorithm": {
-                "clip": {"low": 10.0, "high": 10.0},
-                "kl": {"weight": 0.001, "refresh_every": 25, "refresh_mix": 1.0},
-            },
-            "rollout": {"prompts_per_step": 512, "group_size": 16},
-            "optimizer": {"lr": 3e-6, "updates_per_step": 16},
-        },
-    ),
+    "r1_zero": _r1("R1-Zero: 512 prompts x 16, split at random into 16 updates, KL 0.001, lr 3e-6; names no clip", {}),
+    "r1": _r1("first stage of RL of R1: as R1-Zero, with a clip of 10", {"clip": {"low": 10.0, "high": 10.0}}),
 }
 
 

@@ -15,6 +15,7 @@ class Advantage(Section):
     baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
     scale: Literal["group_std", "batch_std", "none"] = "group_std"
     combine: Literal["sum", "normalise"] = Field("sum", description="normalise: each reward in its group, then summed")
+    std: Literal["sample", "population"] = Field("sample", description="over n - 1, as torch and TRL, or over n")
     whiten: bool = Field(False, description="over all response tokens of the step, after all else")
     eps: float = Field(1e-4, gt=0)
 
@@ -45,6 +46,7 @@ class KL(Section):
     weight: float = Field(0.0, ge=0, description="0: no reference is loaded")
     estimator: Literal["k1", "k2", "k3", "k3_clamped", "k3_unbiased"] = "k3"
     place: Literal["loss", "reward"] = "loss"
+    level: Literal["token", "sequence"] = Field("token", description="of log r: each token's, or the whole answer's")
     target: float | None = Field(None, gt=0, description="nats per token that the adaptive weight aims at")
     refresh_every: int = Field(0, ge=0, description="steps after which the reference follows the policy; 0: never")
     refresh_mix: float = Field(0.6, gt=0, le=1, description="share of the policy in the refreshed reference")
@@ -78,7 +80,10 @@ class Drift(Section):
 
 
 class Filter(Section):
-    no_difference: Literal["keep", "drop", "refill"] = Field("keep", description="groups whose rewards are all equal")
+    no_difference: Literal["keep", "drop", "refill"] = Field("keep", description="groups whose samples are all equal")
+    metric: Literal["reward", "accuracy"] = Field(
+        "reward", description="what must differ in a group: the whole reward, or whether samples are right (DAPO)"
+    )
     most_tries: int = Field(10, ge=1, description="rounds of generation until a refilled step must be full")
     truncated: Literal["keep", "mask"] = Field("keep", description="mask: truncated samples do not learn")
     rest_after: int = Field(0, ge=0, description="times in a row all right until a prompt rests; 0: never")
@@ -94,7 +99,9 @@ AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_sum", "constant", "deco
 class Algorithm(Section):
     preset: str = "grpo"
     advantage: Advantage = Advantage()
-    ratio: Literal["token", "sequence"] = "token"
+    ratio: Literal["token", "sequence", "sequence_token", "product"] = Field(
+        "token", description="importance ratio of a token, a sequence (geometric mean), GSPO-token, the whole product"
+    )
     surrogate: Literal["clip", "cispo", "sapo", "gmpo", "vespo", "none"] = "clip"
     clip: Clip = Clip()
     gate: Gate = Gate()
@@ -122,6 +129,18 @@ class Algorithm(Section):
         return self
 
 
+def needs_old_logprobs(wanted: Algorithm, updates: int) -> bool:
+    """Say whether a step computes the policy's logprobs before the first of its `updates`.
+
+    With one update they are those of the update itself, with `old_logprobs: engine` the engine has given them; the
+    entropy mask needs entropies, which no engine gives.
+    """
+    if wanted.entropy.top_quantile < 1:
+        return True
+    kl_in_reward = wanted.kl.weight > 0 and wanted.kl.place == "reward"
+    return wanted.old_logprobs == "recomputed" and (updates > 1 or kl_in_reward)
+
+
 def contradictions(wanted: Algorithm) -> Iterator[str]:
     """Parts that cannot stand together, each with the nearest choice that works."""
     kl, correction = wanted.kl, wanted.correction
@@ -131,25 +150,27 @@ def contradictions(wanted: Algorithm) -> Iterator[str]:
         yield f"correction.kind={correction.kind} has no limit: set correction.high, e.g. 2.0"
     if correction.kind == "none" and (correction.low is not None or correction.high is not None):
         yield "correction.low and correction.high do nothing with correction.kind=none: set it to truncate or mask"
-    if wanted.ratio == "sequence" and correction.kind != "none" and correction.level == "token":
-        yield "ratio=sequence weighs sequences, correction.level=token single tokens: set correction.level=sequence"
     if wanted.old_logprobs == "engine" and correction.kind != "none":
         yield "old_logprobs=engine leaves nothing to correct: set correction.kind=none or old_logprobs=recomputed"
-    if wanted.surrogate in ("gmpo", "vespo", "cispo") and wanted.ratio == "sequence":
+    if wanted.surrogate in ("gmpo", "vespo") and wanted.ratio != "token":
         yield f"surrogate={wanted.surrogate} is defined on token ratios: set ratio=token"
     if wanted.surrogate == "vespo" and correction.kind != "none" and correction.level == "sequence":
         yield "surrogate=vespo multiplies token corrections itself: set correction.level=token"
+    if kl.level == "sequence" and kl.place == "reward":
+        yield "kl.level=sequence is a term of the loss; a reward takes the KL of the whole answer anyway: set kl.place=loss"
     yield from _advantage_contradictions(wanted)
 
 
 def _advantage_contradictions(wanted: Algorithm) -> Iterator[str]:
     advantage = wanted.advantage
-    if advantage.level == "process" and wanted.preset == "gspo":
-        yield "preset=gspo has one advantage for a sequence: set preset=gspo_token for advantage.level=process"
+    if advantage.level == "process" and wanted.ratio in ("sequence", "product"):
+        yield f"ratio={wanted.ratio} has one advantage for a sequence: set ratio=sequence_token for advantage.level=process"
     if advantage.level == "process" and (advantage.baseline, advantage.combine) != ("group_mean", "sum"):
         yield "advantage.level=process needs advantage.baseline=group_mean and advantage.combine=sum"
     if advantage.level == "process" and wanted.kl.place == "reward" and wanted.kl.weight:
         yield "advantage.level=process has no reward of the whole response for the KL: set kl.place=loss"
+    if advantage.combine == "normalise" and wanted.kl.place == "reward" and wanted.kl.weight:
+        yield "advantage.combine=normalise knows no KL among its rewards: set kl.place=loss"
     if advantage.combine == "normalise" and advantage.baseline == "none":
         yield "advantage.combine=normalise works inside groups: set advantage.baseline=group_mean"
     if advantage.baseline == "none" and advantage.scale == "group_std":

@@ -12,10 +12,11 @@ from grpo_mp.algorithms.settings import Algorithm
 
 @dataclass(frozen=True)
 class Terms:
-    """Of every token, [T] in float64. `new` and `log_ratio` carry the gradient."""
+    """Of every token, [T] in float64. `new` and both log ratios carry the gradient."""
 
     new: Tensor  # logprob
-    log_ratio: Tensor  # new - old; of the sequence where `algorithm.ratio` says so
+    token_log_ratio: Tensor  # new - old
+    log_ratio: Tensor  # what `algorithm.ratio` makes of it
     advantages: Tensor
     correction: Tensor  # old / rollout, limited
     sequences: Sequences
@@ -48,14 +49,12 @@ def sapo(terms: Terms, wanted: Algorithm) -> Tensor:
 
 
 def gmpo(terms: Terms, wanted: Algorithm) -> Tensor:
-    """-A times the geometric mean over the sequence of the ratios, each clipped on its bad side (GMPO, eq. 4).
-
-    As for sequence ratios the value is the sequence's, the gradient the token's.
-    """
+    """-A times the geometric mean over the sequence of the ratios, each clipped on its bad side (GMPO, eq. 4)."""
     low = torch.tensor(1 - wanted.clip.low, dtype=torch.float64).clamp(min=1e-300).log()
     high = torch.tensor(1 + wanted.clip.high, dtype=torch.float64).log()
-    bounded = torch.where(terms.advantages > 0, terms.log_ratio.clamp(max=high), terms.log_ratio.clamp(min=low))
-    return -(terms.sequences.means(bounded) + bounded - bounded.detach()).exp() * terms.advantages
+    of_tokens = terms.token_log_ratio
+    bounded = torch.where(terms.advantages > 0, of_tokens.clamp(max=high), of_tokens.clamp(min=low))
+    return -terms.sequences.means(bounded).exp() * terms.advantages
 
 
 def vespo(terms: Terms, wanted: Algorithm) -> Tensor:
@@ -65,7 +64,8 @@ def vespo(terms: Terms, wanted: Algorithm) -> Tensor:
     """
     gamma, smallest, largest = wanted.gamma, torch.tensor(1e-8).log().item(), 20.0
     correction = terms.correction.log().clamp(smallest, largest)
-    log_w = terms.sequences.sums(terms.log_ratio.clamp(-largest, largest)) + terms.sequences.sums(correction)
+    ratios = terms.token_log_ratio.detach().clamp(-largest, largest)
+    log_w = terms.sequences.sums(ratios) + terms.sequences.sums(correction)
     log_w = log_w.clamp(smallest, largest)
     rises = terms.advantages >= 0
     k = torch.where(rises, gamma.k_positive, gamma.k_negative)

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from grpo_mp.config import Layout
 from grpo_mp.data.pack import pack, slice_context
 from grpo_mp.data.schedule import Cost, Schedule, plan_microbatches
@@ -23,16 +25,24 @@ class Update:
 
 
 def plan_updates(
-    lengths: Sequence[int], updates: int, layout: Layout, data_parallel: int, max_tokens: int, hidden_size: int
+    lengths: Sequence[int],
+    updates: int,
+    layout: Layout,
+    data_parallel: int,
+    max_tokens: int,
+    hidden_size: int,
+    order: Sequence[int] | None = None,
 ) -> tuple[Update, ...]:
-    """Divide the step's samples, in order, into `updates` parts of equal size, as near as may be, and plan each.
+    """Divide the step's samples into `updates` parts of equal size, as near as may be, and plan each.
 
-    `lengths` are tokens of prompt and response; `max_tokens` bounds one micro-batch.
+    `lengths` are tokens of prompt and response; `max_tokens` bounds one micro-batch; `order` is the permutation in
+    which samples are taken (null: as they are).
     """
+    order = range(len(lengths)) if order is None else order
     cost = Cost(1.0, 1.0 / (12 * hidden_size))
     multiple = layout.pipeline if layout.virtual_pipeline else 1
     bounds = [len(lengths) * part // updates for part in range(updates + 1)]
-    parts = [tuple(range(start, end)) for start, end in pairwise(bounds) if end > start]
+    parts = [tuple(order[start:end]) for start, end in pairwise(bounds) if end > start]
     return tuple(
         Update(
             part,
@@ -40,6 +50,13 @@ def plan_updates(
         )
         for part in parts
     )
+
+
+def sample_order(samples: int, shuffle: bool, seed: int, step: int) -> tuple[int, ...]:
+    """Order a step's samples for its updates: as they are, or a permutation that seed and step decide."""
+    if not shuffle:
+        return tuple(range(samples))
+    return tuple(np.random.default_rng([seed % 2**64, step]).permutation(samples).tolist())
 
 
 def alignment(layout: Layout) -> int:

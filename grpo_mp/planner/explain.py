@@ -34,10 +34,12 @@ def _lines(job: Job) -> Iterator[str]:
 
 def _step(job: Job) -> Iterator[str]:
     settings, rollout = job.settings, job.settings.rollout
-    samples, updates = settings.samples_per_step, settings.optimizer.updates_per_step
+    samples, parts, epochs = settings.samples_per_step, settings.optimizer.updates_per_step, settings.optimizer.epochs
+    updates = settings.optimizer_steps_per_step
     yield (
         f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {samples:,} samples, "
-        f"{updates} update{'s' * (updates > 1)} of {samples // updates:,}; {settings.run.steps} steps in all"
+        f"{updates} update{'s' * (updates > 1)} of {samples // parts:,}{f' in {epochs} passes' * (epochs > 1)}; "
+        f"{settings.run.steps} steps in all"
     )
     stale = f"those of its last update are {updates - 1} updates old" if updates > 1 else "none is stale"
     yield f"staleness: a step samples from the weights before its first update; {stale}"

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.planner.assumed import ASSUMED
 from grpo_mp.planner.generation import Generation, generate_work, plan_generation
 from grpo_mp.planner.job import Job
@@ -60,9 +61,7 @@ def make_plan(job: Job, kept: Keeping | None = None) -> Plan:
 def _work(job: Job, kept: Keeping, memory: Memory) -> dict[Stretch, Work]:
     stage = max(range(len(job.counts)), key=lambda number: job.counts[number].total)
     count, engine = job.counts[stage], memory.engine
-    updates, algorithm = job.settings.optimizer.updates_per_step, job.settings.algorithm
-    # With one update the old logprobs are those of the update itself.
-    old = updates > 1 or algorithm.entropy.top_quantile < 1 or (job.has_reference and algorithm.kl.place == "reward")
+    old = needs_old_logprobs(job.settings.algorithm, job.settings.optimizer_steps_per_step)
     swap = 4 * count.total * kept.weights * job.has_reference
     sharded = count.dense / job.dense_shards + count.expert / job.expert_shards
     state = sharded * kept.optimizer * 2 * job.moves  # there and back

@@ -36,14 +36,15 @@ def logprob_work(job: Job, passes: int) -> Work:
 
 def train_work(job: Job) -> Work:
     """All forward and backward passes of a step; full recomputation does the forward pass twice."""
-    forward, again = _forward(job), job.settings.optimizer.recompute == "full"
+    optimizer = job.settings.optimizer
+    forward, again = _forward(job).times(optimizer.epochs), optimizer.recompute == "full"
     travels = forward.times(2 + again)  # a backward pass computes twice what a forward pass does, and sends as much
     return replace(travels, flops=forward.flops * (3 + again), idle=_idle(job))
 
 
 def optimizer_work(job: Job, kept: Keeping, stage: int) -> Work:
     """The updates of a step: gradients summed over replicas, Adam, new weights gathered."""
-    count, updates = job.counts[stage], job.settings.optimizer.updates_per_step
+    count, updates = job.counts[stage], job.settings.optimizer_steps_per_step
     layout = job.settings.layout
     sharded = count.dense / job.dense_shards + count.expert / job.expert_shards
     bytes_ = kept.gradients + kept.weights

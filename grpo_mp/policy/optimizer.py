@@ -50,7 +50,7 @@ def build_optimizer(
     for part in optimizer.chained_optimizers:
         init_state(part)
     wanted = settings.optimizer
-    total = settings.run.steps * wanted.updates_per_step
+    total = settings.run.steps * settings.optimizer_steps_per_step
     return optimizer, _schedule(optimizer, wanted, total)
 
 

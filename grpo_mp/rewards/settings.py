@@ -8,7 +8,9 @@ from grpo_mp.section import Section, as_bytes
 
 
 class Overlong(Section):
-    weight: float = Field(0.0, ge=0, description="0: off")
+    weight: float = Field(
+        0.0, ge=0, description="of half the reward's range (reward.range): 1 as in DAPO, whose rewards are -1 and 1"
+    )
     buffer_tokens: int | None = Field(
         None, gt=0, description="before max_response_tokens, L_cache of DAPO; null: a fifth of it, as there"
     )
@@ -47,6 +49,11 @@ class Reward(Section):
     answer: float = 0.0
     boxed: float = 0.0
     length: float = Field(0.0, description="weight of min(1, tokens / max_response_tokens); negative punishes length")
+    range: tuple[float, float] | None = Field(
+        None,
+        description="lowest and highest reward without penalties, which overlong is measured by; null: from 0 to the "
+        "sum of the weights of answer, boxed, model, code and functions, each of which is taken to lie in 0 to 1",
+    )
     overlong: Overlong = Overlong()
     repetition: Repetition = Repetition()
     model: RewardModel | None = None
@@ -61,6 +68,21 @@ class Reward(Section):
         """Whether anything rewards whole responses."""
         sections = (self.overlong, self.repetition, self.model, self.code)
         return any((self.answer, self.boxed, self.length, *(one.weight for one in sections if one), self.functions))
+
+    @property
+    def span(self) -> float:
+        """Highest minus lowest reward without penalties."""
+        if self.range is not None:
+            return self.range[1] - self.range[0]
+        served = [part.weight for part in (self.model, self.code) if part]
+        return sum(map(abs, (self.answer, self.boxed, *served, *self.functions.values())))
+
+    @field_validator("range")
+    @classmethod
+    def _ascends(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not value[0] < value[1]:
+            raise ValueError(f"{list(value)} is no range: write the lowest reward, then the highest")
+        return value
 
     @model_validator(mode="after")
     def _some_reward(self) -> "Reward":

@@ -31,7 +31,8 @@ def admit(infos: Sequence[SampleInfo], wanted: int, rule: Filter) -> Admission:
     places = {info.group_id: info.finished if rule.admit == "finish" else info.group_id for info in whole}
     same: set[int] = set()
     if rule.no_difference != "keep":
-        same = set(groups_without_difference([info.reward for info in whole], [info.group_id for info in whole]))
+        values = [float(bool(info.right)) if rule.metric == "accuracy" else info.reward for info in whole]
+        same = set(groups_without_difference(values, [info.group_id for info in whole]))
     able = sorted(places.keys() - same, key=lambda group: (places[group], group))
     broken_off = len({info.group_id for info in infos}) - len(places)
     return Admission(tuple(sorted(able[:wanted])), len(same), max(0, len(able) - wanted), broken_off)

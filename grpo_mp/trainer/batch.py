@@ -8,7 +8,7 @@ import torch
 from grpo_mp.algorithms.advantages import decoupled_advantages, outcome_advantages, process_advantages
 from grpo_mp.algorithms.aggregation import token_weights
 from grpo_mp.config import Settings
-from grpo_mp.data.updates import Update, microbatches, plan_updates
+from grpo_mp.data.updates import Update, microbatches, plan_updates, sample_order
 from grpo_mp.planner.grid import replica_ranks
 from grpo_mp.policy.parallel import Parallel
 from grpo_mp.rollout.exchange import SampleInfo, deliver
@@ -32,10 +32,11 @@ def assemble(
     settings: Settings,
     parallel: Parallel,
     hidden_size: int,
+    step: int,
 ) -> StepBatch:
     """Plan alike on every rank, and bring each sample to where it is trained on.
 
-    groups: of this rank's engine; infos: of the whole step, the same on every rank.
+    groups: of this rank's engine; infos: of the whole step, the same on every rank; step: decides a random order.
     """
     advantages = sample_advantages(infos, [info.reward for info in infos], reward_weights, settings)
     masks = settings.algorithm.filter.truncated == "mask"
@@ -47,6 +48,7 @@ def assemble(
         parallel.data_parallel,
         settings.optimizer.max_tokens_per_microbatch,
         hidden_size,
+        sample_order(len(infos), settings.optimizer.shuffle, settings.run.seed, step),
     )
     samples = deliver(
         groups, _wanted(infos, plan, settings, parallel), parallel.host, parallel.replica, parallel.replica_source
@@ -81,7 +83,7 @@ def sample_advantages(
         lengths = [info.response_tokens for info in infos]
         return list(process_advantages([info.step_rewards for info in infos], lengths, ids, wanted))
     if wanted.combine == "normalise":
-        return list(decoupled_advantages([info.reward_parts for info in infos], weights, ids, wanted.eps))
+        return list(decoupled_advantages([info.reward_parts for info in infos], weights, ids, wanted))
     return list(outcome_advantages(rewards, ids, wanted))
 
 

@@ -18,7 +18,7 @@ def describe_run(settings: Settings, inputs: Inputs, world_size: int, ranks_per_
         f"engines: {len(hosts)} x {settings.engine.gpus} rank(s), hosted by ranks {hosts}",
         f"train prompts: {len(inputs.train)} ({inputs.train.left_out} longer than the limit left out); eval: {evals}",
         f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {settings.samples_per_step} samples, "
-        f"{optimizer.updates_per_step} update(s) of {settings.samples_per_step // optimizer.updates_per_step}",
+        f"{settings.optimizer_steps_per_step} update(s) of {settings.samples_per_step // optimizer.updates_per_step}",
         f"longest sequence: {rollout.max_prompt_tokens} + {rollout.max_response_tokens} tokens; "
         f"micro-batches of up to {optimizer.max_tokens_per_microbatch} tokens",
         f"run folder: {settings.run.folder}; nothing was started",

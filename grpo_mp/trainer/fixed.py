@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_mp.algorithms.kl import ESTIMATORS
-from grpo_mp.algorithms.settings import Algorithm
+from grpo_mp.algorithms.settings import Algorithm, needs_old_logprobs
 from grpo_mp.data.pack import context_index
 from grpo_mp.data.updates import Update
 from grpo_mp.policy.parallel import Parallel, sum_over_context
@@ -22,14 +22,11 @@ Updates = list[list[MicroBatch]]
 
 
 def fixed_values(session: Session, batch: StepBatch) -> Updates:
-    """The step's micro-batches with everything that its updates need. Every rank must call this.
-
-    With a single update the old logprobs are those of the update itself, and are not computed twice.
-    """
+    """The step's micro-batches with everything that its updates need. Every rank must call this."""
     policy, wanted = session.policy, session.settings.algorithm
     kl_in_reward = wanted.kl.place == "reward" and policy.reference is not None
     updates = [list(update) for update in batch.updates]
-    if len(updates) > 1 or wanted.entropy.top_quantile < 1 or kl_in_reward:
+    if needs_old_logprobs(wanted, len(updates) * session.settings.optimizer.epochs):
         updates = [_with_old(update, policy.logprobs(update), wanted, session.parallel) for update in updates]
     if policy.reference:
         updates = [with_reference(update, policy.reference_logprobs(update)) for update in updates]
@@ -89,7 +86,8 @@ def _with_kl_in_reward(updates: Updates, batch: StepBatch, session: Session) -> 
             spent.index_add_(0, place, cost(one))
     dist.all_reduce(spent, group=parallel.host)
     rewards = [info.reward - float(kl) for info, kl in zip(batch.infos, spent, strict=True)]
-    values = torch.tensor(sample_advantages(batch.infos, rewards, {}, session.settings), dtype=torch.float64)
+    weights = session.inputs.scorer.weights
+    values = torch.tensor(sample_advantages(batch.infos, rewards, weights, session.settings), dtype=torch.float64)
     return [
         [_moved(one, values[_samples_of(one, plan)]) for one in part]
         for part, plan in zip(updates, batch.plan, strict=True)
@@ -101,11 +99,13 @@ def _moved(batch: MicroBatch, advantages: Tensor) -> MicroBatch:
 
 
 def _kl(batch: MicroBatch, wanted: Algorithm) -> Tensor:
-    """[T] in float64, zero at prompts and padding, and on stages that have no logprobs."""
-    if batch.reference_logprobs is None or batch.old_logprobs is None:
+    """[T] in float64, zero at prompts and padding, where the engine gave no number, and on stages without logprobs."""
+    old = batch.rollout_logprobs if wanted.old_logprobs == "engine" else batch.old_logprobs
+    if batch.reference_logprobs is None or old is None:
         return torch.zeros_like(batch.advantages)
-    log_r = (batch.reference_logprobs - batch.old_logprobs).double()
-    return ESTIMATORS[wanted.kl.estimator](log_r, torch.ones_like(log_r)).where(batch.mask.bool(), 0.0)
+    log_r = (batch.reference_logprobs - old).double()
+    known = batch.mask.bool() & log_r.isfinite()
+    return ESTIMATORS[wanted.kl.estimator](log_r, torch.ones_like(log_r)).where(known, 0.0)
 
 
 def _samples_of(batch: MicroBatch, plan: Update) -> Tensor:

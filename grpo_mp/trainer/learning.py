@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 
 from grpo_mp.algorithms.controllers import adapted, current_weights, has_drifted
 from grpo_mp.algorithms.losses import make_loss
@@ -14,12 +15,12 @@ from grpo_mp.types import MicroBatch
 
 
 def learn(session: Session, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateReport]:
-    """Update the policy until the step's updates are done, or it has drifted too far from what sampled them.
+    """Update the policy, `optimizer.epochs` times over the step's parts, unless it drifts too far from what sampled them.
 
     Adaptive weights move after every update. Every rank must call this.
     """
     wanted, reports = session.settings.algorithm, list[UpdateReport]()
-    for update in updates:
+    for update in chain.from_iterable(repeat(updates, session.settings.optimizer.epochs)):
         weights = current_weights(session.state.controls, wanted)
         report = session.policy.update(update, make_loss(wanted, weights, context_reduction(session.parallel)))
         measured = metrics(reduce_report(report, session.parallel))

@@ -48,8 +48,8 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
     }
 
 
-def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch) -> dict[str, float]:
-    """Means over the step's updates of what the losses measured."""
+def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: int) -> dict[str, float]:
+    """Means over the step's updates, of which `planned` were to be made, of what the losses measured."""
     named = [report.measured for report in reports]
     if not named:
         return {"train/updates": 0}
@@ -69,7 +69,7 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch) -> dict[st
         "train/lr": reports[-1].lr,
         "train/updates": len(reports),
         "train/skipped_updates": sum(report.skipped for report in reports),
-        "train/drift_skipped_updates": len(batch.plan) - len(reports),
+        "train/drift_skipped_updates": planned - len(reports),
         "train/tokens": real,
         "train/padding_ratio": 1 - real / tokens,
     }

@@ -57,7 +57,7 @@ class Recorder:
         response_tokens = sum(info.response_tokens for info in collected.launched)
         tokens = sum(info.total_tokens for info in batch.infos)
         seconds = summary.seconds
-        updates = update_metrics(reports, batch)
+        updates = update_metrics(reports, batch, len(batch.plan) * session.settings.optimizer.epochs)
         if session.policy.reference is None:
             updates.pop("train/kl_loss", None)  # nothing was measured
         return {

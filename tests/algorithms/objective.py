@@ -97,7 +97,9 @@ def _sample_terms(drawn: Drawn, i: int, new: Tensor, advantage: float, algorithm
     if drawn.reference is None or algorithm.kl.place == "reward":
         return surrogate
     x = torch.from_numpy(drawn.reference[i]).double() - new
-    ratio = (new - old).exp() if algorithm.ratio == "token" else (new - old).mean().exp()
+    if algorithm.kl.level == "sequence":
+        x = x.sum() * torch.ones_like(new)
+    ratio = _ratio(new, old, algorithm)
     kl = {
         "k1": -x,
         "k2": 0.5 * x**2,
@@ -110,9 +112,7 @@ def _sample_terms(drawn: Drawn, i: int, new: Tensor, advantage: float, algorithm
 
 def _surrogate(new: Tensor, old: Tensor, correction: Tensor, advantage: float, algorithm: Algorithm) -> Tensor:
     low, high = 1 - algorithm.clip.low, 1 + algorithm.clip.high
-    ratio = (new - old).exp()
-    if algorithm.ratio == "sequence":
-        ratio = (new - old).mean().exp() * torch.ones_like(new)
+    ratio = _ratio(new, old, algorithm)
     if algorithm.surrogate == "clip":
         bounded = ratio if algorithm.clip.dual is None else torch.clamp(ratio, max=algorithm.clip.dual)
         return -torch.min(bounded * advantage, torch.clamp(ratio, low, high) * advantage)
@@ -136,6 +136,21 @@ def _surrogate(new: Tensor, old: Tensor, correction: Tensor, advantage: float, a
         w = torch.clamp(log_w, math.log(1e-8), 20).exp()
         return -(w**k * torch.exp(rate * (1 - w))) * advantage * new
     return -ratio * advantage
+
+
+def _ratio(new: Tensor, old: Tensor, algorithm: Algorithm) -> Tensor:
+    """[tokens]: whose gradients go where the ratio's definition says."""
+    if algorithm.ratio == "token":
+        return (new - old).exp()
+    if algorithm.ratio == "product":
+        return (new.sum() - old.sum()).exp() * torch.ones_like(new)
+    sequence = (new - old).mean().exp()
+    return sequence * torch.ones_like(new) if algorithm.ratio == "sequence" else sequence.detach() * _straight(new)
+
+
+def _straight(new: Tensor) -> Tensor:
+    """1 in value, the token's own ratio in gradient."""
+    return new.exp() / new.detach().exp()
 
 
 def _correction(old: Tensor, rollout: Tensor, algorithm: Algorithm) -> Tensor:
@@ -176,7 +191,8 @@ def _advantage(drawn: Drawn, sample: int, algorithm: Algorithm) -> float:
     if wanted.baseline != "none" and group.min() == group.max():
         return 0.0
     std = {"none": None, "group_std": group, "batch_std": rewards}[wanted.scale]
-    return float(centred if std is None else centred / (std.std(ddof=1) + wanted.eps))
+    ddof = 1 if wanted.std == "sample" else 0
+    return float(centred if std is None else centred / (std.std(ddof=ddof) + wanted.eps))
 
 
 def as_microbatches(

@@ -107,7 +107,7 @@ def test_rewards_normalised_apart_before_they_are_summed() -> None:
     """GDPO: a reward of large spread does not drown one of small spread; the sum is normalised over the batch."""
     right, style, ids = [0.0, 1.0, 1.0, 0.0, 0.0, 1.0], [0.01, 0.02, 0.01, 0.02, 0.01, 0.03], [0, 0, 0, 1, 1, 1]
     parts = [{"right": a, "style": b} for a, b in zip(right, style, strict=True)]
-    found = decoupled_advantages(parts, {"right": 2.0, "style": 0.5}, ids, EPS)
+    found = decoupled_advantages(parts, {"right": 2.0, "style": 0.5}, ids, Advantage(eps=EPS))
 
     def normal(values: list[float]) -> np.ndarray:
         groups = np.array(values).reshape(2, 3)
@@ -119,9 +119,9 @@ def test_rewards_normalised_apart_before_they_are_summed() -> None:
 
 def test_a_part_that_does_not_apply_counts_nothing_and_no_difference_is_zero() -> None:
     parts = [{"a": 1.0}, {"a": 0.0}, {"a": 1.0, "b": 3.0}]
-    alone = decoupled_advantages(parts, {"a": 1.0}, [0, 0, 0], EPS)
-    assert decoupled_advantages(parts, {"a": 1.0, "b": 1.0}, [0, 0, 0], EPS) == alone
-    assert decoupled_advantages([{"a": 1.0}] * 3, {"a": 1.0}, [0, 0, 0], EPS) == (0.0, 0.0, 0.0)
+    alone = decoupled_advantages(parts, {"a": 1.0}, [0, 0, 0], Advantage(eps=EPS))
+    assert decoupled_advantages(parts, {"a": 1.0, "b": 1.0}, [0, 0, 0], Advantage(eps=EPS)) == alone
+    assert decoupled_advantages([{"a": 1.0}] * 3, {"a": 1.0}, [0, 0, 0], Advantage(eps=EPS)) == (0.0, 0.0, 0.0)
 
 
 def test_a_token_gains_from_every_step_that_ends_after_it() -> None:

@@ -45,6 +45,14 @@ PARTS: dict[str, dict[str, Any]] = {
     "vespo with TIS": {"surrogate": "vespo", "correction": {"kind": "truncate", "high": 2.0}},
     "off-policy sequence mask": {"correction": {"off_policy_limit": 0.01}},
     "sapo on sequences": {"surrogate": "sapo", "ratio": "sequence"},
+    "population std": {"advantage": {"scale": "group_std", "std": "population"}},
+    "population std of the batch": {"advantage": {"scale": "batch_std", "std": "population"}},
+    "product ratio": {"ratio": "product", "clip": {"low": 0.9, "high": 10.0}},
+    "gspo with a KL": {"ratio": "sequence", "kl": {"weight": 0.3, "estimator": "k3_unbiased"}},
+    "gspo-token with a KL": {"ratio": "sequence_token", "kl": {"weight": 0.3, "estimator": "k3_unbiased"}},
+    "gspo with token TIS": {"ratio": "sequence", "correction": {"kind": "truncate", "high": 2.0}},
+    "R1's equations": {"ratio": "product", "kl": {"weight": 0.1, "level": "sequence"}},
+    "cispo on sequences": {"surrogate": "cispo", "ratio": "sequence", "clip": {"low": 1.0, "high": 4.0}},
     "gmpo with a KL": {"surrogate": "gmpo", "kl": {"weight": 0.5}},
 }
 ALGORITHMS = {
@@ -52,7 +60,9 @@ ALGORITHMS = {
     **{name: {"advantage": {"scale": "group_std"}} | parts for name, parts in PARTS.items()},
 }
 
-KNOWN_TO = {"k3 unbiased": 3.0, "vespo with TIS": 3.0}  # beyond, the formulas themselves lose their digits in float64
+KNOWN_TO = dict.fromkeys(
+    ("k3 unbiased", "vespo with TIS", "gspo with a KL", "gspo-token with a KL", "R1's equations"), 3.0
+)  # beyond, the formulas themselves lose their digits in float64
 
 
 def algorithm_of(name: str) -> Algorithm:

@@ -4,6 +4,7 @@ Its loss is called; the advantages and the engine correction stand inside one lo
 out of its source and run.
 """
 
+import importlib
 import inspect
 import math
 import runpy
@@ -17,11 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 import grpo_mp.platform
 from grpo_mp.algorithms.advantages import decoupled_advantages, outcome_advantages
 from grpo_mp.algorithms.losses import make_loss
+from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics
 from grpo_mp.algorithms.settings import Advantage, Algorithm
 from grpo_mp.data.pack import gather_responses, scatter_responses
@@ -102,6 +105,11 @@ class Trl:
         self.logged: dict[str, Any] = defaultdict(lambda: defaultdict(list))
         self.rollout = padded(drawn.rollout)
         self.old = padded(drawn.old) if drawn.old else self.logprobs.detach()
+        if algorithm.ratio == "sequence_token":
+            # TRL has no such level any more: with these old logprobs its token ratio is sg(s) pi / sg(pi).
+            present, kept = self.logprobs.detach(), self.mask
+            means = ((present - self.old) * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True)
+            self.old = present - means
         self.advantages = torch.tensor(advantages, dtype=torch.float64)
         self.reference = padded(drawn.reference) if drawn.reference else None
         self.attributes, self.algorithm = attributes, algorithm
@@ -132,9 +140,9 @@ class Trl:
             ),
             model=SimpleNamespace(training=True),
             beta=wanted.kl.weight,
-            epsilon_low=wanted.clip.low,
+            epsilon_low=settings.get("epsilon_low", wanted.clip.low),
             epsilon_high=settings.get("epsilon_high", wanted.clip.high),
-            importance_sampling_level=wanted.ratio,
+            importance_sampling_level="token" if wanted.ratio == "sequence_token" else wanted.ratio,
             loss_type=settings["loss_type"],
             current_gradient_accumulation_steps=1,
             max_completion_length=LIMIT,
@@ -161,6 +169,7 @@ class Trl:
             "completion_mask": self.mask,
             "advantages": self.advantages,
             "old_per_token_logps": self.old,
+            "old_logps": (self.old * self.mask).sum(1),
             "sampling_per_token_logps": self.rollout,
             "ref_per_token_logps": self.reference,
             "num_items_in_batch": self.mask.sum(),
@@ -169,7 +178,8 @@ class Trl:
         if wanted.kind != "none":
             mode = f"{wanted.level}_{wanted.kind}"
             inputs["importance_sampling_ratio"] = trl_correction(self.old, self.rollout, self.mask, mode, wanted.low)
-        value = GRPOTrainer._compute_loss(self.trainer, None, inputs)
+        method = self.attributes.get("trl_loss", GRPOTrainer._compute_loss)
+        value = method(self.trainer, None, inputs)
         (gradient,) = torch.autograd.grad(value, self.logprobs)
         return value.item(), gradient
 
@@ -206,17 +216,53 @@ def loss_type(name: str, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return parts | more, attributes | {"loss_type": name}
 
 
+KLS: dict[str, dict[str, Any]] = {
+    "no KL": {},
+    "k3": {"weight": 0.1},
+    "unbiased k3": {"weight": 0.3, "estimator": "k3_unbiased"},
+}
+
+
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("first", [False, True])
-def test_every_loss_type(name: str, first: bool) -> None:
-    parts, attributes = loss_type(name, kl={"weight": 0.1})
-    compare(parts, first=first, **attributes)
+@pytest.mark.parametrize("kl", KLS)
+@pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_token"])
+@pytest.mark.parametrize("first", [False, True], ids=["later update", "first update"])
+def test_every_loss_type_ratio_and_kl(name: str, kl: str, ratio: str, first: bool) -> None:
+    parts, attributes = loss_type(name, kl=KLS[kl])
+    if name == "vespo" and ratio != "token":
+        with pytest.raises(ValidationError, match="set ratio=token"):  # TRL warns: the ratio is the sequence's anyway
+            Algorithm.model_validate(parts | {"ratio": ratio})
+        return
+    compare(parts | {"ratio": ratio}, first=first, **attributes)
 
 
-@pytest.mark.parametrize("name", ["grpo", "sapo", "luspo", "bnpo", "dr_grpo", "dapo"])
-def test_sequence_ratios(name: str) -> None:
-    parts, attributes = loss_type(name, ratio="sequence")
+@pytest.mark.parametrize("correction", [None, "token_truncate", "token_mask", "sequence_truncate"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "sapo"])
+def test_sequence_ratios_with_masks_and_corrections(name: str, correction: str | None) -> None:
+    """What differs by token inside a sequence reaches all of its tokens through the sequence's ratio."""
+    more = {"entropy": {"top_quantile": 0.5}, "kl": {"weight": 0.1}}
+    parts, attributes = loss_type(name, ratio="sequence", correction=CORRECTIONS.get(correction or "", {}), **more)
     compare(parts, **attributes)
+
+
+def trl_sibling(path: str, parts: dict[str, Any], first: bool, **attributes: Any) -> None:
+    """Compare with a trainer of TRL whose loss is a method of its own class."""
+    module, _, kind = path.partition(":")
+    method = vars(vars(importlib.import_module(module))[kind])["_compute_loss"]
+    compare(parts, first=first, trl_loss=method, **attributes)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_rloo_takes_the_ratio_of_whole_answers(first: bool) -> None:
+    parts = PRESETS["rloo"].settings["algorithm"] | {"clip": {"low": 0.9, "high": 3.0}, "kl": {}}
+    trl_sibling("trl.trainer.rloo_trainer:RLOOTrainer", parts, first, loss_type="rloo")
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_gmpo(first: bool) -> None:
+    parts = PRESETS["gmpo"].settings["algorithm"] | {"kl": {"weight": 0.1}}
+    clip = {"epsilon_low": 0.4, "epsilon_high": 0.4}
+    trl_sibling("trl.experimental.gmpo.gmpo_trainer:GMPOTrainer", parts, first, loss_type="grpo", **clip)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
@@ -225,12 +271,6 @@ def test_every_correction(name: str, correction: str) -> None:
     if name == "vespo" and correction.startswith("sequence"):
         pytest.skip("refused by both")
     parts, attributes = loss_type(name, correction=CORRECTIONS[correction])
-    compare(parts, **attributes)
-
-
-@pytest.mark.parametrize("correction", ["sequence_truncate", "sequence_mask"])
-def test_gspo_with_a_sequence_correction(correction: str) -> None:
-    parts, attributes = loss_type("grpo", ratio="sequence", correction=CORRECTIONS[correction])
     compare(parts, **attributes)
 
 
@@ -295,5 +335,5 @@ def test_rewards_normalised_before_they_are_summed(missing: float) -> None:
     weights, ids = torch.tensor([2.0, 0.5], dtype=torch.float64), [number // GROUP_SIZE for number in range(24)]
     expected = trl_advantages(rewards, weights, "group", "normalize_then_sum")
     parts = [{n: v for n, v in zip("ab", row, strict=True) if not math.isnan(v)} for row in rewards.tolist()]
-    found = decoupled_advantages(parts, {"a": 2.0, "b": 0.5}, ids, 1e-4)
+    found = decoupled_advantages(parts, {"a": 2.0, "b": 0.5}, ids, Advantage())
     torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, rtol=1e-5, atol=1e-9)
