@@ -40,8 +40,8 @@ def outcome_advantages(rewards: Sequence[float], group_ids: Sequence[int], wante
     """One advantage per sample from one reward per sample.
 
     group_mean: A_i = r_i - mean of its group (DeepSeekMath, section 4.1.2); leave_one_out: the mean of the others
-    (RLOO, arXiv 2402.14740, eq. 8); none: A_i = r_i. Then divided by eps + the standard deviation, over n - 1 or over n,
-    of the group or of all rewards, or by nothing. With a group baseline, a group without difference gives exactly zero.
+    (RLOO, arXiv 2402.14740, eq. 8); none: A_i = r_i. Then divided by eps + the standard deviation, over n - 1 or n, of
+    the group or of all rewards, or by nothing. With a group baseline, a group without difference gives exactly zero.
     """
     _check_lengths(rewards, group_ids)
     values, groups = torch.tensor(rewards, dtype=torch.float64), Groups.by_id(group_ids)

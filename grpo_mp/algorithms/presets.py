@@ -53,7 +53,7 @@ PRESETS: dict[str, Preset] = {
         aggregation="constant",
     ),
     "dapo": Preset(
-        "DAPO, arXiv 2503.14476, eq. 8 to 13; groups are kept by accuracy, the overlong penalty is half the reward's range",
+        "DAPO, arXiv 2503.14476, eq. 8 to 13; groups kept by accuracy, an overlong penalty of half the reward's range",
         "Long chains of thought on hard questions; entropy falls too fast under grpo.",
         {
             "algorithm": {
@@ -65,8 +65,8 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "degrpo": _algorithm(
-        "Thinkless, arXiv 2505.13379, eq. 5 (decoupled GRPO); no std, KL 0.001 as in its published script, whose rewards "
-        "are 1 (short, right), 0.5 (thinking, right) and -1 (wrong)",
+        "Thinkless, arXiv 2505.13379, eq. 5 (decoupled GRPO); no std, KL 0.001 as in its published script, whose "
+        "rewards are 1 (short, right), 0.5 (thinking, right) and -1 (wrong)",
         "The first token chooses a mode, such as thinking or a short answer, and must not be drowned by the rest.",
         advantage=GROUP_MEAN_ONLY,
         aggregation="decoupled",
@@ -122,8 +122,8 @@ PRESETS: dict[str, Preset] = {
         aggregation="token_mean",
     ),
     "rloo": _algorithm(
-        "Ahmadian et al., Back to basics, arXiv 2402.14740, eq. 8; as in TRL the ratio of whole answers, clipped at 0.2, "
-        "and KL in the reward, weight 0.05",
+        "Ahmadian et al., Back to basics, arXiv 2402.14740, eq. 8; as in TRL the ratio of whole answers, clipped at "
+        "0.2, and KL in the reward, weight 0.05",
         "Small groups; few updates per step; a reward model.",
         advantage={"baseline": "leave_one_out", "scale": "none"},
         ratio="product",
@@ -146,8 +146,8 @@ PRESETS: dict[str, Preset] = {
         kl={"weight": 1e-5, "estimator": "k2"},
     ),
     "grpo_pp": _algorithm(
-        "GRPO++ as DeepSWE's authors (Agentica and Together AI, 2025) list it: clip higher and no KL (DAPO), no std and no "
-        "division by length (Dr. GRPO), leave-one-out (RLOO), truncated samples masked, no entropy bonus",
+        "GRPO++ as the authors of DeepSWE (Agentica, Together AI, 2025) list it: clip higher, no KL (DAPO), no std and "
+        "no division by length (Dr. GRPO), leave-one-out (RLOO), truncated samples masked, no entropy bonus",
         "Long agentic or reasoning answers that are often cut.",
         advantage={"baseline": "leave_one_out", "scale": "none"},
         clip=CLIP_HIGHER,

@@ -157,14 +157,14 @@ def contradictions(wanted: Algorithm) -> Iterator[str]:
     if wanted.surrogate == "vespo" and correction.kind != "none" and correction.level == "sequence":
         yield "surrogate=vespo multiplies token corrections itself: set correction.level=token"
     if kl.level == "sequence" and kl.place == "reward":
-        yield "kl.level=sequence is a term of the loss; a reward takes the KL of the whole answer anyway: set kl.place=loss"
+        yield "kl.level=sequence is for the loss; a reward takes the KL of the whole answer anyway: set kl.place=loss"
     yield from _advantage_contradictions(wanted)
 
 
 def _advantage_contradictions(wanted: Algorithm) -> Iterator[str]:
     advantage = wanted.advantage
     if advantage.level == "process" and wanted.ratio in ("sequence", "product"):
-        yield f"ratio={wanted.ratio} has one advantage for a sequence: set ratio=sequence_token for advantage.level=process"
+        yield f"advantage.level=process differs by token, ratio={wanted.ratio} does not: set ratio=sequence_token"
     if advantage.level == "process" and (advantage.baseline, advantage.combine) != ("group_mean", "sum"):
         yield "advantage.level=process needs advantage.baseline=group_mean and advantage.combine=sum"
     if advantage.level == "process" and wanted.kl.place == "reward" and wanted.kl.weight:

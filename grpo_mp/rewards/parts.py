@@ -67,7 +67,9 @@ def _rules(settings: RewardSettings, limit: int) -> list[Part]:
     return [
         _rule("boxed", settings.boxed, lambda one: boxed_part(one.text)),
         _rule("length", settings.length, lambda one: length_part(len(one.tokens), limit)),
-        _rule("overlong", overlong.weight * settings.span / 2, lambda one: overlong_part(len(one.tokens), limit, buffer)),
+        _rule(
+            "overlong", overlong.weight * settings.span / 2, lambda one: overlong_part(len(one.tokens), limit, buffer)
+        ),
         _rule("repetition", repetition.weight, lambda one: repetition_part(one.tokens, repetition.ngram)),
     ]
 

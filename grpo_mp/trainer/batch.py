@@ -38,7 +38,7 @@ def assemble(
 
     groups: of this rank's engine; infos: of the whole step, the same on every rank; step: decides a random order.
     """
-    advantages = sample_advantages(infos, [info.reward for info in infos], reward_weights, settings)
+    advantages = sample_advantages(infos, reward_weights, settings)
     masks = settings.algorithm.filter.truncated == "mask"
     learns = tuple(not (masks and info.truncated) for info in infos)
     plan = plan_updates(
@@ -74,17 +74,15 @@ def assemble(
     return StepBatch(tuple(infos), learns, plan, updates)
 
 
-def sample_advantages(
-    infos: Sequence[SampleInfo], rewards: Sequence[float], weights: Mapping[str, float], settings: Settings
-) -> list[PerToken]:
-    """The advantage of each sample, from `rewards` or, as the settings say, from its parts or its steps."""
+def sample_advantages(infos: Sequence[SampleInfo], weights: Mapping[str, float], settings: Settings) -> list[PerToken]:
+    """The advantage of each sample, as the settings say from its reward, the reward's parts or its steps."""
     wanted, ids = settings.algorithm.advantage, [info.group_id for info in infos]
     if wanted.level == "process":
         lengths = [info.response_tokens for info in infos]
         return list(process_advantages([info.step_rewards for info in infos], lengths, ids, wanted))
     if wanted.combine == "normalise":
         return list(decoupled_advantages([info.reward_parts for info in infos], weights, ids, wanted))
-    return list(outcome_advantages(rewards, ids, wanted))
+    return list(outcome_advantages([info.reward for info in infos], ids, wanted))
 
 
 def _weights(update: Update, infos: Sequence[SampleInfo], learns: Sequence[bool], settings: Settings) -> list[PerToken]:

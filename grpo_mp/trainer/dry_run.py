@@ -21,6 +21,7 @@ def describe_run(settings: Settings, inputs: Inputs, world_size: int, ranks_per_
         f"{settings.optimizer_steps_per_step} update(s) of {settings.samples_per_step // optimizer.updates_per_step}",
         f"longest sequence: {rollout.max_prompt_tokens} + {rollout.max_response_tokens} tokens; "
         f"micro-batches of up to {optimizer.max_tokens_per_microbatch} tokens",
+        *(f"warning: {text}" for text in inputs.warnings),
         f"run folder: {settings.run.folder}; nothing was started",
     ]
     return dump_settings(settings) + "\n" + "\n".join(facts)

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from grpo_mp.algorithms.advantages import outcome_advantages
 from grpo_mp.algorithms.kl import ESTIMATORS
 from grpo_mp.algorithms.settings import Algorithm, needs_old_logprobs
 from grpo_mp.data.pack import context_index
 from grpo_mp.data.updates import Update
 from grpo_mp.policy.parallel import Parallel, sum_over_context
-from grpo_mp.trainer.batch import StepBatch, sample_advantages, with_old, with_reference
+from grpo_mp.trainer.batch import StepBatch, with_old, with_reference
 from grpo_mp.trainer.session import Session
 from grpo_mp.types import MicroBatch
 
@@ -86,8 +87,8 @@ def _with_kl_in_reward(updates: Updates, batch: StepBatch, session: Session) -> 
             spent.index_add_(0, place, cost(one))
     dist.all_reduce(spent, group=parallel.host)
     rewards = [info.reward - float(kl) for info, kl in zip(batch.infos, spent, strict=True)]
-    weights = session.inputs.scorer.weights
-    values = torch.tensor(sample_advantages(batch.infos, rewards, weights, session.settings), dtype=torch.float64)
+    ids = [info.group_id for info in batch.infos]
+    values = torch.tensor(outcome_advantages(rewards, ids, wanted.advantage), dtype=torch.float64)
     return [
         [_moved(one, values[_samples_of(one, plan)]) for one in part]
         for part, plan in zip(updates, batch.plan, strict=True)

@@ -15,7 +15,7 @@ from grpo_mp.types import MicroBatch
 
 
 def learn(session: Session, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateReport]:
-    """Update the policy, `optimizer.epochs` times over the step's parts, unless it drifts too far from what sampled them.
+    """Update the policy, `optimizer.epochs` times over the step's parts, unless it drifts too far from its samples.
 
     Adaptive weights move after every update. Every rank must call this.
     """

@@ -16,6 +16,7 @@ from grpo_mp.rollout.places import engine_places
 from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.scheduler.recovery import check_run_folder
 from grpo_mp.sync.transport import over_ipc
+from grpo_mp.trainer.start_warnings import start_warnings
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Inputs:
     train: PromptSet
     evals: dict[str, PromptSet]
     scorer: Scorer
+    warnings: tuple[str, ...] = ()  # sentences that the start of the run shows
 
 
 def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> Inputs:
@@ -41,7 +43,7 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
         )
     _check_device_settings(settings)
     check_arguments(settings.engine.args, known_arguments())
-    in_fp8(settings.engine.args, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
+    fp8 = in_fp8(settings.engine.args, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
     tokenizer = _tokenizer(settings)
     _check_sizes(settings, HfConfig.read(settings.model.path), len(tokenizer))
     longest = settings.rollout.max_prompt_tokens
@@ -58,7 +60,7 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
     scorer = Scorer(
         settings.reward, settings.rollout.max_response_tokens, settings.data.prompt, max_steps=settings.run.steps
     )
-    return Inputs(tokenizer, train, evals, scorer)
+    return Inputs(tokenizer, train, evals, scorer, (*scorer.warnings, *start_warnings(settings, fp8)))
 
 
 def _check_device_settings(settings: Settings) -> None:

@@ -92,7 +92,7 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
         stack.callback(timeline.close)
         stack.callback(inputs.scorer.close)
         stack.push(ignore_more_interrupts)
-        for note in (_greeting(settings, parallel, state), *inputs.scorer.warnings):
+        for note in (_greeting(settings, parallel, state), *(f"warning: {text}" for text in inputs.warnings)):
             progress.note(note)
         with watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
             rollout.start(parallel.store)

@@ -56,17 +56,94 @@ def test_every_preset_names_its_source_and_its_use(name: str) -> None:
     assert PRESETS[name].use.endswith(".")
 
 
-def test_constants_of_the_papers() -> None:
-    def part(name: str) -> Algorithm:
-        return settings_of(name).algorithm
+# Written from the sources, not from presets.py: setting by setting what each says, by the paths of the settings file.
+SOURCES: dict[str, dict[str, Any]] = {
+    # DAPO, section 4.1: eps 0.2 and 0.28, no KL; eq. 8: token mean; eq. 11: accuracy; eq. 13: -1 where rewards are +-1
+    "dapo": {
+        "algorithm.clip.low": 0.2,
+        "algorithm.clip.high": 0.28,
+        "algorithm.aggregation": "token_mean",
+        "algorithm.kl.weight": 0.0,
+        "algorithm.filter.no_difference": "refill",
+        "algorithm.filter.metric": "accuracy",
+        "reward.overlong.weight": 1.0,
+    },
+    # scripts/rl/thinkless_1.5b_deepscaler.sh: std_normalizer, kl_loss_coef, kl_loss_type, thinkless_alpha
+    "degrpo": {
+        "algorithm.advantage.scale": "none",
+        "algorithm.kl.weight": 0.001,
+        "algorithm.kl.estimator": "k3_clamped",
+        "algorithm.control_weight": 0.001,
+    },
+    # section 5.1
+    "gspo": {
+        "algorithm.ratio": "sequence",
+        "algorithm.clip.low": 3e-4,
+        "algorithm.clip.high": 4e-4,
+        "algorithm.aggregation": "sequence_mean",
+    },
+    "gspo_token": {"algorithm.ratio": "sequence_token", "algorithm.clip.low": 3e-4, "algorithm.clip.high": 4e-4},
+    # section 5.1, as in TRL's index of papers
+    "luspo": {"algorithm.ratio": "sequence", "algorithm.clip.low": 2e-3, "algorithm.clip.high": 2.5e-3},
+    # section 3.2: neither std nor length
+    "dr_grpo": {"algorithm.advantage.scale": "none", "algorithm.aggregation": "constant", "algorithm.kl.weight": 0.0},
+    # TRL's RLOOConfig: beta, epsilon, k1 in the reward, ratio of whole completions
+    "rloo": {
+        "algorithm.ratio": "product",
+        "algorithm.clip.low": 0.2,
+        "algorithm.clip.high": 0.2,
+        "algorithm.kl.weight": 0.05,
+        "algorithm.kl.estimator": "k1",
+        "algorithm.kl.place": "reward",
+    },
+    # OpenRLHF's train_reinforce_baseline_hybrid_engine.sh: init_coef, estimator, use_loss
+    "reinforce_pp_baseline": {
+        "algorithm.kl.weight": 1e-5,
+        "algorithm.kl.estimator": "k2",
+        "algorithm.kl.place": "loss",
+    },
+    # the list in DeepSWE's report
+    "grpo_pp": {
+        "algorithm.clip.high": 0.28,
+        "algorithm.kl.weight": 0.0,
+        "algorithm.advantage.scale": "none",
+        "algorithm.advantage.baseline": "leave_one_out",
+        "algorithm.aggregation": "constant",
+        "algorithm.filter.truncated": "mask",
+        "algorithm.entropy.weight": 0.0,
+    },
+    # R1-Zero: 8,192 outputs at random in 16 mini-batches, a new reference every 400 updates
+    "r1_zero": {
+        "optimizer.shuffle": True,
+        "optimizer.updates_per_step": 16,
+        "optimizer.epochs": 1,
+        "optimizer.lr": 3e-6,
+        "algorithm.kl.weight": 0.001,
+        "algorithm.kl.refresh_every": 400 // 16,
+        "algorithm.clip.high": 0.2,
+    },
+    # first stage of RL of R1: the clip ratio of 10 is its own
+    "r1": {"optimizer.shuffle": True, "algorithm.clip.high": 10.0, "algorithm.kl.refresh_every": 25},
+}
 
-    dapo, gspo, r1 = part("dapo"), part("gspo"), part("r1")
-    assert (dapo.clip.low, dapo.clip.high, dapo.aggregation, dapo.kl.weight) == (0.2, 0.28, "token_mean", 0.0)
-    assert dapo.filter.no_difference == "refill"
-    assert (gspo.ratio, gspo.clip.low, gspo.clip.high, gspo.aggregation) == ("sequence", 3e-4, 4e-4, "sequence_mean")
-    assert (r1.clip.high, r1.kl.weight, settings_of("r1").optimizer.updates_per_step) == (10.0, 0.001, 16)
-    dr = part("dr_grpo")
-    assert (dr.advantage.scale, dr.aggregation, dr.kl.weight) == ("none", "constant", 0.0)
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_constants_of_the_sources(name: str) -> None:
+    tree = {key: value for key, value in BASE.items() if key != "optimizer"}
+    optimizer = {} if name.startswith("r1") else BASE["optimizer"]
+    settings = check_settings(tree | {"optimizer": optimizer, "algorithm": name}, "test.yaml")
+    for path, value in SOURCES[name].items():
+        found: Any = settings
+        for part in path.split("."):
+            found = vars(found)[part]
+        assert found == value, path
+
+
+def test_r1_makes_8192_samples_a_step() -> None:
+    tree = {key: value for key, value in BASE.items() if key not in ("optimizer", "rollout")}
+    rollout = {"max_prompt_tokens": 8, "max_response_tokens": 20}
+    settings = check_settings(tree | {"algorithm": "r1", "rollout": rollout, "optimizer": {}}, "test.yaml")
+    assert settings.samples_per_step == 8192
 
 
 def test_the_user_s_words_win_over_the_preset_s(tmp_path: Path) -> None:

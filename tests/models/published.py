@@ -33,5 +33,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         "mixtral-8x22b": 140.6e9,
         "llama-3.2-1b": 1.236e9,
         "qwen2.5-7b": 7.62e9,
+        "qwen2.5-math-7b": 7.62e9,
     }.items()
 } | {"deepseek-v2": (DEEPSEEK_V2, 236e9)}

@@ -32,6 +32,9 @@ FAMILY: dict[str, dict[str, Any]] = {  # algorithms whose gradient must not depe
     "truncated_masked": {"filter": {"truncated": "mask"}, "aggregation": "token_mean"},
     "kl_in_reward": {"kl": {"weight": 0.1, "estimator": "k3", "place": "reward"}},
     "unbiased_kl": {"kl": {"weight": 0.1, "estimator": "k3_unbiased"}},
+    "unbiased_kl_of_sequences": {"ratio": "sequence", "kl": {"weight": 0.1, "estimator": "k3_unbiased"}},
+    "top_entropy_of_sequences": {"ratio": "sequence", "entropy": {"top_quantile": 0.3}},
+    "r1_equations": {"ratio": "product", "kl": {"weight": 0.1, "level": "sequence"}},
 }
 
 

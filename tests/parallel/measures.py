@@ -213,7 +213,7 @@ def _held(policy: Policy) -> Result:
 def exchange(bench: Bench) -> Result:
     """Every rank holds some groups; do the samples that it trains on arrive?"""
     parallel, groups = bench.parallel, _groups(bench, bench.given.samples)
-    batch = assemble(groups, share_infos(groups, parallel.host), {}, bench.settings, parallel, SMALL["hidden_size"])
+    batch = assemble(groups, share_infos(groups, parallel.host), {}, bench.settings, parallel, SMALL["hidden_size"], 1)
     packed = [list(update) for update in batch.updates]
     return {"packed": packed, "expected": bench.updates, "data": parallel.here.data}
 
@@ -237,7 +237,7 @@ def family(bench: Bench) -> Result:
         algorithm = Algorithm.model_validate(tree)
         optimizer = bench.settings.optimizer.model_copy(update={"updates_per_step": 1})
         settings = bench.settings.model_copy(update={"algorithm": algorithm, "optimizer": optimizer})
-        batch = assemble(groups, infos, {}, settings, parallel, SMALL["hidden_size"])
+        batch = assemble(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1)
         session = cast(Session, SimpleNamespace(policy=policy, settings=settings, parallel=parallel, state=RunState()))
         (update,) = fixed_values(session, batch)
         update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]

@@ -16,6 +16,7 @@ from grpo_mp.planner.clusters import cluster_names, read_cluster
 from grpo_mp.planner.explain import explain
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.layout import broken_rules, model_shape
+from grpo_mp.planner.memory import Stretch
 from grpo_mp.planner.meta_model import check_in_the_model
 from grpo_mp.planner.models_needed import grpo_models, ppo_models
 from grpo_mp.planner.plan import make_plan
@@ -136,6 +137,20 @@ def test_ppo_trains_two_models_and_keeps_two_more() -> None:
     assert [one.model for one in ours] == ["policy"]
     assert [one.trained for one in theirs] == [True, True, False, False]
     assert sum(one.host for one in theirs) > 2 * sum(one.host for one in ours)
+
+
+def test_passes_over_the_samples_cost_what_they_compute() -> None:
+    def seconds(stretch: Stretch, algorithm: dict[str, str] | None = None, **optimizer: int) -> float:
+        wanted = {"lr": 1e-6, "updates_per_step": 4} | optimizer
+        job = job_of("qwen2.5-7b", "h100-80", 1, algorithm=algorithm or {}, optimizer=wanted)
+        return make_plan(job).times[stretch].expected_s
+
+    assert seconds(Stretch.LOGPROB) > 1
+    assert seconds(Stretch.LOGPROB, {"old_logprobs": "engine"}) == 0
+    assert seconds(Stretch.LOGPROB, updates_per_step=1) == 0
+    assert seconds(Stretch.LOGPROB, updates_per_step=1, epochs=2) == seconds(Stretch.LOGPROB)
+    assert seconds(Stretch.TRAIN, epochs=2) == pytest.approx(2 * seconds(Stretch.TRAIN))
+    assert seconds(Stretch.OPTIMIZER, epochs=2) == pytest.approx(2 * seconds(Stretch.OPTIMIZER))
 
 
 def test_words_of_a_small_job() -> None:

@@ -1,8 +1,16 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pydantic import ValidationError
+
 from grpo_mp.rewards.length import length_part, overlong_part, repetition_part
+from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.settings import Reward
+from grpo_mp.types import SampleGroup
 
 
 def test_length_part() -> None:
@@ -46,3 +54,32 @@ def test_repetition_counts_what_stood_before(tokens: list[int], ngram: int) -> N
     grams = [tokens[i : i + ngram] for i in range(max(0, len(tokens) - ngram + 1))]
     repeated = sum(grams[i] in grams[:i] for i in range(len(grams)))
     assert repetition_part(tokens, ngram) == pytest.approx(-repeated / len(grams) if grams else 0.0)
+
+
+@pytest.mark.parametrize("tokens", [15, 20, 24, 30, 31])
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "low", "high"),
+    [
+        ({"answer": 1.0}, 0.0, 1.0),
+        ({"answer": 3.0}, 0.0, 3.0),
+        ({"answer": 2.0, "range": [-1.0, 1.0]}, 0.0, 2.0),
+    ],
+)
+def test_overlong_weighs_as_in_dapo_whatever_the_range_of_the_reward(
+    tokens: int, right: bool, settings: dict[str, Any], low: float, high: float, make_group: Callable[..., SampleGroup]
+) -> None:
+    """DAPO scores -1 and 1 and takes eq. 13 off; on another range the whole is that, moved and stretched to it."""
+    published = (1.0 if right else -1.0) + min(0.0, max(-1.0, (20 - tokens) / 10))
+    overlong = {"overlong": {"weight": 1.0, "buffer_tokens": 10}}
+    scorer = Scorer(Reward.model_validate({"answer": 1.0} | settings | overlong), max_response_tokens=30)
+    try:
+        (sample,) = scorer.score_group(make_group([("\\boxed{7}" if right else "none").ljust(tokens)])).samples
+    finally:
+        scorer.close()
+    assert sample.reward == pytest.approx(low + (published + 1) / 2 * (high - low))
+
+
+def test_a_range_ascends() -> None:
+    with pytest.raises(ValidationError, match="write the lowest reward, then the highest"):
+        Reward.model_validate({"answer": 1.0, "range": [1.0, 1.0]})

@@ -35,6 +35,21 @@ def test_groups_without_difference_are_left_out_and_counted(kind: str) -> None:
     assert (found.admitted, found.no_difference, found.missing(4)) == ((11, 13), 2, 2)
 
 
+def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
+    """DAPO, eq. 11: 0 < right answers < all. Penalties for length are no difference, and hide none."""
+    limit = 1.0 - 1.0  # a right answer that is cut at the limit, under a penalty of the whole reward
+    right = {"answer": 1.0, "overlong": -1.0}, {"answer": 0.0, "overlong": 0.0}
+    wrong = {"answer": 0.0, "overlong": -0.5}, {"answer": 0.0, "overlong": 0.0}
+    groups = [
+        SampleInfo(group, index, 0, 3, 5, reward, False, 0, parts)
+        for group, (rewards, both) in enumerate([((limit, 0.0), right), ((-0.5, 0.0), wrong)])
+        for index, (reward, parts) in enumerate(zip(rewards, both, strict=True))
+    ]
+    by_reward = admit(groups, wanted=2, rule=rule(no_difference="drop"))
+    by_accuracy = admit(groups, wanted=2, rule=rule(no_difference="drop", metric="accuracy"))
+    assert (by_reward.admitted, by_accuracy.admitted) == ((1,), (0,))
+
+
 def test_the_first_launched_are_taken_and_the_rest_is_surplus() -> None:
     found = admit(list(reversed(infos(MIXED, SAME, MIXED, MIXED))), wanted=2, rule=rule(no_difference="refill"))
     assert (found.admitted, found.no_difference, found.surplus) == ((10, 12), 1, 1)

@@ -120,7 +120,7 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(alone: Paral
 
     plan = plan_updates([one.total_tokens for one in INFOS], 1, Layout(tensor=4), 2, 64, 64)
     batch = StepBatch(infos=tuple(INFOS), learns=(True,) * len(INFOS), plan=(*plan, *plan, *plan), updates=())
-    found = update_metrics([update(1.0, 3.0, 0.1, False), update(3.0, 5.0, 0.2, True)], batch)
+    found = update_metrics([update(1.0, 3.0, 0.1, False), update(3.0, 5.0, 0.2, True)], batch, planned=3)
     assert found["train/loss"] == (2.0 + 6.0) / 2
     assert found["train/entropy"] == (2.0 / 4 + 6.0 / 4) / 2
     assert found["train/ratio/max"] == 3.0
@@ -138,7 +138,7 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(alone: Paral
 
 
 def test_a_step_without_any_update() -> None:
-    assert update_metrics([], StepBatch((), (), (), ())) == {"train/updates": 0}
+    assert update_metrics([], StepBatch((), (), (), ()), planned=0) == {"train/updates": 0}
 
 
 def test_memory_of_each_phase(alone: Parallel) -> None:

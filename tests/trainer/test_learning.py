@@ -1,0 +1,162 @@
+"""The updates of a step on a real policy of one rank: passes over the samples, and which forward passes they cost."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from grpo_mp.algorithms.losses import make_loss
+from grpo_mp.algorithms.settings import needs_old_logprobs
+from grpo_mp.config import Layout, Settings, load_settings
+from grpo_mp.policy.parallel import Parallel, start_parallel, stop_parallel
+from grpo_mp.policy.policy import Policy
+from grpo_mp.rollout.exchange import share_infos
+from grpo_mp.scheduler.recovery import RunState
+from grpo_mp.trainer.batch import assemble
+from grpo_mp.trainer.cold_start import alone
+from grpo_mp.trainer.fixed import Updates, fixed_values
+from grpo_mp.trainer.learning import learn
+from grpo_mp.trainer.session import Session
+from grpo_mp.types import Prompt, Sample, SampleGroup
+from tests.conftest import TinyRun
+
+SETTINGS = ("layout={}", "optimizer.updates_per_step=2", "algorithm.kl.weight=0.0", "optimizer.warmup_updates=0")
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Iterator[Parallel]:
+    with alone():
+        yield start_parallel(Layout(), 0, 60.0)
+        stop_parallel()
+
+
+def groups() -> list[SampleGroup]:
+    generator = torch.Generator().manual_seed(0)
+
+    def sample(group: int, index: int) -> Sample:
+        length = 3 + index + group
+        tokens = tuple(torch.randint(1, 90, (length,), generator=generator).tolist())
+        logprobs = tuple((-4.0 - torch.rand(length, generator=generator)).tolist())
+        return Sample(
+            group, index, (5, 6, 7), tokens, logprobs, (0,) * length, truncated=False, reward=float(index % 3)
+        )
+
+    prompt = Prompt(0, "", (5, 6, 7))
+    return [SampleGroup(prompt, tuple(sample(group, index) for index in range(4))) for group in range(4)]
+
+
+def a_session(tiny_run: TinyRun, parallel: Parallel, *overrides: str) -> Session:
+    settings = load_settings(tiny_run.config, [*SETTINGS, *overrides])
+    policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.weight > 0)
+    return cast(Session, SimpleNamespace(settings=settings, policy=policy, parallel=parallel, state=RunState()))
+
+
+def micro_batches(session: Session) -> Updates:
+    infos = share_infos(groups(), dist.group.WORLD)
+    batch = assemble(groups(), infos, {}, session.settings, session.parallel, 64, step=1)
+    return fixed_values(session, batch)
+
+
+def planned(session: Session) -> Updates:
+    """The step's micro-batches before anything is computed for them."""
+    batch = assemble(
+        groups(), share_infos(groups(), dist.group.WORLD), {}, session.settings, session.parallel, 64, step=1
+    )
+    return [list(update) for update in batch.updates]
+
+
+def weights(session: Session) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in session.policy.tensors.values()]
+
+
+def test_epochs_pass_over_the_same_samples_with_the_old_logprobs_of_the_first(
+    tiny_run: TinyRun, parallel: Parallel
+) -> None:
+    session = a_session(tiny_run, parallel, "optimizer.epochs=2")
+    updates = micro_batches(session)
+    reports = learn(session, updates)
+    ratios = [report.measured["train/ratio/max"] for report in reports]
+    assert len(reports) == 4
+    assert ratios[0] == pytest.approx(1.0, abs=1e-5)  # nothing has moved yet
+    assert all(abs(ratio - 1) > 1e-4 for ratio in ratios[1:])
+
+    by_hand = a_session(tiny_run, parallel, "optimizer.epochs=2")
+    first, second = micro_batches(by_hand)
+    for update in (first, second, first, second):
+        by_hand.policy.update(update, make_loss(by_hand.settings.algorithm))
+    for ours, theirs in zip(weights(session), weights(by_hand), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_one_part_passed_over_twice_measures_its_old_logprobs(tiny_run: TinyRun, parallel: Parallel) -> None:
+    one = a_session(tiny_run, parallel, "optimizer.updates_per_step=1")
+    twice = a_session(tiny_run, parallel, "optimizer.updates_per_step=1", "optimizer.epochs=2")
+    assert all(batch.old_logprobs is None for update in micro_batches(one) for batch in update)
+    assert all(batch.old_logprobs is not None for update in micro_batches(twice) for batch in update)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "passes"),
+    [
+        (["algorithm.old_logprobs=recomputed"], True),
+        (["algorithm.old_logprobs=engine"], False),
+        (["algorithm.old_logprobs=engine", "optimizer.epochs=3"], False),
+        (["algorithm.old_logprobs=engine", "algorithm.entropy.top_quantile=0.5"], True),
+        (["algorithm=rloo", "algorithm.old_logprobs=engine"], False),
+    ],
+)
+def test_old_logprobs_of_the_engine_cost_no_forward_pass(
+    tiny_run: TinyRun, parallel: Parallel, overrides: list[str], passes: bool
+) -> None:
+    session = a_session(tiny_run, parallel, *overrides)
+    counted = 0
+
+    def count(*_: Any) -> None:
+        nonlocal counted
+        counted += 1
+
+    (model,) = session.policy.models()
+    batches = sum(map(len, planned(session)))
+    model.register_forward_pre_hook(count)
+    updates = micro_batches(session)
+    reference = batches if session.policy.reference else 0
+    assert counted == reference + (batches if passes else 0)
+    assert needs_old_logprobs(session.settings.algorithm, 2) is passes
+    if session.policy.reference:  # the KL in the reward is that of the engine's own probabilities
+        assert not torch.equal(updates[0][0].advantages, planned(session)[0][0].advantages)
+
+
+def test_the_engine_s_logprobs_are_the_old_ones(tiny_run: TinyRun, parallel: Parallel) -> None:
+    """The first update's ratios are the policy's over the engine's, written out from the policy's own logprobs."""
+    session = a_session(tiny_run, parallel, "algorithm.old_logprobs=engine")
+    update = micro_batches(session)[0]
+    (outputs, *rest) = session.policy.logprobs(update)
+    assert not rest
+    mask = update[0].mask.bool()
+    ratios = (outputs[0][mask].double() - update[0].rollout_logprobs[mask].double()).exp()
+    report = learn(session, [update])[0]
+    assert report.measured["train/ratio/mean"] == pytest.approx(float(ratios.mean()), rel=1e-5)
+
+
+def test_shuffled_samples_are_spread_over_the_updates_alike_on_every_rank(
+    tiny_run: TinyRun, parallel: Parallel
+) -> None:
+    shuffled = a_session(tiny_run, parallel, "optimizer.shuffle=true")
+    infos = share_infos(groups(), dist.group.WORLD)
+
+    def parts(step: int, settings: Settings) -> list[set[int]]:
+        batch = assemble(groups(), infos, {}, settings, parallel, 64, step)
+        return [set(update.samples) for update in batch.plan]
+
+    in_order = shuffled.settings.model_copy(
+        update={"optimizer": shuffled.settings.optimizer.model_copy(update={"shuffle": False})}
+    )
+    assert parts(1, in_order) == [set(range(8)), set(range(8, 16))]
+    assert parts(1, shuffled.settings) == parts(1, shuffled.settings) != parts(2, shuffled.settings)
+    for step in range(1, 5):
+        first, second = parts(step, shuffled.settings)
+        assert len(first) == len(second) == 8
+        assert first | second == set(range(16))

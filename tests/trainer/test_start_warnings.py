@@ -1,0 +1,62 @@
+"""What a start warns of: settings that do nothing with one update a step, and FP8 engines without a correction."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mp.algorithms.presets import PRESETS
+from grpo_mp.config import Settings, check_settings, load_settings
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.rollout.precision import in_fp8
+from grpo_mp.trainer.start_warnings import start_warnings
+from tests.least import LEAST
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PUBLISHED = HfConfig(Path("published"), {"model_type": "any"})
+
+
+def settings_of(algorithm: Any, **optimizer: Any) -> Settings:
+    tree = LEAST | {"algorithm": algorithm, "optimizer": LEAST["optimizer"] | optimizer}
+    return check_settings(tree | {"reward": {"answer": 1.0, "steps": "rewards.py:steps"}}, "test.yaml")
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "cispo", "gmpo", "sapo", "vespo", "luspo", "dapo", "rloo"])
+def test_one_update_makes_a_ratio_void_and_two_do_not(name: str) -> None:
+    (sentence,) = start_warnings(settings_of(name, updates_per_step=1), fp8=False)
+    assert f"algorithm.preset={name}" in sentence
+    assert "every importance ratio is 1" in sentence
+    assert "\n" not in sentence
+    assert not start_warnings(settings_of(name, updates_per_step=2), fp8=False)
+    assert not start_warnings(settings_of(name, updates_per_step=1, epochs=2), fp8=False)
+
+
+def test_what_is_named_is_what_does_nothing() -> None:
+    assert "ratio=sequence, clip does nothing" in start_warnings(settings_of("gspo"), fp8=False)[0]
+    assert "surrogate=sapo does nothing" in start_warnings(settings_of("sapo"), fp8=False)[0]
+    quiet = ("grpo", "dr_grpo", "bnpo", "reinforce_pp", "grpo_process")
+    assert not [name for name in quiet if start_warnings(settings_of(name), fp8=False)]
+    assert set(quiet) < set(PRESETS)
+
+
+def test_ratios_to_the_engine_are_not_one() -> None:
+    assert not start_warnings(settings_of({"preset": "gspo", "old_logprobs": "engine"}), fp8=False)
+    vespo = {"preset": "vespo", "correction": {"kind": "truncate", "high": 2.0}}
+    assert not start_warnings(settings_of(vespo), fp8=False)
+
+
+def test_engines_in_fp8_want_a_correction() -> None:
+    (sentence,) = start_warnings(settings_of("grpo"), fp8=True)
+    assert "engines compute in FP8" in sentence
+    assert not start_warnings(settings_of({"correction": {"kind": "truncate", "high": 2.0}}), fp8=True)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_recipe_is_warned_of(path: Path) -> None:
+    """Every recipe whose engine is quantised corrects for it by tokens at 2, and updates more than once a step."""
+    settings = load_settings(path)
+    fp8 = in_fp8(settings.engine.args, PUBLISHED, cpu=False)
+    assert start_warnings(settings, fp8) == ()
+    if fp8:
+        wanted = settings.algorithm.correction
+        assert (wanted.kind, wanted.level, wanted.high) == ("truncate", "token", 2.0)
