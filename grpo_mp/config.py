@@ -138,6 +138,15 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
+    def _right_is_known(self) -> "Settings":
+        if self.algorithm.filter.rest_after and self.reward.says_right is None:
+            raise ValueError(
+                "algorithm.filter.rest_after rests prompts that are answered right, and nothing says what right means: "
+                "set reward.right to the part that does, or rest_after=0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _buffer_inside_response(self) -> "Settings":
         overlong, limit = self.reward.overlong, self.rollout.max_response_tokens
         if overlong.weight and overlong.buffer_tokens is not None and overlong.buffer_tokens >= limit:

@@ -76,6 +76,7 @@ def test_the_resolved_form_names_every_setting_and_reads_back_equal(file: Path, 
         {"model": {"url": "http://127.0.0.1:30000"}},
         {"code": {"memory_bytes": "1GiB"}},
         {"steps": "mine:steps", "boxed": 0.5},
+        {"functions": {"mine:rule": 1.0}, "right": "rule"},
     ],
 )
 def test_each_reward_is_enough_and_reads_back_equal(reward: dict[str, Any], tmp_path: Path) -> None:
@@ -121,6 +122,10 @@ def test_settings_do_not_change(file: Path) -> None:
         ),
         ({"reward": {"code": {"memory_bytes": "1GB"}}}, "reward.code.memory_bytes: '1GB' is not a number of bytes"),
         ({"optimizer": {"lr": 1, "updates_per_step": 5}}, "here: optimizer.updates_per_step=5 does not divide the 32"),
+        (
+            {"reward": {"boxed": 1}, "algorithm": {"filter": {"rest_after": 2}}},
+            "here: algorithm.filter.rest_after rests prompts that are answered right, and nothing says what right",
+        ),
         ({"rollout": 3}, "here: rollout: Input should be a valid dictionary"),
     ],
 )

@@ -24,14 +24,14 @@ LONGEST_TEXT = 1500  # characters of a question or answer that are shown
 
 @dataclass(frozen=True)
 class EvalScore:
-    """Means over one eval set: share answered rightly, weighted reward, response length in tokens."""
+    """Means over one eval set: share answered rightly (None: the reward does not say), reward, response tokens."""
 
-    accuracy: float
+    accuracy: float | None
     reward: float
     length: float
 
 
-FIGURES: tuple[tuple[str, Callable[[EvalScore], float], str], ...] = (
+FIGURES: tuple[tuple[str, Callable[[EvalScore], float | None], str], ...] = (
     ("accuracy", lambda score: score.accuracy, ".1%"),
     ("reward", lambda score: score.reward, ".3f"),
     ("length (tokens)", lambda score: score.length, ".1f"),
@@ -75,9 +75,8 @@ def step_line(view: View) -> str:
 
 def eval_line(step: int, scores: Mapping[str, EvalScore]) -> str:
     """One evaluation in one plain line."""
-    sets = [
-        f"{name} {s.accuracy:.1%} right, reward {s.reward:.3f}, {s.length:.0f} tokens" for name, s in scores.items()
-    ]
+    right = {name: "" if s.accuracy is None else f"{s.accuracy:.1%} right, " for name, s in scores.items()}
+    sets = [f"{name} {right[name]}reward {s.reward:.3f}, {s.length:.0f} tokens" for name, s in scores.items()]
     return f"eval after step {step}: " + "; ".join(sets)
 
 
@@ -101,8 +100,9 @@ def comparison(before: Mapping[str, EvalScore], after: Mapping[str, EvalScore]) 
         table.add_column(column, justify="right" if column else "left")
     for name, new in after.items():
         old = before.get(name)
-        for label, figure, form in FIGURES:
-            table.add_row(name if label == "accuracy" else "", label, *_change(old, new, figure, form))
+        known = [row for row in FIGURES if row[1](new) is not None]
+        for place, (label, figure, form) in enumerate(known):
+            table.add_row("" if place else name, label, *_change(old, new, figure, form))
     return table
 
 
@@ -145,12 +145,11 @@ def _seconds(phase: str) -> str:
 
 
 def _change(
-    before: EvalScore | None, after: EvalScore, figure: Callable[[EvalScore], float], form: str
+    before: EvalScore | None, after: EvalScore, figure: Callable[[EvalScore], float | None], form: str
 ) -> tuple[str, str, str]:
-    new = figure(after)
-    if before is None:
-        return "", f"{new:{form}}", ""
-    old = figure(before)
+    new, old = figure(after), figure(before) if before else None
+    if new is None or old is None:
+        return "", "" if new is None else f"{new:{form}}", ""
     change = f"{new - old:+{form}}".replace("%", " points")
     return f"{old:{form}}", f"{new:{form}}", change
 

@@ -33,13 +33,15 @@ class BuiltIn:
         self.equality = Equality(min(EQUALITY_LIMIT_S, settings.timeout_s))
         self._model = ModelClient(settings.model) if settings.model else None
         rules = _rules(settings, max_response_tokens)
+        says_right = settings.right.part if settings.right else None  # watched at weight 0, too
         parts = [Part("answer", settings.answer, self._answers), *rules]
         if settings.model and self._model:
             parts.append(Part("model", settings.model.weight, self._model.values))
-        self._code = CodeTests(settings.code) if settings.code and settings.code.weight else None
+        wants_code = settings.code and (settings.code.weight or says_right == "code")
+        self._code = CodeTests(settings.code) if settings.code and wants_code else None
         if settings.code and self._code:
             parts.append(Part("code", settings.code.weight, self._code.values))
-        self.parts = [part for part in parts if part.weight]
+        self.parts = [part for part in parts if part.weight or part.name == says_right]
 
     @property
     def warnings(self) -> tuple[str, ...]:

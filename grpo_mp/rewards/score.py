@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 from transformers import TrainerState
 
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, nearest
 from grpo_mp.rewards.base import Callbacks, Reward, call_arguments, call_reward, call_user, load_reward
 from grpo_mp.rewards.limit import RewardError, Values, run_limited
 from grpo_mp.rewards.parts import BuiltIn, Part
 from grpo_mp.rewards.settings import Reward as RewardSettings
+from grpo_mp.rewards.settings import Right
 from grpo_mp.rewards.steps import Steps, checked_steps, fallback_steps
 from grpo_mp.types import SampleGroup
 
@@ -42,6 +43,7 @@ class Scorer:
         built_in = self._built_in.parts
         taken = [part.name for part in built_in] + [STEPS] * bool(settings.steps)
         self._parts = (*built_in, *self._function_parts(taken))
+        self._right = _known_part(settings, [part.name for part in self._parts])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,7 +58,8 @@ class Scorer:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a user should know before the run goes on."""
-        return self._built_in.warnings
+        silent = "nothing says which answers are right, so there is no accuracy: reward.right names the part that does"
+        return (*self._built_in.warnings, *([] if self._right else [silent]))
 
     @property
     def answers_given_up(self) -> int:
@@ -67,10 +70,12 @@ class Scorer:
         """The group with its rewards: `reward` is the weighted sum of `reward_parts`, the parts that apply, unweighted.
 
         A sample to which no part applies gets the mean of its group: its advantage is zero and moves no other's.
-        Rewards of steps stand apart, in `step_rewards`; only their mean is shown among the parts.
+        Rewards of steps stand apart, in `step_rewards`; only their mean is shown among the parts. `right` is said by
+        the part that the settings name, and by none where that part failed or does not apply.
         Raises UserError for a failing reward under `on_error: stop`.
         """
-        parts, all_steps = self._part_values(group, step), self._steps(group, step)
+        columns, failed = self._part_values(group, step)
+        parts, all_steps = [_applying(columns, i) for i in range(len(group.samples))], self._steps(group, step)
         weights = self.weights
         totals = [sum(weights[name] * value for name, value in scored.items()) for scored in parts]
         mean = statistics.fmean([t for t, scored in zip(totals, parts, strict=True) if scored] or [0.0])
@@ -82,6 +87,7 @@ class Scorer:
                 reward=float(total) if scored else mean,
                 reward_parts=scored | _mean_step(steps),
                 step_rewards=steps,
+                right=_is_right({} if self._right and self._right.part in failed else scored, self._right),
             )
             for sample, total, scored, steps in zip(group.samples, totals, parts, all_steps, strict=True)
         )
@@ -98,15 +104,13 @@ class Scorer:
         """End the process that compares answers, and connections."""
         self._built_in.close()
 
-    def _part_values(self, group: SampleGroup, step: int) -> list[dict[str, float]]:
-        """By name, for each sample, the parts that apply."""
-        columns = {part.name: self._checked_values(part, group, step) for part in self._parts}
-        return [
-            {name: value for name, values in columns.items() if (value := values[i]) is not None}
-            for i in range(len(group.samples))
-        ]
+    def _part_values(self, group: SampleGroup, step: int) -> tuple[dict[str, Values], set[str]]:
+        """One value per sample by part, and the parts that failed."""
+        found = {part.name: self._checked_values(part, group, step) for part in self._parts}
+        failed = {name for name, (_, ok) in found.items() if not ok}
+        return {name: values for name, (values, _) in found.items()}, failed
 
-    def _checked_values(self, part: Part, group: SampleGroup, step: int) -> Values:
+    def _checked_values(self, part: Part, group: SampleGroup, step: int) -> tuple[Values, bool]:
         def values() -> Values:
             found = part.values(group, step)
             _check_values(found, len(group.samples))
@@ -126,18 +130,20 @@ class Scorer:
         def steps() -> list[Steps]:
             return checked_steps(run_limited(rows, self._settings.timeout_s), group)
 
-        return self._or_default(STEPS, group, steps, lambda default: fallback_steps(group, default))
+        return self._or_default(STEPS, group, steps, lambda default: fallback_steps(group, default))[0]
 
-    def _or_default(self, name: str, group: SampleGroup, call: Callable[[], T], default: Callable[[float], T]) -> T:
-        """What `call` returns; where it fails, `default` of reward.on_error, or UserError under `stop`."""
+    def _or_default(
+        self, name: str, group: SampleGroup, call: Callable[[], T], default: Callable[[float], T]
+    ) -> tuple[T, bool]:
+        """What `call` returns, and True; where it fails, `default` of reward.on_error, or UserError under `stop`."""
         try:
-            return call()
+            return call(), True
         except RewardError as failure:
             if self._settings.on_error == "stop":
                 raise UserError(_failure_sentence(name, group, failure)) from failure
             with self._lock:
                 self.errors[name] += 1
-            return default(float(self._settings.on_error))
+            return default(float(self._settings.on_error)), False
 
     def _function_parts(self, other_names: list[str]) -> list[Part]:
         """Named by function; by module and function where the short name stands for more than one part."""
@@ -171,6 +177,26 @@ def _check_values(values: Values, count: int) -> None:
     for index, value in enumerate(values):
         if value is not None and not math.isfinite(value):
             raise RewardError(f"returned {value}, which is not finite", index)
+
+
+def _applying(columns: dict[str, Values], sample: int) -> dict[str, float]:
+    return {name: value for name, values in columns.items() if (value := values[sample]) is not None}
+
+
+def _known_part(settings: RewardSettings, names: list[str]) -> Right | None:
+    """What the settings say right means. Raises UserError for a part that there is not."""
+    right = settings.says_right
+    if right and right.part not in names:
+        raise UserError(
+            f"reward.right: no part of the reward is named {right.part!r}{nearest(right.part, names)}; there are: "
+            f"{', '.join(names)}"
+        )
+    return right
+
+
+def _is_right(parts: dict[str, float], right: Right | None) -> bool | None:
+    """Whether a sample with these parts is right; None where nothing says so."""
+    return parts[right.part] >= right.at_least if right and right.part in parts else None
 
 
 def _mean_step(steps: Steps) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The `reward` section: parts of the reward, each with its weight."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -45,6 +45,13 @@ class Code(Section):
     _unit = field_validator("memory_bytes", "output_bytes", mode="before")(as_bytes)
 
 
+class Right(Section):
+    """What makes an answer right: one part of the reward, from a value on."""
+
+    part: str = Field(description="answer, code, model, another built-in part, or the name of a function")
+    at_least: float = Field(1.0, description="value of the part, before its weight")
+
+
 class Reward(Section):
     answer: float = 0.0
     boxed: float = 0.0
@@ -60,8 +67,21 @@ class Reward(Section):
     code: Code | None = None
     functions: dict[str, float] = Field({}, description="'module:function' or 'file.py:function' to its weight")
     steps: str | None = Field(None, description="'module:function' or 'file.py:function' that rewards single steps")
+    right: Right | None = Field(
+        None, description="a part's name, or {part, at_least}; null: answer where it has a weight, else nothing"
+    )
     timeout_s: float = Field(30.0, gt=0)
     on_error: Literal["stop"] | float = Field("stop", description="or the reward that a failing call scores")
+
+    @property
+    def says_right(self) -> Right | None:
+        """The part that says which answers are right; None where nothing does: the reward is no word on that."""
+        return self.right or (Right(part="answer") if self.answer else None)
+
+    @field_validator("right", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return {"part": value} if isinstance(value, str) else value
 
     @property
     def has_outcome(self) -> bool:

@@ -31,11 +31,7 @@ class SampleInfo:
     step_rewards: tuple[tuple[int, float], ...] = ()
     prompt: int = 0  # index in the prompt set
     finished: int = 1  # place of its group in the order of finishing; 0: broken off
-
-    @property
-    def right(self) -> bool:
-        """By the `answer` part; without that part, by a positive reward."""
-        return self.reward_parts.get("answer", float(self.reward > 0)) >= 1
+    right: bool | None = None  # by the part that `reward.right` names; None: that part says nothing about it
 
     @property
     def key(self) -> tuple[int, int]:
@@ -90,6 +86,7 @@ def _info(sample: Sample, held: SampleGroup, rank: int) -> SampleInfo:
         step_rewards=sample.step_rewards,
         prompt=held.prompt.index,
         finished=held.finished,
+        right=sample.right,
     )
 
 

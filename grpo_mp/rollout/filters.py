@@ -70,7 +70,7 @@ class Graduation:
             return self
         all_right: dict[int, bool] = {}
         for info in infos:
-            all_right[info.prompt] = all_right.get(info.prompt, True) and info.right
+            all_right[info.prompt] = all_right.get(info.prompt, True) and info.right is True
         counts = dict(self.in_a_row) | {
             p: self.in_a_row.get(p, 0) + 1 if right else 0 for p, right in all_right.items()
         }

@@ -86,11 +86,16 @@ def memory_metrics(footprints: Mapping[str, Footprint], parallel: Parallel) -> d
     }
 
 
+def accuracy(infos: Sequence[SampleInfo]) -> float | None:
+    """Share of right answers; None where the reward says of no answer whether it is right."""
+    said = [info.right for info in infos if info.right is not None]
+    return statistics.fmean(said) if said else None
+
+
 def eval_score(infos: Sequence[SampleInfo]) -> EvalScore:
-    """Accuracy is the mean of the `answer` part; without that part, the share of positive rewards."""
-    right = [info.reward_parts.get("answer", float(info.reward > 0)) for info in infos]
+    """Accuracy is the share of right answers among those of which the reward says whether they are."""
     return EvalScore(
-        accuracy=statistics.fmean(right),
+        accuracy=accuracy(infos),
         reward=statistics.fmean(info.reward for info in infos),
         length=statistics.fmean(info.response_tokens for info in infos),
     )
@@ -100,7 +105,7 @@ def eval_metrics(name: str, infos: Sequence[SampleInfo]) -> dict[str, float]:
     """Scores of one eval set."""
     score = eval_score(infos)
     values = {**vars(score), "truncated_ratio": statistics.fmean(info.truncated for info in infos)}
-    return {fill(f"eval/{{set}}/{kind}", set=name): value for kind, value in values.items()}
+    return {fill(f"eval/{{set}}/{kind}", set=name): value for kind, value in values.items() if value is not None}
 
 
 def collect_metrics(collected: Collected) -> dict[str, float]:
@@ -117,7 +122,7 @@ def collect_metrics(collected: Collected) -> dict[str, float]:
 def _lengths_by_answer(infos: Sequence[SampleInfo]) -> dict[str, float]:
     """The length bias that Dr. GRPO names: wrong answers growing while right ones do not."""
     by_answer: dict[str, list[int]] = defaultdict(list)
-    for info in infos:
+    for info in (info for info in infos if info.right is not None):
         by_answer["right" if info.right else "wrong"].append(info.response_tokens)
     return {fill("rollout/response_length/{answer}", answer=name): statistics.fmean(v) for name, v in by_answer.items()}
 

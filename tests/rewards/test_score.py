@@ -130,6 +130,67 @@ def test_samples_to_which_nothing_applies_stand_at_the_mean(
     assert rewards(scorer({"never": 1.0}).score_group(make_group(["a", "b"]))) == [0.0, 0.0]
 
 
+# The rule of many recipes as one function: 1.0 for the right answer and 0.5 for a box.
+RULE = """
+def rule(completions, **_):
+    return [1.0 * ("\\\\boxed{7}" in text) + 0.5 * ("\\\\boxed" in text) for text in completions]
+"""
+
+
+@pytest.fixture
+def rule(tmp_path: Path) -> str:
+    (tmp_path / "rule.py").write_text(RULE)
+    return f"{tmp_path / 'rule.py'}:rule"
+
+
+def said(settings: dict[str, Any], group: SampleGroup) -> list[bool | None]:
+    built = Scorer(RewardSettings(**settings), max_response_tokens=10)
+    try:
+        return [sample.right for sample in built.score_group(group).samples]
+    finally:
+        built.close()
+
+
+def test_what_is_right_is_said_by_a_part_never_by_the_total(rule: str, make_group: MakeGroup) -> None:
+    group = make_group([r"\boxed{7}", r"\boxed{8}", "seven"])
+    functions = {"functions": {rule: 1.0}}
+    assert said(functions, group) == [None, None, None]
+    assert said(functions | {"right": {"part": "rule", "at_least": 1.5}}, group) == [True, False, False]
+    assert said({"answer": 1.0, "boxed": 0.5}, group) == [True, False, False]
+    assert said({"answer": 0.1}, group) == [True, False, False]
+    assert said(functions | {"answer": 1.0, "right": "boxed"}, group) == [True, True, False]
+    assert said({"boxed": 1.0, "right": "answer"}, group) == [True, False, False]
+
+
+def test_a_part_that_says_right_at_weight_0_moves_no_reward(rule: str, make_group: MakeGroup) -> None:
+    built = Scorer(RewardSettings(boxed=0.5, right="answer"), max_response_tokens=10)
+    scored = built.score_group(make_group([r"\boxed{7}", r"\boxed{8}"]))
+    built.close()
+    assert rewards(scored) == [0.5, 0.5]
+    assert [sample.reward_parts["answer"] for sample in scored.samples] == [1.0, 0.0]
+
+
+def test_nothing_is_said_by_a_part_that_failed_or_does_not_apply(
+    scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
+    def rights(name: str, **settings: Any) -> list[bool | None]:
+        built = scorer({name: 1.0}, right=name, **settings)
+        return [sample.right for sample in built.score_group(make_group(["a", "b", "c"])).samples]
+
+    assert rights("second") == [None, True, True]
+    assert rights("raises", on_error=1.0) == [None, None, None]
+
+
+def test_a_part_that_there_is_not_cannot_say_what_is_right(scorer: Callable[..., Scorer]) -> None:
+    with pytest.raises(UserError, match=r"reward.right: no part of the reward is named 'evn' .did you mean even"):
+        scorer({"even": 1.0}, right="evn")
+
+
+def test_a_start_without_a_word_on_right_says_so(scorer: Callable[..., Scorer]) -> None:
+    assert any("no accuracy" in line for line in scorer({"even": 1.0}).warnings)
+    assert not scorer({"even": 1.0}, right="even").warnings
+
+
 def test_metrics_of_functions_are_averaged_once(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
     built = scorer({"logs": 1.0})
     for step in (1, 2, 6):

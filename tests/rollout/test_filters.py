@@ -11,7 +11,7 @@ from grpo_mp.rollout.filters import Admission, Graduation, admit, length_bias, t
 def infos(*groups: tuple[float, ...], first: int = 10) -> list[SampleInfo]:
     """One group for each tuple of rewards; prompts are numbered from 100."""
     return [
-        SampleInfo(first + group, index, 0, 3, 5, reward, False, 0, {"answer": reward}, prompt=100 + group)
+        SampleInfo(first + group, index, 0, 3, 5, reward, False, 0, prompt=100 + group, right=reward >= 1)
         for group, rewards in enumerate(groups)
         for index, reward in enumerate(rewards)
     ]
@@ -93,6 +93,13 @@ def test_a_prompt_rests_after_being_all_right_in_a_row_and_begins_anew() -> None
     assert not state.rests(101, 3)
     state = state.after(infos(MIXED, MIXED), 5, wanted)
     assert (state.in_a_row, state.resting) == ({}, {})
+
+
+@pytest.mark.parametrize("right", [False, None])
+def test_a_prompt_whose_answers_are_not_said_to_be_right_never_rests(right: bool | None) -> None:
+    """Whatever its reward: a boxed wrong answer may well have one above 0."""
+    unsure = [replace(one, right=right) for one in infos(SAME)]
+    assert Graduation({}, {}).after(unsure, 1, rule(rest_after=1)) == Graduation({}, {})
 
 
 def test_without_the_rule_nothing_is_remembered() -> None:

@@ -39,6 +39,7 @@ def info(group_id: int, index: int, reward: float, response: int, version: int =
         truncated=response == 16,
         oldest_version=version,
         reward_parts=parts,
+        right=parts["answer"] >= 1 if "answer" in parts else None,
     )
 
 
@@ -90,11 +91,14 @@ def test_rewards_and_lengths_of_a_step() -> None:
         assert find(name, "scalar")
 
 
-def test_accuracy_is_the_answer_part_or_the_share_of_positive_rewards() -> None:
+def test_accuracy_is_a_word_of_the_reward_never_a_total_above_0() -> None:
     score = eval_score(INFOS)
     assert (score.accuracy, score.reward, score.length) == pytest.approx((0.2, 0.6, 10.4))
     without = [info(0, 0, -1.0, 4, length=0.2), info(0, 1, 0.3, 6, length=0.4)]
-    assert eval_score(without).accuracy == 0.5
+    assert eval_score(without).accuracy is None
+    assert "eval/set/accuracy" not in eval_metrics("set", without)
+    assert not [name for name in rollout_metrics(without, 4) if name.endswith(("/right", "/wrong"))]
+    assert eval_score([*without, *INFOS]).accuracy == 0.2
 
 
 def test_eval_metrics_carry_the_set_s_name() -> None:
