@@ -144,6 +144,12 @@ class Settings(Section):
                 "algorithm.filter.rest_after rests prompts that are answered right, and nothing says what right means: "
                 "set reward.right to the part that does, or rest_after=0"
             )
+        rule = self.algorithm.filter
+        if rule.no_difference != "keep" and rule.metric == "accuracy" and self.reward.says_right is None:
+            raise ValueError(
+                "algorithm.filter.metric=accuracy drops groups that are all right or all wrong, and nothing says what "
+                "right means: set reward.right to the part that does, or metric=reward"
+            )
         return self
 
     @model_validator(mode="after")

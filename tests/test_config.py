@@ -126,6 +126,10 @@ def test_settings_do_not_change(file: Path) -> None:
             {"reward": {"boxed": 1}, "algorithm": {"filter": {"rest_after": 2}}},
             "here: algorithm.filter.rest_after rests prompts that are answered right, and nothing says what right",
         ),
+        (
+            {"reward": {"boxed": 1}, "algorithm": "dapo"},
+            "here: algorithm.filter.metric=accuracy drops groups that are all right or all wrong, and nothing says",
+        ),
         ({"rollout": 3}, "here: rollout: Input should be a valid dictionary"),
     ],
 )

@@ -68,7 +68,8 @@ class Reward(Section):
     functions: dict[str, float] = Field({}, description="'module:function' or 'file.py:function' to its weight")
     steps: str | None = Field(None, description="'module:function' or 'file.py:function' that rewards single steps")
     right: Right | None = Field(
-        None, description="a part's name, or {part, at_least}; null: answer where it has a weight, else nothing"
+        None,
+        description="a part's name, or {part, at_least}; null: answer, or code, where it has a weight, else nothing",
     )
     timeout_s: float = Field(30.0, gt=0)
     on_error: Literal["stop"] | float = Field("stop", description="or the reward that a failing call scores")
@@ -76,7 +77,8 @@ class Reward(Section):
     @property
     def says_right(self) -> Right | None:
         """The part that says which answers are right; None where nothing does: the reward is no word on that."""
-        return self.right or (Right(part="answer") if self.answer else None)
+        known = (("answer", self.answer), ("code", self.code.weight if self.code else 0.0))
+        return self.right or next((Right(part=name) for name, weight in known if weight), None)
 
     @field_validator("right", mode="before")
     @classmethod

@@ -36,7 +36,7 @@ def test_many_parts_at_once_and_what_they_have_come_to_survives_a_restart(train:
     algorithm = (
         "algorithm={preset: dapo, correction: {kind: truncate, high: 2.0}, entropy: {top_quantile: 0.5, target: 0.1}, "
         "kl: {weight: 0.01, target: 0.001, refresh_every: 1, refresh_mix: 0.5}, "
-        "filter: {no_difference: refill, most_tries: 4, oversample: 1.5, rest_after: 1, rest_steps: 1}}"
+        "filter: {no_difference: refill, metric: reward, most_tries: 4, oversample: 1.5, rest_after: 1, rest_steps: 1}}"
     )
     train(algorithm, "run.steps=2")
     assert (tmp_path / "run" / "checkpoints" / "step_000002" / "reference").is_dir()

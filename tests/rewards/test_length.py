@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from pydantic import ValidationError
 
 from grpo_mp.rewards.length import length_part, overlong_part, repetition_part

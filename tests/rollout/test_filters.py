@@ -41,7 +41,7 @@ def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
     right = {"answer": 1.0, "overlong": -1.0}, {"answer": 0.0, "overlong": 0.0}
     wrong = {"answer": 0.0, "overlong": -0.5}, {"answer": 0.0, "overlong": 0.0}
     groups = [
-        SampleInfo(group, index, 0, 3, 5, reward, False, 0, parts)
+        SampleInfo(group, index, 0, 3, 5, reward, False, 0, parts, right=parts["answer"] >= 1)
         for group, (rewards, both) in enumerate([((limit, 0.0), right), ((-0.5, 0.0), wrong)])
         for index, (reward, parts) in enumerate(zip(rewards, both, strict=True))
     ]
