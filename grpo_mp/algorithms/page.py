@@ -28,7 +28,9 @@ PARTS = """
 
 | what | settings | known as |
 |---|---|---|
-| old logprobs | `old_logprobs: recomputed` or `engine` | bypass mode |
+| ratio | `ratio: token`, `sequence`, `sequence_token`, `product` | TRL's importance_sampling_level; product: of the whole answer |
+| old logprobs | `old_logprobs: recomputed` or `engine` | bypass mode: the engine's count, no forward pass |
+| std | `advantage: {std: sample}` or `population` | torch's and TRL's n - 1, or numpy's n |
 | mismatch, by token | `correction: {kind: truncate, high: 2.0}` | TIS |
 | | `correction: {kind: mask, low: 0.5, high: 5.0}` | IcePop, MIS by token |
 | mismatch, by sequence | `correction: {kind: mask, level: sequence, high: 3.0}` | MIS, sequence mask |
@@ -36,19 +38,34 @@ PARTS = """
 | stale updates | `drift: {kl: 0.1, effective_samples: 0.5}` | the rest of the step's updates is skipped |
 | two-sided clip | `clip: {dual: 3.0}` | dual clip, TRL's delta |
 | KL | `kl: {weight: 0.01, estimator: k3, place: loss}` | k1, k2, k3, k3_clamped, k3_unbiased; loss or reward |
+| KL of whole answers | `kl: {weight: 0.001, level: sequence}` | R1, eq. 2 |
 | adaptive KL | `kl: {target: 0.05}` | adaptive controller |
 | moving reference | `kl: {refresh_every: 100, refresh_mix: 0.6}` | TRL's sync_ref_model |
 | entropy | `entropy: {weight: 0.001}`, `{target: 0.2}`, `{top_quantile: 0.2}` | bonus, adaptive bonus, 80/20 mask |
 | several rewards | `advantage: {combine: normalise}` | GDPO |
-| dynamic sampling | `filter: {no_difference: refill, most_tries: 10}` | DAPO; `drop` without refilling |
+| dynamic sampling | `filter: {no_difference: refill, metric: accuracy}` | DAPO; `drop` without refilling; `metric: reward` |
 | truncated samples | `filter: {truncated: mask}` | overlong filtering |
 | learnt prompts | `filter: {rest_after: 3, rest_steps: 50}` | graduation |
 | over-sampling | `filter: {oversample: 1.5, admit: launch}` | admit finish prefers short answers: rollout/length_bias |
 
+Beside `algorithm`: `optimizer.updates_per_step` divides a step's samples into mini-batches (`optimizer.shuffle` at
+random), `optimizer.epochs` passes over them again: mu of GRPO's algorithm 1, TRL's num_iterations. With one update in
+all every ratio is 1, and what acts on ratios does nothing; a start says so.
+
 Denominators are those of the whole update, whatever the layout and micro-batch size: `bnpo`, which in TRL divides by
-the tokens of one micro-batch, divides by those of the update here. A sequence ratio has the sequence's value and the
-token's gradient (GSPO, eq. 14), which for one advantage per sequence is the gradient of eq. 7; with `top_quantile` only
-the tokens above it carry it. A token whose engine logprob is not finite does not learn, and is counted.
+the tokens of one micro-batch, divides by those of the update here. `sequence` and `product` have the sequence's value
+at each of its tokens and the sequence's gradient; `sequence_token` has the token's (GSPO, eq. 14), which for one
+advantage per sequence and equal weights is the same. R1's equations 1 and 2 are written with ratio and KL of whole
+answers: `ratio: product` and `kl: {level: sequence}` take them so, the presets r1 and r1_zero take DeepSeekMath's by
+token. A token whose engine logprob is not finite does not learn, and is counted.
+
+## Words that you may look for
+
+| word | here |
+|---|---|
+| dynamic clipping | no such part of DeepSeekMath; nearest: gmpo, whose bound falls on a sequence's mean, and sapo, which has no edge |
+| length-normalised reward | rewards are not divided by length; GRPO divides each answer's loss by it (`aggregation: sequence_mean`) |
+| GRPO++ | grpo_pp, as DeepSWE names it; essays of that name list other tricks, most of them parts above |
 
 ## Presets
 """
@@ -56,23 +73,9 @@ the tokens above it carry it. A token whose engine logprob is not finite does no
 CURVES = """
 ## Curves
 
-Six presets on the quickstart's task, 30 steps each, mean of three seeds, by `python -m tests.bench.learning_curves`:
-
-![accuracy, reward, lengths, KL and entropy of six presets](curves.svg)
-
-| preset | accuracy, from 0.41 | reward | length | length, wrong | KL to the start | entropy |
-|---|---|---|---|---|---|---|
-| `grpo` | 0.74 | 1.31 | 18.0 | 17.7 | 0.034 | 0.037 |
-| `dr_grpo` | 0.76 | 1.34 | 18.0 | 17.2 | 0.057 | 0.038 |
-| `dapo` | 0.80 | 1.37 | 17.5 | 17.5 | 0.139 | 0.043 |
-| `gspo` | 0.79 | 1.35 | 18.1 | 17.6 | 0.027 | 0.039 |
-| `cispo` | 0.77 | 1.32 | 18.1 | 17.7 | 0.099 | 0.040 |
-| `grpo_pp` | 0.84 | 1.37 | 18.1 | 18.2 | 0.122 | 0.040 |
-
-One seed differs from another by more than most presets do: 0.61 to 0.95 after the same 30 steps. Where length is free
-(dots before an answer, `python -m tests.bench.free_length`), wrong answers of 20 to 24 tokens became no longer under
-GRPO than under Dr. GRPO in 60 steps: 22.1 and 22.0 tokens, mean of three seeds. The bias that Dr. GRPO removes needs
-longer answers to show.
+`python -m tests.bench.learning_curves` trains the quickstart's policy by several presets and seeds, four updates a step
+(with one, presets that differ in their ratio alone are one algorithm), and draws accuracy, reward, lengths, KL and
+entropy. One seed differs from another by more than most presets do.
 """
 
 

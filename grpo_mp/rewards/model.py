@@ -1,6 +1,7 @@
 """A reward model behind HTTP: an SGLang server with a reward head scores whole groups."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -39,14 +40,20 @@ class ModelClient:
 
         Raises RewardError: no answer, an error status, or an answer that is not one score per sample.
         """
-        reply = self._post({"input_ids": [[*sample.prompt_tokens, *sample.tokens] for sample in group.samples]})
+        return [*self.scores([[*sample.prompt_tokens, *sample.tokens] for sample in group.samples])]
+
+    def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """One score per sequence of token ids, read at its last token. Raises RewardError as `values` does."""
+        reply = self._post({"input_ids": [list(sequence) for sequence in sequences]})
         try:
             vectors = [entry["embedding"] for entry in reply.json()]
-            scores: Values = [float(score) for (score,) in vectors]
+            scores = [float(score) for (score,) in vectors]
         except (ValueError, TypeError, KeyError) as error:
             raise RewardError(
                 f"{self._where} answered {_shown(reply)!r}, not one score per sequence: serve a model with one label"
             ) from error
+        if len(scores) != len(sequences):
+            raise RewardError(f"{self._where} answered {len(scores)} scores for {len(sequences)} sequences")
         return scores
 
     def _post(self, body: dict[str, Any]) -> httpx.Response:

@@ -1,0 +1,54 @@
+"""A process reward model behind HTTP: an SGLang server with a reward head scores each step of a response.
+
+A causal model's score at the end of a step depends on nothing after it: it is the score of the response cut there.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from grpo_mp.rewards.model import ModelClient
+from grpo_mp.rewards.settings import StepModel
+from grpo_mp.types import SampleGroup
+
+Decode = Callable[[list[int]], str]
+
+
+class StepModelClient:
+    """Calls to one server. May be used from several threads at once."""
+
+    def __init__(self, settings: StepModel, decode: Decode) -> None:
+        """Take `decode`, the policy's tokenizer. Opens no connection. Raises UserError where the key is not set."""
+        self._model = ModelClient(settings)
+        self._separator = settings.separator
+        self._piece = cache(lambda token: decode([token]))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._model.close()
+
+    def rows(self, group: SampleGroup) -> list[list[tuple[int, float]]]:
+        """Score every step of every sample: (index of the step's last token, score). Raises RewardError."""
+        ends = [step_ends([self._piece(token) for token in one.tokens], self._separator) for one in group.samples]
+        prefixes = [
+            [*one.prompt_tokens, *one.tokens[: end + 1]] for one, of in zip(group.samples, ends, strict=True) for end in of
+        ]
+        scores = iter(self._model.scores(prefixes))
+        return [[(end, next(scores)) for end in of_sample] for of_sample in ends]
+
+
+def step_ends(pieces: Sequence[str], separator: str) -> list[int]:
+    """Find the last token of each step: the one that completes the separator, and the response's last.
+
+    `pieces` are the texts of the tokens. Blank steps end with the one before them.
+    """
+    ends: list[int] = []
+    text = ""
+    for index, piece in enumerate(pieces):
+        text += piece
+        if separator in text and text.strip():
+            ends.append(index)
+            text = ""
+    last = len(pieces) - 1
+    if text.strip() or not ends:
+        ends.append(last)
+    return ends
