@@ -43,7 +43,7 @@ PARTS = """
 | moving reference | `kl: {refresh_every: 100, refresh_mix: 0.6}` | TRL's sync_ref_model |
 | entropy | `entropy: {weight: 0.001}`, `{target: 0.2}`, `{top_quantile: 0.2}` | bonus, adaptive bonus, 80/20 mask |
 | several rewards | `advantage: {combine: normalise}` | GDPO |
-| dynamic sampling | `filter: {no_difference: refill, metric: accuracy}` | DAPO; `drop` without refilling; `metric: reward` |
+| dynamic sampling | `filter: {no_difference: refill, metric: accuracy}` | DAPO; `drop` without refilling; or by the whole reward |
 | truncated samples | `filter: {truncated: mask}` | overlong filtering |
 | learnt prompts | `filter: {rest_after: 3, rest_steps: 50}` | graduation |
 | over-sampling | `filter: {oversample: 1.5, admit: launch}` | admit finish prefers short answers: rollout/length_bias |

@@ -30,7 +30,9 @@ class StepModelClient:
         """Score every step of every sample: (index of the step's last token, score). Raises RewardError."""
         ends = [step_ends([self._piece(token) for token in one.tokens], self._separator) for one in group.samples]
         prefixes = [
-            [*one.prompt_tokens, *one.tokens[: end + 1]] for one, of in zip(group.samples, ends, strict=True) for end in of
+            [*one.prompt_tokens, *one.tokens[: end + 1]]
+            for one, of_sample in zip(group.samples, ends, strict=True)
+            for end in of_sample
         ]
         scores = iter(self._model.scores(prefixes))
         return [[(end, next(scores)) for end in of_sample] for of_sample in ends]
