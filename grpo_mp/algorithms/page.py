@@ -36,6 +36,7 @@ PARTS = """
 | stale updates | `drift: {kl: 0.1, effective_samples: 0.5}` | the rest of the step's updates is skipped |
 | two-sided clip | `clip: {dual: 3.0}` | dual clip, TRL's delta |
 | KL | `kl: {weight: 0.01, estimator: k3, place: loss}` | k1, k2, k3, k3_clamped, k3_unbiased; loss or reward |
+| KL, only watched | `kl: {watch_share: 0.05}` | train/kl_loss of that share at weight 0; a host copy of the weights |
 | adaptive KL | `kl: {target: 0.05}` | adaptive controller |
 | moving reference | `kl: {refresh_every: 100, refresh_mix: 0.6}` | TRL's sync_ref_model |
 | entropy | `entropy: {weight: 0.001}`, `{target: 0.2}`, `{top_quantile: 0.2}` | bonus, adaptive bonus, 80/20 mask |

@@ -62,7 +62,7 @@ def _work(job: Job, kept: Keeping, memory: Memory) -> dict[Stretch, Work]:
     count, engine = job.counts[stage], memory.engine
     updates, algorithm = job.settings.optimizer.updates_per_step, job.settings.algorithm
     # With one update the old logprobs are those of the update itself.
-    old = updates > 1 or algorithm.entropy.top_quantile < 1 or (job.has_reference and algorithm.kl.place == "reward")
+    old = updates > 1 or algorithm.entropy.top_quantile < 1 or (algorithm.kl.weight and algorithm.kl.place == "reward")
     swap = 4 * count.total * kept.weights * job.has_reference
     sharded = count.dense / job.dense_shards + count.expert / job.expert_shards
     state = sharded * kept.optimizer * 2 * job.moves  # there and back
@@ -73,7 +73,7 @@ def _work(job: Job, kept: Keeping, memory: Memory) -> dict[Stretch, Work]:
         Stretch.LOAD: Work(disk_bytes=count.total * 2 * job.gpus_per_node, host_link_bytes=count.total * 2),
         Stretch.GENERATE: generate_work(job, engine),
         Stretch.SCORE: Work(),
-        Stretch.LOGPROB: logprob_work(job, int(old) + job.has_reference) + Work(host_link_bytes=swap),
+        Stretch.LOGPROB: logprob_work(job, bool(old) + algorithm.kl.measured_share) + Work(host_link_bytes=swap),
         Stretch.TRAIN: train_work(job),
         Stretch.OPTIMIZER: optimizer_work(job, kept, stage),
         Stretch.OFFLOAD: Work(host_link_bytes=2 * count.total * kept.weights * job.moves, host_copy_bytes=state),
