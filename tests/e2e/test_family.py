@@ -23,7 +23,8 @@ def train(start_job: StartJob, tmp_path: Path) -> Train:
     (tmp_path / "reward.py").write_text(REWARD)
 
     def run(*overrides: str) -> Steps:
-        reward = f"reward={{functions: {{{tmp_path / 'reward.py'}:letters: 1.0}}}}"
+        functions = f"{{{tmp_path / 'reward.py'}:letters: 1.0}}"
+        reward = f"reward={{functions: {functions}, right: {{part: letters, at_least: 0.1}}}}"
         always = (f"run.folder={tmp_path / 'run'}", "data.eval={}", "run.export=false", reward)
         result = outcome(start_job(*always, *overrides))
         assert (result.status, result.err, result.left) == (0, "", [])
