@@ -22,7 +22,7 @@ from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, evaluate
 from grpo_mp.trainer.fixed import fixed_values
 from grpo_mp.trainer.learning import learn, refresh_reference
 from grpo_mp.trainer.preflight import Inputs
-from grpo_mp.trainer.record import Recorder
+from grpo_mp.trainer.record import Recorder, StepRecord
 from grpo_mp.trainer.saving import export_hf, save
 from grpo_mp.trainer.session import Session, open_session
 
@@ -34,7 +34,7 @@ def train(session: Session) -> None:
     sync, check = synchronize(session)
     before = after = evaluate(session, session.state.step)
     if session.state.step == 0:
-        recorder.write(0, before.metrics | recorder.sync_metrics(sync, check))
+        recorder.write(0, StepRecord(before.metrics | recorder.sync_metrics(sync, check), texts=before.texts))
     saved_step = session.state.step
     while session.state.step < settings.run.steps and not session.should_stop():
         step = session.state.step + 1
@@ -53,12 +53,13 @@ def train(session: Session) -> None:
             refresh_reference(session)
 
         sync, check = synchronize(session)
-        scalars = recorder.step_metrics(collected, batch, reports, sync, check)
+        record = recorder.step_record(collected, batch, updates, reports, (sync, check))
         if is_due(step, settings.run.eval_every, settings.run.steps):
             after = evaluate(session, step)
-            scalars |= after.metrics
-        recorder.write(step, scalars, collected.groups)
-        session.progress.step(step, scalars)
+            record.scalars.update(after.metrics)
+            record.texts.update(after.texts)
+        recorder.write(step, record)
+        session.progress.step(step, record.scalars, record.scalars.get("rollout/accuracy"))
         if is_due(step, settings.run.save_every, settings.run.steps):
             save(session)
             saved_step = step

@@ -35,6 +35,7 @@ class Sample:
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)  # by reward name, unweighted
     step_rewards: tuple[tuple[int, float], ...] = ()  # (index of a step's last token in `tokens`, its reward)
+    extra: dict[str, Any] = field(default_factory=dict)  # what reward functions gave to `log_extra`, by column
     right: bool | None = None  # whether the answer is right; None: no part of the reward says so
 
     def __post_init__(self) -> None:

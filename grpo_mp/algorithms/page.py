@@ -28,7 +28,7 @@ PARTS = """
 
 | what | settings | known as |
 |---|---|---|
-| ratio | `ratio: token`, `sequence`, `sequence_token`, `product` | TRL's importance_sampling_level; product: of the whole answer |
+| ratio | `ratio: token`, `sequence`, `sequence_token`, `product` | TRL's importance_sampling_level; of the whole answer |
 | old logprobs | `old_logprobs: recomputed` or `engine` | bypass mode: the engine's count, no forward pass |
 | std | `advantage: {std: sample}` or `population` | torch's and TRL's n - 1, or numpy's n |
 | mismatch, by token | `correction: {kind: truncate, high: 2.0}` | TIS |
@@ -39,11 +39,12 @@ PARTS = """
 | two-sided clip | `clip: {dual: 3.0}` | dual clip, TRL's delta |
 | KL | `kl: {weight: 0.01, estimator: k3, place: loss}` | k1, k2, k3, k3_clamped, k3_unbiased; loss or reward |
 | KL of whole answers | `kl: {weight: 0.001, level: sequence}` | R1, eq. 2 |
+| KL, only watched | `kl: {watch_share: 0.05}` | train/kl_loss of that share at weight 0; a host copy of the weights |
 | adaptive KL | `kl: {target: 0.05}` | adaptive controller |
 | moving reference | `kl: {refresh_every: 100, refresh_mix: 0.6}` | TRL's sync_ref_model |
 | entropy | `entropy: {weight: 0.001}`, `{target: 0.2}`, `{top_quantile: 0.2}` | bonus, adaptive bonus, 80/20 mask |
 | several rewards | `advantage: {combine: normalise}` | GDPO |
-| dynamic sampling | `filter: {no_difference: refill, metric: accuracy}` | DAPO; `drop` without refilling; or by the whole reward |
+| dynamic sampling | `filter: {no_difference: refill, metric: accuracy}` | DAPO; or `drop`, or by the whole reward |
 | truncated samples | `filter: {truncated: mask}` | overlong filtering |
 | learnt prompts | `filter: {rest_after: 3, rest_steps: 50}` | graduation |
 | over-sampling | `filter: {oversample: 1.5, admit: launch}` | admit finish prefers short answers: rollout/length_bias |
@@ -63,8 +64,8 @@ token. A token whose engine logprob is not finite does not learn, and is counted
 
 | word | here |
 |---|---|
-| dynamic clipping | no such part of DeepSeekMath; nearest: gmpo, whose bound falls on a sequence's mean, and sapo, which has no edge |
-| length-normalised reward | rewards are not divided by length; GRPO divides each answer's loss by it (`aggregation: sequence_mean`) |
+| dynamic clipping | DeepSeekMath has none; nearest: gmpo, bounding a sequence's mean, and sapo, without an edge |
+| length-normalised reward | DeepSeekMath has none; it divides losses by length (`aggregation: sequence_mean`) |
 | GRPO++ | grpo_pp, as DeepSWE names it; essays of that name list other tricks, most of them parts above |
 
 ## Presets

@@ -13,6 +13,7 @@ SUMS = (
     "tokens",
     "entropy",
     "kl",
+    "kl_tokens",
     "ratio",
     "ratio2",
     "clipped_low",
@@ -48,6 +49,7 @@ def loss_report(
         "tokens": mask.sum(),
         "entropy": total(entropy),
         "kl": total(kl),
+        "kl_tokens": mask.sum() * (batch.reference_logprobs is not None),
         "ratio": total(ratio),
         "ratio2": total(ratio.square()),
         "clipped_low": total((ratio < 1 - algorithm.clip.low) & down),
@@ -73,7 +75,7 @@ def _mismatch(batch: MicroBatch, logprobs: Tensor, mask: Tensor) -> dict[str, Te
     return {
         "mismatch": apart.sum(),
         "mismatch_ratio": total(apart.exp()),
-        "mismatch_kl": total(rollout - logprobs),
+        "mismatch_kl": total((logprobs - rollout).exp() - 1 - (logprobs - rollout)),  # k3
         "engine_p": total(engine),
         "policy_p": total(policy),
         "engine_p2": total(engine**2),
@@ -85,15 +87,16 @@ def _mismatch(batch: MicroBatch, logprobs: Tensor, mask: Tensor) -> dict[str, Te
 
 
 def metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Reduced sums and maxima of one update -> metric values."""
+    """Reduced sums and maxima of one update -> metric values; no KL where no reference logprob was computed."""
     tokens = max(sums["tokens"], 1.0)
     mean = {name: sums[name] / tokens for name in SUMS}
     covariance = mean["both_p"] - mean["engine_p"] * mean["policy_p"]
     spread = (mean["engine_p2"] - mean["engine_p"] ** 2) * (mean["policy_p2"] - mean["policy_p"] ** 2)
+    measured = {"train/kl_loss": sums["kl"] / sums["kl_tokens"]} if sums["kl_tokens"] else {}
     return {
+        **measured,
         "train/loss": sums["loss"],
         "train/pg_loss": sums["pg_loss"],
-        "train/kl_loss": mean["kl"],
         "train/entropy": mean["entropy"],
         "train/ppo_kl": mean["drift"],
         "train/pg_clipfrac": mean["clipped_low"] + mean["clipped_high"],

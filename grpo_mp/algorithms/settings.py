@@ -43,13 +43,26 @@ class Gamma(Section):
 
 
 class KL(Section):
-    weight: float = Field(0.0, ge=0, description="0: no reference is loaded")
+    weight: float = Field(0.0, ge=0, description="0: no reference is loaded, but for watch_share")
+    watch_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="of the micro-batches of a step whose KL to the reference is measured at weight 0, at least one; "
+        "costs a copy of the weights in host memory, that share of a forward, and two exchanges of the weights with "
+        "the copy for each update with such a micro-batch",
+    )
     estimator: Literal["k1", "k2", "k3", "k3_clamped", "k3_unbiased"] = "k3"
     place: Literal["loss", "reward"] = "loss"
     level: Literal["token", "sequence"] = Field("token", description="of log r: each token's, or the whole answer's")
     target: float | None = Field(None, gt=0, description="nats per token that the adaptive weight aims at")
     refresh_every: int = Field(0, ge=0, description="steps after which the reference follows the policy; 0: never")
     refresh_mix: float = Field(0.6, gt=0, le=1, description="share of the policy in the refreshed reference")
+
+    @property
+    def measured_share(self) -> float:
+        """Of the micro-batches whose KL to the reference is measured; 0: there is no reference."""
+        return 1.0 if self.weight else self.watch_share
 
 
 class Entropy(Section):

@@ -8,7 +8,7 @@ import yaml
 from grpo_mp.errors import nearest
 from grpo_mp.monitor.metric import Kind, Metric, fill
 
-__all__ = ["TABLE", "Kind", "Metric", "fill", "find", "markdown", "warnings"]
+__all__ = ["TABLE", "Kind", "Metric", "RangeWatch", "fill", "find", "markdown", "warnings"]
 
 TABLE: tuple[Metric, ...] = tuple(
     Metric(**row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -29,14 +29,28 @@ def find(name: str, kind: Kind | None = None) -> Metric:
     return rows[0]
 
 
-def warnings(scalars: Mapping[str, float]) -> list[str]:
-    """Return one sentence for each value outside its healthy range, with what to do about it."""
-    lines = []
+def warnings(scalars: Mapping[str, float]) -> dict[str, str]:
+    """Return, by name, one sentence for each value outside its healthy range, with what to do about it."""
+    sentences = {}
     for name, value in scalars.items():
         metric = find(name, "scalar")
         if not metric.healthy_value(value):
-            lines.append(f"{name} is {value:.4g} (healthy: {metric.healthy}). {metric.action}")
-    return lines
+            sentences[name] = f"{name} is {value:.4g} (healthy: {metric.healthy}). {metric.action}"
+    return sentences
+
+
+class RangeWatch:
+    """Tells of a metric when it leaves its healthy range, and not again until it has come back into it."""
+
+    def __init__(self) -> None:
+        self._outside: set[str] = set()
+
+    def news(self, scalars: Mapping[str, float]) -> list[str]:
+        """One sentence for each metric of this step that was in its range, or unknown, before."""
+        found = warnings(scalars)
+        fresh = [sentence for name, sentence in found.items() if name not in self._outside]
+        self._outside = (self._outside - scalars.keys()) | found.keys()
+        return fresh
 
 
 def markdown() -> str:

@@ -3,10 +3,12 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_mp.monitor.writer import MetricWriter
 from grpo_mp.types import Sample, SampleGroup
+
+T = TypeVar("T")
 
 
 class SampleWriter:
@@ -32,17 +34,18 @@ class SampleWriter:
         chosen = spread(groups, self._groups_per_step)
         path = self._folder / f"step_{step:06d}.jsonl"
         rows = [record(group, sample) for group in chosen for sample in group.samples]
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
+        path.write_text("".join(lines), encoding="utf-8")
         if self._metrics is not None:
             self._metrics.text(step, name, markdown(chosen))
         return path
 
 
-def spread(groups: Sequence[SampleGroup], count: int) -> list[SampleGroup]:
-    """Return `count` groups at even distances; all of them for 0 or when there are no more."""
-    if count == 0 or count >= len(groups):
-        return list(groups)
-    return [groups[index * len(groups) // count] for index in range(count)]
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """Return `count` items at even distances; all of them for 0 or when there are no more."""
+    if count == 0 or count >= len(items):
+        return list(items)
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 def record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
@@ -53,8 +56,11 @@ def record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
         "response": sample.text,
         "reward": sample.reward,
         "parts": sample.reward_parts,
+        "right": sample.right,
+        "extra": sample.extra,
         "truncated": sample.truncated,
         "tokens": len(sample.tokens),
+        "prompt_tokens": len(sample.prompt_tokens),
         "weight_version": [sample.weight_versions[0], sample.weight_versions[-1]],
         "prompt_index": group.prompt.index,
         "group_id": sample.group_id,
@@ -69,9 +75,15 @@ def markdown(groups: Sequence[SampleGroup]) -> str:
         ordered = sorted(group.samples, key=lambda sample: sample.reward, reverse=True)
         shown = ordered[:1] + ordered[-1:] if len(ordered) > 1 else ordered
         expected = "" if group.prompt.answer is None else f"\n\nexpected: {_code(group.prompt.answer)}"
-        answers = "\n\n".join(f"reward {sample.reward:g}\n\n{_code(sample.text)}" for sample in shown)
+        answers = "\n\n".join(f"{_verdict(sample)}\n\n{_code(sample.text)}" for sample in shown)
         blocks.append(f"**prompt {group.prompt.index}**\n\n{_code(group.prompt.text)}{expected}\n\n{answers}")
     return "\n\n---\n\n".join(blocks)
+
+
+def _verdict(sample: Sample) -> str:
+    """The reward, and as code, because they may hold model text, the columns of reward functions."""
+    extra = "".join(f"\n\n{_code(f'{column}: {value}')}" for column, value in sample.extra.items())
+    return f"reward {sample.reward:g}{extra}"
 
 
 def _code(text: str) -> str:

@@ -81,7 +81,7 @@ class Job:
 
     @property
     def has_reference(self) -> bool:
-        return self.settings.algorithm.kl.weight > 0
+        return self.settings.algorithm.kl.measured_share > 0
 
     @property
     def longest(self) -> int:

@@ -61,7 +61,8 @@ def make_plan(job: Job, kept: Keeping | None = None) -> Plan:
 def _work(job: Job, kept: Keeping, memory: Memory) -> dict[Stretch, Work]:
     stage = max(range(len(job.counts)), key=lambda number: job.counts[number].total)
     count, engine = job.counts[stage], memory.engine
-    old = needs_old_logprobs(job.settings.algorithm, job.settings.optimizer_steps_per_step)
+    algorithm = job.settings.algorithm
+    passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + algorithm.kl.measured_share
     swap = 4 * count.total * kept.weights * job.has_reference
     sharded = count.dense / job.dense_shards + count.expert / job.expert_shards
     state = sharded * kept.optimizer * 2 * job.moves  # there and back
@@ -72,7 +73,7 @@ def _work(job: Job, kept: Keeping, memory: Memory) -> dict[Stretch, Work]:
         Stretch.LOAD: Work(disk_bytes=count.total * 2 * job.gpus_per_node, host_link_bytes=count.total * 2),
         Stretch.GENERATE: generate_work(job, engine),
         Stretch.SCORE: Work(),
-        Stretch.LOGPROB: logprob_work(job, int(old) + job.has_reference) + Work(host_link_bytes=swap),
+        Stretch.LOGPROB: logprob_work(job, passes) + Work(host_link_bytes=swap),
         Stretch.TRAIN: train_work(job),
         Stretch.OPTIMIZER: optimizer_work(job, kept, stage),
         Stretch.OFFLOAD: Work(host_link_bytes=2 * count.total * kept.weights * job.moves, host_copy_bytes=state),

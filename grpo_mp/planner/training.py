@@ -28,8 +28,8 @@ def active_parameters(job: Job) -> int:
     return attention + dense + routed + shape.hidden * shape.vocabulary
 
 
-def logprob_work(job: Job, passes: int) -> Work:
-    """`passes` forward passes over the samples of a step on one GPU."""
+def logprob_work(job: Job, passes: float) -> Work:
+    """`passes` forward passes over the samples of a step on one GPU; a part of one goes over a share of them."""
     forward = _forward(job).times(passes)
     return replace(forward, idle=_idle(job))
 

@@ -14,6 +14,7 @@ from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.layout import check_layout, model_shape
 from grpo_mp.policy.converted import open_weights
+from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction, forward_backward, forward_only
 from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel, build_chunks
@@ -52,6 +53,7 @@ class Policy:
             load_hf(self.tensors, self.params, reader, parallel.here, self.parts)
         mark_divided(self.tensors, self.params)
         self.optimizer, self.schedule = build_optimizer(settings, self.chunks)
+        self.expert_load = ExpertLoad(models, self.config.num_layers, self.config.num_moe_experts or 0)
         self.reference = Reference(self.tensors) if with_reference else None
 
     @property

@@ -24,7 +24,8 @@ class Reward(Protocol):
     """A user's reward: one value per completion, None where it does not apply. It may also be a coroutine function.
 
     Keywords: `prompts` and `completions` as text, or as message lists where the prompt column holds messages;
-    `completion_ids`; every data column as a list; `trainer_state`; the callbacks `log_extra` and `log_metric`.
+    `completion_ids`; every data column as a list; `trainer_state`; the callbacks `log_extra` (a column of the sample
+    files, one value per completion) and `log_metric` (a number whose mean over the step becomes a metric).
     """
 
     def __call__(

@@ -3,8 +3,8 @@
 import math
 import statistics
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,56 +15,66 @@ from grpo_mp.rewards.base import Callbacks, Reward, call_arguments, call_reward,
 from grpo_mp.rewards.limit import RewardError, Values, run_limited
 from grpo_mp.rewards.parts import BuiltIn, Part
 from grpo_mp.rewards.settings import Reward as RewardSettings
-from grpo_mp.rewards.settings import Right
+from grpo_mp.rewards.settings import Right, StepModel
+from grpo_mp.rewards.step_model import Decode, StepModelClient
 from grpo_mp.rewards.steps import Steps, checked_steps, fallback_steps
+from grpo_mp.rewards.tally import Tally
 from grpo_mp.types import SampleGroup
 
 SHOWN_CHARACTERS = 300
 STEPS = "steps"  # the name under which step rewards are logged; no part of the reward
 T = TypeVar("T")
+Extras = dict[str, list[Any]]  # what functions gave to log_extra for one group, by column
+PartCall = Callable[[SampleGroup, int, Extras], Values]
 
 
 class Scorer:
     """Scores groups by the settings. `score_group` may be called from several threads at once."""
 
     def __init__(
-        self, settings: RewardSettings, max_response_tokens: int, prompt_column: str = "prompt", max_steps: int = 0
+        self,
+        settings: RewardSettings,
+        max_response_tokens: int,
+        prompt_column: str = "prompt",
+        max_steps: int = 0,
+        decode: Decode | None = None,
     ) -> None:
-        """Loads the user's functions. Raises UserError where one cannot be imported, or `reward.code` cannot run."""
-        self.errors: Counter[str] = Counter()  # failed calls by reward name
-        self.unscored = 0  # samples to which no reward applied
+        """Load the user's functions. `decode`, the policy's tokenizer, is needed for a served model of steps.
+
+        Raises UserError where a function cannot be imported, or `reward.code` cannot run.
+        """
         self._settings = settings
         self._prompt_column = prompt_column
         self._max_steps = max_steps
-        self._metrics: defaultdict[str, list[float]] = defaultdict(list)
+        self._tally, self._given_up_before = Tally(), 0
         self._lock = threading.Lock()
-        self._step_reward = load_reward(settings.steps, "reward.steps") if settings.steps else None
+        served = settings.steps if isinstance(settings.steps, StepModel) else None
+        self._step_model = StepModelClient(served, decode) if served and decode else None
+        self._step_reward = load_reward(settings.steps, "reward.steps") if isinstance(settings.steps, str) else None
         self._built_in = BuiltIn(settings, max_response_tokens)
         built_in = self._built_in.parts
         taken = [part.name for part in built_in] + [STEPS] * bool(settings.steps)
-        self._parts = (*built_in, *self._function_parts(taken))
-        self._right = _known_part(settings, [part.name for part in self._parts])
+        functions = self._functions(taken)
+        self._weights = {part.name: part.weight for part in built_in} | {name: w for name, (w, _) in functions.items()}
+        self._calls = {part.name: _without_extras(part) for part in built_in}
+        self._calls |= {name: self._limited(reward) for name, (_, reward) in functions.items()}
+        self._right = _known_part(settings, list(self._weights))
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names that stand in `Sample.reward_parts`."""
-        return (*(part.name for part in self._parts), *([STEPS] if self._step_reward else []))
+        return (*self._weights, *([STEPS] if self._settings.steps else []))
 
     @property
     def weights(self) -> dict[str, float]:
         """Weight of each part by its name."""
-        return {part.name: part.weight for part in self._parts}
+        return dict(self._weights)
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a user should know before the run goes on."""
         silent = "nothing says which answers are right, so there is no accuracy: reward.right names the part that does"
         return (*self._built_in.warnings, *([] if self._right else [silent]))
-
-    @property
-    def answers_given_up(self) -> int:
-        """Answers that math-verify could not compare in time; they count as wrong."""
-        return self._built_in.equality.timeouts
 
     def score_group(self, group: SampleGroup, step: int = 0) -> SampleGroup:
         """The group with its rewards: `reward` is the weighted sum of `reward_parts`, the parts that apply, unweighted.
@@ -74,61 +84,70 @@ class Scorer:
         the part that the settings name, and by none where that part failed or does not apply.
         Raises UserError for a failing reward under `on_error: stop`.
         """
-        columns, failed = self._part_values(group, step)
-        parts, all_steps = [_applying(columns, i) for i in range(len(group.samples))], self._steps(group, step)
-        weights = self.weights
+        extras: Extras = {}
+        columns, failed = self._part_values(group, step, extras)
+        parts = [_applying(columns, i) for i in range(len(group.samples))]
+        all_steps, weights = self._steps(group, step, extras), self._weights
         totals = [sum(weights[name] * value for name, value in scored.items()) for scored in parts]
         mean = statistics.fmean([t for t, scored in zip(totals, parts, strict=True) if scored] or [0.0])
         with self._lock:
-            self.unscored += sum(not scored for scored in parts) if self._parts else 0
+            self._tally.unscored += sum(not scored for scored in parts) if weights else 0
+        shown = dict(extras)  # a call that took too long may still write into the other
+        rows = zip(group.samples, totals, parts, all_steps, strict=True)
         samples = (
             replace(
                 sample,
                 reward=float(total) if scored else mean,
                 reward_parts=scored | _mean_step(steps),
                 step_rewards=steps,
+                extra={column: values[i] for column, values in shown.items()},
                 right=_is_right({} if self._right and self._right.part in failed else scored, self._right),
             )
-            for sample, total, scored, steps in zip(group.samples, totals, parts, all_steps, strict=True)
+            for i, (sample, total, scored, steps) in enumerate(rows)
         )
         return replace(group, samples=tuple(samples))
 
-    def take_metrics(self) -> dict[str, float]:
-        """Means of what reward functions gave to `log_metric` since the last call."""
+    def take_tally(self) -> Tally:
+        """What this rank's rewards met since the last call."""
         with self._lock:
-            means = {name: statistics.fmean(values) for name, values in self._metrics.items()}
-            self._metrics.clear()
-        return means
+            taken, self._tally = self._tally, Tally()
+            given_up = self._built_in.equality.timeouts
+            taken.given_up, self._given_up_before = given_up - self._given_up_before, given_up
+        return taken
 
     def close(self) -> None:
         """End the process that compares answers, and connections."""
         self._built_in.close()
+        if self._step_model:
+            self._step_model.close()
 
-    def _part_values(self, group: SampleGroup, step: int) -> tuple[dict[str, Values], set[str]]:
+    def _part_values(self, group: SampleGroup, step: int, extras: Extras) -> tuple[dict[str, Values], set[str]]:
         """One value per sample by part, and the parts that failed."""
-        found = {part.name: self._checked_values(part, group, step) for part in self._parts}
+        found = {name: self._checked_values(name, group, step, extras) for name in self._calls}
         failed = {name for name, (_, ok) in found.items() if not ok}
         return {name: values for name, (values, _) in found.items()}, failed
 
-    def _checked_values(self, part: Part, group: SampleGroup, step: int) -> tuple[Values, bool]:
+    def _checked_values(self, name: str, group: SampleGroup, step: int, extras: Extras) -> tuple[Values, bool]:
         def values() -> Values:
-            found = part.values(group, step)
+            found = self._calls[name](group, step, extras)
             _check_values(found, len(group.samples))
             return found
 
-        return self._or_default(part.name, group, values, lambda reward: [reward] * len(group.samples))
+        return self._or_default(name, group, values, lambda reward: [reward] * len(group.samples))
 
-    def _steps(self, group: SampleGroup, step: int) -> list[Steps]:
-        reward = self._step_reward
-        if reward is None:
+    def _steps(self, group: SampleGroup, step: int, extras: Extras) -> list[Steps]:
+        model, reward = self._step_model, self._step_reward
+        if model is None and reward is None:
             return [()] * len(group.samples)
+        arguments = self._arguments(group, step, extras)
 
         def rows() -> list[Any]:
-            returned = call_user(reward, self._arguments(group, step))
+            returned = call_user(reward, arguments) if reward else []
             return [None if row is None else list(row) for row in returned]
 
         def steps() -> list[Steps]:
-            return checked_steps(run_limited(rows, self._settings.timeout_s), group)
+            found = model.rows(group) if model else run_limited(rows, self._settings.timeout_s)
+            return checked_steps(found, group)
 
         return self._or_default(STEPS, group, steps, lambda default: fallback_steps(group, default))[0]
 
@@ -142,33 +161,45 @@ class Scorer:
             if self._settings.on_error == "stop":
                 raise UserError(_failure_sentence(name, group, failure)) from failure
             with self._lock:
-                self.errors[name] += 1
+                self._tally.failures[name] += 1
+                self._tally.complaints.setdefault(name, _failure_sentence(name, group, failure))
             return default(float(self._settings.on_error)), False
 
-    def _function_parts(self, other_names: list[str]) -> list[Part]:
-        """Named by function; by module and function where the short name stands for more than one part."""
-        loaded = {spec: load_reward(spec) for spec in self._settings.functions}
-        short = {spec: spec.rpartition(":")[2] for spec in loaded}
+    def _functions(self, other_names: list[str]) -> dict[str, tuple[float, Reward]]:
+        """Weight and reward by function; by module and function where the short name stands for more than one part."""
+        short = {spec: spec.rpartition(":")[2] for spec in self._settings.functions}
         taken = Counter([*short.values(), *other_names])
-        return [
-            Part(short[spec] if taken[short[spec]] == 1 else spec, weight, self._limited(loaded[spec]))
+        return {
+            short[spec] if taken[short[spec]] == 1 else spec: (weight, load_reward(spec))
             for spec, weight in self._settings.functions.items()
-        ]
+        }
 
-    def _limited(self, reward: Reward) -> Callable[[SampleGroup, int], Values]:
-        def values(group: SampleGroup, step: int) -> Values:
-            arguments = self._arguments(group, step)
+    def _limited(self, reward: Reward) -> PartCall:
+        def values(group: SampleGroup, step: int, extras: Extras) -> Values:
+            arguments = self._arguments(group, step, extras)
             return run_limited(lambda: call_reward(reward, arguments), self._settings.timeout_s)
 
         return values
 
-    def _arguments(self, group: SampleGroup, step: int) -> dict[str, Any]:
+    def _arguments(self, group: SampleGroup, step: int, extras: Extras) -> dict[str, Any]:
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            if len(values) != len(group.samples):
+                raise ValueError(
+                    f"log_extra({column!r}, ...) got {len(values)} values for {len(group.samples)} samples"
+                )
+            extras[column] = list(values)
+
         state = TrainerState(global_step=step, max_steps=self._max_steps)
-        return call_arguments(group, self._prompt_column, Callbacks(state, _ignore_extra, self._log_metric))
+        return call_arguments(group, self._prompt_column, Callbacks(state, log_extra, self._log_metric))
 
     def _log_metric(self, name: str, value: float) -> None:
+        number = float(value)
         with self._lock:
-            self._metrics[name].append(float(value))
+            self._tally.log(name, number)
+
+
+def _without_extras(part: Part) -> PartCall:
+    return lambda group, step, _: part.values(group, step)
 
 
 def _check_values(values: Values, count: int) -> None:
@@ -210,7 +241,3 @@ def _failure_sentence(name: str, group: SampleGroup, failure: RewardError) -> st
         f"reward {name}: prompt {group.prompt.index}: {failure}; sample {failure.sample}: {shown!r}; "
         "mend it, or set reward.on_error to the reward that a failing call scores"
     )
-
-
-def _ignore_extra(column: str, values: list[Any]) -> None:
-    """TRL shows these columns in its table of completions; this project has no such table."""

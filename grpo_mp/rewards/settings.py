@@ -29,6 +29,12 @@ class RewardModel(Section):
     retries: int = Field(2, ge=0, description="after no answer, or a status of 429 or 500 and above")
 
 
+class StepModel(RewardModel):
+    """A process reward model: it scores the response up to the end of each step."""
+
+    separator: str = Field("\n\n", min_length=1, description="text that ends a step; the response's end ends the last")
+
+
 class Code(Section):
     weight: float = 1.0
     tests: str = Field("tests", description="data column: asserts, a list of them, or a list of {input, output}")
@@ -66,7 +72,9 @@ class Reward(Section):
     model: RewardModel | None = None
     code: Code | None = None
     functions: dict[str, float] = Field({}, description="'module:function' or 'file.py:function' to its weight")
-    steps: str | None = Field(None, description="'module:function' or 'file.py:function' that rewards single steps")
+    steps: str | StepModel | None = Field(
+        None, description="what rewards single steps: 'module:function', 'file.py:function', or {url} of a served model"
+    )
     right: Right | None = Field(
         None,
         description="a part's name, or {part, at_least}; null: answer, or code, where it has a weight, else nothing",

@@ -4,7 +4,7 @@ Small numbers about every sample go to every rank, which makes the same plan fro
 from their holder to the replica that wants them, as flat integer and float tensors.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +31,7 @@ class SampleInfo:
     step_rewards: tuple[tuple[int, float], ...] = ()
     prompt: int = 0  # index in the prompt set
     finished: int = 1  # place of its group in the order of finishing; 0: broken off
+    versions_sum: int = 0  # over its response tokens
     right: bool | None = None  # by the part that `reward.right` names; None: that part says nothing about it
 
     @property
@@ -49,6 +50,17 @@ def share_infos(groups: Iterable[SampleGroup], group: dist.ProcessGroup) -> list
     everyone: list[list[SampleInfo]] = [[] for _ in range(world_size)]
     dist.all_gather_object(everyone, mine, group=group)
     return sorted((info for infos in everyone for info in infos), key=lambda info: info.key)
+
+
+def bring_groups(groups: Iterable[SampleGroup], wanted: Collection[int], group: dist.ProcessGroup) -> list[SampleGroup]:
+    """The wanted groups of all ranks with their texts, on rank 0, in the order of their ids; elsewhere an empty list.
+
+    Every rank must call this.
+    """
+    mine = [one for one in groups if one.samples[0].group_id in wanted]
+    everyone: list[list[SampleGroup]] | None = [[]] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(mine, everyone, group=group, group_dst=0)
+    return sorted((one for held in everyone or () for one in held), key=lambda one: one.samples[0].group_id)
 
 
 def deliver(
@@ -86,6 +98,7 @@ def _info(sample: Sample, held: SampleGroup, rank: int) -> SampleInfo:
         step_rewards=sample.step_rewards,
         prompt=held.prompt.index,
         finished=held.finished,
+        versions_sum=sum(sample.weight_versions),
         right=sample.right,
     )
 

@@ -21,6 +21,7 @@ class StepBatch:
 
     infos: tuple[SampleInfo, ...]
     learns: tuple[bool, ...]
+    advantages: tuple[PerToken, ...]  # by sample, before the KL of kl.place=reward and before whitening
     plan: tuple[Update, ...]
     updates: tuple[tuple[MicroBatch, ...], ...]
 
@@ -71,7 +72,7 @@ def assemble(
         )
         for update in plan
     )
-    return StepBatch(tuple(infos), learns, plan, updates)
+    return StepBatch(tuple(infos), learns, tuple(advantages), plan, updates)
 
 
 def sample_advantages(infos: Sequence[SampleInfo], weights: Mapping[str, float], settings: Settings) -> list[PerToken]:

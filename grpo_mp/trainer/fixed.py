@@ -16,6 +16,7 @@ from grpo_mp.data.pack import context_index
 from grpo_mp.data.updates import Update
 from grpo_mp.policy.parallel import Parallel, sum_over_context
 from grpo_mp.trainer.batch import StepBatch, with_old, with_reference
+from grpo_mp.trainer.kl_watch import with_watched_reference
 from grpo_mp.trainer.session import Session
 from grpo_mp.types import MicroBatch
 
@@ -25,12 +26,15 @@ Updates = list[list[MicroBatch]]
 def fixed_values(session: Session, batch: StepBatch) -> Updates:
     """The step's micro-batches with everything that its updates need. Every rank must call this."""
     policy, wanted = session.policy, session.settings.algorithm
-    kl_in_reward = wanted.kl.place == "reward" and policy.reference is not None
+    kl_in_reward = wanted.kl.place == "reward" and wanted.kl.weight > 0
     updates = [list(update) for update in batch.updates]
     if needs_old_logprobs(wanted, len(updates) * session.settings.optimizer.epochs):
         updates = [_with_old(update, policy.logprobs(update), wanted, session.parallel) for update in updates]
-    if policy.reference:
+    if wanted.kl.weight:
         updates = [with_reference(update, policy.reference_logprobs(update)) for update in updates]
+    elif wanted.kl.watch_share:
+        seed = f"{session.settings.run.seed}/{session.state.step}"
+        updates = with_watched_reference(updates, policy, wanted.kl.watch_share, seed)
     if kl_in_reward:
         updates = _with_kl_in_reward(updates, batch, session)
     return _whitened(updates, session.parallel) if wanted.advantage.whiten else updates

@@ -25,7 +25,8 @@ def learn(session: Session, updates: Sequence[Sequence[MicroBatch]]) -> list[Upd
         report = session.policy.update(update, make_loss(wanted, weights, context_reduction(session.parallel)))
         measured = metrics(reduce_report(report, session.parallel))
         reports.append(replace(report, measured=measured))
-        controls = adapted(session.state.controls, measured["train/kl_loss"], measured["train/entropy"], wanted)
+        kl = measured.get("train/kl_loss", 0.0)
+        controls = adapted(session.state.controls, kl, measured["train/entropy"], wanted)
         session.state = replace(session.state, controls=controls)
         if has_drifted(measured["train/ppo_kl"], measured["train/effective_samples"], wanted.drift):
             break

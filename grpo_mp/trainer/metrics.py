@@ -4,6 +4,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,12 @@ from grpo_mp.monitor.metrics import fill
 from grpo_mp.monitor.screen import EvalScore
 from grpo_mp.policy.parallel import Parallel
 from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.rewards.tally import Tally, total
 from grpo_mp.rollout.exchange import SampleInfo
 from grpo_mp.scheduler.ledger import Footprint, largest
 from grpo_mp.trainer.batch import StepBatch
 from grpo_mp.trainer.collect import Collected
+from grpo_mp.types import MicroBatch, PerToken
 
 
 def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
@@ -26,7 +29,7 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
     by_group: dict[int, list[float]] = defaultdict(list)
     for info in infos:
         by_group[info.group_id].append(info.reward)
-    lags = [weight_version - info.oldest_version for info in infos]
+    lag = sum(weight_version * info.response_tokens - info.versions_sum for info in infos)
     return {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
@@ -43,8 +46,44 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
         "rollout/prompt_length/mean": statistics.fmean(info.prompt_tokens for info in infos),
         "rollout/truncated_ratio": statistics.fmean(info.truncated for info in infos),
         "rollout/groups": len(by_group),
-        "rollout/weight_version_lag/mean": statistics.fmean(lags),
-        "rollout/weight_version_lag/max": max(lags),
+        "rollout/weight_version_lag/mean": lag / sum(lengths),
+        "rollout/weight_version_lag/max": weight_version - min(info.oldest_version for info in infos),
+        **_solved(infos),
+    }
+
+
+def solve_rates(infos: Sequence[SampleInfo]) -> list[float]:
+    """Share of right answers in each group; a group of which the reward does not say it has none."""
+    groups: dict[int, list[SampleInfo]] = defaultdict(list)
+    for info in infos:
+        groups[info.group_id].append(info)
+    return [share for group in groups.values() if (share := accuracy(group)) is not None]
+
+
+def reward_metrics(tally: Tally) -> dict[str, float]:
+    """What the rewards of all ranks met in a step, and what they logged."""
+    return {
+        "reward/failures": sum(tally.failures.values()),
+        "reward/unscored": tally.unscored,
+        "reward/answers_given_up": tally.given_up,
+        **{fill("reward/log/{name}", name=name): value for name, value in tally.logged.items()},
+    }
+
+
+def total_tally(mine: Tally, parallel: Parallel) -> Tally:
+    """What the rewards of all ranks met. Every rank must call this."""
+    everyone = [mine] * parallel.world_size
+    dist.all_gather_object(everyone, mine, group=parallel.host)
+    return total(everyone)
+
+
+def distributions(infos: Sequence[SampleInfo], advantages: Sequence[PerToken]) -> dict[str, Sequence[float]]:
+    """Histograms over all samples of all ranks; advantages are those of the samples that were trained on."""
+    return {
+        "reward/values": [info.reward for info in infos],
+        "rollout/response_length/values": [float(info.response_tokens) for info in infos],
+        "rollout/solve_rate": solve_rates(infos),
+        "train/advantages": [float(value) for one in advantages for value in torch.as_tensor(one).flatten()],
     }
 
 
@@ -61,7 +100,7 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
     )
     real = sum(info.total_tokens for info in batch.infos)
     return {
-        **{name: statistics.fmean(one[name] for one in named) for name in named[0]},
+        **_means(named),
         # Engine and policy hold the same weights only in the first update of the step.
         **{name: value for name, value in named[0].items() if name.startswith("mismatch/")},
         "train/ratio/max": max(one["train/ratio/max"] for one in named),
@@ -70,9 +109,34 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
         "train/updates": len(reports),
         "train/skipped_updates": sum(report.skipped for report in reports),
         "train/drift_skipped_updates": planned - len(reports),
-        "train/tokens": real,
+        "train/tokens": sum(
+            batch.infos[i].response_tokens
+            for update, report in zip(cycle(batch.plan), reports, strict=False)
+            for i in update.samples
+            if batch.learns[i] and not report.skipped
+        ),
         "train/padding_ratio": 1 - real / tokens,
     }
+
+
+def _means(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each metric's mean over the updates that measured it."""
+    names = dict.fromkeys(name for one in named for name in one)
+    return {name: statistics.fmean(one[name] for one in named if name in one) for name in names}
+
+
+def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) -> float:
+    """Tokens of the whole job, without padding, that went through a forward for logprobs that stay fixed.
+
+    Every rank must call this.
+    """
+    count = torch.zeros((), dtype=torch.float64)
+    if parallel.here.tensor == 0 and parallel.here.pipeline == parallel.layout.pipeline - 1:
+        for one in (one for update in updates for one in update):
+            forwards = (one.old_logprobs is not None) + (one.reference_logprobs is not None)
+            count += forwards * (one.sequence >= 0).sum()
+    dist.all_reduce(count, group=parallel.host)
+    return float(count)
 
 
 def memory_metrics(footprints: Mapping[str, Footprint], parallel: Parallel) -> dict[str, float]:
@@ -101,11 +165,17 @@ def eval_score(infos: Sequence[SampleInfo]) -> EvalScore:
     )
 
 
-def eval_metrics(name: str, infos: Sequence[SampleInfo]) -> dict[str, float]:
-    """Scores of one eval set."""
+def eval_metrics(name: str, infos: Sequence[SampleInfo], tally: Tally) -> dict[str, float]:
+    """Scores of one eval set, and what its rewards met."""
     score = eval_score(infos)
-    values = {**vars(score), "truncated_ratio": statistics.fmean(info.truncated for info in infos)}
-    return {fill(f"eval/{{set}}/{kind}", set=name): value for kind, value in values.items() if value is not None}
+    logged = {fill("eval/{set}/log/{name}", set=name, name=key): value for key, value in tally.logged.items()}
+    values = {
+        **vars(score),
+        "truncated_ratio": statistics.fmean(info.truncated for info in infos),
+        "failures": sum(tally.failures.values()),
+    }
+    known = {kind: value for kind, value in values.items() if value is not None}
+    return logged | {fill(f"eval/{{set}}/{kind}", set=name): value for kind, value in known.items()}
 
 
 def collect_metrics(collected: Collected) -> dict[str, float]:
@@ -117,6 +187,15 @@ def collect_metrics(collected: Collected) -> dict[str, float]:
         "rollout/resting_prompts": len(collected.state.resting),
         **{fill("rollout/dropped_groups/{reason}", reason=why): n for why, n in collected.dropped.items()},
     }
+
+
+def _solved(infos: Sequence[SampleInfo]) -> dict[str, float]:
+    """How much of the step is right; nothing where the reward says of no answer whether it is."""
+    right, rates = accuracy(infos), solve_rates(infos)
+    if right is None:
+        return {}
+    all_right, all_wrong = rates.count(1.0), rates.count(0.0)
+    return {"rollout/accuracy": right, "rollout/all_right_groups": all_right, "rollout/all_wrong_groups": all_wrong}
 
 
 def _lengths_by_answer(infos: Sequence[SampleInfo]) -> dict[str, float]:

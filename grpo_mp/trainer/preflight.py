@@ -58,7 +58,11 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
         for name, source in settings.data.eval.items()
     }
     scorer = Scorer(
-        settings.reward, settings.rollout.max_response_tokens, settings.data.prompt, max_steps=settings.run.steps
+        settings.reward,
+        settings.rollout.max_response_tokens,
+        settings.data.prompt,
+        max_steps=settings.run.steps,
+        decode=tokenizer.decode,
     )
     return Inputs(tokenizer, train, evals, scorer, (*scorer.warnings, *start_warnings(settings, fp8)))
 

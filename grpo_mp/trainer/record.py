@@ -1,21 +1,45 @@
-"""What a step leaves behind: metrics, sample texts, one line on the screen."""
+"""What a step leaves behind: metrics, histograms, sample texts, one line on the screen."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
-from grpo_mp.monitor.metrics import fill
-from grpo_mp.monitor.samples import SampleWriter
+from grpo_mp.monitor.metrics import RangeWatch, fill
+from grpo_mp.monitor.samples import SampleWriter, spread
 from grpo_mp.monitor.summary import StepSummary, over_ranks, step_scalars, summarise
 from grpo_mp.monitor.writer import MetricWriter
+from grpo_mp.policy.expert_load import heat_map, over_mean, worst_ratio
 from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.rewards.tally import Tally
+from grpo_mp.rollout.exchange import bring_groups
 from grpo_mp.sync.check import CheckReport
 from grpo_mp.sync.weight_sync import SyncReport
 from grpo_mp.trainer.batch import StepBatch
 from grpo_mp.trainer.collect import Collected
-from grpo_mp.trainer.metrics import collect_metrics, memory_metrics, rollout_metrics, update_metrics
+from grpo_mp.trainer.metrics import (
+    collect_metrics,
+    distributions,
+    logprob_tokens,
+    memory_metrics,
+    reward_metrics,
+    rollout_metrics,
+    total_tally,
+    update_metrics,
+)
 from grpo_mp.trainer.session import Session
-from grpo_mp.types import SampleGroup
+from grpo_mp.types import MicroBatch, SampleGroup
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What is written of one step, under names of the metric dictionary. The same on every rank, but for `groups`."""
+
+    scalars: dict[str, float] = field(default_factory=dict)
+    histograms: dict[str, Sequence[float] | torch.Tensor] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    groups: Sequence[SampleGroup] = ()  # for the sample files; on rank 0 only
 
 
 class Recorder:
@@ -26,8 +50,9 @@ class Recorder:
         folder, done = session.settings.run.folder, session.state.step
         first = done + 1 if done else 0
         self._writer = MetricWriter(folder, first) if session.is_first else None
-        kept = session.settings.monitor.samples_per_step
-        self._samples = SampleWriter(folder, self._writer, kept, first) if session.is_first and kept else None
+        self._kept = session.settings.monitor.samples_per_step
+        self._samples = SampleWriter(folder, self._writer, 0, first) if session.is_first and self._kept else None
+        self._ranges, self._complained = RangeWatch(), set[str]()
         self._start_ns = session.timeline.now_ns()
 
     def begin_step(self) -> None:
@@ -43,38 +68,43 @@ class Recorder:
         dist.all_gather_object(everyone, mine, group=parallel.host)
         return over_ranks(everyone)
 
-    def step_metrics(
+    def step_record(
         self,
         collected: Collected,
         batch: StepBatch,
+        updates: Sequence[Sequence[MicroBatch]],
         reports: Sequence[UpdateReport],
-        sync: SyncReport,
-        check: CheckReport,
-    ) -> dict[str, float]:
-        """All scalars of the step but those of evaluation. Every rank must call this."""
+        sync: tuple[SyncReport, CheckReport],
+    ) -> StepRecord:
+        """All of the step but its evaluation. Every rank must call this."""
         session, parallel = self._session, self._session.parallel
         summary = self.end_step()
-        response_tokens = sum(info.response_tokens for info in collected.launched)
-        tokens = sum(info.total_tokens for info in batch.infos)
-        seconds = summary.seconds
-        updates = update_metrics(reports, batch, len(batch.plan) * session.settings.optimizer.epochs)
-        if session.policy.reference is None:
-            updates.pop("train/kl_loss", None)  # nothing was measured
-        return {
+        tally = total_tally(session.inputs.scorer.take_tally(), parallel)
+        self._complain(tally)
+        scalars = {
             # The samples were drawn before this step's updates moved the version on.
-            **rollout_metrics(collected.scored, sync.version - len(reports)),
+            **rollout_metrics(collected.scored, sync[0].version - len(reports)),
+            **reward_metrics(tally),
             **collect_metrics(collected),
-            **updates,
+            **update_metrics(reports, batch, len(batch.plan) * session.settings.optimizer.epochs),
             **{fill("train/control/{name}", name=name): value for name, value in session.state.controls.items()},
+            "train/optimizer_step": session.state.optimizer_step,
+            "train/samples_seen": session.state.samples_seen,
             **memory_metrics(session.scheduler.ledger.take(), parallel),
             **step_scalars(summary),
-            "reward/failures": float(sum(session.inputs.scorer.errors.values())),
-            "speed/generate_tokens_per_s": response_tokens / seconds["GENERATE"],
-            "speed/train_tokens_per_s": tokens / seconds["TRAIN"],
-            "speed/samples_per_s": len(collected.launched) / summary.wall_s,
-            "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / parallel.world_size,
-            **self.sync_metrics(sync, check),
+            **self._speed(collected, batch, summary, logprob_tokens(updates, parallel)),
+            **self.sync_metrics(*sync),
         }
+        histograms: dict[str, Sequence[float] | torch.Tensor] = {
+            **distributions(collected.scored, batch.advantages),
+        }
+        texts: dict[str, str] = {}
+        load = session.policy.expert_load.take(parallel.host)
+        if load is not None and (worst := worst_ratio(load)) is not None:
+            scalars["train/expert_load/max_over_mean"] = worst
+            histograms["train/expert_load/values"] = over_mean(load)
+            texts["train/expert_load/by_layer"] = heat_map(load)
+        return StepRecord(scalars, histograms, texts, self._shown(collected))
 
     def sync_metrics(self, sync: SyncReport, check: CheckReport) -> dict[str, float]:
         """What the last sync moved, and how far the engines are from the policy after it."""
@@ -82,27 +112,55 @@ class Recorder:
             "sync/weight_version": sync.version,
             "sync/bytes": sync.nbytes,
             "sync/buckets": sync.buckets,
+            "sync/largest_bucket_bytes": sync.largest_bucket,
             "sync/bytes_per_s": sync.nbytes / sync.seconds,
             "sync/check/logprob_abs_diff/mean": check.mean,
             "sync/check/logprob_abs_diff/max": check.largest,
             "sync/check/tokens": check.tokens,
         }
 
-    def write(self, step: int, scalars: Mapping[str, float], groups: Sequence[SampleGroup] = ()) -> None:
-        """Write a step's scalars, and texts of the groups that rank 0's engine generated."""
-        if self._writer:
-            self._writer.scalars(step, scalars)
-            self._write_distributions(step, groups)
+    def write(self, step: int, record: StepRecord) -> None:
+        """Write a step, and tell on the screen of metrics that left their healthy range."""
+        if not self._writer:
+            return
+        self._writer.scalars(step, record.scalars)
+        for name, values in record.histograms.items():
+            self._writer.histogram(step, name, values)
+        for name, text in record.texts.items():
+            self._writer.text(step, name, text)
+        if self._samples and record.groups:
+            self._samples.write(step, record.groups)
+        for sentence in self._ranges.news(record.scalars):
+            self._session.progress.note(f"step {step}: {sentence}")
 
     def close(self) -> None:
         if self._writer:
             self._writer.close()
 
-    def _write_distributions(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        samples = [sample for group in groups for sample in group.samples]
-        if not samples or not self._writer:
-            return
-        self._writer.histogram(step, "reward/values", [sample.reward for sample in samples])
-        self._writer.histogram(step, "rollout/response_length/values", [len(sample.tokens) for sample in samples])
-        if self._samples:
-            self._samples.write(step, list(groups))
+    def _speed(
+        self, collected: Collected, batch: StepBatch, summary: StepSummary, fixed_tokens: float
+    ) -> dict[str, float]:
+        tokens, seconds = sum(info.total_tokens for info in batch.infos), summary.seconds
+        response_tokens = sum(info.response_tokens for info in collected.launched)
+        ranks = self._session.parallel.world_size
+        return {
+            "speed/generate_tokens_per_s": response_tokens / seconds["GENERATE"],
+            "speed/train_tokens_per_s": tokens / seconds["TRAIN"],
+            **({"speed/logprob_tokens_per_s": fixed_tokens / seconds["LOGPROB"]} if fixed_tokens else {}),
+            "speed/samples_per_s": len(collected.launched) / summary.wall_s,
+            "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / ranks,
+        }
+
+    def _shown(self, collected: Collected) -> list[SampleGroup]:
+        """Some groups of the step, whatever rank's engine generated them. Every rank must call this."""
+        if not self._kept:
+            return []
+        ids = sorted({info.group_id for info in collected.infos})
+        return bring_groups(collected.groups, spread(ids, self._kept), self._session.parallel.host)
+
+    def _complain(self, tally: Tally) -> None:
+        """Say of each part of the reward once how it failed, where a failing call does not stop the run."""
+        for part, sentence in tally.complaints.items():
+            if part not in self._complained:
+                self._session.progress.note(f"warning: {sentence}")
+        self._complained |= tally.complaints.keys()

@@ -129,7 +129,7 @@ def _resume_state(settings: Settings) -> RunState:
 
 
 def _build_policy(settings: Settings, parallel: Parallel, state: RunState) -> Policy:
-    policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.weight > 0)
+    policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.measured_share > 0)
     folder = latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
     if folder:
         load_policy(policy, folder / "policy")

@@ -34,6 +34,13 @@ def written(tmp_path: Path, algorithm: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", PRESETS)
+def test_the_kl_can_be_watched_with_every_preset(name: str) -> None:
+    kl = settings_of({"preset": name, "kl": {"watch_share": 0.05}}).algorithm.kl
+    assert kl.measured_share == (1.0 if kl.weight else 0.05)
+    assert settings_of({"preset": name, "kl": {"weight": 0, "refresh_every": 0}}).algorithm.kl.measured_share == 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
 def test_one_word_sets_every_part_and_the_resolved_file_says_them_all(name: str, tmp_path: Path) -> None:
     settings = settings_of(name)
     assert settings.algorithm.preset == name

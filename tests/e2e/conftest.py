@@ -11,7 +11,13 @@ from tests.conftest import TinyRun
 from tests.e2e.jobs import LAUNCH, Job, read_jsonl, spans
 
 LAST_STEP = 4
-REWARD = "def letters(completions, **_):\n    return [sum(map(str.isalpha, text)) / 10 for text in completions]\n"
+REWARD = """
+def letters(completions, log_metric, log_extra, **_):
+    rewards = [sum(map(str.isalpha, text)) / 10 for text in completions]
+    log_metric("most_letters", max(rewards))
+    log_extra("first word", [text.split(" ")[0] for text in completions])
+    return rewards
+"""
 StartJob = Callable[..., Job]
 
 
@@ -55,13 +61,19 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("finished")
     (folder / "reward.py").write_text(REWARD)
     run = folder / "run"
-    settings = (f"run.folder={run}", f"reward.functions={{{folder / 'reward.py'}:letters: 1.0}}")
+    settings = finished_settings(folder)
     job = start_job(*settings, f"run.steps={LAST_STEP - 1}")
     job.wait_until(lambda: spans(run, 1, "TRAIN") == 2)
     job.signal(signal.SIGUSR1, rank=1)
     first = outcome(job)
     stopped_after = len(read_jsonl(run / "metrics.jsonl")) - 1  # besides the line of step 0
     return FinishedRun(folder, first, outcome(start_job(*settings, f"run.steps={LAST_STEP}")), stopped_after)
+
+
+def finished_settings(folder: Path) -> tuple[str, ...]:
+    """With these, one run writes every metric of the dictionary."""
+    reward = f"reward.functions={{{folder / 'reward.py'}:letters: 1.0}}"
+    return (f"run.folder={folder / 'run'}", reward, "algorithm.kl.target=0.05")
 
 
 def outcome(job: Job) -> Outcome:

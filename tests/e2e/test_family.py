@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mp.trainer.kl_watch import watched
 from tests.e2e.conftest import REWARD, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
 
@@ -23,7 +24,8 @@ def train(start_job: StartJob, tmp_path: Path) -> Train:
     (tmp_path / "reward.py").write_text(REWARD)
 
     def run(*overrides: str) -> Steps:
-        reward = f"reward={{functions: {{{tmp_path / 'reward.py'}:letters: 1.0}}}}"
+        functions = f"{{{tmp_path / 'reward.py'}:letters: 1.0}}"
+        reward = f"reward={{functions: {functions}, right: {{part: letters, at_least: 0.1}}}}"
         always = (f"run.folder={tmp_path / 'run'}", "data.eval={}", "run.export=false", reward)
         result = outcome(start_job(*always, *overrides))
         assert (result.status, result.err, result.left) == (0, "", [])
@@ -54,14 +56,16 @@ def test_many_parts_at_once_and_what_they_have_come_to_survives_a_restart(train:
 
 
 def test_the_first_to_finish_and_the_drift_guard(train: Train) -> None:
-    parts = "algorithm={filter: {admit: finish, oversample: 3.0}, drift: {kl: 1.0e-12}}"
-    for step in train(parts, "run.steps=2", "optimizer.updates_per_step=4"):
+    parts = "algorithm={filter: {admit: finish, oversample: 3.0}, drift: {kl: 1.0e-12}, kl: {watch_share: 0.5}}"
+    for number, step in enumerate(train(parts, "run.steps=2", "optimizer.updates_per_step=4")):
         assert step["rollout/launched_groups"] <= 12
         dropped = step["rollout/dropped_groups/unfinished"] + step["rollout/dropped_groups/surplus"]
         assert step["rollout/launched_groups"] - dropped == 4
         assert step["rollout/length_bias"] > 0
         # The first update is on policy; the second sees the drift, and the other two are left out.
         assert (step["train/updates"], step["train/drift_skipped_updates"]) == (2, 2)
+        # Each update has one micro-batch: two of the four are measured, and the first two are done.
+        assert ("train/kl_loss" in step) == any(watched([1] * 4, 0.5, 1, f"0/{number}")[:2])
 
 
 def test_data_that_cannot_fill_a_step_ends_the_run_with_a_sentence(start_job: StartJob, tmp_path: Path) -> None:

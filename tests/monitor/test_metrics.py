@@ -5,7 +5,7 @@ import math
 import pytest
 
 from grpo_mp.monitor import readme
-from grpo_mp.monitor.metrics import TABLE, fill, find, warnings
+from grpo_mp.monitor.metrics import TABLE, RangeWatch, fill, find, warnings
 
 GROUPS = {"reward", "rollout", "train", "mismatch", "sync", "time", "speed", "memory", "eval"}
 
@@ -53,11 +53,17 @@ def test_fill_makes_any_text_a_legal_name() -> None:
 
 
 def test_warnings_name_value_and_action() -> None:
-    assert warnings({"mismatch/token_mult_prob_error": 1.04, "reward/mean": -5.0}) == []
-    (line,) = warnings({"mismatch/token_mult_prob_error": 1.2})
+    assert warnings({"mismatch/token_mult_prob_error": 1.04, "reward/mean": -5.0}) == {}
+    ((name, line),) = warnings({"mismatch/token_mult_prob_error": 1.2}).items()
+    assert name == "mismatch/token_mult_prob_error"
     assert "1.2" in line
-    assert "run the doctor" in line
+    assert "look at sync/check" in line
     assert len(warnings({"train/loss": math.nan})) == 1
+
+
+def test_a_metric_is_told_of_when_it_leaves_its_range_not_every_step() -> None:
+    watch, high, low = RangeWatch(), {"reward/failures": 3.0}, {"reward/failures": 0.0}
+    assert [len(watch.news(one)) for one in (high, high, {}, high, low, high)] == [1, 0, 0, 0, 0, 1]
 
 
 def test_page_is_up_to_date() -> None:

@@ -23,6 +23,7 @@ def group(group_id: int, rewards: tuple[float, ...] = (0.0, 1.5, 0.5)) -> Sample
             text=f"answer {group_id}.{index}\n<b>é</b>",
             reward=reward,
             reward_parts={"answer": reward - 0.5},
+            extra={"found": f"{index}"},
         )
         for index, reward in enumerate(rewards)
     )
@@ -40,8 +41,11 @@ def test_jsonl_holds_whole_groups(tmp_path: Path) -> None:
         "response": "answer 0.1\n<b>é</b>",
         "reward": 1.5,
         "parts": {"answer": 1.0},
+        "right": None,
+        "extra": {"found": "1"},
         "truncated": False,
         "tokens": 2,
+        "prompt_tokens": 2,
         "weight_version": [6, 7],
         "prompt_index": 0,
         "group_id": 0,
@@ -57,6 +61,7 @@ def test_tensorboard_shows_best_and_worst(tmp_path: Path) -> None:
     text = event.tensor_proto.string_val[0].decode()
     assert text.index("answer 5.1") < text.index("answer 5.0")
     assert "answer 5.2" not in text
+    assert "    found: 1" in text
     assert "\n    <b>é</b>" in text
 
 

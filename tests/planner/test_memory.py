@@ -5,8 +5,10 @@ import pytest
 from grpo_mp.planner.activations import logits_bytes
 from grpo_mp.planner.clusters import GIB
 from grpo_mp.planner.engine import engine_load
+from grpo_mp.planner.job import Job
 from grpo_mp.planner.keeping import Keeping, keeping
 from grpo_mp.planner.memory import Stretch, plan_memory
+from grpo_mp.planner.plan import make_plan
 from tests.planner.jobs import job_of, settings_of
 
 QWEN = 7_615_616_512  # parameters of Qwen2.5-7B, as its publisher's files hold
@@ -79,3 +81,17 @@ def test_the_head_holds_chunks_of_logits_and_its_gradient() -> None:
     rows, columns, hidden = 1024, 152064 // 4, 4096 * 3584 * 2  # of a micro-batch, gathered
     assert logits_bytes(job, 0, backward=False) == rows * columns * 10 + hidden
     assert logits_bytes(job, 0, backward=True) == rows * columns * 14 + 2 * hidden + columns * 3584 * 4
+
+
+def test_a_watched_reference_is_kept_like_any_and_costs_its_share_of_a_forward() -> None:
+    def job(**kl: float) -> Job:
+        return job_of("qwen2.5-7b", "h100-80", 1, algorithm={"kl": kl})
+
+    def reference_bytes(**kl: float) -> float:
+        return plan_memory(job(**kl)).host[Stretch.TRAIN]["reference"]
+
+    assert (reference_bytes(), reference_bytes(watch_share=0.1)) == (0, QWEN * 2 * 8)
+    assert reference_bytes(watch_share=0.1) == reference_bytes(weight=0.1)
+    watched, whole = (make_plan(job(**kl)).work[Stretch.LOGPROB] for kl in ({"watch_share": 0.1}, {"weight": 0.1}))
+    assert watched.flops == pytest.approx(whole.flops / 10)
+    assert watched.host_link_bytes == whole.host_link_bytes > 0

@@ -141,13 +141,16 @@ def test_a_jail_that_fails_is_no_verdict(
     scorer = Scorer(RewardSettings.model_validate({"code": {}, "on_error": -1.0}), max_response_tokens=10)
     monkeypatch.setattr(sandbox_module, "HARNESS", tmp_path / "gone.py")
     assert scorer.score_group(make_group([answer(ADD)], tests="assert 1")).samples[0].reward == -1.0
-    assert scorer.errors == {"code": 1}
+    assert scorer.take_tally().failures == {"code": 1}
 
 
 @pytest.mark.usefixtures("score")
 def test_a_user_is_told_that_programs_are_not_shut_in(monkeypatch: pytest.MonkeyPatch) -> None:
     def warnings() -> tuple[str, ...]:
-        scorer = Scorer(RewardSettings.model_validate({"code": {"isolation": "best_effort"}}), max_response_tokens=10)
+        scorer = Scorer(
+            RewardSettings.model_validate({"code": {"isolation": "best_effort"}, "right": "code"}),
+            max_response_tokens=10,
+        )
         scorer.close()
         return scorer.warnings
 

@@ -1,4 +1,5 @@
 import asyncio
+import re
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import pytest
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rewards.settings import Reward as RewardSettings
+from grpo_mp.rewards.tally import Tally, total
 from grpo_mp.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
@@ -35,6 +37,9 @@ def flags(completions, **columns): return [text == "b" for text in completions]
 def even(completions, **columns): return [2.0 if i % 2 == 0 else None for i, _ in enumerate(completions)]
 def never(completions, **columns): return [None] * len(completions)
 def second(completions, **columns): return [None, 1.0, 3.0]
+def one_extra(completions, log_extra, **columns):
+    log_extra("text", ["only one"])
+    return [0.0] * len(completions)
 def logs(completions, log_metric, log_extra, trainer_state, **columns):
     log_extra("text", completions)
     log_metric("mine", trainer_state.global_step)
@@ -126,7 +131,7 @@ def test_samples_to_which_nothing_applies_stand_at_the_mean(
 ) -> None:
     built = scorer({"second": 1.0, "never": 1.0})
     assert rewards(built.score_group(make_group(["a", "b", "c"]))) == [2.0, 1.0, 3.0]
-    assert built.unscored == 1
+    assert built.take_tally().unscored == 1
     assert rewards(scorer({"never": 1.0}).score_group(make_group(["a", "b"]))) == [0.0, 0.0]
 
 
@@ -195,8 +200,31 @@ def test_metrics_of_functions_are_averaged_once(scorer: Callable[..., Scorer], m
     built = scorer({"logs": 1.0})
     for step in (1, 2, 6):
         built.score_group(make_group(["a"]), step)
-    assert built.take_metrics() == {"mine": 3.0}
-    assert built.take_metrics() == {}
+    assert built.take_tally().logged == {"mine": 3.0}
+    assert built.take_tally() == Tally()
+
+
+def test_columns_of_functions_stay_with_their_samples(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    scored = scorer({"logs": 1.0}).score_group(make_group(["a", "b"]))
+    assert [sample.extra for sample in scored.samples] == [{"text": "a"}, {"text": "b"}]
+
+
+def test_a_column_of_another_length_is_a_failing_reward(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    with pytest.raises(UserError, match=r"log_extra\('text', ...\) got 1 values for 2 samples"):
+        scorer({"one_extra": 1.0}).score_group(make_group(["a", "b"]))
+
+
+def test_tallies_of_ranks_add_up() -> None:
+    one, other = Tally(unscored=2), Tally(given_up=3)
+    for value in (1.0, 2.0):
+        one.log("mine", value)
+    other.log("mine", 6.0)
+    one.failures["a"] += 1
+    other.failures.update({"a": 2, "b": 1})
+    one.complaints["a"], other.complaints["a"] = "first", "second"
+    whole = total([one, other])
+    assert (whole.unscored, whole.given_up, whole.failures) == (2, 3, {"a": 3, "b": 1})
+    assert (whole.logged, whole.complaints) == ({"mine": 3.0}, {"a": "first"})
 
 
 @pytest.mark.parametrize("function", BROKEN)
@@ -216,7 +244,9 @@ def test_or_scores_the_configured_reward_and_is_counted(
     scored = built.score_group(make_group(["a", "b", "c"]))
     assert rewards(scored) == [2.0, 2.0, 2.0]
     assert scored.samples[0].reward_parts == {function: -0.5, "answer": 3.0}
-    assert built.errors == {function: 1}
+    tally = built.take_tally()
+    assert tally.failures == {function: 1}
+    assert re.search(f"reward {function}: prompt 12: {BROKEN[function]}", tally.complaints[function])
 
 
 def test_long_samples_are_shortened_in_the_error(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
@@ -235,8 +265,9 @@ def test_an_answer_that_cannot_be_compared_in_time_is_wrong_and_counted(
 ) -> None:
     built = scorer(answer=1.0, timeout_s=1.0)
     assert rewards(built.score_group(make_group([r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\sqrt{49}}"]))) == [0.0, 1.0]
-    assert built.answers_given_up == 1
-    assert not built.errors
+    tally = built.take_tally()
+    assert (tally.given_up, tally.failures) == (1, {})
+    assert built.take_tally().given_up == 0
 
 
 def test_threads_may_score_at_once(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
@@ -252,7 +283,7 @@ def test_threads_may_score_at_once(scorer: Callable[..., Scorer], make_group: Ma
     for thread in threads:
         thread.join()
     assert scored == dict.fromkeys(range(8), 5.0)
-    assert built.errors == {"raises": 8}
+    assert built.take_tally().failures == {"raises": 8}
 
 
 def test_a_program_with_a_hanging_reward_still_ends(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from grpo_mp.data.tiny_tokenizer import make_tokenizer
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rewards.settings import Reward as RewardSettings
+from grpo_mp.rewards.step_model import step_ends
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.types import SampleGroup
@@ -67,6 +68,45 @@ def test_scores_are_those_of_transformers(
             expected = judge(torch.tensor([[*sample.prompt_tokens, *sample.tokens]])).logits.item()
         assert sample.reward_parts["model"] == pytest.approx(expected, abs=1e-4)
     assert len({sample.reward for sample in scored.samples}) == 3
+
+
+def test_scores_of_steps_are_those_of_transformers_where_each_step_ends(
+    server: EngineProcess,
+    model: Path,
+    make_group: Callable[..., SampleGroup],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The head runs over the whole response at once: what it says at a step's last token is the step's score."""
+    monkeypatch.setenv(KEY, server.key)
+    steps = {"url": server.url, "key_variable": KEY, "separator": "\n"}
+    scorer = Scorer(
+        RewardSettings.model_validate({"steps": steps}), 16, decode=lambda tokens: "".join(map(chr, tokens))
+    )
+    scored = scorer.score_group(make_group(["a=1\nb=2\n\nc", "none"]))
+    scorer.close()
+    judge = LlamaForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
+    assert [[end for end, _ in sample.step_rewards] for sample in scored.samples] == [[3, 7, 9], [3]]
+    for sample in scored.samples:
+        with torch.no_grad():
+            hidden = judge.model(torch.tensor([[*sample.prompt_tokens, *sample.tokens]])).last_hidden_state
+            expected = judge.score(hidden)[0, len(sample.prompt_tokens) :, 0]
+        for end, score in sample.step_rewards:
+            assert score == pytest.approx(expected[end].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "ends"),
+    [
+        (["a", "\n\n", "b"], [1, 2]),
+        (["a", "\n", "\n", "b", ".\n\nc"], [2, 4]),
+        (["a", "\n\n", "\n\n"], [1]),
+        (["\n\n", "a"], [1]),
+        (["\n\n"], [0]),
+        (["a"], [0]),
+    ],
+)
+def test_where_steps_end(pieces: list[str], ends: list[int]) -> None:
+    assert step_ends(pieces, "\n\n") == ends
 
 
 def test_a_key_that_is_not_set_is_said() -> None:

@@ -1,5 +1,6 @@
 """A step's metrics against numpy; every name stands in the metric dictionary."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,15 +16,20 @@ from grpo_mp.monitor.metrics import find
 from grpo_mp.planner.grid import coordinates
 from grpo_mp.policy.parallel import Parallel
 from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.rewards.tally import Tally
 from grpo_mp.rollout.exchange import SampleInfo
 from grpo_mp.scheduler.ledger import Footprint
 from grpo_mp.trainer.batch import StepBatch
 from grpo_mp.trainer.metrics import (
+    distributions,
     eval_metrics,
     eval_score,
     memory_metrics,
     reduce_report,
+    reward_metrics,
     rollout_metrics,
+    solve_rates,
+    total_tally,
     update_metrics,
 )
 
@@ -38,6 +44,7 @@ def info(group_id: int, index: int, reward: float, response: int, version: int =
         reward=reward,
         truncated=response == 16,
         oldest_version=version,
+        versions_sum=version * response,
         reward_parts=parts,
         right=parts["answer"] >= 1 if "answer" in parts else None,
     )
@@ -83,7 +90,10 @@ def test_rewards_and_lengths_of_a_step() -> None:
             "rollout/prompt_length/mean": (3 * 10 + 2 * 15) / 5,
             "rollout/truncated_ratio": 0.4,
             "rollout/groups": 2,
-            "rollout/weight_version_lag/mean": (0 + 0 + 0 + 1 + 2) / 5,
+            "rollout/accuracy": 0.2,
+            "rollout/all_right_groups": 0,
+            "rollout/all_wrong_groups": 1,
+            "rollout/weight_version_lag/mean": (9 * 1 + 16 * 2) / lengths.sum(),
             "rollout/weight_version_lag/max": 2,
         }
     )
@@ -96,19 +106,26 @@ def test_accuracy_is_a_word_of_the_reward_never_a_total_above_0() -> None:
     assert (score.accuracy, score.reward, score.length) == pytest.approx((0.2, 0.6, 10.4))
     without = [info(0, 0, -1.0, 4, length=0.2), info(0, 1, 0.3, 6, length=0.4)]
     assert eval_score(without).accuracy is None
-    assert "eval/set/accuracy" not in eval_metrics("set", without)
-    assert not [name for name in rollout_metrics(without, 4) if name.endswith(("/right", "/wrong"))]
+    assert "eval/set/accuracy" not in eval_metrics("set", without, Tally())
+    assert (solve_rates(without), solve_rates(INFOS)) == ([], [1 / 3, 0.0])
+    assert not [
+        name for name in rollout_metrics(without, 4) if name.endswith(("/right", "/wrong", "/accuracy", "_groups"))
+    ]
     assert eval_score([*without, *INFOS]).accuracy == 0.2
 
 
 def test_eval_metrics_carry_the_set_s_name() -> None:
-    found = eval_metrics("arithmetic", INFOS)
+    tally = Tally(failures=Counter(answer=2, boxed=1))
+    tally.log("found it", 0.5)
+    found = eval_metrics("arithmetic", INFOS, tally)
     assert found == pytest.approx(
         {
             "eval/arithmetic/accuracy": 0.2,
             "eval/arithmetic/reward": 0.6,
             "eval/arithmetic/length": 10.4,
             "eval/arithmetic/truncated_ratio": 0.4,
+            "eval/arithmetic/failures": 3,
+            "eval/arithmetic/log/found_it": 0.5,
         }
     )
     for name in found:
@@ -123,7 +140,8 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(alone: Paral
         return replace(report, measured=metrics(reduce_report(report, alone)))
 
     plan = plan_updates([one.total_tokens for one in INFOS], 1, Layout(tensor=4), 2, 64, 64)
-    batch = StepBatch(infos=tuple(INFOS), learns=(True,) * len(INFOS), plan=(*plan, *plan, *plan), updates=())
+    learns = tuple(not one.truncated for one in INFOS)
+    batch = StepBatch(tuple(INFOS), learns, advantages=(), plan=(*plan, *plan, *plan), updates=())
     found = update_metrics([update(1.0, 3.0, 0.1, False), update(3.0, 5.0, 0.2, True)], batch, planned=3)
     assert found["train/loss"] == (2.0 + 6.0) / 2
     assert found["train/entropy"] == (2.0 / 4 + 6.0 / 4) / 2
@@ -134,15 +152,52 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(alone: Paral
     assert (found["train/updates"], found["train/skipped_updates"]) == (2, 1)
     assert found["train/drift_skipped_updates"] == 1
     lengths = [one.total_tokens for one in INFOS]
-    assert found["train/tokens"] == sum(lengths)
+    # The second update was skipped and the third never began; the samples of 16 tokens are masked.
+    assert found["train/tokens"] == 4 + 7 + 9
     padded = 3 * sum(-(-n // 4) * 4 for n in lengths)
     assert found["train/padding_ratio"] == pytest.approx(1 - sum(lengths) / padded)
     for name in found:
         assert find(name, "scalar")
 
 
+def test_kl_is_the_mean_over_the_updates_that_measured_it(alone: Parallel) -> None:
+    """At weight 0 a reference may be asked in one update of the step only."""
+
+    def update(kl: float, kl_tokens: float) -> UpdateReport:
+        sums = dict.fromkeys((*SUMS, *MAXIMA), torch.tensor(1.0, dtype=torch.float64))
+        sums |= {"kl": torch.tensor(kl).double(), "kl_tokens": torch.tensor(kl_tokens).double()}
+        report = UpdateReport([sums], 1.0, 0.1, skipped=False)
+        return replace(report, measured=metrics(reduce_report(report, alone)))
+
+    batch = StepBatch(tuple(INFOS), (True,) * 5, (), plan_updates([30] * 5, 2, Layout(), 1, 64, 64), ())
+    assert update_metrics([update(0.0, 0.0), update(3.0, 4.0)], batch, planned=2)["train/kl_loss"] == 0.75
+    assert "train/kl_loss" not in update_metrics([update(0.0, 0.0)] * 2, batch, planned=2)
+
+
 def test_a_step_without_any_update() -> None:
-    assert update_metrics([], StepBatch((), (), (), ()), planned=0) == {"train/updates": 0}
+    assert update_metrics([], StepBatch((), (), (), (), ()), planned=0) == {"train/updates": 0}
+
+
+def test_what_the_rewards_of_all_ranks_met(alone: Parallel) -> None:
+    tally = Tally(failures=Counter(mine=2, other=1), unscored=4, given_up=5)
+    tally.log("a/b", 1.0)
+    tally.log("a/b", 2.0)
+    found = reward_metrics(total_tally(tally, alone))
+    assert found == {"reward/failures": 3, "reward/unscored": 4, "reward/answers_given_up": 5, "reward/log/a_b": 1.5}
+    for name in found:
+        assert find(name, "scalar")
+
+
+def test_histograms_hold_every_sample_and_every_token_s_advantage() -> None:
+    found = distributions(INFOS, (0.5, -0.5, torch.tensor([1.0, 2.0])))
+    assert found == {
+        "reward/values": [1.5, 0.5, 0.0, 0.5, 0.5],
+        "rollout/response_length/values": [4, 16, 7, 9, 16],
+        "rollout/solve_rate": [1 / 3, 0.0],
+        "train/advantages": [0.5, -0.5, 1.0, 2.0],
+    }
+    for name in found:
+        assert find(name, "histogram")
 
 
 def test_memory_of_each_phase(alone: Parallel) -> None:

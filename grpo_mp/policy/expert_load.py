@@ -1,0 +1,75 @@
+"""How many tokens each layer's router sends to each expert while the policy trains."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+
+class ExpertLoad:
+    """Counts on the device, in every training forward of this rank; padding counts as any other token."""
+
+    def __init__(self, models: Iterable[nn.Module], layers: int, experts: int) -> None:
+        """Watch the routers of this rank's model chunks. `layers` and `experts` are the whole model's; 0: dense."""
+        self._layers, self._experts = layers, experts
+        self._counts: dict[int, Tensor] = {}  # by layer, from 1
+        for module in (module for model in models for module in model.modules()):
+            if isinstance(module, TopKRouter):
+                module.register_forward_hook(self._count)
+
+    def take(self, group: dist.ProcessGroup) -> Tensor | None:
+        """[layers, experts] float64 on the host: tokens of the whole job since the last call, 0 where a layer is dense.
+
+        None for a dense model. Every rank must call this.
+        """
+        if not self._experts:
+            return None
+        load = torch.zeros(self._layers, self._experts, dtype=torch.float64)
+        for layer, count in self._counts.items():
+            load[layer - 1] = count.double().cpu()
+        self._counts.clear()
+        dist.all_reduce(load, group=group)
+        return load
+
+    def _count(self, router: TopKRouter, inputs: object, output: tuple[Tensor, Tensor]) -> None:
+        """`output`: probabilities and routing map, [tokens, experts] both.
+
+        Counts where gradients are computed, as Megatron's own count for the expert bias does (TopKRouter
+        ._apply_expert_bias): logprobs do not train, and of a recomputed forward only the second pass counts.
+        """
+        if not torch.is_grad_enabled() or router.layer_number is None:
+            return
+        tokens = output[1].detach().sum(0)
+        before = self._counts.get(router.layer_number)
+        self._counts[router.layer_number] = tokens if before is None else before + tokens
+
+
+def worst_ratio(load: Tensor) -> float | None:
+    """Tokens of the busiest expert over the mean of its layer, in the worst layer; None where nothing was routed."""
+    routed = load[load.sum(1) > 0]
+    return float((routed.amax(1) / routed.mean(1)).max()) if len(routed) else None
+
+
+def over_mean(load: Tensor) -> Tensor:
+    """Tokens of each expert over the mean of its layer, of all layers that route: [routing layers, experts]."""
+    routed = load[load.sum(1) > 0]
+    return routed / routed.mean(1, keepdim=True)
+
+
+SHADES = " ▁▂▃▄▅▆▇█"  # from no token at all to twice the mean and more
+
+
+def heat_map(load: Tensor) -> str:
+    """One line per routing layer and one character per expert, as Markdown that keeps its columns."""
+    rows = [(number, row / row.mean()) for number, row in enumerate(load, start=1) if row.any()]
+    return "\n".join(
+        f"    layer {number:3d} |{''.join(map(_shade, row.tolist()))}| busiest: expert {int(row.argmax())}, "
+        f"{float(row.max()):.2f} x the mean"
+        for number, row in rows
+    )
+
+
+def _shade(over_mean: float) -> str:
+    return SHADES[min(len(SHADES) - 1, round(over_mean * (len(SHADES) - 1) / 2))]
