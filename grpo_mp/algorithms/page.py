@@ -28,7 +28,7 @@ PARTS = """
 
 | what | settings | known as |
 |---|---|---|
-| ratio | `ratio: token`, `sequence`, `sequence_token`, `product` | TRL's importance_sampling_level; the whole answer's |
+| ratio | `ratio: token`, `sequence`, `sequence_token`, `product` | TRL's importance_sampling_level; or the product |
 | old logprobs | `old_logprobs: recomputed` or `engine` | bypass mode: the engine's count, no forward pass |
 | std | `advantage: {std: sample}` or `population` | torch's and TRL's n - 1, or numpy's n |
 | mismatch, by token | `correction: {kind: truncate, high: 2.0}` | TIS |
