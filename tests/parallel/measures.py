@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mp.algorithms.losses import make_loss
+from grpo_mp.algorithms.report import metrics
 from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.config import Settings
 from grpo_mp.models.compare import compare_folders
@@ -28,6 +29,7 @@ from grpo_mp.sync.reshard import Resharder
 from grpo_mp.sync.weight_sync import make_plan
 from grpo_mp.trainer.batch import assemble
 from grpo_mp.trainer.fixed import fixed_values
+from grpo_mp.trainer.metrics import reduce_report
 from grpo_mp.trainer.scores import policy_scores
 from grpo_mp.trainer.session import Session
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
@@ -144,13 +146,16 @@ def scores(bench: Bench) -> Result:
 
 
 def gradient(bench: Bench) -> Result:
-    """The whole gradient of this rank's parameters, and the sum of its losses."""
-    policy = bench.policy
+    """The whole gradient of this rank's parameters, the sum of its losses; the metrics and loads of the whole job."""
+    policy, parallel = bench.policy, bench.parallel
+    policy.expert_load.take(parallel.host)
     losses = policy.gradients(bench.updates[0], make_loss(bench.settings.algorithm))
     return {
         "shards": _gradients(policy),
         "held": _held(policy),
         "loss": sum(float(report["loss"]) for report in losses),
+        "metrics": metrics(reduce_report(UpdateReport(losses, 0.0, 0.0, skipped=False), parallel)),
+        "load": policy.expert_load.take(parallel.host),
     }
 
 

@@ -27,3 +27,27 @@ def test_the_losses_of_all_replicas_add_up(case: Case, outcomes: Outcomes) -> No
     # Every tensor rank of the last stage reports the same part of the loss.
     total = sum(rank["loss"] for rank in outcomes.of(case, "gradient")) / case.sizes.get("tensor", 1)
     assert total == pytest.approx(one["loss"], rel=BOUND)
+
+
+@pytest.mark.parametrize("case", having("gradient"), ids=lambda case: case.name)
+def test_metrics_of_every_layout_are_those_of_one_rank(case: Case, outcomes: Outcomes) -> None:
+    """On every rank the same: of all replicas and context ranks, and of one of the ranks that compute the same."""
+    (one,) = outcomes.of(CASES[f"{case.model}-one"], "gradient")
+    for rank in outcomes.of(case, "gradient"):
+        assert rank["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("case", having("gradient"), ids=lambda case: case.name)
+def test_the_load_of_experts_is_that_of_one_rank_but_for_padding(case: Case, outcomes: Outcomes) -> None:
+    (one,) = outcomes.of(CASES[f"{case.model}-one"], "gradient")
+    for rank in outcomes.of(case, "gradient"):
+        if one["load"] is None:
+            assert rank["load"] is None
+            continue
+        more = rank["load"] - one["load"]
+        assert (rank["load"].sum(1) > 0).tolist() == (one["load"].sum(1) > 0).tolist()
+        if case.sizes.keys() <= {"expert"}:
+            assert not more.any()  # nothing is padded
+        else:
+            # A token near a tie of two experts may go to the other: that moves one, and padding only adds.
+            assert (more >= -2).all()
