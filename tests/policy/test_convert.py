@@ -16,6 +16,7 @@ from grpo_mp.models.compare import compare_folders
 from grpo_mp.models.describe import describe_hf
 from grpo_mp.models.fp8 import FP8, SCALE, quantise
 from grpo_mp.models.hf_files import INDEX, HfReader
+from grpo_mp.models.hf_versions import in_both_forms
 from grpo_mp.models.manifest import RECORD
 from grpo_mp.models.tiny import make_tiny
 from grpo_mp.policy.convert import to_megatron
@@ -66,8 +67,10 @@ def make_fp8(folder: Path) -> Path:
 
 
 def others(folder: Path) -> dict[str, bytes]:
+    """Files beside the weights; a config as what is made of it has it."""
     files = (file for file in folder.iterdir() if file.suffix != ".safetensors" and file.name not in (INDEX, RECORD))
-    return {file.name: file.read_bytes() for file in files}
+    config = in_both_forms(json.loads((folder / "config.json").read_text()))
+    return {file.name: file.read_bytes() for file in files} | {"config.json": json.dumps(config).encode()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
