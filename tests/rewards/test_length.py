@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -52,7 +53,9 @@ def test_repetition(tokens: list[int], ngram: int, value: float) -> None:
 def test_repetition_counts_what_stood_before(tokens: list[int], ngram: int) -> None:
     grams = [tokens[i : i + ngram] for i in range(max(0, len(tokens) - ngram + 1))]
     repeated = sum(grams[i] in grams[:i] for i in range(len(grams)))
-    assert repetition_part(tokens, ngram) == pytest.approx(-repeated / len(grams) if grams else 0.0)
+    # A quotient and a difference, each at most 1 and rounded by 2^-53 of itself.
+    exact = Fraction(-repeated, len(grams)) if grams else Fraction(0)
+    assert abs(Fraction(repetition_part(tokens, ngram)) - exact) <= Fraction(2, 2**53)
 
 
 @pytest.mark.parametrize("tokens", [15, 20, 24, 30, 31])
