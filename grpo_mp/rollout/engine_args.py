@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.errors import UserError, nearest
+from grpo_mp.rollout.division import attention_replicas
 from grpo_mp.rollout.engine_main import ARGUMENTS, SCRATCH
 from grpo_mp.sync.host_memory import LOADER
 
@@ -38,10 +39,10 @@ OWNED = {
     "sampling_defaults": "the model's generation_config.json would change the distribution unseen",
     "skip_server_warmup": "the run warms its engines up itself",
     "custom_weight_loader": "the weight sync brings its own",
+    "load_format": "it follows from what the first synchronization brings",
 }
 
 DEFAULTS: dict[str, Any] = {
-    "sleep_on_idle": True,  # the trainer computes on the same cores while the engine waits
     "log_level_http": "warning",
 }
 CPU_DEFAULTS: dict[str, Any] = {
@@ -54,7 +55,16 @@ CPU_DEFAULTS: dict[str, Any] = {
     "max_running_requests": 128,
 }
 
-CUDA_ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}  # or the memory of captured graphs is never given back
+# The memory saver gives back the memory of decode graphs and refuses breakable ones, SGLang's default for prefill.
+CUDA_DEFAULTS: dict[str, Any] = {"cuda_graph_backend_prefill": "disabled"}
+
+CUDA_ENVIRONMENT = {
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",  # or the memory of captured graphs is never given back
+    # A miscount of cache slots only warns: an error would end the engine, and every synchronization empties the cache.
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
+    # NVSHMEM, which DeepEP is built on, would else use NCCL for collectives of its own.
+    "NVSHMEM_DISABLE_NCCL": "1",
+}
 UNWANTED = {"DISABLE_OPENAPI_DOC"}  # the probe asks for the server's own description
 # What torchrun and Slurm tell a rank; SGLang would take its own process group for the trainer's.
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -78,7 +88,7 @@ class EngineSpec:
     nodes: int = 1
     node_rank: int = 0
     threads: int = 1  # CPU threads of each process of the engine
-    dummy: bool = False  # the folder has no weights that SGLang reads: the first synchronization brings them all
+    dummy: bool = False  # the engine reads no weights: the first synchronization brings them all
     args: Mapping[str, Any] = field(default_factory=dict)  # the user's engine.args
 
 
@@ -89,7 +99,7 @@ def engine_arguments(
 
     `meeting`: host:port where the nodes of one engine find each other.
     """
-    device = {**CPU_DEFAULTS, "max_total_tokens": _cpu_cache_tokens(spec)} if spec.cpu else {}
+    device = {**CPU_DEFAULTS, "max_total_tokens": _cpu_cache_tokens(spec)} if spec.cpu else CUDA_DEFAULTS
     owned = {
         "model_path": str(spec.model),
         "device": "cpu" if spec.cpu else "cuda",
@@ -113,7 +123,7 @@ def engine_arguments(
         "custom_weight_loader": [LOADER],
         **({"load_format": "dummy"} if spec.dummy else {}),
     }
-    return {**DEFAULTS, **device, **spec.args, **owned}
+    return {**DEFAULTS, **device, "sleep_on_idle": _may_sleep(spec), **spec.args, **owned}
 
 
 def engine_environment(
@@ -188,6 +198,13 @@ def _cpu_environment(spec: EngineSpec) -> dict[str, str]:
         # SGLang gives each rank of an engine a NUMA node of its own unless it is told; here all share the cores.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * spec.gpus),
     }
+
+
+def _may_sleep(spec: EngineSpec) -> bool:
+    # The trainer computes on the same cores while the engine waits. With attention in replicas every replica's first
+    # process sleeps up to a second on a socket of its own, and control requests, of which a synchronization sends
+    # hundreds, arrive at the first replica's alone: the others would join each of them late.
+    return attention_replicas(spec.args) == 1
 
 
 def _cpu_cache_tokens(spec: EngineSpec) -> int:
