@@ -15,6 +15,7 @@ from grpo_mp.rollout.engine_main import ARGUMENTS, SCRATCH
 from grpo_mp.sync.host_memory import LOADER
 
 ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # what a CPU engine finds before anything else
+MEETING_PORTS = 14  # processes of replicated attention meet at a port, the six behind it, and the thirteenth
 CONTEXT_SLACK_TOKENS = 8  # SGLang keeps a few positions of the context for itself
 
 OWNED = {
@@ -92,13 +93,18 @@ class EngineSpec:
     args: Mapping[str, Any] = field(default_factory=dict)  # the user's engine.args
 
 
-def engine_arguments(
-    spec: EngineSpec, port: int, nccl_port: int, name: str, key: str, meeting: str | None = None
-) -> dict[str, Any]:
+def ports_needed(spec: EngineSpec) -> int:
+    """How many ports in a row an engine process claims: of its server, and those of its processes behind it."""
+    return 1 + (MEETING_PORTS if _meets(spec) else 1)
+
+
+def engine_arguments(spec: EngineSpec, port: int, name: str, key: str, meeting: str | None = None) -> dict[str, Any]:
     """Every ServerArgs value that differs from SGLang's default. `name` and `key` prove who answers.
 
-    `meeting`: host:port where the nodes of one engine find each other.
+    `port`: the first of the `ports_needed`. `meeting`: host:port where the nodes of one engine find each other.
     """
+    if meeting is None and _meets(spec):
+        meeting = f"127.0.0.1:{port + 1}"  # by itself SGLang would take ports beyond the job's range
     device = {**CPU_DEFAULTS, "max_total_tokens": _cpu_cache_tokens(spec)} if spec.cpu else CUDA_DEFAULTS
     owned = {
         "model_path": str(spec.model),
@@ -113,7 +119,7 @@ def engine_arguments(
         "dist_init_addr": meeting,
         "host": "127.0.0.1",
         "port": port,
-        "nccl_port": nccl_port,
+        "nccl_port": port + 1,
         "served_model_name": name,
         "api_key": key,
         "skip_tokenizer_init": not spec.stop_strings,
@@ -198,6 +204,10 @@ def _cpu_environment(spec: EngineSpec) -> dict[str, str]:
         # SGLang gives each rank of an engine a NUMA node of its own unless it is told; here all share the cores.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * spec.gpus),
     }
+
+
+def _meets(spec: EngineSpec) -> bool:
+    return spec.nodes > 1 or attention_replicas(spec.args) > 1
 
 
 def _may_sleep(spec: EngineSpec) -> bool:

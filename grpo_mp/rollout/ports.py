@@ -18,15 +18,21 @@ ATTEMPTS = 2000
 
 
 class PortClaim:
-    """One chosen port, held until `release` or until this process ends."""
+    """Chosen ports that follow each other, held until `release` or until this process ends. `port` is the first."""
 
-    def __init__(self, port: int, holder: socket.socket) -> None:
+    def __init__(self, port: int, holders: list[socket.socket]) -> None:
         self.port = port
-        self._holder = holder
+        self._holders = holders
+
+    @property
+    def ports(self) -> range:
+        """All of them."""
+        return range(self.port, self.port + len(self._holders))
 
     def release(self) -> None:
-        """Let others choose this port again. Safe to call twice."""
-        self._holder.close()
+        """Let others choose these ports again. Safe to call twice."""
+        for holder in self._holders:
+            holder.close()
 
 
 def claim_port() -> PortClaim:
@@ -34,16 +40,22 @@ def claim_port() -> PortClaim:
 
     Raises UserError when none is free.
     """
+    return claim_ports(1)
+
+
+def claim_ports(count: int) -> PortClaim:
+    """Choose `count` ports that follow each other, as `claim_port` does.
+
+    Claims of one size begin at multiples of it, so that the gaps between them are never too small.
+    """
     choices = _choices()
-    shuffled = random.SystemRandom().sample(choices, min(ATTEMPTS, len(choices)))
-    for port in shuffled:
-        holder = _hold(port)
-        if holder is None:
-            continue
-        if _is_free(port):
-            return PortClaim(port, holder)
-        holder.close()
-    raise UserError(f"no free port between {choices[0]} and {choices[-1]} on this host: end what holds them")
+    starts = range(choices.start, choices.stop - count + 1, count)
+    for first in random.SystemRandom().sample(starts, min(ATTEMPTS, len(starts))):
+        holders = _hold_all(range(first, first + count))
+        if holders:
+            return PortClaim(first, holders)
+    what = "port" if count == 1 else f"{count} ports in a row"
+    raise UserError(f"no free {what} between {choices[0]} and {choices[-1]} on this host: end what holds them")
 
 
 def own_address() -> str:
@@ -67,6 +79,20 @@ def _choices() -> range:
 
 def _last_port() -> int:
     return int(EPHEMERAL_RANGE.read_text().split()[0]) - 1 if EPHEMERAL_RANGE.exists() else 32767
+
+
+def _hold_all(ports: range) -> list[socket.socket]:
+    """Holders of all the ports, or of none."""
+    holders: list[socket.socket] = []
+    for port in ports:
+        holder = _hold(port)
+        if holder:
+            holders.append(holder)
+        if holder is None or not _is_free(port):
+            for held in holders:
+                held.close()
+            return []
+    return holders
 
 
 def _hold(port: int) -> socket.socket | None:

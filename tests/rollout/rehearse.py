@@ -74,8 +74,23 @@ def rehearse(arguments: dict[str, Any]) -> dict[str, Any]:
         "moe_ep_size": get_parallel().moe_ep_size,
         "bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "fp8_matrices": sum(parameter.element_size() == 1 for parameter in model.parameters()),
+        "port": server_args.port,
+        "ports": _ports(server_args),
         **_kept(server_args),
     }
+
+
+def _ports(server_args: Any) -> list[int]:
+    """Every port that SGLang takes for this engine; those of its replicas meet where it was told to."""
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA, PortArgs
+
+    ports = [server_args.port, server_args.nccl_port]
+    if get_parallel().dist_init_addr is not None:
+        meeting = int(get_parallel().dist_init_addr.rpartition(":")[2])
+        ports += [meeting, meeting + DP_ATTENTION_HANDSHAKE_PORT_DELTA]
+    names = vars(PortArgs.init_new(server_args)).values()
+    return ports + [int(name.rpartition(":")[2]) for name in names if str(name).startswith("tcp://")]
 
 
 def _kept(server_args: Any) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from grpo_mp.planner.engine import engine_shape, weight_bytes
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.published import find_config, published
 from grpo_mp.rollout.division import check_division
-from grpo_mp.rollout.engine_args import ENGINE_SITE, engine_arguments
+from grpo_mp.rollout.engine_args import ENGINE_SITE, MEETING_PORTS, engine_arguments, ports_needed
 from grpo_mp.rollout.places import EnginePlace
+from grpo_mp.rollout.ports import claim_ports
 from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.rollout.rollout import engine_spec
 from tests.planner.jobs import settings_of
@@ -62,7 +63,10 @@ def arguments_on_cuda(settings: Settings, hf: HfConfig, folder: Path) -> dict[st
     nodes = max(1, settings.engine.gpus // GPUS_PER_NODE)
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": folder})})
     spec = engine_spec(settings, hf, EnginePlace(0, 0, 0, nodes), cpu=False)
-    return engine_arguments(spec, 15000, 15001, "name", "key", "127.0.0.1:15002" if nodes > 1 else None)
+    claim = claim_ports(ports_needed(spec))
+    claim.release()
+    meeting = f"127.0.0.1:{claim.port + 1}" if nodes > 1 else None
+    return engine_arguments(spec, claim.port, "name", "key", meeting)
 
 
 def rehearse(cases: dict[str, dict[str, Any]]) -> Facts:
@@ -110,6 +114,8 @@ def test_a_recipe_starts(rehearsed: Facts, name: str) -> None:
     assert facts["load_format"] == "dummy"
     assert facts["enable_memory_saver"]
     assert facts["sleep_on_idle"] == (facts["attn_dp_size"] == 1)
+    claimed = range(facts["port"], facts["port"] + 1 + (MEETING_PORTS if facts["attn_dp_size"] > 1 else 1))
+    assert set(facts["ports"]) <= set(claimed)
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "tiny_moe"])
