@@ -9,12 +9,15 @@ import random
 import socket
 from pathlib import Path
 
+import psutil
+
 from grpo_mp.errors import UserError
 
 FIRST_PORT = 15000
 OF_JOB = "GRPO_MP_PORTS"  # "20001-20199": ports that the batch script set apart for this job
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 ATTEMPTS = 2000
+INTERFACE = "GLOO_SOCKET_IFNAME"  # as torch reads it
 
 
 class PortClaim:
@@ -59,12 +62,30 @@ def claim_ports(count: int) -> PortClaim:
 
 
 def own_address() -> str:
-    """How the job's other nodes reach this one: its address on the network that leads to MASTER_ADDR."""
+    """How the job's other nodes reach this one: its address on the network that leads to MASTER_ADDR.
+
+    GLOO_SOCKET_IFNAME names another network, for a node that knows its own name as loopback. Raises UserError where
+    there is no such network here.
+    """
+    if interfaces := os.environ.get(INTERFACE):
+        return _address_on(interfaces.split(",")[0])
     master = os.environ["MASTER_ADDR"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master, int(os.environ["MASTER_PORT"])))  # sends nothing
         address: str = probe.getsockname()[0]
     return master if address.startswith("127.") else address  # the master's node may know its own name as loopback
+
+
+def _address_on(interface: str) -> str:
+    found = {
+        name: address.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET
+    }
+    if interface not in found:
+        raise UserError(f"{INTERFACE}={interface}: no network here with that name: choose from {', '.join(found)}")
+    return found[interface]
 
 
 def _choices() -> range:

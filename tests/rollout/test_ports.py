@@ -96,3 +96,13 @@ def test_ports_in_a_row_are_held_whole_and_leave_no_gap_unused(monkeypatch: pyte
     claims[0].release()
     with socket.create_server(("127.0.0.1", claims[0].ports[-1])), pytest.raises(UserError, match="in a row"):
         claim_all()
+
+
+def test_own_address_is_on_the_network_that_gloo_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert own_address() == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(UserError, match=r"^GLOO_SOCKET_IFNAME=nowhere0: no network here .* choose from .*\blo\b"):
+        own_address()
