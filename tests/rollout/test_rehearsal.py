@@ -14,6 +14,7 @@ from grpo_mp.config import Settings, load_settings
 from grpo_mp.data.tiny_tokenizer import make_tokenizer
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.hf_files import INDEX
 from grpo_mp.models.tiny import make_tiny
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.engine import engine_shape, weight_bytes
@@ -57,9 +58,10 @@ DIVISIONS: list[tuple[str, int, dict[str, Any]]] = [
 
 
 def arguments_on_cuda(settings: Settings, hf: HfConfig, folder: Path) -> dict[str, Any]:
-    """What the run would start its first engine with; the model's folder is made of its config alone."""
+    """What the run would start its first engine with; of the model's folder there are config and index."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf.values))
+    (folder / INDEX).write_text(json.dumps({"weight_map": {}}))
     nodes = max(1, settings.engine.gpus // GPUS_PER_NODE)
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": folder})})
     spec = engine_spec(settings, hf, EnginePlace(0, 0, 0, nodes), cpu=False)
