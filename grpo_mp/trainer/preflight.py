@@ -11,6 +11,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.score import Scorer
+from grpo_mp.rollout.division import check_division
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.places import engine_places
 from grpo_mp.rollout.precision import in_fp8
@@ -43,7 +44,7 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
         )
     _check_device_settings(settings)
     check_arguments(settings.engine.args, known_arguments())
-    fp8 = in_fp8(settings.engine.args, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
+    fp8 = check_engine(settings, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
     tokenizer = _tokenizer(settings)
     _check_sizes(settings, HfConfig.read(settings.model.path), len(tokenizer))
     longest = settings.rollout.max_prompt_tokens
@@ -65,6 +66,17 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
         decode=tokenizer.decode,
     )
     return Inputs(tokenizer, train, evals, scorer, (*scorer.warnings, *start_warnings(settings, fp8)))
+
+
+def check_engine(settings: Settings, hf: HfConfig, cpu: bool) -> bool:
+    """Say whether engines compute in FP8.
+
+    Raises UserError for a precision that cannot be kept in step, or GPUs that do not divide the model.
+    """
+    fp8 = in_fp8(settings.engine.args, hf, cpu)
+    if not cpu:
+        check_division(settings.engine.gpus, settings.engine.args, hf)
+    return fp8
 
 
 def _check_device_settings(settings: Settings) -> None:
