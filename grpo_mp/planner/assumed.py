@@ -17,6 +17,7 @@ class Assumed:
     fragments: float = 0.03  # of what the trainer allocates, held by the caching allocator beside it
     trainer_process: float = 4.0 * GIB
     engine_process: float = 5.0 * GIB
+    length_spread: float = 1.0  # standard deviation of the logarithm of a response's length
     imbalance: float = 1.5  # tokens of the busiest expert rank over the mean
     gradients_of_activations: float = 0.5  # of the activations that one layer holds
     mem_fraction_static: float = 0.8  # where engine.args do not say
