@@ -10,6 +10,8 @@ import gc
 import os
 import resource
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import psutil
 import torch
@@ -98,13 +100,31 @@ def free_device_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if on_cuda() else int(psutil.virtual_memory().available)
 
 
-def megatron_fields(interleaved: bool) -> dict[str, bool]:
-    """Fields of Megatron's configs that this device demands; `interleaved`: a virtual pipeline is used."""
+def megatron_fields(interleaved: bool, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of Megatron's configs that this device demands.
+
+    `interleaved`: a virtual pipeline is used. `model`: the fields that describe the model.
+    """
     if on_cuda():
-        return {}
+        return fused_fields(model)
     kernels = ("apply_rope_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion")
     more = ("gradient_accumulation_fusion", "cross_entropy_loss_fusion", "moe_permute_fusion", "persist_layer_norm")
     # gloo matches point-to-point messages by order alone, so a batch of them can be paired wrongly; and
     # it may still read an output that the schedule has already deallocated.
     pipeline = {"batch_p2p_comm": False, "overlap_p2p_comm": interleaved, "deallocate_pipeline_outputs": False}
     return dict.fromkeys(kernels + more, False) | {"use_cpu_initialization": True} | pipeline
+
+
+def fused_fields(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's fused kernels for a model on CUDA. Pure.
+
+    Unfused, the rotary embedding of packed sequences asks the device for their lengths twice for queries and twice for
+    keys, in every layer and pass. For latent attention Megatron fuses it with yarn alone; yarn of factor 1 is the plain
+    embedding.
+    """
+    fields: dict[str, Any] = {"apply_rope_fusion": True}
+    if model.get("num_moe_experts"):
+        fields["moe_permute_fusion"] = True
+    if model.get("multi_latent_attention") and model["rope_type"] == "rope":
+        fields |= {"rope_type": "yarn", "rotary_scaling_factor": 1.0}
+    return fields

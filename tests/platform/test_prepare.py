@@ -76,7 +76,7 @@ def test_inert_where_cuda_is(finders, monkeypatch):
     prepare()
     assert sys.meta_path == before
     assert platform.backend() == "nccl"
-    assert platform.megatron_fields(interleaved=True) == {}
+    assert platform.megatron_fields(interleaved=True, model={}) == {"apply_rope_fusion": True}
 
 
 def test_a_cpu_has_host_memory_only():
