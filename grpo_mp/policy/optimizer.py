@@ -42,7 +42,7 @@ def fuse_weight_gradients(chunk: torch.nn.Module) -> None:
     """
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def mark_divided(tensors: Mapping[str, torch.Tensor], params: Mapping[str, Param]) -> None:
