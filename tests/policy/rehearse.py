@@ -2,7 +2,7 @@
 
 WHEEL: a folder that holds TransformerEngine's Python code. Model, gradient buffers and optimizer of one rank of each
 pipeline stage are built on the meta device by Megatron and TransformerEngine, with the fields that the trainer gives
-them on CUDA, in a process group that only pretends. Prints one JSON object, a list of `Found` by recipe, as the last line.
+them on CUDA, in a process group that only pretends. Prints one JSON object, a list of `Found` by recipe, last.
 """
 
 import json
