@@ -10,9 +10,9 @@ class Assumed:
     """Bytes are of one process on one GPU, or of its share of a host."""
 
     context: float = 0.6 * GIB  # CUDA, cuBLAS and the kernels' code
-    trainer_groups: float = 2.0 * GIB  # NCCL's buffers of all groups
+    trainer_groups: float = 4.0 * GIB  # NCCL's buffers of all groups
     engine_groups: float = 1.0 * GIB
-    all_to_all: float = 1.5 * GIB  # DeepEP's buffers
+    all_to_all: float = 2.5 * GIB  # DeepEP's buffers: 1.9 for 128 tokens of 7168 to each of 256 experts, and NVLink's
     graphs: float = 2.0 * GIB  # static buffers of captured graphs
     fragments: float = 0.03  # of what the trainer allocates, held by the caching allocator beside it
     trainer_process: float = 4.0 * GIB

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import torch
 
+PINNED = "pinned_max_cached_size_mb"  # above it torch's allocator of pinned memory neither rounds nor keeps
+
 
 def on_cuda() -> bool:
     """Whether this process computes on a CUDA device."""
@@ -30,11 +32,21 @@ def prepare() -> None:
     # Megatron orders its communication before its kernels by having one hardware queue.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if on_cuda():
+        torch._C._accelerator_setAllocatorSettings(allocator_settings(os.environ))
         return
     from grpo_mp.platform.cuda_calls import install_import_hook
     from grpo_mp.platform.patches import AFTER_IMPORT
 
     install_import_hook(AFTER_IMPORT)
+
+
+def allocator_settings(environment: Mapping[str, str]) -> str:
+    """torch's allocator as the user set it, but for pinned host memory: of its size, and given back when it is freed.
+
+    torch rounds it up to powers of two and keeps it: of the policy's weights and optimizer that is a third too much.
+    """
+    given = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return given if PINNED in given else ",".join(filter(None, (given, f"{PINNED}:1")))
 
 
 def device() -> torch.device:
