@@ -77,8 +77,14 @@ set_environment() {
 
 # The two steps of a job: `check` and `run`, each as srun starts it.
 set_commands() {
-  local on_all=(srun --ntasks-per-node="$per_node" --kill-on-bad-exit=1 --unbuffered)
-  local on_nodes=(srun --ntasks-per-node=1 --ntasks="${SLURM_JOB_NUM_NODES:-1}" --kill-on-bad-exit=1 --unbuffered)
+  # Where a site binds tasks to cores by itself, all of a rank's threads and its engine would share one.
+  local cores=(--cpu-bind=none)
+  if [ "${SLURM_CPUS_ON_NODE:-0}" -ge "$per_node" ]; then
+    cores+=(--cpus-per-task=$((SLURM_CPUS_ON_NODE / per_node)))
+  fi
+  local on_all=(srun --ntasks-per-node="$per_node" "${cores[@]}" --kill-on-bad-exit=1 --unbuffered)
+  local on_nodes=(srun --ntasks-per-node=1 --ntasks="${SLURM_JOB_NUM_NODES:-1}" --cpu-bind=none
+    ${SLURM_CPUS_ON_NODE:+--cpus-per-task=$SLURM_CPUS_ON_NODE} --kill-on-bad-exit=1 --unbuffered)
   check=("${on_all[@]}" --output="$attempt/check_%t.log" "${inside[@]}"
     "$python" -m grpo_mp.launch.nodes "$attempt" "$nodes")
   case ${LAUNCHER:-srun} in

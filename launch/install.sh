@@ -115,6 +115,12 @@ install_test() {
   step "installing the test tools" pip_install -r "$1"
 }
 
+# Not where Python finds it: Megatron would take TransformerEngine for usable.
+install_rehearsal() {
+  rm -rf "$venv/rehearsal"
+  step "installing what the rehearsal of a GPU reads" pip_install --target "$venv/rehearsal" -r "$1"
+}
+
 test_too=no
 if [ "${1:-}" = --test ]; then
   test_too=yes
@@ -124,4 +130,5 @@ venv=${1:-.venv}
 unless_there cpu "$root/launch/requirements-cpu.txt" install_cpu
 if [ "$test_too" = yes ]; then
   unless_there test "$root/launch/requirements-test.txt" install_test
+  unless_there rehearsal "$root/launch/requirements-rehearsal.txt" install_rehearsal
 fi

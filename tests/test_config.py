@@ -130,6 +130,7 @@ def test_settings_do_not_change(file: Path) -> None:
             {"reward": {"boxed": 1}, "algorithm": "dapo"},
             "here: algorithm.filter.metric=accuracy drops groups that are all right or all wrong, and nothing says",
         ),
+        (
             {"rollout": LEAST["rollout"] | {"group_timeout_s": 900}},
             "engine.request_timeout_s=600 is shorter than rollout.group_timeout_s=900, a wait inside it: raise it",
         ),

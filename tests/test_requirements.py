@@ -22,7 +22,7 @@ def read_lock(name: str) -> dict[str, Version]:
     return {canonicalize_name(package): Version(version) for package, version in pins}
 
 
-CPU, TEST, GPU = read_lock("cpu"), read_lock("test"), read_lock("gpu")
+CPU, TEST, GPU, REHEARSAL = (read_lock(name) for name in ("cpu", "test", "gpu", "rehearsal"))
 
 
 def test_no_package_is_locked_twice() -> None:
@@ -46,3 +46,8 @@ def test_an_installed_package_is_the_locked_one(package: str) -> None:
     installed = Version(importlib.metadata.version(package)).public
     newer = package == MEGATRON.name and MEGATRON.specifier.contains(installed)  # the tests run on several
     assert newer or installed == str(CPU[package])
+
+
+@pytest.mark.parametrize("package", REHEARSAL)
+def test_what_is_rehearsed_is_what_a_gpu_runs(package: str) -> None:
+    assert REHEARSAL[package] == GPU[package]

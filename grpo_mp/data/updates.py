@@ -39,15 +39,10 @@ def plan_updates(
     which samples are taken (null: as they are).
     """
     order = range(len(lengths)) if order is None else order
-    cost = Cost(1.0, 1.0 / (12 * hidden_size))
-    multiple = layout.pipeline if layout.virtual_pipeline else 1
     bounds = [len(lengths) * part // updates for part in range(updates + 1)]
     parts = [tuple(order[start:end]) for start, end in pairwise(bounds) if end > start]
     return tuple(
-        Update(
-            part,
-            plan_microbatches([lengths[i] for i in part], data_parallel, max_tokens, alignment(layout), multiple, cost),
-        )
+        Update(part, plan_update([lengths[i] for i in part], layout, data_parallel, max_tokens, hidden_size))
         for part in parts
     )
 
@@ -57,6 +52,31 @@ def sample_order(samples: int, shuffle: bool, seed: int, step: int) -> tuple[int
     if not shuffle:
         return tuple(range(samples))
     return tuple(np.random.default_rng([seed % 2**64, step]).permutation(samples).tolist())
+
+
+def plan_update(
+    lengths: Sequence[int], layout: Layout, data_parallel: int, max_tokens: int, hidden_size: int
+) -> Schedule:
+    """The micro-batches of one update.
+
+    With a pipeline all of them have one size, at least that of the longest sequence: up to there more samples in one
+    micro-batch take no more memory, and leave less padding.
+    """
+    cost, align = Cost(1.0, 1.0 / (12 * hidden_size)), alignment(layout)
+    multiple = layout.pipeline if layout.virtual_pipeline else 1
+    longest = -(-max(lengths, default=0) // align) * align
+    limit = max(max_tokens, longest) if layout.pipeline > 1 else max_tokens
+    return plan_microbatches(lengths, data_parallel, limit, align, multiple, cost)
+
+
+def padded_size(schedule: Schedule, layout: Layout) -> int:
+    """Tokens of every micro-batch where all have one size, with a pipeline; 0 where each has its own.
+
+    Stages exchange tensors of a fixed shape.
+    """
+    if layout.pipeline == 1:
+        return 0
+    return max(schedule.align, max(plan.tokens for rank in schedule.ranks for plan in rank))
 
 
 def alignment(layout: Layout) -> int:
@@ -75,13 +95,11 @@ def microbatches(
 ) -> list[MicroBatch]:
     """What one rank computes in an update. `samples` by index in the step; `advantages` of the step's samples.
 
-    `weights` are those of the update's samples. With a pipeline all micro-batches of the update have one size,
-    because stages exchange tensors of a fixed shape.
+    `weights` are those of the update's samples.
     """
     plans = update.schedule.ranks[data_rank]
     mine = {i: samples[update.samples[i]] for plan in plans for i in plan.samples}
-    largest = max(max(plan.tokens for plan in rank) for rank in update.schedule.ranks)
-    pad_to = max(largest, update.schedule.align) if layout.pipeline > 1 else 0
+    pad_to = padded_size(update.schedule, layout)
     of_update = [advantages[i] for i in update.samples]
     packed = [pack(mine, of_update, weights, plan, update.schedule.align, pad_to) for plan in plans]
     return [slice_context(batch, layout.context, context_rank) for batch in packed]

@@ -82,5 +82,5 @@ def _in_flight(job: Job, stage: int) -> float:
     layout = job.settings.layout
     behind, virtual = layout.pipeline - stage, layout.virtual_pipeline
     if virtual:
-        return min((2 * (behind - 1) + (virtual - 1) * layout.pipeline + 1) / virtual, max(1.0, job.microbatches))
-    return min(behind, max(1.0, job.microbatches))
+        return min((2 * (behind - 1) + (virtual - 1) * layout.pipeline + 1) / virtual, job.packing.microbatches)
+    return min(behind, job.packing.microbatches)

@@ -10,13 +10,14 @@ class Assumed:
     """Bytes are of one process on one GPU, or of its share of a host."""
 
     context: float = 0.6 * GIB  # CUDA, cuBLAS and the kernels' code
-    trainer_groups: float = 2.0 * GIB  # NCCL's buffers of all groups
+    trainer_groups: float = 4.0 * GIB  # NCCL's buffers of all groups
     engine_groups: float = 1.0 * GIB
-    all_to_all: float = 1.5 * GIB  # DeepEP's buffers
+    all_to_all: float = 2.5 * GIB  # DeepEP's buffers: 1.9 for 128 tokens of 7168 to each of 256 experts, and NVLink's
     graphs: float = 2.0 * GIB  # static buffers of captured graphs
     fragments: float = 0.03  # of what the trainer allocates, held by the caching allocator beside it
     trainer_process: float = 4.0 * GIB
     engine_process: float = 5.0 * GIB
+    length_spread: float = 1.0  # standard deviation of the logarithm of a response's length
     imbalance: float = 1.5  # tokens of the busiest expert rank over the mean
     gradients_of_activations: float = 0.5  # of the activations that one layer holds
     mem_fraction_static: float = 0.8  # where engine.args do not say

@@ -10,6 +10,7 @@ from grpo_mp.planner.closed_form import Count, rank_counts
 from grpo_mp.planner.clusters import Cluster
 from grpo_mp.planner.grid import data_parallel
 from grpo_mp.planner.layout import check_layout, model_shape
+from grpo_mp.planner.packing import Lengths, Packing, pack_update
 from grpo_mp.planner.stages import Stages, stage_layers
 from grpo_mp.rollout.places import engine_places
 
@@ -100,10 +101,16 @@ class Job:
         return min(max(self.settings.optimizer.max_tokens_per_microbatch, self.longest), of_update)
 
     @property
-    def microbatches(self) -> float:
-        """Of one update on one data-parallel rank, by the mean length."""
-        samples = self.settings.samples_per_step / self.settings.optimizer.updates_per_step
-        return max(1.0, samples * self.mean_tokens / self.data_parallel / self.microbatch_tokens)
+    def packing(self) -> Packing:
+        """An update as the scheduler packs it, for lognormal responses of the assumed mean."""
+        settings, layout = self.settings, self.settings.layout
+        rollout, optimizer = settings.rollout, settings.optimizer
+        samples = max(1, settings.samples_per_step // optimizer.updates_per_step)
+        lengths = Lengths(
+            samples, max(1, rollout.max_prompt_tokens // 2), self.response_tokens, rollout.max_response_tokens
+        )
+        divided = layout.model_copy(update={"expert": 1, "expert_tensor": 1})  # of no meaning here
+        return pack_update(lengths, divided, self.data_parallel, optimizer.max_tokens_per_microbatch, self.shape.hidden)
 
 
 def make_job(

@@ -19,6 +19,7 @@ class Keeping:
     update: int = 0  # what an update holds for a moment beside them
     host_optimizer: int = 0  # held and updated on the host
     host_copies: int = 0  # of weights (and gradients) kept on the host
+    saved: int = 0  # float32 copies of one parameter's moments at a time, on the device, while they are saved
 
 
 def keeping(settings: Settings) -> Keeping:
@@ -37,6 +38,7 @@ def keeping(settings: Settings) -> Keeping:
         optimizer=_aware(megatron) if aware else 12,
         update=0 if reduce_in_fp32 or aware else 4,  # Megatron hands Adam float32 gradients
         host_copies=2,
+        saved=4 * sum(BYTES[moment] < 4 for moment in _moments(megatron)) if aware else 0,
     )
 
 
@@ -44,5 +46,9 @@ def _aware(megatron: Mapping[str, Any]) -> int:
     """Transformer Engine's Adam keeps of a float32 main weight only the half that its bfloat16 weight lacks."""
     main = str(megatron.get("main_params_dtype", "float32"))
     remainders = megatron.get("store_param_remainders", True) and BYTES[main] == 4
-    moments = (str(megatron.get(f"exp_avg{kind}_dtype", "float32")) for kind in ("", "_sq"))
-    return (2 if remainders else BYTES[main]) + sum(BYTES[moment] for moment in moments)
+    return (2 if remainders else BYTES[main]) + sum(BYTES[moment] for moment in _moments(megatron))
+
+
+def _moments(megatron: Mapping[str, Any]) -> tuple[str, str]:
+    first, second = (str(megatron.get(f"exp_avg{kind}_dtype", "float32")) for kind in ("", "_sq"))
+    return first, second

@@ -125,6 +125,8 @@ def _working(job: Job, stage: int, stretch: Stretch, kept: Keeping) -> dict[str,
         return {"activations": activation_bytes(job, stage), "logits": logits_bytes(job, stage, backward=True)}
     if stretch is Stretch.OPTIMIZER:
         return {"float32 gradients": _sharded(job, job.counts[stage]) * kept.update}
+    if stretch is Stretch.SAVE:
+        return {"moments in float32": largest_tensor(job) * kept.saved}
     if stretch is Stretch.SYNC:  # one flat tensor; of more than one rank also shards that arrive, and whole tensors
         return {"sync bucket": (3.0 if job.world_size > 1 else 1.0) * job.settings.sync.bucket_bytes}
     return {}
@@ -170,10 +172,10 @@ def _rank_host(job: Job, count: Count, kept: Keeping, dense: bool, expert: bool)
     host = {}
     for stretch in Stretch:
         items = dict(base)
-        if stretch not in (Stretch.START, Stretch.LOAD) and not _residency(job, stretch).optimizer:
-            items["optimizer"] = away
+        if stretch not in (Stretch.START, Stretch.LOAD, Stretch.SAVE):
+            items["optimizer"] = away  # its pinned copy stays while it is on the device, but for a checkpoint
         if stretch is Stretch.OFFLOAD:
-            items |= {"optimizer": away, "weights": items["weights"] + count.total * kept.weights * job.moves}
+            items["weights"] += count.total * kept.weights * job.moves
         items["checkpoint"] = _checkpoint(job, stretch, count, writers, kept)
         host[stretch] = items
     for stretch in (Stretch.START, Stretch.LOAD):

@@ -76,7 +76,7 @@ def _work(job: Job, kept: Keeping, memory: Memory) -> dict[Stretch, Work]:
         Stretch.LOGPROB: logprob_work(job, passes) + Work(host_link_bytes=swap),
         Stretch.TRAIN: train_work(job),
         Stretch.OPTIMIZER: optimizer_work(job, kept, stage),
-        Stretch.OFFLOAD: Work(host_link_bytes=2 * count.total * kept.weights * job.moves, host_copy_bytes=state),
+        Stretch.OFFLOAD: Work(host_link_bytes=2 * count.total * kept.weights * job.moves + state),
         Stretch.SYNC: _sync(job, whole * kept.weights),
         Stretch.SAVE: Work(disk_bytes=whole * (12 + kept.weights) / nodes, host_copy_bytes=sharded * 12),
     }

@@ -124,7 +124,9 @@ def _notes(plan: Plan) -> list[str]:
         f"engines: {job.engines} of {job.settings.engine.gpus} GPUs; a cache of {load.tokens:,} tokens each "
         f"({load.token_bytes / 1024:.1f} KiB per token on a GPU); {plan.generation.running:,.0f} sequences run at "
         "a time in each replica",
-        f"assumed: responses of {job.response_tokens:,.0f} tokens in the mean; achievable of the peaks: "
+        f"micro-batches of an update on a rank: {job.packing.microbatches}; the busiest rank computes "
+        f"{job.packing.padded:.2f} tokens for each token of its share",
+        f"assumed: lognormal responses of {job.response_tokens:,.0f} tokens in the mean; achievable of the peaks: "
         f"{describe_rates(job.cluster)}",
     ]
 

@@ -65,8 +65,9 @@ def optimizer_work(job: Job, kept: Keeping, stage: int) -> Work:
 def _forward(job: Job) -> Work:
     """One forward pass over a step's samples, as much of it as falls to one GPU, on the fullest stage."""
     layout, shape = job.settings.layout, job.shape
-    tokens = job.settings.samples_per_step * job.mean_tokens / job.data_parallel / layout.context
-    flops = job.settings.samples_per_step * job.mean_tokens * token_flops(job, job.mean_tokens) / job.world_size
+    padded = job.settings.samples_per_step * job.mean_tokens * job.packing.padded
+    tokens = padded / job.data_parallel / layout.context
+    flops = padded * token_flops(job, job.mean_tokens) / job.world_size
     fullest = max(len(layers) for layers in job.stages)
     sparse = max(sum(shape.sparse[layer] for layer in layers) for layers in job.stages)
     near, far = _tensor_bytes(job, tokens, fullest), 0.0
@@ -110,5 +111,5 @@ def _idle(job: Job) -> float:
     """Seconds a pipeline waits for each second of work: it fills and drains once in every update."""
     layout = job.settings.layout
     fullest = max(len(layers) for layers in job.stages) * layout.pipeline / job.shape.layers
-    bubble = (layout.pipeline - 1) / (layout.virtual_pipeline or 1) / job.microbatches
+    bubble = (layout.pipeline - 1) / (layout.virtual_pipeline or 1) / job.packing.microbatches
     return (1 + bubble) * fullest - 1

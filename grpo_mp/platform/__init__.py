@@ -10,9 +10,13 @@ import gc
 import os
 import resource
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import psutil
 import torch
+
+PINNED = "pinned_max_cached_size_mb"  # above it torch's allocator of pinned memory neither rounds nor keeps
 
 
 def on_cuda() -> bool:
@@ -28,11 +32,21 @@ def prepare() -> None:
     # Megatron orders its communication before its kernels by having one hardware queue.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if on_cuda():
+        torch._C._accelerator_setAllocatorSettings(allocator_settings(os.environ))
         return
     from grpo_mp.platform.cuda_calls import install_import_hook
     from grpo_mp.platform.patches import AFTER_IMPORT
 
     install_import_hook(AFTER_IMPORT)
+
+
+def allocator_settings(environment: Mapping[str, str]) -> str:
+    """torch's allocator as the user set it, but for pinned host memory: of its size, and given back when it is freed.
+
+    torch rounds it up to powers of two and keeps it: of the policy's weights and optimizer that is a third too much.
+    """
+    given = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return given if PINNED in given else ",".join(filter(None, (given, f"{PINNED}:1")))
 
 
 def device() -> torch.device:
@@ -59,6 +73,12 @@ def free_device_memory() -> None:
         torch.cuda.empty_cache()
     elif sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def spare_collections() -> None:
+    """Leave everything that is there now, plans of millions of objects among it, out of later garbage collections."""
+    gc.collect()
+    gc.freeze()
 
 
 def host_bytes() -> int:
@@ -98,13 +118,31 @@ def free_device_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if on_cuda() else int(psutil.virtual_memory().available)
 
 
-def megatron_fields(interleaved: bool) -> dict[str, bool]:
-    """Fields of Megatron's configs that this device demands; `interleaved`: a virtual pipeline is used."""
+def megatron_fields(interleaved: bool, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of Megatron's configs that this device demands.
+
+    `interleaved`: a virtual pipeline is used. `model`: the fields that describe the model.
+    """
     if on_cuda():
-        return {}
+        return fused_fields(model)
     kernels = ("apply_rope_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion")
     more = ("gradient_accumulation_fusion", "cross_entropy_loss_fusion", "moe_permute_fusion", "persist_layer_norm")
     # gloo matches point-to-point messages by order alone, so a batch of them can be paired wrongly; and
     # it may still read an output that the schedule has already deallocated.
     pipeline = {"batch_p2p_comm": False, "overlap_p2p_comm": interleaved, "deallocate_pipeline_outputs": False}
     return dict.fromkeys(kernels + more, False) | {"use_cpu_initialization": True} | pipeline
+
+
+def fused_fields(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's fused kernels for a model on CUDA. Pure.
+
+    Unfused, the rotary embedding of packed sequences asks the device for their lengths twice for queries and twice for
+    keys, in every layer and pass. For latent attention Megatron fuses it with yarn alone; yarn of factor 1 is the plain
+    embedding.
+    """
+    fields: dict[str, Any] = {"apply_rope_fusion": True}
+    if model.get("num_moe_experts"):
+        fields["moe_permute_fusion"] = True
+    if model.get("multi_latent_attention") and model["rope_type"] == "rope":
+        fields |= {"rope_type": "yarn", "rotary_scaling_factor": 1.0}
+    return fields

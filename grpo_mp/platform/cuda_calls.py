@@ -129,13 +129,13 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, patches: Mapping[str, Patch]) -> None:
-        self.patches = patches
+    def __init__(self, patches: Mapping[str, Patch], packages: Sequence[str]) -> None:
+        self.patches, self.packages = patches, packages
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.split(".")[0] != PACKAGE:
+        if fullname.split(".")[0] not in self.packages:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec and type(spec.loader) is importlib.machinery.SourceFileLoader:
@@ -143,8 +143,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def install_import_hook(patches: Mapping[str, Patch]) -> None:
-    """Rewrite Megatron's modules from now on; `patches[name]` is called with a module right after it ran.
+def install_import_hook(patches: Mapping[str, Patch], packages: Sequence[str] = (PACKAGE,)) -> None:
+    """Rewrite the packages' modules from now on; `patches[name]` is called with a module right after it ran.
 
     Raises RuntimeError when a Megatron module was loaded without the hook.
     """
@@ -153,4 +153,4 @@ def install_import_hook(patches: Mapping[str, Patch]) -> None:
     early = [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]
     if early:
         raise RuntimeError(f"{early[0]} was imported before grpo_mp.platform.prepare(): call prepare() first")
-    sys.meta_path.insert(0, _Finder(patches))
+    sys.meta_path.insert(0, _Finder(patches, packages))

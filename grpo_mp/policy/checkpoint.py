@@ -13,7 +13,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
 from grpo_mp.policy.safe_metadata import only_known_objects
-from grpo_mp.policy.te_adam import as_remainders, keeps_remainders
+from grpo_mp.policy.te_adam import as_remainders, keeps_remainders, state_in_place
 
 # Fully reshardable: the distributed optimizer's shards are saved by parameter, not by rank.
 METADATA = {
@@ -48,7 +48,8 @@ def load_policy(policy: Policy, folder: Path) -> None:
             "use_precision_aware_optimizer and store_param_remainders as they were"
         )
     _put(policy, state)
-    policy.optimizer.load_state_dict(_for_optimizers(policy, state["optimizer"]))
+    with state_in_place(policy.optimizer.chained_optimizers):
+        policy.optimizer.load_state_dict(_for_optimizers(policy, state["optimizer"]))
     policy.schedule.load_state_dict(state["schedule"])
 
 
@@ -127,7 +128,8 @@ def _state(policy: Policy, loading: bool) -> dict[str, Any]:
         name: model.sharded_state_dict(metadata=metadata)
         for name, model in zip(_names(policy), policy.models(), strict=True)
     }
-    state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+    with state_in_place(policy.optimizer.chained_optimizers):
+        state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     state["schedule"] = policy.schedule.state_dict()
     state["main_weights"] = _kept_as(policy)
     return state

@@ -50,6 +50,7 @@ def transformer_config(settings: Settings, hf: HfConfig) -> TransformerConfig:
     family = family_of(hf).config(hf)
     kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
     values = family | _numerics(settings) | _recompute(settings) | _layout(settings)
+    values |= platform.megatron_fields(settings.layout.virtual_pipeline is not None, family)
     values |= overrides_for(settings, kind)
     try:
         return kind(**values)
@@ -122,7 +123,7 @@ def _layout(settings: Settings) -> dict[str, Any]:
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": True,
-    } | platform.megatron_fields(interleaved)
+    }
 
 
 def _numerics(settings: Settings) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def _numerics(settings: Settings) -> dict[str, Any]:
         "perform_initialization": False,  # every weight is read from the checkpoint
         "bias_activation_fusion": True,
         "bias_dropout_fusion": True,
-        "gradient_accumulation_fusion": False,  # the chunked head accumulates by autograd
+        "gradient_accumulation_fusion": False,  # the output layer would want apex; see wrap_for_training
         "cuda_graph_scope": [],  # Megatron warns of its own default
     }
 

@@ -24,6 +24,8 @@ def wrap_for_training(
     config.finalize_model_grads_func = _sum_gradients
     for chunk in chunks:
         _mark_expert_gradients(settings, chunk)
+        if settings.optimizer.megatron.get("gradient_accumulation_fusion", True):
+            fuse_weight_gradients(chunk)
     wrapped = [
         DistributedDataParallel(config, ddp_config(settings), Float16Module(config, chunk) if config.bf16 else chunk)
         for chunk in chunks
@@ -31,6 +33,16 @@ def wrap_for_training(
     # Overlapped gradients travel at the last micro-batch only.
     config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
+
+
+def fuse_weight_gradients(chunk: torch.nn.Module) -> None:
+    """Let TransformerEngine's layers add weight gradients to the gradient buffers, unrounded.
+
+    Megatron's own switch asks for apex, which the output layer would need if it used Megatron's backward pass.
+    """
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def mark_divided(tensors: Mapping[str, torch.Tensor], params: Mapping[str, Param]) -> None:

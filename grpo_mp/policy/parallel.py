@@ -67,6 +67,8 @@ def start_parallel(layout: Layout, seed: int, timeout_s: float, name: str = "job
         dist.new_group(list(replica_ranks(data, layout, world_size)), backend="gloo", timeout=timeout)
         for data in range(copies)
     ]
+    # NCCL connects all ranks in the first call, and what a sync sends is between some of them.
+    dist.all_reduce(torch.zeros(1, device=platform.device()))
     here = coordinates(rank, layout, world_size)
     return Parallel(
         layout=layout,

@@ -13,16 +13,43 @@ POLL_S = 0.05
 MARGIN_BYTES = 2**28
 
 
-def move_state(optimizer: torch.optim.Optimizer, to: torch.device) -> None:
-    """Move what an optimizer keeps for its parameters, and not the parameters.
+class HostCopies:
+    """Page-locked host memory of what one optimizer keeps; made once, so that a move runs at the host link's rate."""
 
-    Those of the precision-aware optimizer are views of the model's weights. Megatron would move them as well, and
-    updates would then change copies that no one reads.
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], torch.Tensor] = {}
+
+    def release(self) -> None:
+        """Give the memory back; the next move off the device makes it again. Call it while the state is there."""
+        self._kept.clear()
+
+    def move(self, name: tuple[str, int], value: torch.Tensor, to: torch.device) -> torch.Tensor:
+        """The tensor on a device; the copy may still be under way when it is given back."""
+        if to.type != "cpu":
+            return value.to(to, non_blocking=True)
+        if value.device.type == "cpu":
+            return value
+        if name not in self._kept:
+            self._kept[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=platform.on_cuda())
+        return self._kept[name].copy_(value, non_blocking=True)
+
+
+def move_optimizer(
+    optimizer: torch.optim.Optimizer, to: torch.device, copies: HostCopies, with_parameters: bool
+) -> None:
+    """Move what an optimizer keeps for its parameters, and with a flag the parameters: main weights of its own.
+
+    Those of the precision-aware optimizer are views of the model's weights: updates would then change copies that no
+    one reads.
     """
-    for state in optimizer.state.values():
+    for number, state in enumerate(optimizer.state.values()):
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
-                state[name] = value.to(to)
+                state[name] = copies.move((name, number), value, to)
+    if with_parameters:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        for number, param in enumerate(params):
+            param.data = copies.move(("parameter", number), param.data, to)
 
 
 def device_items(policy: Policy) -> dict[str, float]:
@@ -67,6 +94,8 @@ class PolicyResidency:
         """`limit_s`: how long to wait for device memory that another process is about to give back."""
         self._policy, self._limit_s = policy, limit_s
         self._away: dict[str, int] = {}  # part -> bytes it will need again
+        self._awake = {"policy_weights", "gradients", "optimizer"}
+        self._copies = [HostCopies() for _ in policy.optimizer.chained_optimizers]
 
     def weights(self, wake: bool) -> None:
         """Model weights: copied to pinned host memory, freed here."""
@@ -85,14 +114,10 @@ class PolicyResidency:
                 chunk.offload_grad_buffers()
 
     def optimizer(self, wake: bool) -> None:
-        """Main weights and moments: copied to the host, freed here."""
-        for part in self._policy.optimizer.chained_optimizers:
-            if part.config.use_precision_aware_optimizer:
-                move_state(part.optimizer, platform.device() if wake else torch.device("cpu"))
-            elif wake:
-                part.restore_from_cpu()
-            else:
-                part.offload_to_cpu()
+        """Main weights and moments: copied to pinned host memory, freed here."""
+        to = platform.device() if wake else torch.device("cpu")
+        for part, copies in zip(self._policy.optimizer.chained_optimizers, self._copies, strict=True):
+            move_optimizer(part.optimizer, to, copies, not part.config.use_precision_aware_optimizer)
 
     def move(self, part: str, wake: bool) -> None:
         """Move one part; before waking wait until the device really has the memory that the part left."""
@@ -101,10 +126,18 @@ class PolicyResidency:
             platform.free_device_memory()  # what this process only keeps for itself would count as taken
             self._wait_for(part)
         {"policy_weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}[part](wake)
-        torch.cuda.synchronize()
+        platform.synchronize()
+        self._note(part, wake)
         if not wake:
             platform.free_device_memory()
             self._away[part] = max(0, platform.free_device_bytes() - before)
+
+    def _note(self, part: str, wake: bool) -> None:
+        """An optimizer without gradients is there to be saved: the checkpoint needs the host memory of its copies."""
+        self._awake = self._awake | {part} if wake else self._awake - {part}
+        if wake and part == "optimizer" and "gradients" not in self._awake:
+            for copies in self._copies:
+                copies.release()
 
     def _wait_for(self, part: str) -> None:
         needed = self._away.get(part, 0) + MARGIN_BYTES

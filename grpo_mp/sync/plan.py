@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from grpo_mp.models.mapping import Param
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Holding:
     """One rank holds tensor-parallel part `part` of the parameter `name`."""
 
@@ -20,9 +20,9 @@ class Holding:
     rank: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Transfer:
-    """A shard on its way. `source == target`: it is there already."""
+    """A shard on its way. `source == target`: it is there already. A large model on many ranks has millions."""
 
     name: str
     part: int

@@ -126,6 +126,7 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
             stop=stop,
             state=state,
         )
+        platform.spare_collections()
         yield session
         stop_parallel()
 

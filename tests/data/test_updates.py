@@ -7,7 +7,7 @@ import pytest
 
 from grpo_mp.config import Layout
 from grpo_mp.data.pack import gather_responses, join_context
-from grpo_mp.data.updates import Update, alignment, microbatches, plan_updates
+from grpo_mp.data.updates import Update, alignment, microbatches, padded_size, plan_updates
 from grpo_mp.types import MicroBatch, Sample
 
 LAYOUTS = [
@@ -109,3 +109,21 @@ def test_sequences_are_aligned_for_tensor_shards_and_mirrored_context_slices() -
     assert alignment(Layout(tensor=4)) == 4
     assert alignment(Layout(context=2)) == 4
     assert alignment(Layout(tensor=2, context=4, pipeline=2)) == 16
+
+
+@pytest.mark.parametrize(("pipeline", "virtual"), [(2, None), (4, None), (4, 2)])
+@pytest.mark.parametrize("data_parallel", [1, 2])
+def test_long_tailed_lengths_leave_little_padding_with_a_pipeline(
+    pipeline: int, virtual: int | None, data_parallel: int
+) -> None:
+    draw = random.Random(pipeline)
+    lengths = [draw.randint(50, 2048) + min(32768, int(draw.lognormvariate(8.7, 1.0))) for _ in range(1024)]
+    assert max(lengths) > 2 * 16384
+    layout = Layout(tensor=8, context=4, pipeline=pipeline, virtual_pipeline=virtual)
+    planned = plan_updates(lengths, 4, layout, data_parallel, max_tokens=16384, hidden_size=7168)
+    sizes = [padded_size(one.schedule, layout) for one in planned]
+    padded = sum(size * data_parallel * one.schedule.microbatches for size, one in zip(sizes, planned, strict=True))
+    assert max(sizes) < max(lengths) + alignment(layout)
+    # Interleaving wants a multiple of the pipeline: up to pipeline - 1 micro-batches of an update are there for that.
+    multiple = data_parallel * (pipeline - 1) * sum(sizes) if virtual else 0
+    assert (padded - multiple) / sum(lengths) < 1.05

@@ -11,11 +11,11 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "launch").glob("*.sh") if "\n#SBATCH" in path.read_text())
 
 
-def dry_run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def dry_run(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     return subprocess.run(
         ["bash", str(script), "--dry-run", *arguments],
-        env={**outside, "VENV": sys.prefix},
+        env={**outside, "VENV": sys.prefix, **environment},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -34,10 +34,19 @@ def test_a_dry_run_shows_settings_nodes_environment_and_commands(script: Path) -
     assert f"{nodes * per_node} ranks; layout: " in shown.stdout
     assert f"  node{nodes - 1}: ranks {(nodes - 1) * per_node}-{nodes * per_node - 1}; " in shown.stdout
     assert "MASTER_PORT=20000" in shown.stdout
+    assert all("--cpu-bind=none" in line for line in shown.stdout.splitlines() if line.startswith("srun "))
     assert (
         f"-m grpo_mp.launch.task runs/{script.stem}/attempts/dry.0 configs/{script.stem}.yaml run.steps=7"
         in shown.stdout
     )
+
+
+@pytest.mark.parametrize(("launcher", "cpus"), [("srun", 16), ("torchrun", 128)])
+def test_the_ranks_of_a_node_have_all_of_its_cores(launcher: str, cpus: int) -> None:
+    shown = dry_run(ROOT / "launch" / "qwen2_5_7b.sh", SLURM_CPUS_ON_NODE="128", LAUNCHER=launcher)
+    *_, check, run = (line for line in shown.stdout.splitlines() if line.startswith("srun "))
+    assert "--cpus-per-task=16 " in check
+    assert f"--cpus-per-task={cpus} " in run
 
 
 def test_every_settings_file_has_a_script() -> None:

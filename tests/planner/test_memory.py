@@ -1,17 +1,23 @@
 """Rows computed by hand, and residency by phase."""
 
+from pathlib import Path
+
 import pytest
 
+from grpo_mp.config import load_settings
 from grpo_mp.planner.activations import logits_bytes
-from grpo_mp.planner.clusters import GIB
+from grpo_mp.planner.clusters import GIB, read_cluster
 from grpo_mp.planner.engine import engine_load
-from grpo_mp.planner.job import Job
+from grpo_mp.planner.job import Job, make_job
 from grpo_mp.planner.keeping import Keeping, keeping
 from grpo_mp.planner.memory import Stretch, plan_memory
 from grpo_mp.planner.plan import make_plan
+from grpo_mp.planner.published import published
+from grpo_mp.planner.verdict import judge
 from tests.planner.jobs import job_of, settings_of
 
 QWEN = 7_615_616_512  # parameters of Qwen2.5-7B, as its publisher's files hold
+ROOT = Path(__file__).parents[2]
 AWARE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 
 
@@ -45,6 +51,8 @@ def test_what_settings_keep() -> None:
         return keeping(settings_of(model={"path": "x", "dtype": dtype}, optimizer={"lr": 1e-6, "megatron": megatron}))
 
     assert of({}) == Keeping(2, 4, 12, host_copies=2)
+    assert of(AWARE).saved == 4 + 4
+    assert of(AWARE | {"exp_avg_dtype": "float32"}).saved == 4
     assert of(AWARE).optimizer == 2 + 2 + 2
     assert of(AWARE | {"store_param_remainders": False}).optimizer == 4 + 2 + 2
     assert of({"use_precision_aware_optimizer": True}).optimizer == 2 + 4 + 4
@@ -95,3 +103,26 @@ def test_a_watched_reference_is_kept_like_any_and_costs_its_share_of_a_forward()
     watched, whole = (make_plan(job(**kl)).work[Stretch.LOGPROB] for kl in ({"watch_share": 0.1}, {"weight": 0.1}))
     assert watched.flops == pytest.approx(whole.flops / 10)
     assert watched.host_link_bytes == whole.host_link_bytes > 0
+
+
+def test_the_pinned_copy_of_the_optimizer_stays_on_the_host_but_for_a_checkpoint() -> None:
+    host = plan_memory(job_of("qwen2.5-7b", "h100-80", 1)).host
+    held = {stretch: host[stretch].get("optimizer", 0) for stretch in Stretch}
+    assert {stretch for stretch, size in held.items() if size != QWEN * 12} == {
+        Stretch.START,
+        Stretch.LOAD,
+        Stretch.SAVE,
+    }
+
+
+def test_saving_widens_the_moments_of_one_parameter_at_a_time() -> None:
+    job = job_of("qwen2.5-7b", "h100-80", 1, optimizer={"lr": 1e-6, "megatron": AWARE})
+    (device,) = plan_memory(job).device
+    assert device[Stretch.SAVE]["moments in float32"] == 152064 * 3584 * 8
+    assert device[Stretch.SAVE]["optimizer"] == QWEN * 6 / 8
+
+
+def test_moe_671b_leaves_a_device_room_for_what_is_not_known() -> None:
+    settings = load_settings(ROOT / "configs" / "moe_671b.yaml")
+    job = make_job(settings, published("deepseek-r1"), read_cluster("h100-80"), 16)
+    assert judge(make_plan(job)).device.spare > 10 * GIB

@@ -29,7 +29,7 @@ COMMON = {
     "add_bias_linear": False,
     "gated_linear_unit": True,
     "activation_func": F.silu,
-    **megatron_fields(interleaved=False),
+    **megatron_fields(interleaved=False, model={}),
 }
 EXPERTS = {
     "num_moe_experts": 4,

@@ -4,6 +4,7 @@ import marshal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,7 +77,25 @@ def test_inert_where_cuda_is(finders, monkeypatch):
     prepare()
     assert sys.meta_path == before
     assert platform.backend() == "nccl"
-    assert platform.megatron_fields(interleaved=True) == {}
+    assert platform.megatron_fields(interleaved=True, model={}) == {"apply_rope_fusion": True}
+
+
+def test_pinned_memory_is_of_its_size_where_cuda_is(finders, monkeypatch):
+    said = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    prepare()
+    assert said == ["max_split_size_mb:64,pinned_max_cached_size_mb:1"]
+    assert platform.allocator_settings({}) == "pinned_max_cached_size_mb:1"
+    own = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:512", "PYTORCH_CUDA_ALLOC_CONF": "a:1"}
+    assert platform.allocator_settings(own) == "pinned_max_cached_size_mb:512"
+
+
+def test_torch_knows_the_setting_of_pinned_memory():
+    header = Path(torch.__file__).parent / "include" / "ATen" / "core" / "CachingHostAllocator.h"
+    assert platform.PINNED.removesuffix("_mb") + "()" in header.read_text()
+    torch._C._accelerator_setAllocatorSettings(platform.allocator_settings({}))
 
 
 def test_a_cpu_has_host_memory_only():

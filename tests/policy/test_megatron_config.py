@@ -2,9 +2,14 @@
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig
 
 from grpo_mp.errors import UserError
+from grpo_mp.models.families import family_of
+from grpo_mp.planner.published import published
+from grpo_mp.platform import fused_fields
 from grpo_mp.policy.megatron_config import check_overrides, overrides_for
 from tests.planner.jobs import settings_of
 
@@ -19,3 +24,37 @@ def test_a_dtype_is_written_by_its_name() -> None:
     megatron = {"exp_avg_dtype": "bfloat16", "clip_grad": 2.0, "moe_permute_fusion": True}
     settings = settings_of(optimizer={"lr": 1e-6, "megatron": megatron})
     assert overrides_for(settings, OptimizerConfig) == {"exp_avg_dtype": torch.bfloat16, "clip_grad": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("qwen2.5-7b", {"apply_rope_fusion": True}),
+        ("qwen3-30b-a3b", {"apply_rope_fusion": True, "moe_permute_fusion": True}),
+        ("deepseek-r1", {"apply_rope_fusion": True, "moe_permute_fusion": True}),
+        (
+            "moonlight-16b-a3b",
+            {
+                "apply_rope_fusion": True,
+                "moe_permute_fusion": True,
+                "rope_type": "yarn",
+                "rotary_scaling_factor": 1.0,
+            },
+        ),
+    ],
+)
+def test_cuda_takes_the_fused_kernels_that_megatron_has_for_the_model(name: str, fields: dict[str, object]) -> None:
+    hf = published(name)
+    assert fused_fields(family_of(hf).config(hf)) == fields
+
+
+def test_yarn_of_factor_1_is_the_plain_rotary_embedding() -> None:
+    """Megatron fuses the rotary embedding of latent attention with yarn alone."""
+    shape = {"kv_channels": 64, "rotary_percent": 1.0, "rotary_base": 50000, "use_cpu_initialization": True}
+    plain = RotaryEmbedding(**shape, cp_group=None)(8192, packed_seq=True)
+    yarn, magnitude = YarnRotaryEmbedding(**shape, scaling_factor=1.0, original_max_position_embeddings=4096)(
+        8192, packed_seq=True
+    )
+    assert magnitude == 1.0
+    torch.testing.assert_close(yarn.cos(), plain.cos(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(yarn.sin(), plain.sin(), atol=1e-4, rtol=0)

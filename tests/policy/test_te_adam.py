@@ -1,52 +1,42 @@
-"""What is added to TransformerEngine's Adam, with an optimizer of its calls: the real one needs a GPU."""
+"""What is added to TransformerEngine's Adam, with its own Python code: only its kernels need a GPU."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
-from megatron.core.optimizer import MegatronOptimizer
 
-from grpo_mp.policy.te_adam import as_remainders, init_state, keeps_remainders
+from grpo_mp.policy.te_adam import as_remainders
+from tests.policy.gpu_python import last_line, transformer_engine
 
-
-class Adam(torch.optim.Optimizer):
-    """State of transformer_engine.pytorch.optimizers.FusedAdam (2.20.2): names, arguments, dtypes."""
-
-    def __init__(self, params: list[torch.Tensor], store_param_remainders: bool) -> None:
-        super().__init__(params, {})
-        self.store_param_remainders = store_param_remainders
-
-    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
-        main = torch.zeros_like(param, dtype=torch.int16) if store_param_remainders else param.float()
-        self.state[param] |= {"exp_avg": torch.zeros_like(param), "master_param": main}
+KEPT = {
+    "plain": {"exp_avg": "torch.float32", "exp_avg_sq": "torch.float32", "main": "torch.float32"},
+    "remainders": {"exp_avg": "torch.bfloat16", "exp_avg_sq": "torch.bfloat16", "master_param": "torch.int16"},
+    "whole": {"exp_avg": "torch.bfloat16", "exp_avg_sq": "torch.bfloat16", "master_param": "torch.float32"},
+    "float32 moments": {"exp_avg": "torch.float32", "exp_avg_sq": "torch.float32", "master_param": "torch.int16"},
+}
 
 
-def part(dtype: torch.dtype, remainders: bool) -> MegatronOptimizer:
-    adam = Adam([torch.nn.Parameter(torch.ones(3, dtype=dtype))], remainders)
-    config = SimpleNamespace(use_precision_aware_optimizer=True)
-    return cast(MegatronOptimizer, SimpleNamespace(optimizer=adam, config=config))
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What became of states that were saved and loaded."""
+    folder = tmp_path_factory.mktemp("round_trip")
+    command = [sys.executable, "-m", "tests.policy.te_round_trip", str(transformer_engine()), str(folder)]
+    return last_line(subprocess.run(command, capture_output=True, text=True, timeout=300))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "remainders", "kept"),
-    [
-        (torch.bfloat16, True, torch.int16),
-        (torch.bfloat16, False, torch.float32),
-        (torch.float32, True, torch.float32),
-    ],
-)
-def test_every_state_is_made_once_as_its_parameter_is_kept(
-    dtype: torch.dtype, remainders: bool, kept: torch.dtype
-) -> None:
-    one = part(dtype, remainders)
-    init_state(one)
-    ((param, state),) = one.optimizer.state.items()
-    assert state["master_param"].dtype == kept
-    state["exp_avg"].fill_(7)
-    init_state(one)
-    assert one.optimizer.state[param]["exp_avg"].tolist() == [7, 7, 7]
-    assert keeps_remainders([one]) == (kept == torch.int16)
+@pytest.mark.parametrize("case", KEPT)
+def test_the_state_is_kept_as_the_settings_say_and_comes_back_bit_for_bit(case: str, found: dict[str, Any]) -> None:
+    one = found["cases"][case]
+    assert one["dtypes"] == KEPT[case]
+    assert one["changed"] == []
+    assert one["changed_in_a_new_policy"] == []
+    assert set(one["steps"]) == {7}
+
+
+def test_a_policy_that_keeps_main_weights_otherwise_is_refused(found: dict[str, Any]) -> None:
+    assert "the checkpoint holds main weights as remainders, optimizer.megatron asks for whole" in found["refused"]
 
 
 def test_remainders_come_back_from_float32_as_they_were() -> None:

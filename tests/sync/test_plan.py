@@ -1,5 +1,7 @@
 """Plans over every small layout: each parameter in one bucket, each part once to each target, atoms whole."""
 
+import gc
+import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations, pairwise, product
@@ -9,7 +11,8 @@ import pytest
 from grpo_mp.config import Layout
 from grpo_mp.models.mapping import Param, Rule, expand
 from grpo_mp.planner.grid import coordinates
-from grpo_mp.sync.plan import Holding, SyncPlan, plan_sync, whole_bytes
+from grpo_mp.platform import spare_collections
+from grpo_mp.sync.plan import Holding, SyncPlan, Transfer, plan_sync, whole_bytes
 
 LAYERS, EXPERTS = 2, 4
 RULES = [
@@ -115,3 +118,17 @@ def test_a_parameter_without_a_holder_and_a_hole_in_its_parts_are_refused() -> N
     holes = [Holding("embedding", 2, 1) if one.name == "embedding" else one for one in holdings]
     with pytest.raises(ValueError, match=r"embedding: parts \[2\] are held, one is missing"):
         plan_sync(PARAMS, holes, (0,), 10, ITEMSIZE)
+
+
+def test_millions_of_transfers_take_little_memory_and_no_collection() -> None:
+    tracemalloc.start()
+    transfers = [Transfer("decoder.layers.3.mlp.experts.17", 0, 3, 5) for _ in range(10_000)]
+    nbytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert nbytes / len(transfers) < 100
+    spare_collections()
+    try:
+        assert gc.get_freeze_count() >= len(transfers)
+        assert not {id(one) for one in gc.get_objects()} & {id(one) for one in transfers}
+    finally:
+        gc.unfreeze()
