@@ -54,7 +54,8 @@ def make_loss(algorithm: Algorithm, weights: Weights | None = None, reduce: Redu
         kl = _kl(terms, batch, algorithm) * heard
         policy_loss = (surrogate * batch.weights).sum()
         bonus = (entropy * decides * batch.mask).sum() * batch.entropy_weight
-        total = policy_loss + kl_weight * (kl * batch.weights).sum() - weights.entropy * bonus
+        kl_loss = kl_weight * (kl * batch.weights).sum() if kl_weight else 0.0  # a watched KL may be infinite
+        total = policy_loss + kl_loss - weights.entropy * bonus
         report = loss_report(batch, terms, entropy.detach(), kl.detach(), trusted, algorithm)
         return total.to(logprobs.dtype), report | {"loss": total.detach(), "pg_loss": policy_loss.detach()}
 
