@@ -156,7 +156,8 @@ def test_passes_over_the_samples_cost_what_they_compute() -> None:
     assert seconds(Stretch.LOGPROB) > 1
     assert seconds(Stretch.LOGPROB, {"old_logprobs": "engine"}) == 0
     assert seconds(Stretch.LOGPROB, updates_per_step=1) == 0
-    assert seconds(Stretch.LOGPROB, updates_per_step=1, epochs=2) == seconds(Stretch.LOGPROB)
+    whole = seconds(Stretch.LOGPROB)  # packed otherwise, in parts
+    assert seconds(Stretch.LOGPROB, updates_per_step=1, epochs=2) == pytest.approx(whole, rel=0.01)
     assert seconds(Stretch.TRAIN, epochs=2) == pytest.approx(2 * seconds(Stretch.TRAIN))
     assert seconds(Stretch.OPTIMIZER, epochs=2) == pytest.approx(2 * seconds(Stretch.OPTIMIZER))
 
