@@ -30,7 +30,8 @@ class BuiltIn:
 
     def __init__(self, settings: RewardSettings, max_response_tokens: int) -> None:
         """Raises UserError where programs cannot be shut in as `reward.code` demands."""
-        self.equality = Equality(min(EQUALITY_LIMIT_S, settings.timeout_s))
+        self.equality = Equality(min(EQUALITY_LIMIT_S, settings.timeout_s), settings.tolerance)
+        self._which = settings.boxed_answer
         self._model = ModelClient(settings.model) if settings.model else None
         rules = _rules(settings, max_response_tokens)
         parts = [Part("answer", settings.answer, self._answers), *rules]
@@ -58,7 +59,7 @@ class BuiltIn:
         answer = group.prompt.answer
         if answer is None:
             raise UserError("reward.answer: the prompts have no answer: set data.answer to its column")
-        return [answer_part(sample.text, answer, self.equality) for sample in group.samples]
+        return [answer_part(sample.text, answer, self.equality, self._which) for sample in group.samples]
 
 
 def _rules(settings: RewardSettings, limit: int) -> list[Part]:
