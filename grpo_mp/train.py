@@ -18,7 +18,7 @@ from grpo_mp.trainer.batch import StepBatch, assemble
 from grpo_mp.trainer.collect import Collected, collect
 from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.engine_check import check_engines
-from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, evaluate
+from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, before_training, evaluate
 from grpo_mp.trainer.fixed import fixed_values
 from grpo_mp.trainer.learning import learn, refresh_reference
 from grpo_mp.trainer.preflight import Inputs
@@ -33,8 +33,10 @@ def train(session: Session) -> None:
     recorder = Recorder(session)
     sync, check = synchronize(session)
     before = after = evaluate(session, session.state.step)
+    scores = before_training(session, before)
     if session.state.step == 0:
         recorder.write(0, before.metrics | recorder.sync_metrics(sync, check))
+    recorder.evaluated(session.state.step, scores, before.scores)
     saved_step = session.state.step
     while session.state.step < settings.run.steps and not session.should_stop():
         step = session.state.step + 1
@@ -57,6 +59,7 @@ def train(session: Session) -> None:
         if is_due(step, settings.run.eval_every, settings.run.steps):
             after = evaluate(session, step)
             scalars |= after.metrics
+            recorder.evaluated(step, scores, after.scores)
         recorder.write(step, scalars, collected.groups)
         session.progress.step(step, scalars)
         if is_due(step, settings.run.save_every, settings.run.steps):
@@ -65,7 +68,7 @@ def train(session: Session) -> None:
     recorder.close()
     if saved_step < session.state.step:
         save(session)
-    finish(session, before, after)
+    finish(session, replace(before, scores=scores), after)
 
 
 def make_batch(session: Session, collected: Collected) -> StepBatch:

@@ -2,6 +2,7 @@ r"""The rule reward of GSM8K-like tasks: is there a \boxed{} answer, and is it t
 
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
 
@@ -40,6 +41,32 @@ def same_answer(expected: str, found: str, equality: Equality) -> bool:
     if ours and theirs:
         return any(close(a, b, equality.tolerance) for a in ours for b in theirs)
     return found == expected or equality.equal(expected, found)
+
+
+def answer_numbers(responses: Sequence[str], equality: Equality, which: Which = "last") -> list[int | None]:
+    """Which answer each response gives: those that give the same have the same number; None: no boxed answer.
+
+    An answer is the first one before it that it equals. One that cannot be compared in time is an answer of its own.
+    """
+    answers = [boxed_answer(response, which) for response in responses]
+    numbers: dict[str, int] = {}
+    firsts: list[str] = []
+    for found in answers:
+        if found is not None and found not in numbers:
+            numbers[found] = _place(found, firsts, equality)
+            firsts += [found] if numbers[found] == len(firsts) else []
+    return [None if found is None else numbers[found] for found in answers]
+
+
+def _place(found: str, firsts: Sequence[str], equality: Equality) -> int:
+    """Index of the first that equals it; the next free one where none does."""
+    given_up = equality.timeouts
+    for number, first in enumerate(firsts):
+        if same_answer(first, found, equality):
+            return number
+        if equality.timeouts > given_up:
+            break
+    return len(firsts)
 
 
 def numeric_readings(text: str) -> tuple[float, ...]:

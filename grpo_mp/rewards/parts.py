@@ -8,7 +8,7 @@ from grpo_mp.rewards.code import CodeTests
 from grpo_mp.rewards.equality import Equality
 from grpo_mp.rewards.length import length_part, overlong_part, repetition_part
 from grpo_mp.rewards.limit import Values
-from grpo_mp.rewards.math import answer_part, boxed_part
+from grpo_mp.rewards.math import answer_numbers, answer_part, boxed_part
 from grpo_mp.rewards.model import ModelClient
 from grpo_mp.rewards.settings import Reward as RewardSettings
 from grpo_mp.types import Sample, SampleGroup
@@ -48,6 +48,10 @@ class BuiltIn:
         if self._code and not self._code.isolated:
             return ("reward.code: this kernel gives no namespaces, so programs run with limits only",)
         return ()
+
+    def answer_numbers(self, group: SampleGroup) -> list[int | None]:
+        """Which answer each sample gives; see rewards/math.py."""
+        return answer_numbers([sample.text for sample in group.samples], self.equality, self._which)
 
     def close(self) -> None:
         """End the process that compares answers and the connections to the reward model."""

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -92,8 +93,15 @@ class Rollout:
         return self._work(RolloutTask(prompts, size, first_group_id, step, self._sampling(), enough), name, store)
 
     def evaluate(self, prompts: Sequence[Prompt], name: str, step: int, store: dist.Store) -> list[SampleGroup]:
-        """One scored sample of each prompt that this rank's engine took."""
-        return self._work(RolloutTask(prompts, 1, 0, step, self._sampling()), f"eval/{name}/{step}", store)
+        """The scored samples of each prompt of this eval set that this rank's engine took, drawn as the set says."""
+        wanted, usual = self._settings.data.eval[name], self._sampling()
+        sampling = replace(
+            usual,
+            max_response_tokens=wanted.max_response_tokens or usual.max_response_tokens,
+            temperature=usual.temperature if wanted.temperature is None else wanted.temperature,
+            top_p=wanted.top_p or usual.top_p,
+        )
+        return self._work(RolloutTask(prompts, wanted.samples, 0, step, sampling), f"eval/{name}/{step}", store)
 
     def call(self, coroutine):  # type: ignore[no-untyped-def]
         """Run one of the client's coroutines to its end."""
@@ -142,7 +150,7 @@ class Rollout:
             rank=place.rank,
             model=settings.model.path,
             dtype=settings.model.dtype,
-            context_tokens=settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens,
+            context_tokens=settings.rollout.max_prompt_tokens + settings.longest_response,
             seed=settings.run.seed + place.engine,
             gpus=settings.engine.gpus,
             cpu=cpu,

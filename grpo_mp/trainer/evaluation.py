@@ -1,13 +1,44 @@
-"""Held-out prompts, one sample each at the rollout's own temperature."""
+"""Held-out problems: the engines answer, rewards judge, every rank knows the scores."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from grpo_mp.monitor.screen import AnswerPair, EvalScore
+import torch.distributed as dist
+
+from grpo_mp.config import Settings
+from grpo_mp.evaluation.files import read_scores, step_file
+from grpo_mp.evaluation.score import EvalScore, Votes, eval_metrics, score
+from grpo_mp.monitor.progress import Progress
+from grpo_mp.monitor.screen import AnswerPair
+from grpo_mp.policy.parallel import Parallel
+from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.exchange import SampleInfo, share_infos
+from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.trainer.metrics import eval_metrics, eval_score
+from grpo_mp.scheduler.scheduler import Scheduler
+from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.trainer.session import Session
 from grpo_mp.types import SampleGroup
+
+Keep = Callable[[str, Sequence[SampleGroup]], None]
+
+
+class Engines(Protocol):
+    """What an evaluation needs of a running job: a training session has it, and engines without a policy."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def inputs(self) -> Inputs: ...
+    @property
+    def parallel(self) -> Parallel: ...
+    @property
+    def rollout(self) -> Rollout: ...
+    @property
+    def scheduler(self) -> Scheduler: ...
+    @property
+    def progress(self) -> Progress: ...
 
 
 @dataclass(frozen=True)
@@ -16,22 +47,32 @@ class Evaluation:
 
     scores: dict[str, EvalScore] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    answers: dict[str, str] = field(default_factory=dict)  # question -> answer, of the first set
+    answers: dict[str, str] = field(default_factory=dict)  # question -> its first answer
 
 
-def evaluate(session: Session, step: int) -> Evaluation:
-    """Evaluate every set. Every rank must call this; scores and metrics are the same on all."""
-    result = Evaluation()
+def evaluate(session: Engines, step: int, keep: Keep | None = None) -> Evaluation:
+    """Evaluate every set as `data.eval` says. Every rank must call this; scores and metrics are the same on all.
+
+    `keep` gets each set's name and the groups of this rank's engine.
+    """
+    result, group = Evaluation(), session.parallel.host
     for name, prompts in session.inputs.evals.items():
         with session.scheduler.phase(Phase.EVAL, name):
             groups = session.rollout.evaluate(prompts.prompts, name, step, session.parallel.store)
-            infos: list[SampleInfo] = share_infos(groups, session.parallel.host)
-        result.scores[name] = eval_score(infos)
-        result.metrics.update(eval_metrics(name, infos))
+            infos: list[SampleInfo] = share_infos(groups, group)
+            votes = _share_votes(groups, session.inputs.scorer, group) if session.inputs.scorer.has_answers else None
+        result.scores[name] = score(infos, votes)
+        result.metrics.update(eval_metrics(name, result.scores[name]))
         result.answers.update(_answers(groups))
-    if result.scores:
-        session.progress.evaluated(step, result.scores)
+        if keep:
+            keep(name, groups)
     return result
+
+
+def before_training(session: Session, now: Evaluation) -> dict[str, EvalScore]:
+    """The scores before the first step: `now`, or what an earlier start of this run found and left in its folder."""
+    file = step_file(session.settings.run.folder, 0)
+    return read_scores(file) if session.state.step and session.is_first and file.exists() else now.scores
 
 
 def answer_pairs(session: Session, before: Evaluation, after: Evaluation, count: int = 2) -> list[AnswerPair]:
@@ -45,3 +86,15 @@ def answer_pairs(session: Session, before: Evaluation, after: Evaluation, count:
 
 def _answers(groups: list[SampleGroup]) -> dict[str, str]:
     return {group.prompt.text: group.samples[0].text for group in groups}
+
+
+def _share_votes(groups: Sequence[SampleGroup], scorer: Scorer, group: dist.ProcessGroup) -> Votes:
+    """Which answer each sample of the job gave, the same on every rank."""
+    mine = {
+        (sample.group_id, sample.index): number
+        for one in groups
+        for sample, number in zip(one.samples, scorer.answer_numbers(one), strict=True)
+    }
+    everyone: list[Votes] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return {key: number for votes in everyone for key, number in votes.items()}

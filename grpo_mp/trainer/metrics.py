@@ -11,7 +11,6 @@ import torch.distributed as dist
 from grpo_mp.algorithms.advantages import groups_without_difference
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge
 from grpo_mp.monitor.metrics import fill
-from grpo_mp.monitor.screen import EvalScore
 from grpo_mp.policy.parallel import Parallel
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.rollout.exchange import SampleInfo
@@ -84,23 +83,6 @@ def memory_metrics(footprints: Mapping[str, Footprint], parallel: Parallel) -> d
         for phase in footprints
         for kind, value in asdict(largest(rank[phase] for rank in everyone)).items()
     }
-
-
-def eval_score(infos: Sequence[SampleInfo]) -> EvalScore:
-    """Accuracy is the mean of the `answer` part; without that part, the share of positive rewards."""
-    right = [info.reward_parts.get("answer", float(info.reward > 0)) for info in infos]
-    return EvalScore(
-        accuracy=statistics.fmean(right),
-        reward=statistics.fmean(info.reward for info in infos),
-        length=statistics.fmean(info.response_tokens for info in infos),
-    )
-
-
-def eval_metrics(name: str, infos: Sequence[SampleInfo]) -> dict[str, float]:
-    """Scores of one eval set."""
-    score = eval_score(infos)
-    values = {**vars(score), "truncated_ratio": statistics.fmean(info.truncated for info in infos)}
-    return {fill(f"eval/{{set}}/{kind}", set=name): value for kind, value in values.items()}
 
 
 def collect_metrics(collected: Collected) -> dict[str, float]:

@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
+from grpo_mp.evaluation.files import step_file, write_scores
+from grpo_mp.evaluation.picture import draw, write_svg
+from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import fill
 from grpo_mp.monitor.samples import SampleWriter
 from grpo_mp.monitor.summary import StepSummary, over_ranks, step_scalars, summarise
@@ -16,6 +19,8 @@ from grpo_mp.trainer.collect import Collected
 from grpo_mp.trainer.metrics import collect_metrics, memory_metrics, rollout_metrics, update_metrics
 from grpo_mp.trainer.session import Session
 from grpo_mp.types import SampleGroup
+
+PICTURE = "pass_at_k.svg"
 
 
 class Recorder:
@@ -93,6 +98,18 @@ class Recorder:
         if self._writer:
             self._writer.scalars(step, scalars)
             self._write_distributions(step, groups)
+
+    def evaluated(self, step: int, before: Mapping[str, EvalScore], now: Mapping[str, EvalScore]) -> None:
+        """Show and keep the scores that the run has after a step, and draw them beside those before training."""
+        if not (self._writer and now):
+            return
+        self._session.progress.evaluated(step, now)
+        folder = self._session.settings.run.folder
+        write_scores(step_file(folder, step), now, step=step)
+        figure = draw(before if step else {}, now)
+        if figure:
+            write_svg(figure, folder / PICTURE)
+            self._writer.image(step, "eval/pass_at_k", figure)
 
     def close(self) -> None:
         if self._writer:

@@ -19,8 +19,6 @@ from grpo_mp.rollout.exchange import SampleInfo
 from grpo_mp.scheduler.ledger import Footprint
 from grpo_mp.trainer.batch import StepBatch
 from grpo_mp.trainer.metrics import (
-    eval_metrics,
-    eval_score,
     memory_metrics,
     reduce_report,
     rollout_metrics,
@@ -84,27 +82,6 @@ def test_rewards_and_lengths_of_a_step() -> None:
             "rollout/groups": 2,
             "rollout/weight_version_lag/mean": (0 + 0 + 0 + 1 + 2) / 5,
             "rollout/weight_version_lag/max": 2,
-        }
-    )
-    for name in found:
-        assert find(name, "scalar")
-
-
-def test_accuracy_is_the_answer_part_or_the_share_of_positive_rewards() -> None:
-    score = eval_score(INFOS)
-    assert (score.accuracy, score.reward, score.length) == pytest.approx((0.2, 0.6, 10.4))
-    without = [info(0, 0, -1.0, 4, length=0.2), info(0, 1, 0.3, 6, length=0.4)]
-    assert eval_score(without).accuracy == 0.5
-
-
-def test_eval_metrics_carry_the_set_s_name() -> None:
-    found = eval_metrics("arithmetic", INFOS)
-    assert found == pytest.approx(
-        {
-            "eval/arithmetic/accuracy": 0.2,
-            "eval/arithmetic/reward": 0.6,
-            "eval/arithmetic/length": 10.4,
-            "eval/arithmetic/truncated_ratio": 0.4,
         }
     )
     for name in found:

@@ -76,6 +76,10 @@ def write_index(model: Path, file: str) -> None:
             "Megatron refuses this model, layout and optimizer.megatron",
         ),
         ("rollout.max_response_tokens=4000", "= 4064, but the model has only 1024 positions"),
+        (
+            "data.eval.arithmetic.max_response_tokens=4000",
+            "rollout.max_prompt_tokens + data.eval.arithmetic.max_response_tokens = 4064, but the model has only 1024",
+        ),
     ],
 )
 def test_settings(refuse: Refuse, override: str, sentence: str) -> None:

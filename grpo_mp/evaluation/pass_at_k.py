@@ -52,7 +52,7 @@ def maj_at_k(right: int, wrong: Iterable[int], abstaining: int, ks: Sequence[int
         ways = _draws_behind(others, abstaining, votes, max(ks) - votes)
         for k in ks:
             won[k] += math.comb(right, votes) * ways[k - votes] if k >= votes else 0.0
-    return [won[k] / math.comb(samples, k) for k in ks]
+    return [float(won[k]) / math.comb(samples, k) for k in ks]
 
 
 def _draws_behind(wrong: Sequence[int], abstaining: int, votes: int, most: int) -> np.ndarray:

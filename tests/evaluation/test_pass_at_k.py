@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mp.trainer.pass_at_k import maj_at_k, over_problems, pass_at_k, sizes
+from grpo_mp.evaluation.pass_at_k import maj_at_k, over_problems, pass_at_k, sizes
 
 RIGHT, NONE = "right", None
 ANSWERS = st.lists(st.sampled_from([RIGHT, "a", "b", "c", NONE]), min_size=1, max_size=9)
