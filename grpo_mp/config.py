@@ -186,12 +186,23 @@ class Settings(Section):
     def samples_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.group_size
 
+    def eval_set(self, name: str) -> EvalSet:
+        """A held-out set with the sampling that it gets: its own, or the rollout's where it says nothing."""
+        wanted, usual = self.data.eval[name], self.rollout
+        return wanted.model_copy(
+            update={
+                "temperature": usual.temperature if wanted.temperature is None else wanted.temperature,
+                "top_p": wanted.top_p or usual.top_p,
+                "max_response_tokens": wanted.max_response_tokens or usual.max_response_tokens,
+                "prompts": wanted.prompts or self.data.eval_prompts,
+            }
+        )
+
     @property
     def longest_response(self) -> int:
         """Tokens of the longest response that an engine is asked for, in a step or in an evaluation."""
-        return max(
-            [self.rollout.max_response_tokens, *(one.max_response_tokens or 0 for one in self.data.eval.values())]
-        )
+        evals = (self.eval_set(name).max_response_tokens for name in self.data.eval)
+        return max(filter(None, [self.rollout.max_response_tokens, *evals]))
 
 
 def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:

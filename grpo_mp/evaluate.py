@@ -144,9 +144,10 @@ def _write(wanted: Wanted, found: Evaluation, folder: Path) -> None:
         "model": str(wanted.settings.model.path),
         "checkpoint": str(wanted.checkpoint) if wanted.checkpoint else None,
         "step": wanted.step,
-        "settings": wanted.settings.model_dump(mode="json")["data"]["eval"],
+        "settings": {name: wanted.settings.eval_set(name).model_dump(mode="json") for name in found.scores},
     }
     write_scores(folder / SCORES, found.scores, **said)
+    (folder / PICTURE).unlink(missing_ok=True)
     figure = draw({}, found.scores)
     if figure:
         write_svg(figure, folder / PICTURE)

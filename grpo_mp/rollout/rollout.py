@@ -94,13 +94,9 @@ class Rollout:
 
     def evaluate(self, prompts: Sequence[Prompt], name: str, step: int, store: dist.Store) -> list[SampleGroup]:
         """The scored samples of each prompt of this eval set that this rank's engine took, drawn as the set says."""
-        wanted, usual = self._settings.data.eval[name], self._sampling()
-        sampling = replace(
-            usual,
-            max_response_tokens=wanted.max_response_tokens or usual.max_response_tokens,
-            temperature=usual.temperature if wanted.temperature is None else wanted.temperature,
-            top_p=wanted.top_p or usual.top_p,
-        )
+        wanted = self._settings.eval_set(name)
+        own = wanted.model_dump(include={"max_response_tokens", "temperature", "top_p"})
+        sampling = replace(self._sampling(), **own)
         return self._work(RolloutTask(prompts, wanted.samples, 0, step, sampling), f"eval/{name}/{step}", store)
 
     def call(self, coroutine):  # type: ignore[no-untyped-def]

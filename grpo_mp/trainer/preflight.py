@@ -79,7 +79,7 @@ def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> 
 def _read_evals(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptSet]:
     data, longest = settings.data, settings.rollout.max_prompt_tokens
     return {
-        name: load_prompts(one.path, data, tokenizer, longest, one.prompts or data.eval_prompts)
+        name: load_prompts(one.path, data, tokenizer, longest, settings.eval_set(name).prompts)
         for name, one in data.eval.items()
     }
 

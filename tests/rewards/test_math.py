@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from grpo_mp.errors import UserError
 from grpo_mp.rewards import equality as equality_module
 from grpo_mp.rewards.equality import Equality
-from grpo_mp.rewards.math import answer_part, boxed_answer, boxed_part, numeric_readings
+from grpo_mp.rewards.math import answer_numbers, answer_part, boxed_answer, boxed_part, numeric_readings
 from grpo_mp.rewards.parts import BuiltIn
 from grpo_mp.rewards.settings import Reward
 from grpo_mp.types import SampleGroup
@@ -169,6 +169,23 @@ def test_other_texts_are_no_plain_numbers(text: str) -> None:
 )
 def test_expressions_are_compared_by_math_verify(answer: str, found: str, right: float, equality: Equality) -> None:
     assert answer_part(f"\\boxed{{{found}}}", answer, equality) == right
+
+
+def test_responses_are_numbered_by_their_answers(equality: Equality) -> None:
+    boxes = ["2", "x+1", "2.0", None, "1/2", "1+x", "0.5", "x+2", "2"]
+    responses = ["no box" if box is None else rf"\boxed{{7}} or \boxed{{{box}}}" for box in boxes]
+    assert answer_numbers(responses, equality) == [0, 1, 0, None, 2, 1, 2, 3, 0]
+    assert answer_numbers(responses, equality, "first") == [0, 0, 0, None, 0, 0, 0, 0, 0]
+
+
+def test_an_answer_that_takes_too_long_is_its_own() -> None:
+    equality = Equality(limit_s=1.0)
+    try:
+        boxes = ("x", "y", "9^{9^{9^{9}}}+1", "y", "9^{9^{9^{9}}}+1")
+        assert answer_numbers([rf"\boxed{{{box}}}" for box in boxes], equality) == [0, 1, 2, 1, 2]
+        assert equality.timeouts == 1
+    finally:
+        equality.close()
 
 
 def test_comparison_works_in_many_threads_at_once(equality: Equality) -> None:
