@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         hush_libraries()
         wanted = read_command(_parser().parse_intermixed_args(arguments))
         with launched_or_alone():
-            check_device(int(os.environ["LOCAL_RANK"]))
+            check_device(int(os.environ.get("LOCAL_RANK", 0)))
             inputs = check_and_read_evaluation(wanted.settings, *local_ranks(), wanted.needs_policy)
             run(wanted, inputs)
 

@@ -82,10 +82,12 @@ def eval_line(step: int, scores: Mapping[str, EvalScore]) -> str:
 
 
 def live(view: View) -> RenderableType:
-    """The two moving lines at the foot of a terminal: what happens now, and how far the run is."""
+    """The moving lines at the foot of a terminal: what happens now, and how far the run is, if it has steps."""
     now = Text(f"{view.phase:<8} " if view.phase else "", style="bold cyan")
     words = [PHASES.get(view.phase, ""), view.detail, f"{view.phase_s:.0f} s" if view.phase else ""]
     now.append("  ".join(word for word in words if word), style="not bold default")
+    if not view.steps:  # an evaluation alone
+        return now
     bar = Table.grid(padding=(0, 2))
     left = "" if view.left_s is None else f"{duration(view.left_s)} left"
     count = Text(f"step {view.done}/{view.steps}", style="bold")

@@ -1,62 +1,71 @@
-"""A checkpoint of a run and the Hugging Face folder that the run left are the same policy to an evaluation."""
+"""A checkpoint of a run, evaluated by two ranks, answers as transformers does with the folder that the run left."""
 
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mp.scheduler.recovery import checkpoint_folder
+from tests.conftest import EVAL_PROMPTS, TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
 
-ALONE = (sys.executable, "-m", "grpo_mp.evaluate")
 LAUNCHED = (sys.executable, "-m", "grpo_mp.launch", "--ranks", "2", "--evaluate")
+UPDATES = LAST_STEP * 2
+RESPONSE_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
-def results(finished_run: FinishedRun, start_job: StartJob) -> dict[str, Path]:
-    """The checkpoint by two ranks in the layout that wrote it; the folder by one process."""
-    run = finished_run.folder / "run"
+def results(finished_run: FinishedRun, start_job: StartJob) -> Path:
+    """Of the last checkpoint, in the layout that wrote it, the likeliest answers."""
+    checkpoint, out = checkpoint_folder(finished_run.folder / "run", LAST_STEP), finished_run.folder / "evaluated"
     greedy = "data.eval.arithmetic.temperature=0"
-    places = {"checkpoint": checkpoint_folder(run, LAST_STEP), "model": run / "final"}
-    for name, place in places.items():
-        command = LAUNCHED if name == "checkpoint" else ALONE
-        job = start_job(greedy, f"--{name}", str(place), "--out", str(finished_run.folder / name), command=command)
-        ended = outcome(job)
-        assert (ended.status, ended.err, ended.left) == (0, "", [])
-        assert "accuracy" in ended.out
-    return {name: finished_run.folder / name for name in places}
+    ended = outcome(start_job(greedy, "--checkpoint", str(checkpoint), "--out", str(out), command=LAUNCHED))
+    assert (ended.status, ended.err, ended.left) == (0, "", [])
+    assert "accuracy" in ended.out
+    return out
 
 
-def test_both_answer_alike(results: dict[str, Path]) -> None:
-    checkpoint, model = (
-        {row["prompt_index"]: row["response"] for row in read_jsonl(folder / "samples.jsonl")}
-        for folder in results.values()
-    )
-    assert len(model) == 6
-    assert checkpoint == model
+@torch.no_grad()
+def likeliest_answers(model: Path, questions: list[str]) -> list[str]:
+    """By transformers."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    answers = []
+    for question in questions:
+        chat = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        written = policy.generate(prompt, do_sample=False, max_new_tokens=RESPONSE_TOKENS)[0, prompt.shape[1] :]
+        answers.append(tokenizer.decode(written, skip_special_tokens=True))
+    return answers
 
 
-def test_both_have_the_scores_of_these_answers(results: dict[str, Path]) -> None:
-    for folder in results.values():
-        rows = read_jsonl(folder / "samples.jsonl")
-        (found,) = json.loads((folder / "eval.json").read_text())["sets"].values()
-        assert found["accuracy"] == pytest.approx(sum(row["parts"]["answer"] for row in rows) / len(rows))
-        assert found["length"] == pytest.approx(sum(row["tokens"] for row in rows) / len(rows))
+def test_answers_are_those_of_the_trained_policy(results: Path, finished_run: FinishedRun, tiny_run: TinyRun) -> None:
+    rows = sorted(read_jsonl(results / "samples.jsonl"), key=lambda row: row["prompt_index"])
+    questions = [row["prompt"] for row in rows]
+    assert len(questions) == EVAL_PROMPTS
+    answers = [row["response"] for row in rows]
+    assert answers == likeliest_answers(finished_run.folder / "run" / "final", questions)
+    assert answers != likeliest_answers(tiny_run.model, questions)
+    assert {tuple(row["weight_version"]) for row in rows} == {(UPDATES, UPDATES)}
 
 
-def test_the_checkpoint_s_step_is_said_and_its_weights_are_those_of_its_last_update(results: dict[str, Path]) -> None:
-    assert json.loads((results["checkpoint"] / "eval.json").read_text())["step"] == LAST_STEP
-    versions = {tuple(row["weight_version"]) for row in read_jsonl(results["checkpoint"] / "samples.jsonl")}
-    updates = LAST_STEP * 2
-    assert versions == {(updates, updates)}
+def test_scores_are_those_of_the_answers(results: Path) -> None:
+    rows = read_jsonl(results / "samples.jsonl")
+    said = json.loads((results / "eval.json").read_text())
+    assert said["step"] == LAST_STEP
+    (found,) = said["sets"].values()
+    assert found["accuracy"] == pytest.approx(sum(row["parts"]["answer"] for row in rows) / len(rows))
+    assert found["length"] == pytest.approx(sum(row["tokens"] for row in rows) / len(rows))
 
 
-def test_the_run_itself_kept_its_scores(finished_run: FinishedRun) -> None:
-    """Those before training are read back by the start that went on."""
-    eval_files = sorted((finished_run.folder / "run" / "eval").iterdir())
-    assert [file.name for file in eval_files][:: len(eval_files) - 1] == [
-        "step_000000.json",
-        f"step_{LAST_STEP:06d}.json",
-    ]
+def test_a_run_that_went_on_compares_with_the_scores_before_its_first_start(finished_run: FinishedRun) -> None:
+    files = sorted((finished_run.folder / "run" / "eval").iterdir())
+    steps = (0, finished_run.stopped_after, LAST_STEP)
+    assert [file.name for file in files] == [f"step_{step:06d}.json" for step in steps]
+    rewards = [json.loads(file.read_text())["sets"]["arithmetic"]["reward"] for file in files]
+    (row,) = (line for line in finished_run.second.out.splitlines() if "reward" in line and line.startswith("│"))
+    assert [cell.strip() for cell in row.split("│")[3:5]] == [f"{rewards[0]:.3f}", f"{rewards[-1]:.3f}"]

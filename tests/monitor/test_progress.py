@@ -147,5 +147,11 @@ def test_live_view_without_figures_renders() -> None:
     assert "step 0/3" in output(console)
 
 
+def test_live_view_without_steps_shows_the_phase_alone() -> None:
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(live(View(steps=0, phase="EVAL", detail="aime")))
+    assert output(console).split() == ["EVAL", "held-out", "prompts", "are", "answered", "aime", "0", "s"]
+
+
 def test_durations() -> None:
     assert [duration(s) for s in (0.4, 59.6, 185, 7620)] == ["0 s", "1 min 00 s", "3 min 05 s", "2 h 07 min"]
