@@ -23,10 +23,10 @@ from grpo_mp.config import Settings, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.files import add_samples, write_scores
 from grpo_mp.evaluation.picture import draw, write_svg
-from grpo_mp.models.hf_files import holds_weights
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.platform.quiet import hush_libraries
 from grpo_mp.rollout.ports import claim_port
+from grpo_mp.rollout.rollout import reads_weights
 from grpo_mp.scheduler.recovery import MANIFEST, read_manifest
 from grpo_mp.train import synchronize
 from grpo_mp.trainer.command_line import Parser
@@ -55,7 +55,7 @@ class Wanted:
     @property
     def needs_policy(self) -> bool:
         """Whether the engines cannot load the weights themselves."""
-        return self.checkpoint is not None or not holds_weights(self.settings.model.path)
+        return self.checkpoint is not None or not reads_weights(self.settings)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

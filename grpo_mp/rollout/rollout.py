@@ -30,10 +30,20 @@ class Rollout:
     """The engines of the job as one rank sees them; a rank without an engine has nothing to do here."""
 
     def __init__(
-        self, settings: Settings, tokenizer: PreTrainedTokenizerBase, scorer: Scorer, rank: int, world_size: int
+        self,
+        settings: Settings,
+        tokenizer: PreTrainedTokenizerBase,
+        scorer: Scorer,
+        rank: int,
+        world_size: int,
+        own_weights: bool = False,
     ) -> None:
-        """Plan the places; nothing is started. Raises UserError for places that do not fit or unknown arguments."""
+        """Plan the places; nothing is started. Raises UserError for places that do not fit or unknown arguments.
+
+        `own_weights`: engines read the folder's weights and no synchronization follows; see `reads_weights`.
+        """
         self._settings, self._tokenizer, self._scorer = settings, tokenizer, scorer
+        self._own_weights = own_weights
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         places = engine_places(world_size, per_node, settings.engine.gpus, settings.engine.count)
         self.hosts = engine_hosts(places)
@@ -154,7 +164,13 @@ class Rollout:
             first_gpu=int(os.environ.get("LOCAL_RANK", 0)) if platform.on_cuda() else 0,
             nodes=place.nodes,
             node_rank=place.node_rank,
-            dummy=not holds_weights(settings.model.path),
+            dummy=not (self._own_weights or holds_weights(settings.model.path)),
             args=settings.engine.args | precision_arguments(settings.engine.args, hf, cpu),
         )
         return EngineProcess(spec, log)
+
+
+def reads_weights(settings: Settings) -> bool:
+    """Whether engines can read the weights of `model.path` and compute as `engine.args` says: in its own precision."""
+    folder, cpu = settings.model.path, not platform.on_cuda()
+    return holds_weights(folder) and not precision_arguments(settings.engine.args, HfConfig.read(folder), cpu)

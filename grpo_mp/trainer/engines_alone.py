@@ -41,7 +41,7 @@ def open_engines(settings: Settings, inputs: Inputs, greeting: str) -> Iterator[
             claim_run_folder(folder, dump_settings(settings))
         dist.barrier(group=parallel.host)
         rollout = stack.enter_context(
-            Rollout(settings, inputs.tokenizer, inputs.scorer, parallel.rank, parallel.world_size)
+            Rollout(settings, inputs.tokenizer, inputs.scorer, parallel.rank, parallel.world_size, own_weights=True)
         )
         progress = stack.enter_context(Progress(folder, steps=0, rank=parallel.rank))
         watchdog = stack.enter_context(Watchdog(parallel.rank, folder, before_exit=(progress.stop, rollout.stop)))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain, combinations
@@ -15,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_mp.data.tiny_tokenizer import BOXED, END, make_tokenizer
-from grpo_mp.evaluate import main
+from grpo_mp.evaluate import _parser, main, read_command
 from grpo_mp.models.tiny import make_tiny
 from tests.conftest import TinyRun
 
@@ -143,6 +144,29 @@ def test_the_file_says_what_was_evaluated(results: Path, model: Path) -> None:
     assert (said["model"], said["checkpoint"]) == (str(model), None)
     assert said["settings"]["nucleus"]["temperature"] == 1.0
     assert said["settings"]["nucleus"]["max_response_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    ("damage", "needed"),
+    [
+        (lambda folder: None, False),
+        (lambda folder: (folder / "model.safetensors").unlink(), True),
+        (lambda folder: change_config(folder, quantization_config={"quant_method": "fp8"}), True),
+    ],
+)
+def test_a_policy_is_built_where_engines_cannot_read_the_folder(
+    damage: Callable[[Path], None], needed: bool, model: Path, tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    """A converted folder, and one of FP8 on a CPU: an engine would start with random weights."""
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    damage(folder)
+    command = _parser().parse_args([str(tiny_run.config), "--model", str(folder)])
+    assert read_command(command).needs_policy == needed
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
 
 
 @pytest.mark.parametrize(
