@@ -93,9 +93,9 @@ def _cache(plan: Plan) -> str:
     load, args = plan.memory.engine, plan.job.settings.engine.args
     replicas = int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
     tokens = load.tokens // replicas
-    if tokens >= plan.job.longest:
+    if tokens >= plan.job.longest_request:
         return ""
     return (
         f"the engine's cache holds {tokens:,} tokens beside {load.weights / GIB:.1f} GiB of weights, the "
-        f"longest sequence has {plan.job.longest:,}: raise engine.gpus or engine.args.mem_fraction_static"
+        f"longest sequence has {plan.job.longest_request:,}: raise engine.gpus or engine.args.mem_fraction_static"
     )

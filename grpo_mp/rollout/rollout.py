@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -29,10 +30,20 @@ class Rollout:
     """The engines of the job as one rank sees them; a rank without an engine has nothing to do here."""
 
     def __init__(
-        self, settings: Settings, tokenizer: PreTrainedTokenizerBase, scorer: Scorer, rank: int, world_size: int
+        self,
+        settings: Settings,
+        tokenizer: PreTrainedTokenizerBase,
+        scorer: Scorer,
+        rank: int,
+        world_size: int,
+        own_weights: bool = False,
     ) -> None:
-        """Plan the places; nothing is started. Raises UserError for places that do not fit or unknown arguments."""
+        """Plan the places; nothing is started. Raises UserError for places that do not fit or unknown arguments.
+
+        `own_weights`: engines read the folder's weights and no synchronization follows; see `reads_weights`.
+        """
         self._settings, self._tokenizer, self._scorer = settings, tokenizer, scorer
+        self._own_weights = own_weights
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         places = engine_places(world_size, per_node, settings.engine.gpus, settings.engine.count)
         self.hosts = engine_hosts(places)
@@ -92,8 +103,11 @@ class Rollout:
         return self._work(RolloutTask(prompts, size, first_group_id, step, self._sampling(), enough), name, store)
 
     def evaluate(self, prompts: Sequence[Prompt], name: str, step: int, store: dist.Store) -> list[SampleGroup]:
-        """One scored sample of each prompt that this rank's engine took."""
-        return self._work(RolloutTask(prompts, 1, 0, step, self._sampling()), f"eval/{name}/{step}", store)
+        """The scored samples of each prompt of this eval set that this rank's engine took, drawn as the set says."""
+        wanted = self._settings.eval_set(name)
+        own = wanted.model_dump(include={"max_response_tokens", "temperature", "top_p"})
+        sampling = replace(self._sampling(), **own)
+        return self._work(RolloutTask(prompts, wanted.samples, 0, step, sampling), f"eval/{name}/{step}", store)
 
     def call(self, coroutine):  # type: ignore[no-untyped-def]
         """Run one of the client's coroutines to its end."""
@@ -142,7 +156,7 @@ class Rollout:
             rank=place.rank,
             model=settings.model.path,
             dtype=settings.model.dtype,
-            context_tokens=settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens,
+            context_tokens=settings.rollout.max_prompt_tokens + settings.longest_response,
             seed=settings.run.seed + place.engine,
             gpus=settings.engine.gpus,
             cpu=cpu,
@@ -150,7 +164,13 @@ class Rollout:
             first_gpu=int(os.environ.get("LOCAL_RANK", 0)) if platform.on_cuda() else 0,
             nodes=place.nodes,
             node_rank=place.node_rank,
-            dummy=not holds_weights(settings.model.path),
+            dummy=not (self._own_weights or holds_weights(settings.model.path)),
             args=settings.engine.args | precision_arguments(settings.engine.args, hf, cpu),
         )
         return EngineProcess(spec, log)
+
+
+def reads_weights(settings: Settings) -> bool:
+    """Whether engines can read the weights of `model.path` and compute as `engine.args` says: in its own precision."""
+    folder, cpu = settings.model.path, not platform.on_cuda()
+    return holds_weights(folder) and not precision_arguments(settings.engine.args, HfConfig.read(folder), cpu)

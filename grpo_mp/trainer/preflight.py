@@ -6,6 +6,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.config import Settings, dump_settings
+from grpo_mp.data.overlap import find_overlaps
 from grpo_mp.data.prompts import PromptSet, load_prompts
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
@@ -27,10 +28,38 @@ class Inputs:
     evals: dict[str, PromptSet]
     scorer: Scorer
 
+    def overlaps(self) -> list[str]:
+        """A sentence for each eval set: how many of its problems stand in the train data."""
+        evals = {name: [prompt.text for prompt in prompts] for name, prompts in self.evals.items()}
+        return [found.sentence for found in find_overlaps((prompt.text for prompt in self.train), evals)]
+
 
 def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> Inputs:
     """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
     check_policy(settings, world_size)
+    tokenizer = _check_engines(settings, world_size, ranks_per_node)
+    train = load_prompts(settings.data.train, settings.data, tokenizer, settings.rollout.max_prompt_tokens)
+    if len(train) < settings.rollout.prompts_per_step:
+        raise UserError(
+            f"{settings.data.train}: {len(train)} prompts fit, a step takes "
+            f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
+        )
+    return Inputs(tokenizer, train, _read_evals(settings, tokenizer), _scorer(settings))
+
+
+def check_and_read_evaluation(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> Inputs:
+    """The same for an evaluation alone, at least one set: what only training needs is neither checked nor read, and
+    the first set stands for the train prompts. Raises UserError.
+    """
+    if with_policy:
+        check_policy(settings, world_size)
+    tokenizer = _check_engines(settings, world_size, ranks_per_node)
+    evals = _read_evals(settings, tokenizer)
+    return Inputs(tokenizer, next(iter(evals.values())), evals, _scorer(settings))
+
+
+def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
+    """Run folder, engines, device and sizes; the model's tokenizer."""
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
     places = engine_places(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
     if places[0].nodes > 1 and not over_ipc(settings.sync):
@@ -44,21 +73,21 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
     in_fp8(settings.engine.args, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
     tokenizer = _tokenizer(settings)
     _check_sizes(settings, HfConfig.read(settings.model.path), len(tokenizer))
-    longest = settings.rollout.max_prompt_tokens
-    train = load_prompts(settings.data.train, settings.data, tokenizer, longest)
-    if len(train) < settings.rollout.prompts_per_step:
-        raise UserError(
-            f"{settings.data.train}: {len(train)} prompts fit, a step takes "
-            f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
-        )
-    evals = {
-        name: load_prompts(source, settings.data, tokenizer, longest, settings.data.eval_prompts)
-        for name, source in settings.data.eval.items()
+    return tokenizer
+
+
+def _read_evals(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptSet]:
+    data, longest = settings.data, settings.rollout.max_prompt_tokens
+    return {
+        name: load_prompts(one.path, data, tokenizer, longest, settings.eval_set(name).prompts)
+        for name, one in data.eval.items()
     }
-    scorer = Scorer(
+
+
+def _scorer(settings: Settings) -> Scorer:
+    return Scorer(
         settings.reward, settings.rollout.max_response_tokens, settings.data.prompt, max_steps=settings.run.steps
     )
-    return Inputs(tokenizer, train, evals, scorer)
 
 
 def _check_device_settings(settings: Settings) -> None:
@@ -87,9 +116,13 @@ def _check_sizes(settings: Settings, hf: HfConfig, tokens: int) -> None:
             f"{settings.model.path}: the tokenizer has {tokens} tokens, config.json says vocab_size {vocabulary}: "
             "use the tokenizer of this model"
         )
-    prompt, response = settings.rollout.max_prompt_tokens, settings.rollout.max_response_tokens
-    if prompt + response > positions:
-        raise UserError(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {prompt + response}, but the model has only "
-            f"{positions} positions (max_position_embeddings of {settings.model.path / 'config.json'}): lower them"
-        )
+    prompt = settings.rollout.max_prompt_tokens
+    limits = {"rollout": settings.rollout.max_response_tokens}
+    limits |= {f"data.eval.{name}": one.max_response_tokens or 0 for name, one in settings.data.eval.items()}
+    for section, response in limits.items():
+        if prompt + response > positions:
+            raise UserError(
+                f"rollout.max_prompt_tokens + {section}.max_response_tokens = {prompt + response}, but the model has "
+                f"only {positions} positions (max_position_embeddings of {settings.model.path / 'config.json'}): lower "
+                "them"
+            )
