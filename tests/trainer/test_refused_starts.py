@@ -114,8 +114,8 @@ def test_an_engine_over_nodes_that_host_memory_does_not_join(refuse: Refuse) -> 
             4,
             {"quantization": "fp8", "ep_size": 4, "attn_dp_size": 4},
             "engine.args.quantization=fp8: model.layers.1.mlp.shared_experts.gate_proj.weight has 2816 rows, over "
-            "4 GPU(s) (engine.gpus) 704 each, which is no multiple of the 128 of an FP8 block: the nearest valid setting is "
-            "engine.gpus=2, engine.args.attn_dp_size=2, engine.args.ep_size=2",
+            "4 GPU(s) (engine.gpus) 704 each, which is no multiple of the 128 of an FP8 block: the nearest valid "
+            "setting is engine.gpus=2, engine.args.attn_dp_size=2, engine.args.ep_size=2",
         ),
         (
             "glm-4.5-air",
