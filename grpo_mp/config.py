@@ -126,7 +126,9 @@ class Sync(Section):
 
 class Monitor(Section):
     samples_per_step: int = Field(4, ge=0, description="sample texts written at each step")
-    phase_timeout_s: float = Field(3600.0, gt=0, description="the longest that a rank may wait for the others")
+    phase_timeout_s: float = Field(
+        3600.0, gt=0, description="the longest that a phase may take and a rank may wait for the others"
+    )
 
 
 class Settings(Section):
@@ -150,6 +152,26 @@ class Settings(Section):
                 f"optimizer.updates_per_step={updates} does not divide the {samples} samples of a step "
                 "(rollout.prompts_per_step x rollout.group_size)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _waits_fit_into_each_other(self) -> "Settings":
+        """A wait inside another ends first: its error says more."""
+        request, phase = "engine.request_timeout_s", "monitor.phase_timeout_s"
+        limits = {
+            "rollout.group_timeout_s": self.rollout.group_timeout_s,
+            "reward.timeout_s": self.reward.timeout_s,
+            "sync.timeout_s": self.sync.timeout_s,
+            "engine.start_timeout_s": self.engine.start_timeout_s,
+            request: self.engine.request_timeout_s,
+            phase: self.monitor.phase_timeout_s,
+        }
+        for outer, inner in ((request, "rollout.group_timeout_s"), *((phase, name) for name in limits)):
+            if limits[outer] < limits[inner]:
+                raise ValueError(
+                    f"{outer}={limits[outer]:g} is shorter than {inner}={limits[inner]:g}, a wait inside it: "
+                    f"raise it to {limits[inner]:g} or more"
+                )
         return self
 
     @model_validator(mode="after")

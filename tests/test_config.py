@@ -156,6 +156,19 @@ def test_settings_do_not_change(file: Path) -> None:
         (of_eval(top_p=0), "data.eval.a.top_p: Input should be greater than 0"),
         ({"data": {"train": "x", "eval": {"a": {}}}}, "here: setting data.eval.a.path is missing"),
         ({"data": {"train": "x", "eval": {"a": 3}}}, "here: data.eval.a: Input should be a valid dictionary"),
+        (
+            {"rollout": LEAST["rollout"] | {"group_timeout_s": 900}},
+            "engine.request_timeout_s=600 is shorter than rollout.group_timeout_s=900, a wait inside it: raise it",
+        ),
+        (
+            {"rollout": LEAST["rollout"] | {"group_timeout_s": 7200}, "engine": {"request_timeout_s": 7200}},
+            "here: monitor.phase_timeout_s=3600 is shorter than rollout.group_timeout_s=7200, a wait inside it: raise",
+        ),
+        (
+            {"engine": {"start_timeout_s": 60}, "monitor": {"phase_timeout_s": 30}},
+            "here: monitor.phase_timeout_s=30 is shorter than rollout.group_timeout_s=600",
+        ),
+        ({"sync": {"timeout_s": 4000}}, "monitor.phase_timeout_s=3600 is shorter than sync.timeout_s=4000"),
         ({"rollout": 3}, "here: rollout: Input should be a valid dictionary"),
     ],
 )

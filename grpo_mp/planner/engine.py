@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
-from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.mapping import Rule
 from grpo_mp.planner.assumed import ASSUMED
 from grpo_mp.planner.closed_form import rule_count
 from grpo_mp.planner.job import Job
 from grpo_mp.planner.keeping import BYTES
+from grpo_mp.rollout.division import check_division
+from grpo_mp.rollout.precision import in_fp8
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class EngineShape:
     replicas: int  # data-parallel attention: each has its own cache and its own requests
     expert: int
     expert_tensor: int
+    dense_tensor: int
+    shared_tensor: int
     fp8: bool
 
 
@@ -36,21 +39,23 @@ class EngineLoad:
 
 
 def engine_shape(job: Job) -> EngineShape:
-    """From engine.gpus and engine.args. Raises UserError where they do not divide each other or the model."""
-    args, gpus = job.settings.engine.args, job.settings.engine.gpus
-    replicas = int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
-    expert = int(args.get("ep_size", 1))
-    fp8 = "fp8" in str(args.get("quantization")) or "quantization_config" in job.hf.values
-    for name, size, whole, what in (
-        ("dp_size", replicas, gpus, "engine.gpus"),
-        ("ep_size", expert, gpus, "engine.gpus"),
-        ("ep_size", expert, job.shape.experts or expert, "experts of the model"),
-        ("dp_size", gpus // replicas, job.shape.heads, "attention heads, by engine.gpus / dp_size"),
-    ):
-        if whole % size:
-            near = max(part for part in range(1, whole + 1) if whole % part == 0 and part <= size)
-            raise UserError(f"engine.args.{name}: {size} does not divide {whole}, the {what}: the nearest is {near}")
-    return EngineShape(gpus, gpus // replicas, replicas, expert, gpus // expert, fp8)
+    """From engine.gpus and engine.args.
+
+    Raises UserError where they do not divide each other or the model, or cut a block of blockwise FP8.
+    """
+    engine = job.settings.engine
+    division = check_division(engine.gpus, engine.args, job.hf)
+    fp8 = in_fp8(engine.args, job.hf, cpu=False)
+    return EngineShape(
+        division.gpus,
+        division.attention_tensor,
+        division.replicas,
+        division.expert,
+        division.expert_tensor,
+        division.dense_tensor,
+        division.shared_tensor,
+        fp8,
+    )
 
 
 def engine_load(job: Job) -> EngineLoad:
@@ -83,12 +88,11 @@ def _rule_parameters(job: Job, shape: EngineShape, rule: Rule) -> int:
 
 def _divided_over(job: Job, shape: EngineShape, name: str) -> int:
     """Ranks that share a matrix outside the routed experts."""
-    args = job.settings.engine.args
-    if "shared_experts" in name:  # with DeepEP every rank computes them for its own tokens
-        return 1 if args.get("moe_a2a_backend") == "deepep" else shape.gpus
+    if "shared_experts" in name:
+        return shape.shared_tensor
     if ".mlp." in name:
-        return int(args.get("moe_dense_tp_size") or shape.gpus)
-    local = "layers" in name or args.get("enable_dp_lm_head")
+        return shape.dense_tensor
+    local = "layers" in name or name.startswith("embedding") or job.settings.engine.args.get("enable_dp_lm_head")
     return shape.attention_tensor if local else shape.gpus
 
 

@@ -108,8 +108,8 @@ def _engine_candidates(job: Job) -> Iterator[dict[str, Any]]:
         heads = shape.heads if shape.latent_width else shape.kv_heads
         tensor = max(size for size in range(1, min(gpus, ATTENTION_TENSOR) + 1) if gpus % size == heads % size == 0)
         sizes = {"ep_size": gpus} if shape.experts and gpus > 1 else {}
-        replicas = {"enable_dp_attention": True, "dp_size": gpus // tensor} if gpus > tensor else {}
-        dropped = ("ep_size", "enable_dp_attention", "dp_size")
+        replicas = {"attn_dp_size": gpus // tensor} if gpus > tensor else {}
+        dropped = ("ep_size", "attn_dp_size", "enable_dp_attention", "dp_size")
         kept = {name: value for name, value in job.settings.engine.args.items() if name not in dropped}
         yield {"gpus": gpus, "count": None, "args": {**kept, **sizes, **replicas}}
 

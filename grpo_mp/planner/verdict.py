@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from grpo_mp.planner.clusters import GIB
 from grpo_mp.planner.memory import Stretch, total
 from grpo_mp.planner.plan import Plan
+from grpo_mp.rollout.division import attention_replicas
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,8 @@ def _host(plan: Plan) -> Need:
 
 def _cache(plan: Plan) -> str:
     """A cache must hold at least one of the longest sequences in each replica of an engine."""
-    load, args = plan.memory.engine, plan.job.settings.engine.args
-    replicas = int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
-    tokens = load.tokens // replicas
+    load = plan.memory.engine
+    tokens = load.tokens // attention_replicas(plan.job.settings.engine.args)
     if tokens >= plan.job.longest_request:
         return ""
     return (

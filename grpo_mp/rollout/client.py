@@ -1,6 +1,8 @@
 """Typed HTTP to one SGLang server: tokens in, tokens out, weights in. Nothing here is specific to CUDA or CPU."""
 
+import asyncio
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,8 @@ from grpo_mp.rollout.capabilities import Capabilities, probe
 MESSAGE_CHARACTERS = 500
 # SGLang closes a connection that was idle for five seconds; a request that goes out at that moment is lost.
 IDLE_LIMIT_S = 2.0
+BUSY_LIMIT_S = 60.0  # of an engine whose requests have all been answered
+BUSY_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,19 @@ class EngineClient:
         """Forget every computed prefix. Refused by the server while requests run."""
         await self._call("POST", "/flush_cache")
 
+    async def flush_cache_when_idle(self, limit_s: float = BUSY_LIMIT_S) -> None:
+        """`flush_cache` as soon as no request runs: the last batch is put away after its answers are out.
+
+        Raises PhaseTimeout where something still runs after `limit_s`.
+        """
+        deadline = time.monotonic() + limit_s
+        while (reply := await self._request("POST", "/flush_cache")).status_code == httpx.codes.BAD_REQUEST:
+            if time.monotonic() > deadline:
+                message = f"requests still ran after {limit_s:g} s: {_message(_content(reply)).strip()}"
+                raise PhaseTimeout(f"engine {self.index}: /flush_cache: {message}")
+            await asyncio.sleep(BUSY_POLL_S)
+        self._checked("/flush_cache", reply)
+
     async def pause(self, mode: str = "abort") -> None:
         """Stop generating: `abort` ends the requests, `retract` and `in_place` go on with them after `resume`."""
         await self._call("POST", "/pause_generation", {"mode": mode})
@@ -192,7 +209,11 @@ class EngineClient:
     # -- memory ----------------------------------------------------------------------------------------------
 
     async def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Free device memory of `weights`, `kv_cache`, `cuda_graph` (None: all). The engine must be idle."""
+        """Free device memory of `weights`, `kv_cache`, `cuda_graph` (None: all), as soon as the engine is idle.
+
+        Asked while a request runs, SGLang's scheduler would end. Raises PhaseTimeout as `flush_cache_when_idle`.
+        """
+        await self.flush_cache_when_idle()
         await self._call("POST", "/release_memory_occupation", {"tags": list(tags) if tags else None})
 
     async def resume_memory(self, tags: Sequence[str] | None = None) -> None:
@@ -223,13 +244,18 @@ class EngineClient:
             raise self._error(path, _message(reply))
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        return self._checked(path, await self._request(method, path, body))
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:
-            reply = await self._http.request(method, path, json=body)
+            return await self._http.request(method, path, json=body)
         except httpx.TimeoutException as error:
             limit = self._http.timeout.read
             raise PhaseTimeout(f"engine {self.index}: {path} did not answer within {limit:g} s") from error
         except httpx.TransportError as error:
             raise self._error(path, f"the connection failed ({str(error) or type(error).__name__})") from error
+
+    def _checked(self, path: str, reply: httpx.Response) -> Any:
         content = _content(reply)
         if reply.status_code != httpx.codes.OK:
             raise self._error(path, f"status {reply.status_code}: {_message(content)}")

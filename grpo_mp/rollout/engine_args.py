@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.errors import UserError, nearest
+from grpo_mp.rollout.division import attention_replicas
 from grpo_mp.rollout.engine_main import ARGUMENTS, SCRATCH
 from grpo_mp.sync.host_memory import LOADER
 
 ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # what a CPU engine finds before anything else
+MEETING_PORTS = 14  # processes of replicated attention meet at a port, the six behind it, and the thirteenth
 CONTEXT_SLACK_TOKENS = 8  # SGLang keeps a few positions of the context for itself
 
 OWNED = {
@@ -38,10 +40,10 @@ OWNED = {
     "sampling_defaults": "the model's generation_config.json would change the distribution unseen",
     "skip_server_warmup": "the run warms its engines up itself",
     "custom_weight_loader": "the weight sync brings its own",
+    "load_format": "it follows from what the first synchronization brings",
 }
 
 DEFAULTS: dict[str, Any] = {
-    "sleep_on_idle": True,  # the trainer computes on the same cores while the engine waits
     "log_level_http": "warning",
 }
 CPU_DEFAULTS: dict[str, Any] = {
@@ -54,7 +56,16 @@ CPU_DEFAULTS: dict[str, Any] = {
     "max_running_requests": 128,
 }
 
-CUDA_ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}  # or the memory of captured graphs is never given back
+# The memory saver gives back the memory of decode graphs and refuses breakable ones, SGLang's default for prefill.
+CUDA_DEFAULTS: dict[str, Any] = {"cuda_graph_backend_prefill": "disabled"}
+
+CUDA_ENVIRONMENT = {
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",  # or the memory of captured graphs is never given back
+    # A miscount of cache slots only warns: an error would end the engine, and every synchronization empties the cache.
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
+    # NVSHMEM, which DeepEP is built on, would else use NCCL for collectives of its own.
+    "NVSHMEM_DISABLE_NCCL": "1",
+}
 UNWANTED = {"DISABLE_OPENAPI_DOC"}  # the probe asks for the server's own description
 # What torchrun and Slurm tell a rank; SGLang would take its own process group for the trainer's.
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -78,18 +89,23 @@ class EngineSpec:
     nodes: int = 1
     node_rank: int = 0
     threads: int = 1  # CPU threads of each process of the engine
-    dummy: bool = False  # the folder has no weights that SGLang reads: the first synchronization brings them all
+    dummy: bool = False  # the engine reads no weights: the first synchronization brings them all
     args: Mapping[str, Any] = field(default_factory=dict)  # the user's engine.args
 
 
-def engine_arguments(
-    spec: EngineSpec, port: int, nccl_port: int, name: str, key: str, meeting: str | None = None
-) -> dict[str, Any]:
+def ports_needed(spec: EngineSpec) -> int:
+    """How many ports in a row an engine process claims: of its server, and those of its processes behind it."""
+    return 1 + (MEETING_PORTS if _meets(spec) else 1)
+
+
+def engine_arguments(spec: EngineSpec, port: int, name: str, key: str, meeting: str | None = None) -> dict[str, Any]:
     """Every ServerArgs value that differs from SGLang's default. `name` and `key` prove who answers.
 
-    `meeting`: host:port where the nodes of one engine find each other.
+    `port`: the first of the `ports_needed`. `meeting`: host:port where the nodes of one engine find each other.
     """
-    device = {**CPU_DEFAULTS, "max_total_tokens": _cpu_cache_tokens(spec)} if spec.cpu else {}
+    if meeting is None and _meets(spec):
+        meeting = f"127.0.0.1:{port + 1}"  # by itself SGLang would take ports beyond the job's range
+    device = {**CPU_DEFAULTS, "max_total_tokens": _cpu_cache_tokens(spec)} if spec.cpu else CUDA_DEFAULTS
     owned = {
         "model_path": str(spec.model),
         "device": "cpu" if spec.cpu else "cuda",
@@ -103,7 +119,7 @@ def engine_arguments(
         "dist_init_addr": meeting,
         "host": "127.0.0.1",
         "port": port,
-        "nccl_port": nccl_port,
+        "nccl_port": port + 1,
         "served_model_name": name,
         "api_key": key,
         "skip_tokenizer_init": not spec.stop_strings,
@@ -113,7 +129,7 @@ def engine_arguments(
         "custom_weight_loader": [LOADER],
         **({"load_format": "dummy"} if spec.dummy else {}),
     }
-    return {**DEFAULTS, **device, **spec.args, **owned}
+    return {**DEFAULTS, **device, "sleep_on_idle": _may_sleep(spec), **spec.args, **owned}
 
 
 def engine_environment(
@@ -188,6 +204,17 @@ def _cpu_environment(spec: EngineSpec) -> dict[str, str]:
         # SGLang gives each rank of an engine a NUMA node of its own unless it is told; here all share the cores.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * spec.gpus),
     }
+
+
+def _meets(spec: EngineSpec) -> bool:
+    return spec.nodes > 1 or attention_replicas(spec.args) > 1
+
+
+def _may_sleep(spec: EngineSpec) -> bool:
+    # The trainer computes on the same cores while the engine waits. With attention in replicas every replica's first
+    # process sleeps up to a second on a socket of its own, and control requests, of which a synchronization sends
+    # hundreds, arrive at the first replica's alone: the others would join each of them late.
+    return attention_replicas(spec.args) == 1
 
 
 def _cpu_cache_tokens(spec: EngineSpec) -> int:

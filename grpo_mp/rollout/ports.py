@@ -9,24 +9,33 @@ import random
 import socket
 from pathlib import Path
 
+import psutil
+
 from grpo_mp.errors import UserError
 
 FIRST_PORT = 15000
 OF_JOB = "GRPO_MP_PORTS"  # "20001-20199": ports that the batch script set apart for this job
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 ATTEMPTS = 2000
+INTERFACE = "GLOO_SOCKET_IFNAME"  # as torch reads it
 
 
 class PortClaim:
-    """One chosen port, held until `release` or until this process ends."""
+    """Chosen ports that follow each other, held until `release` or until this process ends. `port` is the first."""
 
-    def __init__(self, port: int, holder: socket.socket) -> None:
+    def __init__(self, port: int, holders: list[socket.socket]) -> None:
         self.port = port
-        self._holder = holder
+        self._holders = holders
+
+    @property
+    def ports(self) -> range:
+        """All of them."""
+        return range(self.port, self.port + len(self._holders))
 
     def release(self) -> None:
-        """Let others choose this port again. Safe to call twice."""
-        self._holder.close()
+        """Let others choose these ports again. Safe to call twice."""
+        for holder in self._holders:
+            holder.close()
 
 
 def claim_port() -> PortClaim:
@@ -34,25 +43,49 @@ def claim_port() -> PortClaim:
 
     Raises UserError when none is free.
     """
+    return claim_ports(1)
+
+
+def claim_ports(count: int) -> PortClaim:
+    """Choose `count` ports that follow each other, as `claim_port` does.
+
+    Claims of one size begin at multiples of it, so that the gaps between them are never too small.
+    """
     choices = _choices()
-    shuffled = random.SystemRandom().sample(choices, min(ATTEMPTS, len(choices)))
-    for port in shuffled:
-        holder = _hold(port)
-        if holder is None:
-            continue
-        if _is_free(port):
-            return PortClaim(port, holder)
-        holder.close()
-    raise UserError(f"no free port between {choices[0]} and {choices[-1]} on this host: end what holds them")
+    starts = range(choices.start, choices.stop - count + 1, count)
+    for first in random.SystemRandom().sample(starts, min(ATTEMPTS, len(starts))):
+        holders = _hold_all(range(first, first + count))
+        if holders:
+            return PortClaim(first, holders)
+    what = "port" if count == 1 else f"{count} ports in a row"
+    raise UserError(f"no free {what} between {choices[0]} and {choices[-1]} on this host: end what holds them")
 
 
 def own_address() -> str:
-    """How the job's other nodes reach this one: its address on the network that leads to MASTER_ADDR."""
+    """How the job's other nodes reach this one: its address on the network that leads to MASTER_ADDR.
+
+    GLOO_SOCKET_IFNAME names another network, for a node that knows its own name as loopback. Raises UserError where
+    there is no such network here.
+    """
+    if interfaces := os.environ.get(INTERFACE):
+        return _address_on(interfaces.split(",")[0])
     master = os.environ["MASTER_ADDR"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master, int(os.environ["MASTER_PORT"])))  # sends nothing
         address: str = probe.getsockname()[0]
     return master if address.startswith("127.") else address  # the master's node may know its own name as loopback
+
+
+def _address_on(interface: str) -> str:
+    found = {
+        name: address.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET
+    }
+    if interface not in found:
+        raise UserError(f"{INTERFACE}={interface}: no network here with that name: choose from {', '.join(found)}")
+    return found[interface]
 
 
 def _choices() -> range:
@@ -67,6 +100,20 @@ def _choices() -> range:
 
 def _last_port() -> int:
     return int(EPHEMERAL_RANGE.read_text().split()[0]) - 1 if EPHEMERAL_RANGE.exists() else 32767
+
+
+def _hold_all(ports: range) -> list[socket.socket]:
+    """Holders of all the ports, or of none."""
+    holders: list[socket.socket] = []
+    for port in ports:
+        holder = _hold(port)
+        if holder:
+            holders.append(holder)
+        if holder is None or not _is_free(port):
+            for held in holders:
+                held.close()
+            return []
+    return holders
 
 
 def _hold(port: int) -> socket.socket | None:

@@ -42,9 +42,12 @@ def folder_in_fp8(hf: HfConfig) -> bool:
 
 
 def precision_arguments(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> dict[str, Any]:
-    """ServerArgs that make an engine compute as `in_fp8` says, whatever the folder holds."""
+    """ServerArgs that make an engine compute as `in_fp8` says where the folder holds something else.
+
+    With them it cannot read the folder's weights.
+    """
     fp8 = in_fp8(args, hf, cpu)
     if fp8 == folder_in_fp8(hf):
         return {}
     overrides = json.loads(args.get(OVERRIDES) or "{}") | {QUANTISED: BLOCKWISE if fp8 else None}
-    return {OVERRIDES: json.dumps(overrides), "load_format": "dummy"}
+    return {OVERRIDES: json.dumps(overrides)}

@@ -4,7 +4,6 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
@@ -149,25 +148,36 @@ class Rollout:
 
     def _make_process(self, place: EnginePlace) -> EngineProcess:
         settings, cpu = self._settings, not platform.on_cuda()
-        hf = HfConfig.read(settings.model.path)
-        log: Path = settings.run.folder / "logs" / f"engine_{place.engine}.log"
-        spec = EngineSpec(
-            index=place.engine,
-            rank=place.rank,
-            model=settings.model.path,
-            dtype=settings.model.dtype,
-            context_tokens=settings.rollout.max_prompt_tokens + settings.longest_response,
-            seed=settings.run.seed + place.engine,
-            gpus=settings.engine.gpus,
-            cpu=cpu,
-            stop_strings=bool(settings.rollout.stop),
-            first_gpu=int(os.environ.get("LOCAL_RANK", 0)) if platform.on_cuda() else 0,
-            nodes=place.nodes,
-            node_rank=place.node_rank,
-            dummy=not (self._own_weights or holds_weights(settings.model.path)),
-            args=settings.engine.args | precision_arguments(settings.engine.args, hf, cpu),
-        )
-        return EngineProcess(spec, log)
+        first_gpu = 0 if cpu else int(os.environ.get("LOCAL_RANK", 0))
+        spec = engine_spec(settings, HfConfig.read(settings.model.path), place, cpu, first_gpu, self._own_weights)
+        return EngineProcess(spec, settings.run.folder / "logs" / f"engine_{place.engine}.log")
+
+
+def engine_spec(
+    settings: Settings, hf: HfConfig, place: EnginePlace, cpu: bool, first_gpu: int = 0, own_weights: bool = False
+) -> EngineSpec:
+    """The engine at a place as the settings want it; `first_gpu` is a device number of its node.
+
+    An engine on a GPU never reads weights: the first synchronization would overwrite what each of its ranks had read.
+    With `own_weights` there is no synchronization, and it reads them; see `reads_weights`.
+    """
+    precision = precision_arguments(settings.engine.args, hf, cpu)
+    return EngineSpec(
+        index=place.engine,
+        rank=place.rank,
+        model=settings.model.path,
+        dtype=settings.model.dtype,
+        context_tokens=settings.rollout.max_prompt_tokens + settings.longest_response,
+        seed=settings.run.seed + place.engine,
+        gpus=settings.engine.gpus,
+        cpu=cpu,
+        stop_strings=bool(settings.rollout.stop),
+        first_gpu=first_gpu,
+        nodes=place.nodes,
+        node_rank=place.node_rank,
+        dummy=not own_weights and (not cpu or bool(precision) or not holds_weights(settings.model.path)),
+        args=settings.engine.args | precision,
+    )
 
 
 def reads_weights(settings: Settings) -> bool:

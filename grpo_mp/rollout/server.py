@@ -20,8 +20,9 @@ from grpo_mp.rollout.engine_args import (
     engine_arguments,
     engine_environment,
     known_arguments,
+    ports_needed,
 )
-from grpo_mp.rollout.ports import PortClaim, claim_port
+from grpo_mp.rollout.ports import PortClaim, claim_ports
 
 COMMAND = [sys.executable, "-m", "grpo_mp.rollout.engine_main"]
 POLL_INTERVAL_S = 0.1
@@ -55,7 +56,7 @@ class EngineProcess:
         self.name = f"engine-{spec.index}-{secrets.token_hex(8)}"
         self.key = secrets.token_hex(16)
         self._base = dict(os.environ if environment is None else environment)
-        self._claims: list[PortClaim] = []
+        self._claim: PortClaim | None = None
         self._meeting: str | None = None
         self._scratch = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -63,7 +64,7 @@ class EngineProcess:
     @property
     def url(self) -> str:
         """Where the server listens: http://127.0.0.1:port."""
-        return f"http://127.0.0.1:{self._claims[0].port}"
+        return f"http://127.0.0.1:{self._claimed().port}"
 
     @property
     def session(self) -> int:
@@ -78,11 +79,11 @@ class EngineProcess:
         For an engine over several nodes: `host` is this node's name for the others, given on the engine host, which
         returns host:port where they meet it; `meeting` is that answer, given on the others.
         """
-        self._claims = [claim_port(), claim_port()]
-        self._meeting = f"{host}:{self._claims[1].port}" if host else meeting
+        self._claim = claim_ports(ports_needed(self.spec))
+        port = self._claim.port
+        self._meeting = f"{host}:{port + 1}" if host else meeting
         self._scratch = tempfile.mkdtemp(prefix="grpo_mp_engine_")
-        port, nccl_port = (claim.port for claim in self._claims)
-        arguments = engine_arguments(self.spec, port, nccl_port, self.name, self.key, self._meeting)
+        arguments = engine_arguments(self.spec, port, self.name, self.key, self._meeting)
         environment = engine_environment(self.spec, arguments, self._scratch, self._base)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.unlink(missing_ok=True)
@@ -128,8 +129,8 @@ class EngineProcess:
             except subprocess.TimeoutExpired:
                 self._process.kill()  # the server and its children die with their parents
                 self._process.wait(STOP_LIMIT_S)
-        for claim in self._claims:
-            claim.release()
+        if self._claim:
+            self._claim.release()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __enter__(self) -> "EngineProcess":
@@ -151,10 +152,15 @@ class EngineProcess:
             return Answer.STRANGER
 
     def _start_elsewhere(self, attempts: int) -> None:
-        if attempts == PORT_ATTEMPTS or self._meeting:  # the other nodes were told where this one is
+        if attempts == PORT_ATTEMPTS or self.spec.nodes > 1:  # the other nodes were told where this one is
             raise UserError(f"{self._who()}: somebody else served each of the {attempts} port(s) chosen for it")
         self.stop()
         self.start()
+
+    def _claimed(self) -> PortClaim:
+        if self._claim is None:
+            raise RuntimeError(f"{self._who()} was not started")
+        return self._claim
 
     def _who(self) -> str:
         return f"engine {self.spec.index} (rank {self.spec.rank}, {self.spec.model})"

@@ -12,6 +12,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.score import Scorer
+from grpo_mp.rollout.division import check_division
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.places import engine_places
 from grpo_mp.rollout.precision import in_fp8
@@ -70,7 +71,7 @@ def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> 
         )
     _check_device_settings(settings)
     check_arguments(settings.engine.args, known_arguments())
-    in_fp8(settings.engine.args, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
+    check_engine(settings, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
     tokenizer = _tokenizer(settings)
     _check_sizes(settings, HfConfig.read(settings.model.path), len(tokenizer))
     return tokenizer
@@ -88,6 +89,13 @@ def _scorer(settings: Settings) -> Scorer:
     return Scorer(
         settings.reward, settings.rollout.max_response_tokens, settings.data.prompt, max_steps=settings.run.steps
     )
+
+
+def check_engine(settings: Settings, hf: HfConfig, cpu: bool) -> None:
+    """Raises UserError for a precision that cannot be kept in step, or GPUs that do not divide the model."""
+    in_fp8(settings.engine.args, hf, cpu)
+    if not cpu:
+        check_division(settings.engine.gpus, settings.engine.args, hf)
 
 
 def _check_device_settings(settings: Settings) -> None:

@@ -1,7 +1,8 @@
 """One run of one rank: its parts, put together in the right order and taken apart in any case."""
 
+import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -168,9 +169,15 @@ def _transport(settings: Settings, parallel: Parallel, rollout: Rollout) -> Tran
     if not over_ipc(settings.sync):
         return HostTransport(rollout.client, settings.engine.gpus) if rollout.client else None
     size = settings.engine.gpus
-    groups = [dist.new_group(list(range(host, host + size)), backend="gloo") for host in rollout.hosts]
+    groups = engine_groups(rollout.hosts, size, settings.monitor.phase_timeout_s)
     mine = parallel.rank // size
     return IpcTransport(rollout.client, groups[mine]) if mine < len(groups) else None
+
+
+def engine_groups(hosts: Sequence[int], size: int, timeout_s: float) -> list[dist.ProcessGroup]:
+    """A gloo group of the ranks of each engine; every rank must call this. Without a limit torch sets its own."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return [dist.new_group(list(range(host, host + size)), timeout=timeout, backend="gloo") for host in hosts]
 
 
 def _greeting(settings: Settings, parallel: Parallel, state: RunState) -> str:

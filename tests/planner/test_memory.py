@@ -30,7 +30,7 @@ def test_bytes_of_a_dense_model_on_eight_replicas() -> None:
 
 
 def test_a_latent_cache_keeps_576_numbers_of_a_token_in_a_layer() -> None:
-    args = {"mem_fraction_static": 0.7, "enable_dp_attention": True, "dp_size": 2, "quantization": "fp8"}
+    args = {"mem_fraction_static": 0.7, "attn_dp_size": 2, "quantization": "fp8"}
     load = engine_load(job_of("deepseek-r1", "h100-80", 16, engine={"gpus": 16, "args": args | {"ep_size": 16}}))
     assert load.token_bytes == 61 * 576 * 2
     assert load.tokens == 2 * int((0.7 * 79.1 * GIB - load.weights) / (61 * 576 * 2))

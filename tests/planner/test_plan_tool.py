@@ -93,7 +93,15 @@ def test_the_command_explains() -> None:
         (["layout.expert=48"], "expert_tensor x expert x pipeline = 192 does not divide"),
         (["layout.pipeline=128", "layout.context=1", "layout.tensor=1", "layout.expert=1"], "the model has 61"),
         (["engine.gpus=256"], "engines of engine.gpus=256 do not fit the 128 ranks"),
-        (["engine.args.dp_size=7"], "engine.args.dp_size: 7 does not divide 64, the engine.gpus: the nearest is 4"),
+        (
+            ["engine.args.attn_dp_size=7"],
+            "engine.args.attn_dp_size: 7 does not divide 64, the engine.gpus: the nearest is 4",
+        ),
+        (
+            ["engine.args.moe_dense_tp_size=64"],
+            r"model.layers.0.mlp.gate_proj.weight has 18432 rows, over 64 GPU\(s\) .* 288 each, which is no multiple "
+            "of the 128 of an FP8 block: the nearest valid setting is engine.args.moe_dense_tp_size=1",
+        ),
         (["engine.args.quantisation=fp8"], "engine.args.quantisation: the installed SGLang has no such argument"),
         (["optimizer.megatron.optimizer_cpu_offload=true"], "optimizer.megatron.optimizer_cpu_offload cannot be set"),
         (["model.path=checkpoints/unknown"], "no config published under that name is known"),

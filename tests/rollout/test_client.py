@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_mp.errors import PhaseTimeout, UserError
-from grpo_mp.rollout.client import IDLE_LIMIT_S, EngineClient, Generated, Sampling, token_versions
+from grpo_mp.rollout.client import BUSY_POLL_S, IDLE_LIMIT_S, EngineClient, Generated, Sampling, token_versions
 from grpo_mp.rollout.server import EngineProcess
 
 TOLERANCE = 1e-4
@@ -222,3 +222,21 @@ def test_connections_are_dropped_before_the_server_drops_them() -> None:
     found = re.search(r"SGLANG_TIMEOUT_KEEP_ALIVE = EnvInt\((\d+)\)", source.read_text())
     assert found
     assert int(found[1]) >= 2 * IDLE_LIMIT_S
+
+
+def test_memory_is_released_as_soon_as_the_last_request_is_done(ask: Ask) -> None:
+    """A request in flight is waited for; SGLang's scheduler asserts that there is none, and would end."""
+
+    async def release_while_busy(client: EngineClient) -> list[Generated]:
+        generating = asyncio.create_task(client.generate(PROMPT, Sampling(128, ignore_eos=True), 8))
+        await asyncio.sleep(BUSY_POLL_S)
+        with pytest.raises(UserError, match="status 400"):
+            await client.flush_cache()
+        with pytest.raises(PhaseTimeout, match=r"^engine 3: /flush_cache: requests still ran after 0 s: "):
+            await client.flush_cache_when_idle(limit_s=0)
+        await client.release_memory(["kv_cache"])
+        assert generating.done()
+        await client.resume_memory(["kv_cache"])
+        return await generating
+
+    assert [len(one.tokens) for one in ask(release_while_busy)] == [128] * 8

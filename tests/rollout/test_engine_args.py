@@ -42,7 +42,7 @@ def test_names_read_from_source_are_those_of_the_installed_sglang(tmp_path: Path
 
 def test_everything_that_is_sent_is_known() -> None:
     for spec in (SPEC, CPU):
-        assert set(engine_arguments(spec, 1, 2, "name", "key")) <= known_arguments()
+        assert set(engine_arguments(spec, 1, "name", "key")) <= known_arguments()
     assert set(OWNED) <= known_arguments()
     assert not set(OWNED) & {*DEFAULTS, *CPU_DEFAULTS}
 
@@ -55,7 +55,7 @@ def test_owned_arguments_are_refused_with_the_reason() -> None:
 
 def test_the_users_arguments_win_over_defaults_only() -> None:
     spec = replace(CPU, args={"attention_backend": "triton", "max_running_requests": 10})
-    arguments = engine_arguments(spec, 1, 2, "name", "key")
+    arguments = engine_arguments(spec, 1, "name", "key")
     assert arguments["attention_backend"] == "triton"
     assert arguments["max_total_tokens"] == 10 * arguments["context_length"]
     assert (arguments["port"], arguments["nccl_port"], arguments["device"]) == (1, 2, "cpu")
@@ -64,19 +64,18 @@ def test_the_users_arguments_win_over_defaults_only() -> None:
 def test_an_engine_over_nodes_and_gpus() -> None:
     place: dict[str, Any] = {"gpus": 16, "nodes": 2, "node_rank": 1}
     spec = replace(SPEC, rank=8, **place)
-    arguments = engine_arguments(spec, 1, 2, "name", "key", "10.0.0.1:7000")
+    arguments = engine_arguments(spec, 1, "name", "key", "10.0.0.1:7000")
     assert arguments["tp_size"] == 16
     assert (arguments["nnodes"], arguments["node_rank"]) == (2, 1)
     assert arguments["dist_init_addr"] == "10.0.0.1:7000"
     assert arguments["enable_memory_saver"] is True
-    assert engine_arguments(SPEC, 1, 2, "name", "key")["base_gpu_id"] == 4
+    assert engine_arguments(SPEC, 1, "name", "key")["base_gpu_id"] == 4
 
 
 @pytest.mark.parametrize(("stop_strings", "skipped"), [(True, False), (False, True)])
 def test_a_tokenizer_only_for_stop_strings(stop_strings: bool, skipped: bool) -> None:
     assert (
-        engine_arguments(replace(SPEC, stop_strings=stop_strings), 1, 2, "name", "key")["skip_tokenizer_init"]
-        is skipped
+        engine_arguments(replace(SPEC, stop_strings=stop_strings), 1, "name", "key")["skip_tokenizer_init"] is skipped
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_mp.errors import UserError
 from grpo_mp.rollout import ports
-from grpo_mp.rollout.ports import claim_port, own_address
+from grpo_mp.rollout.ports import PortClaim, claim_port, claim_ports, own_address
 
 CLAIM = """
 import sys
@@ -76,3 +76,33 @@ def test_own_address_is_the_one_that_leads_to_the_master(monkeypatch: pytest.Mon
         if address.count(".") == 3 and not address.startswith("127."):
             monkeypatch.setenv("MASTER_ADDR", address)
             assert own_address() == address
+
+
+def test_ports_in_a_row_are_held_whole_and_leave_no_gap_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = claim_ports(15)
+    first.release()
+    monkeypatch.setenv(ports.OF_JOB, f"{first.port}-{first.port + 44}")
+    claims: list[PortClaim] = []
+
+    def claim_all() -> None:
+        while True:
+            claims.append(claim_ports(15))
+
+    with pytest.raises(UserError, match=r"no free 15 ports in a row between"):
+        claim_all()
+    taken = [port for claim in claims for port in claim.ports]
+    assert len(set(taken)) == len(taken)
+    assert first.port in taken
+    claims[0].release()
+    with socket.create_server(("127.0.0.1", claims[0].ports[-1])), pytest.raises(UserError, match="in a row"):
+        claim_all()
+
+
+def test_own_address_is_on_the_network_that_gloo_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert own_address() == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(UserError, match=r"^GLOO_SOCKET_IFNAME=nowhere0: no network here .* choose from .*\blo\b"):
+        own_address()

@@ -1,6 +1,7 @@
 """Everything a user can get wrong before a process group exists: one sentence, status 2, nothing written."""
 
 import json
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -11,9 +12,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from grpo_mp.config import dump_settings, load_settings
+from grpo_mp.errors import UserError
+from grpo_mp.planner.published import published
 from grpo_mp.scheduler.recovery import RunState, begin_checkpoint, checkpoint_folder, claim_run_folder, write_manifest
 from grpo_mp.train import main
+from grpo_mp.trainer.preflight import check_engine
 from tests.conftest import TinyRun
+from tests.planner.jobs import settings_of
 
 Refuse = Callable[..., str]
 
@@ -103,6 +108,47 @@ def test_no_reward_at_all(refuse: Refuse) -> None:
 def test_an_engine_over_nodes_that_host_memory_does_not_join(refuse: Refuse) -> None:
     said = refuse("engine.gpus=4", "--ranks-per-node", "2", ranks=4)
     assert said.startswith("engine.gpus=4 spans 2 nodes of 2 ranks, but through host memory weights reach only ")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "args", "sentence"),
+    [
+        (
+            "moonlight-16b-a3b",
+            4,
+            {"quantization": "fp8", "ep_size": 4, "attn_dp_size": 4},
+            "engine.args.quantization=fp8: model.layers.1.mlp.shared_experts.gate_proj.weight has 2816 rows, over "
+            "4 GPU(s) (engine.gpus) 704 each, which is no multiple of the 128 of an FP8 block: the nearest valid "
+            "setting is engine.gpus=2, engine.args.attn_dp_size=2, engine.args.ep_size=2",
+        ),
+        (
+            "glm-4.5-air",
+            8,
+            {"quantization": "fp8", "ep_size": 8, "attn_dp_size": 2},
+            "engine.args.quantization=fp8: model.layers.0.mlp.gate_proj.weight has 10944 rows, over 8 GPU(s) "
+            "(engine.args.moe_dense_tp_size, else engine.gpus) 1368 each, which is no multiple of the 128 of an FP8 "
+            "block: no smaller division of this model fits either: leave engine.args.quantization out",
+        ),
+        (
+            "qwen3-30b-a3b",
+            4,
+            {"ep_size": 3},
+            "engine.args.ep_size: 3 does not divide 4, the engine.gpus: the nearest is 2",
+        ),
+        (
+            "qwen3-30b-a3b",
+            4,
+            {"dp_size": 2},
+            "engine.args.dp_size=2 would start whole copies of the engine on other GPUs",
+        ),
+    ],
+)
+def test_an_engine_on_gpus_that_do_not_divide_the_model(
+    model: str, gpus: int, args: dict[str, Any], sentence: str
+) -> None:
+    settings = settings_of(engine={"gpus": gpus, "args": args})
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
+        check_engine(settings, published(model), cpu=False)
 
 
 @pytest.mark.parametrize(

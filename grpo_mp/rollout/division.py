@@ -1,0 +1,156 @@
+"""How the GPUs of an engine divide the model, and whether blockwise FP8 can be divided so. Pure.
+
+The rules are SGLang's: attention is divided over the GPUs of a replica, routed experts over those that `ep_size`
+leaves, dense and shared MLPs over all of them unless they are replicated; and every part of a matrix in blockwise FP8
+is whole blocks (`Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod.create_fp8_moe_weight_`).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grpo_mp.errors import UserError
+from grpo_mp.models.families import family_of
+from grpo_mp.models.fp8 import BLOCK
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.mapping import Param, expand
+from grpo_mp.rollout.precision import folder_in_fp8, in_fp8
+
+# With these every rank computes the shared experts for its own tokens, so it holds them whole.
+TOKENS_STAY = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "flashinfer_megamoe")
+
+
+@dataclass(frozen=True)
+class EngineDivision:
+    """GPUs of an engine, and over how many of them each kind of matrix is divided."""
+
+    gpus: int
+    replicas: int  # data-parallel attention: each has its own cache and its own requests
+    expert: int
+    dense_tensor: int
+    shared_tensor: int
+
+    @property
+    def attention_tensor(self) -> int:
+        return self.gpus // self.replicas
+
+    @property
+    def expert_tensor(self) -> int:
+        return self.gpus // self.expert
+
+    def parts(self, param: Param) -> tuple[int, str]:
+        """Over how many GPUs a matrix of the layers is divided, and the settings that say so."""
+        if param.expert is not None:
+            return self.expert_tensor, "engine.gpus / engine.args.ep_size"
+        if "shared_experts" in param.name:
+            return self.shared_tensor, "engine.gpus"
+        if ".mlp." in param.name:
+            return self.dense_tensor, "engine.args.moe_dense_tp_size, else engine.gpus"
+        return self.attention_tensor, "engine.gpus / engine.args.attn_dp_size"
+
+
+def attention_replicas(args: Mapping[str, Any]) -> int:
+    """`attn_dp_size`; `dp_size` where `enable_dp_attention`, its deprecated spelling, stands beside it."""
+    old = int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
+    return int(args.get("attn_dp_size", old))
+
+
+def engine_division(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineDivision:
+    """From engine.gpus and engine.args. Raises UserError where they do not divide each other or the model."""
+    replicas, expert = attention_replicas(args), int(args.get("ep_size", 1))
+    if int(args.get("dp_size", 1)) > 1 and not args.get("enable_dp_attention"):
+        raise UserError(
+            f"engine.args.dp_size={args['dp_size']} would start whole copies of the engine on other GPUs: set "
+            "engine.count for more engines, or attn_dp_size for replicas of attention inside one"
+        )
+    values = family_of(hf).config(hf)
+    experts, heads = values.get("num_moe_experts") or expert, values["num_attention_heads"]
+    for name, size, whole, what in (
+        ("attn_dp_size", replicas, gpus, "engine.gpus"),
+        ("ep_size", expert, gpus, "engine.gpus"),
+        ("ep_size", expert, experts, "experts of the model"),
+        ("attn_dp_size", gpus // replicas, heads, "attention heads, by engine.gpus / attn_dp_size"),
+    ):
+        if size < 1 or whole % size:
+            near = max(part for part in range(1, whole + 1) if whole % part == 0 and part <= max(1, size))
+            raise UserError(f"engine.args.{name}: {size} does not divide {whole}, the {what}: the nearest is {near}")
+    shared = 1 if args.get("moe_a2a_backend") in TOKENS_STAY else gpus
+    return EngineDivision(gpus, replicas, expert, int(args.get("moe_dense_tp_size") or gpus), shared)
+
+
+def check_division(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineDivision:
+    """The division of an engine on GPUs. Raises UserError also where it cuts a block of blockwise FP8."""
+    division = engine_division(gpus, args, hf)
+    misfit = _first_misfit(division, hf) if in_fp8(args, hf, cpu=False) else None
+    if misfit:
+        raise UserError(f"engine.args.quantization=fp8: {misfit}: {_remedy(gpus, args, hf)}")
+    return division
+
+
+def _first_misfit(division: EngineDivision, hf: HfConfig) -> str | None:
+    """The first tensor whose part on a GPU is not whole blocks, in words."""
+    for param in _matrices(hf):
+        count, setting = division.parts(param)
+        merged = len(param.hf) > 1 or param.expert is not None  # such parts are laid beside each other in one matrix
+        if param.split is None or not (merged or count > 1):
+            continue
+        for index, (name, shape) in enumerate(zip(param.hf, param.shapes, strict=True)):
+            size = shape[param.split]
+            part = size / count
+            if param.fuse == "qkv" and index:
+                part = max(part, param.head_dim)  # fewer heads than GPUs are held several times
+            if part % BLOCK:
+                kind = ("rows", "columns")[param.split]
+                return (
+                    f"{name} has {size} {kind}, over {count} GPU(s) ({setting}) {part:g} each, which is no multiple "
+                    f"of the {BLOCK} of an FP8 block"
+                )
+    return None
+
+
+def _matrices(hf: HfConfig) -> Iterator[Param]:
+    """Of each rule that FP8 releases quantise its first layer and expert."""
+    for rule in family_of(hf).rules(hf):
+        if rule.layers:
+            single = replace(rule, layers=rule.layers[:1], experts=min(rule.experts, 1))
+            yield from (param for param in expand([single]).values() if param.is_projection)
+
+
+def _remedy(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> str:
+    """The settings that change least and fit."""
+    for changed in _nearby(gpus, args):
+        try:
+            division = engine_division(changed["gpus"], {**args, **changed["args"]}, hf)
+        except UserError:
+            continue
+        if not _first_misfit(division, hf):
+            named = [
+                f"engine.args.{name}={value}" for name, value in changed["args"].items() if args.get(name) != value
+            ]
+            sizes = [f"engine.gpus={changed['gpus']}"] if changed["gpus"] != gpus else []
+            return f"the nearest valid setting is {', '.join([*sizes, *named])}"
+    without = "use a folder with bfloat16 weights" if folder_in_fp8(hf) else "leave engine.args.quantization out"
+    return f"no smaller division of this model fits either: {without}"
+
+
+def _nearby(gpus: int, args: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Other divisions, the nearest first: of as many GPUs, then of fewer; of each the fewest settings changed."""
+    name = "dp_size" if args.get("enable_dp_attention") and "attn_dp_size" not in args else "attn_dp_size"
+    wanted = {name: attention_replicas(args), "ep_size": int(args.get("ep_size", 1))}
+    dense = [args.get("moe_dense_tp_size"), 1]
+    for fewer in (size for size in range(gpus, 0, -1) if gpus % size == 0):
+        kept = {key: min(value, fewer) for key, value in wanted.items()}
+        divisors = [size for size in range(1, fewer + 1) if fewer % size == 0]
+        choices = [
+            ({name: replicas, "ep_size": expert}, dense_tensor)
+            for dense_tensor in dense
+            for expert in divisors
+            for replicas in divisors
+        ]
+        for sizes, dense_tensor in sorted(choices, key=lambda one: _distance(kept, one[0], one[1] != dense[0])):
+            yield {"gpus": fewer, "args": sizes | ({"moe_dense_tp_size": dense_tensor} if dense_tensor else {})}
+
+
+def _distance(kept: Mapping[str, int], sizes: Mapping[str, int], dense_changed: bool) -> tuple[int, int]:
+    changed = sum(sizes[name] != value for name, value in kept.items()) + dense_changed
+    return changed, sum(abs(sizes[name] - value) for name, value in kept.items())

@@ -1,0 +1,133 @@
+"""SGLang's start on CUDA up to the first kernel: `python -m tests.rollout.rehearse < cases.json`.
+
+A case is {"name": ServerArgs}. Prints {"name": {"error": ...} or facts} as the last line. SGLang is imported once; each
+case runs in a fork, for SGLang keeps its arguments and groups in globals.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+from grpo_mp.rollout.engine_args import CUDA_ENVIRONMENT
+from tests.rollout.cuda_answers import answer_as_cuda, leave_out_models, on_meta, set_group_sizes
+
+MODELS = ("deepseek_v2", "glm4_moe", "qwen2", "qwen2_moe", "qwen3_moe", "qwen3", "llama", "mixtral")
+
+
+def main() -> None:
+    """Rehearse the cases on stdin."""
+    cases = json.load(sys.stdin)
+    os.environ |= CUDA_ENVIRONMENT
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # as in an engine
+    answer_as_cuda()
+    leave_out_models(MODELS)
+    import sglang.srt.model_loader.loader
+    import sglang.srt.models.registry  # noqa: F401
+
+    print(json.dumps({name: _in_fork(arguments) for name, arguments in cases.items()}))
+
+
+def _in_fork(arguments: dict[str, Any]) -> dict[str, Any]:
+    ours, its = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=_report, args=(its, arguments))
+    child.start()
+    its.close()
+    try:
+        facts: dict[str, Any] = ours.recv()
+    except EOFError:
+        facts = {"error": "the rehearsal ended without a word"}
+    child.join()
+    return facts
+
+
+def _report(connection: Connection, arguments: dict[str, Any]) -> None:
+    try:
+        connection.send(rehearse(arguments))
+    except Exception as error:  # noqa: BLE001 - whatever SGLang raises is the result
+        traceback.print_exc()
+        connection.send({"error": f"{type(error).__name__}: {error}"})
+
+
+def rehearse(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Resolve the arguments, choose the graph backends, build rank 0's model on meta. Raises what SGLang raises."""
+    from sglang.srt.runtime_context import SpawnRanks, get_exec, get_parallel, publish
+    from sglang.srt.server_args import ServerArgs
+
+    server_args = ServerArgs(**arguments)
+    server_args.resolve_once()
+    server_args.check_server_args()
+    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    set_group_sizes(get_parallel())
+    model = _build(server_args)
+    graphs = get_exec().graph.cuda_graph_config
+    return {
+        "prefill": graphs.prefill.backend,
+        "decode": graphs.decode.backend,
+        "backends": _graph_backends(graphs),
+        "attn_dp_size": get_parallel().attn_dp_size,
+        "attn_tp_size": get_parallel().attn_tp_size,
+        "moe_ep_size": get_parallel().moe_ep_size,
+        "bytes": sum(parameter.nbytes for parameter in model.parameters()),
+        "fp8_matrices": sum(parameter.element_size() == 1 for parameter in model.parameters()),
+        "port": server_args.port,
+        "ports": _ports(server_args),
+        **_kept(server_args),
+    }
+
+
+def _ports(server_args: Any) -> list[int]:
+    """Every port that SGLang takes for this engine; those of its replicas meet where it was told to."""
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA, PortArgs
+
+    ports = [server_args.port, server_args.nccl_port]
+    if get_parallel().dist_init_addr is not None:
+        meeting = int(get_parallel().dist_init_addr.rpartition(":")[2])
+        ports += [meeting, meeting + DP_ATTENTION_HANDSHAKE_PORT_DELTA]
+    names = vars(PortArgs.init_new(server_args)).values()
+    return ports + [int(name.rpartition(":")[2]) for name in names if str(name).startswith("tcp://")]
+
+
+def _kept(server_args: Any) -> dict[str, Any]:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    resolved = resolving_view(server_args)
+    return {name: getattr(resolved, name) for name in ("load_format", "sleep_on_idle", "enable_memory_saver")}
+
+
+def _graph_backends(graphs: Any) -> list[str]:
+    """Classes of the backends that SGLang makes for decode and prefill where they are not disabled."""
+    from sglang.srt.model_executor.runner_backend.utils import resolve_decode_backend, resolve_prefill_backend
+
+    runner = SimpleNamespace(device_module=None, model_runner=SimpleNamespace(device="cuda"))
+    makers = {"decode": resolve_decode_backend, "prefill": resolve_prefill_backend}
+    wanted = [make for phase, make in makers.items() if graphs[phase].backend != "disabled"]
+    return [type(make(runner)).__name__ for make in wanted]  # type: ignore[arg-type]
+
+
+def _build(server_args: Any) -> Any:
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.layers.moe.utils import initialize_moe_config
+    from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    model_config = ModelConfig.from_server_args(server_args)
+    initialize_moe_config()
+    initialize_fp8_gemm_config()
+    initialize_dp_attention(server_args)
+    load_config = LoadConfig(load_format="dummy")
+    quantised = _get_quantization_config(model_config, load_config)
+    with set_default_torch_dtype(model_config.dtype), on_meta():
+        return _initialize_model(model_config, load_config, quantised)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Every recipe's engine as SGLang starts it on CUDA, up to the first kernel: its own functions, on a CPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mp.config import Settings, load_settings
+from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.errors import UserError
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.hf_files import INDEX
+from grpo_mp.models.tiny import make_tiny
+from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.engine import engine_shape, weight_bytes
+from grpo_mp.planner.job import make_job
+from grpo_mp.planner.published import find_config, published
+from grpo_mp.rollout.division import check_division
+from grpo_mp.rollout.engine_args import ENGINE_SITE, MEETING_PORTS, engine_arguments, ports_needed
+from grpo_mp.rollout.places import EnginePlace
+from grpo_mp.rollout.ports import claim_ports
+from grpo_mp.rollout.precision import in_fp8
+from grpo_mp.rollout.rollout import engine_spec
+from tests.planner.jobs import settings_of
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPES = [path.stem for path in sorted(CONFIGS.glob("*.yaml"))]
+GPUS_PER_NODE = 8
+
+
+Facts = dict[str, dict[str, Any]]
+# model, engine.gpus and engine.args: from both sides of what blocks of 128 allow
+DIVISIONS: list[tuple[str, int, dict[str, Any]]] = [
+    ("moonlight-16b-a3b", 4, {"ep_size": 4, "attn_dp_size": 4}),
+    ("moonlight-16b-a3b", 2, {"ep_size": 2, "enable_dp_attention": True, "dp_size": 2}),
+    ("moonlight-16b-a3b", 8, {"ep_size": 8, "attn_dp_size": 8, "moe_a2a_backend": "deepep"}),
+    ("glm-4.5-air", 8, {"ep_size": 8, "attn_dp_size": 2}),
+    ("glm-4.5", 8, {"ep_size": 8}),
+    ("glm-4.5", 4, {"ep_size": 4}),
+    ("deepseek-r1", 16, {"ep_size": 16, "attn_dp_size": 2}),
+    ("deepseek-r1", 32, {"ep_size": 32, "attn_dp_size": 4}),
+    ("deepseek-r1", 16, {}),
+    ("deepseek-r1", 32, {}),
+    ("deepseek-v2-lite", 1, {}),
+    ("qwen2.5-7b", 4, {}),
+    ("qwen3-30b-a3b", 8, {}),
+    ("qwen3-30b-a3b", 8, {"ep_size": 8}),
+    ("qwen3-235b-a22b", 16, {"ep_size": 8, "attn_dp_size": 4}),
+    ("llama-3.2-1b", 4, {}),
+    ("llama-3.2-1b", 8, {}),
+    ("mixtral-8x22b", 8, {"ep_size": 8}),
+]
+
+
+def arguments_on_cuda(settings: Settings, hf: HfConfig, folder: Path) -> dict[str, Any]:
+    """What the run would start its first engine with; of the model's folder there are config and index."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf.values))
+    (folder / INDEX).write_text(json.dumps({"weight_map": {}}))
+    nodes = max(1, settings.engine.gpus // GPUS_PER_NODE)
+    settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": folder})})
+    spec = engine_spec(settings, hf, EnginePlace(0, 0, 0, nodes), cpu=False)
+    claim = claim_ports(ports_needed(spec))
+    claim.release()
+    meeting = f"127.0.0.1:{claim.port + 1}" if nodes > 1 else None
+    return engine_arguments(spec, claim.port, "name", "key", meeting)
+
+
+def rehearse(cases: dict[str, dict[str, Any]]) -> Facts:
+    path = f"{ENGINE_SITE}:{Path(__file__).parents[2]}"
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "tests.rollout.rehearse"]
+    done = subprocess.run(
+        command,
+        input=json.dumps(cases),
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    facts: Facts = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    """What SGLang made of every recipe and of every division."""
+    folder = tmp_path_factory.mktemp("models")
+    cases = {}
+    for name in RECIPES:
+        settings = load_settings(CONFIGS / f"{name}.yaml")
+        hf = tiny(folder / "checkpoint") if name == "tiny_moe" else find_config(settings.model.path)[0]
+        cases[name] = arguments_on_cuda(settings, hf, folder / name)
+    for number, (model, gpus, args) in enumerate(DIVISIONS):
+        engine = {"gpus": gpus, "args": {"quantization": "fp8", **args}}
+        name = f"division {number}"
+        cases[name] = arguments_on_cuda(settings_of(engine=engine), published(model), folder / name)
+    return rehearse(cases)
+
+
+def tiny(folder: Path) -> HfConfig:
+    make_tiny(folder, "deepseek_v3", make_tokenizer(["apples"]))
+    return HfConfig.read(folder)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_starts(rehearsed: Facts, name: str) -> None:
+    facts = rehearsed[name]
+    assert "error" not in facts, facts["error"]
+    assert facts["backends"] == ["FullCudaGraphBackend"]  # of decode: prefill has none
+    assert facts["load_format"] == "dummy"
+    assert facts["enable_memory_saver"]
+    assert facts["sleep_on_idle"] == (facts["attn_dp_size"] == 1)
+    claimed = range(facts["port"], facts["port"] + 1 + (MEETING_PORTS if facts["attn_dp_size"] > 1 else 1))
+    assert set(facts["ports"]) <= set(claimed)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "tiny_moe"])
+def test_a_recipe_is_divided_and_quantised_as_planned(rehearsed: Facts, name: str) -> None:
+    """The planner counts a GPU's weights from the parameter mapping, SGLang allocates them."""
+    settings, facts = load_settings(CONFIGS / f"{name}.yaml"), rehearsed[name]
+    hf, _ = find_config(settings.model.path)
+    division = check_division(settings.engine.gpus, settings.engine.args, hf)
+    assert facts["attn_dp_size"] == division.replicas
+    assert facts["attn_tp_size"] == division.attention_tensor
+    assert facts["moe_ep_size"] == division.expert
+    assert (facts["fp8_matrices"] > 0) == in_fp8(settings.engine.args, hf, cpu=False)
+    batch_script = (CONFIGS.parent / "launch" / f"{name}.sh").read_text()
+    nodes = int(re.findall(r"#SBATCH --nodes=(\d+)", batch_script)[0])
+    job = make_job(settings, hf, read_cluster("h100-80"), nodes)
+    assert facts["bytes"] == pytest.approx(weight_bytes(job, engine_shape(job)), rel=0.01)
+
+
+@pytest.mark.parametrize("number", range(len(DIVISIONS)), ids=lambda number: "-".join(map(str, DIVISIONS[number][:2])))
+def test_a_division_is_refused_where_sglang_refuses_it(rehearsed: Facts, number: int) -> None:
+    model, gpus, args = DIVISIONS[number]
+    error = rehearsed[f"division {number}"].get("error")
+    assert error is None or "is not divisible by weight quantization block" in error, error
+    refusal = refused(gpus, args, model)
+    assert bool(refusal) == bool(error), f"here: {refusal}; SGLang: {error}"
+    if refusal:
+        check_remedy(refusal, gpus, args, model)
+
+
+def refused(gpus: int, args: dict[str, Any], model: str) -> str:
+    try:
+        check_division(gpus, {"quantization": "fp8", **args}, published(model))
+    except UserError as refusal:
+        return str(refusal)
+    return ""
+
+
+def check_remedy(sentence: str, gpus: int, args: dict[str, Any], model: str) -> None:
+    """The setting that the sentence names is accepted, or it says that there is none."""
+    _, found, settings = sentence.partition("the nearest valid setting is ")
+    if not found:
+        assert sentence.endswith(("leave engine.args.quantization out", "use a folder with bfloat16 weights"))
+        return
+    named = {name: int(value) for name, value in (setting.split("=") for setting in settings.split(", "))}
+    gpus = named.pop("engine.gpus", gpus)
+    changed = {name.removeprefix("engine.args."): value for name, value in named.items()}
+    check_division(gpus, {"quantization": "fp8", **args, **changed}, published(model))
