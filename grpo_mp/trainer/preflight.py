@@ -14,7 +14,7 @@ from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.places import engine_places
 from grpo_mp.rollout.precision import in_fp8
-from grpo_mp.scheduler.recovery import check_run_folder
+from grpo_mp.scheduler.recovery import FINAL, check_run_folder
 from grpo_mp.sync.transport import over_ipc
 
 
@@ -32,6 +32,7 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
     """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
     check_policy(settings, world_size)
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
+    _check_export(settings)
     places = engine_places(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
     if places[0].nodes > 1 and not over_ipc(settings.sync):
         raise UserError(
@@ -59,6 +60,15 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
         settings.reward, settings.rollout.max_response_tokens, settings.data.prompt, max_steps=settings.run.steps
     )
     return Inputs(tokenizer, train, evals, scorer)
+
+
+def _check_export(settings: Settings) -> None:
+    final = settings.run.folder / FINAL
+    if settings.run.export and final.resolve() == settings.model.path.resolve():
+        raise UserError(
+            f"{final}: the export would take the place of model.path: choose another run.folder, or set "
+            "run.export=false"
+        )
 
 
 def _check_device_settings(settings: Settings) -> None:
