@@ -11,7 +11,7 @@ from grpo_mp.config import Settings
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.scheduler.recovery import RunState
+from grpo_mp.scheduler.recovery import FINAL, RunState
 from grpo_mp.sync.check import CheckReport
 from grpo_mp.sync.weight_sync import SyncReport
 from grpo_mp.trainer.batch import StepBatch, assemble
@@ -117,7 +117,7 @@ def finish(session: Session, before: Evaluation, after: Evaluation) -> None:
         session.progress.note(f"stopped after step {session.state.step}: start again to go on")
         return
     if settings.run.export:
-        export_hf(session, settings.run.folder / "final")
+        export_hf(session, settings.run.folder / FINAL)
     if session.is_first:
         merge_traces(settings.run.folder)
         session.progress.finish(before.scores, after.scores, answer_pairs(session, before, after))

@@ -146,6 +146,8 @@ script_path() {
 
 train() {
   local again=no follower
+  GRPO_MP_ENDED=$(realpath "$attempt") # where a rank that comes to its end leaves a mark
+  export GRPO_MP_ENDED
   trap 'again=yes; kill -USR1 "$step" || true' USR1 # the time limit is near: save, end, and go on in a new attempt
   trap 'echo "told to end"; kill -TERM "$step" 2>/dev/null || true' TERM
   tail -n +1 --retry -f "$attempt/$first_log" 2>/dev/null &
@@ -159,5 +161,7 @@ train() {
   elif [ "$status" != 0 ]; then
     "$python" -m grpo_mp.launch.job failure "$attempt"
     exit "$status"
+  else
+    "$python" -m grpo_mp.launch.job ended "$attempt" $((SLURM_JOB_NUM_NODES * per_node))
   fi
 }

@@ -1,19 +1,25 @@
 """Small inputs of a run, made once per session: nothing outside the repository is needed."""
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
 import hypothesis
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from grpo_mp.data.arithmetic import make_problems, vocabulary_words, write_jsonl
 from grpo_mp.data.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.tiny import make_tiny
 
-# A loaded machine is slow, not wrong.
-hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("patient")
+# A loaded machine is slow, not wrong. A test that passes here passes everywhere: it draws the same cases.
+PATIENT = hypothesis.settings(
+    deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=True, database=None
+)
+hypothesis.settings.register_profile("same draws", PATIENT)
+hypothesis.settings.register_profile("fresh draws", PATIENT, derandomize=False, print_blob=True)
 
 TRAIN_PROMPTS, EVAL_PROMPTS = 60, 6
 
@@ -26,6 +32,25 @@ class TinyRun:
     config: Path
     model: Path
     train: Path
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fresh-draws", action="store_true", help="property tests draw new cases; --hypothesis-seed=N: those of N"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module is imported: its own settings of hypothesis are made of the profile."""
+    hypothesis.settings.load_profile("fresh draws" if config.getoption("--fresh-draws") else "same draws")
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Whatever ran before, a test draws the same."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(scope="session")

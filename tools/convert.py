@@ -69,7 +69,7 @@ def _check(wanted: argparse.Namespace, console: Console) -> int:
         return _check_logits(wanted, console)
     from grpo_mp.policy.converted import open_weights
 
-    with open_weights(wanted.one) as left, open_weights(wanted.other) as right:
+    with open_weights(wanted.one, verify=True) as left, open_weights(wanted.other, verify=True) as right:
         differences = compare(left, right, wanted.tolerance or 0.0)
     for difference in differences:
         console.print(f"{difference.name}: {difference.what}")

@@ -10,8 +10,10 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -19,9 +21,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from grpo_mp.errors import USER_STATUS
+from grpo_mp.launch.marks import FOLDER, unmarked, vanished_sentence
 
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 CONSEQUENCES = (1, -signal.SIGTERM)  # how ranks end that lost a peer, or that the launcher ended after one failed
+VANISHED_STATUS = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -52,15 +56,24 @@ def launch(ranks: int, command: Sequence[str], program: str = "grpo_mp.train") -
         max_restarts=0,
         signals_to_handle="SIGHUP,SIGQUIT",
     )
-    try:
-        elastic_launch(config, sys.executable)("-u", "-m", program, *command)
-    except ChildFailedError as error:
-        return _explain(error.failures.items())
-    return 0
+    with tempfile.TemporaryDirectory(prefix="grpo_mp_") as marks:
+        os.environ[FOLDER] = marks
+        failures: dict[int, ProcessFailure] = {}
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", program, *command)
+        except ChildFailedError as error:
+            failures = error.failures
+        return _explain(failures, [rank for rank in unmarked(Path(marks), ranks) if rank not in failures])
 
 
-def _explain(failures: Iterable[tuple[int, ProcessFailure]]) -> int:
-    rank, first = min(failures, key=lambda item: (item[1].exitcode in CONSEQUENCES, item[1].timestamp))
+def _explain(failures: Mapping[int, ProcessFailure], vanished: Sequence[int]) -> int:
+    """The job's exit status; says what no rank could. `vanished`: ranks that ended with status 0, but not in order."""
+    if vanished and all(failure.exitcode in CONSEQUENCES for failure in failures.values()):
+        sys.stderr.write(f"error: {vanished_sentence(vanished[0])}\n")
+        return VANISHED_STATUS
+    if not failures:
+        return 0
+    rank, first = min(failures.items(), key=lambda item: (item[1].exitcode in CONSEQUENCES, item[1].timestamp))
     if first.exitcode > 0:
         return first.exitcode  # the rank has said why
     sys.stderr.write(f"error: rank {rank} was ended by {first.signal_name()}\n")

@@ -1,4 +1,4 @@
-"""What the batch scripts ask about a run: `python -m grpo_mp.launch.job show | folder | unfinished | failure ...`."""
+"""What batch scripts ask: `python -m grpo_mp.launch.job show | folder | unfinished | failure | ended ...`."""
 
 import argparse
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from grpo_mp.config import Settings, dump_settings, exit_with, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.launch.failure import first_failure
+from grpo_mp.launch.marks import unmarked, vanished_sentence
 from grpo_mp.launch.node_map import node_map
 from grpo_mp.scheduler.recovery import latest_checkpoint, read_manifest
 
@@ -53,6 +54,13 @@ def _failure(wanted: argparse.Namespace) -> int:
     return 0
 
 
+def _ended(wanted: argparse.Namespace) -> int:
+    vanished = unmarked(wanted.attempt, wanted.ranks)
+    if vanished:
+        raise UserError(vanished_sentence(vanished[0]))
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="grpo_mp.launch.job", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -68,6 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     failure = commands.add_parser("failure")
     failure.add_argument("attempt", type=Path)
     failure.set_defaults(run=_failure)
+    ended = commands.add_parser("ended")
+    ended.add_argument("attempt", type=Path)
+    ended.add_argument("ranks", type=int)
+    ended.set_defaults(run=_ended)
     return parser
 
 

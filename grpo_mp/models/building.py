@@ -15,13 +15,24 @@ from pathlib import Path
 from typing import TypeVar
 
 from grpo_mp.errors import UserError
-from grpo_mp.models.manifest import RECORD, RECORDS, checksums, is_there, read_json, record_of, write_json
+from grpo_mp.models.manifest import (
+    JOINT,
+    RECORD,
+    RECORDS,
+    checksums,
+    checksums_of,
+    is_there,
+    read_json,
+    record_of,
+    write_json,
+)
 from grpo_mp.models.team import Team
 
 PART_BYTES = 2**29
 BEHIND = 2  # parts on their way to the disk
 MAKERS = 2  # parameters of one part that are read and cast at a time
 Made = TypeVar("Made")
+Finish = Callable[[Path], Sequence[str]]
 Watch = Callable[[int, int], None]  # bytes just written, bytes to write in all by this start
 
 
@@ -32,6 +43,12 @@ class Part:
     name: str
     params: tuple[str, ...]
     bytes: int
+
+
+def check_apart(source: Path, final: Path) -> None:
+    """Raise UserError where a conversion would write over its own source."""
+    if final.resolve() == source.resolve():
+        raise UserError(f"{final} is the source of this conversion, too: choose another destination")
 
 
 def divide(sizes: Mapping[str, int], limit: int) -> list[tuple[tuple[str, ...], int]]:
@@ -57,13 +74,14 @@ def build(
     parts: Sequence[Part],
     make: Callable[[Part], Made],
     write: Callable[[Path, Made], None],
-    finish: Callable[[Path], None],
+    finish: Finish,
     watch: Watch,
     team: Team | None = None,
 ) -> None:
     """Make and write the parts that are not there yet, then `finish`, then rename; nothing where `final` is there.
 
-    `write` gets the path of its part, `finish` the incomplete folder. Up to three parts are in memory. The ranks of a
+    `write` gets the path of its part, `finish` the incomplete folder; it returns which files it made need checksums.
+    Up to three parts are in memory. The ranks of a
     `team` divide the parts by bytes; the first finishes and watches. Raises UserError where `final` or its beginning
     are of another source, and where the disk is too small.
     """
@@ -101,12 +119,12 @@ def share(parts: Sequence[Part], rank: int, size: int) -> list[Part]:
 def _prepare(final: Path, folder: Path, source: str, parts: Sequence[Part]) -> list[str] | None:
     """Names of the parts that are still to be written, in a folder made for them; None where all is done."""
     if final.exists():
-        _check_same(final, source, "holds something else: choose another destination, or remove it")
+        _check_same(final, source, "holds something else: choose another destination")
         shutil.rmtree(final / RECORDS, ignore_errors=True)  # where an earlier start was killed at the very end
         return None
     done: set[str] = set()
     if folder.exists():
-        _check_same(folder, source, "holds the beginning of another conversion: remove it")
+        _check_same(folder, source, "is of another conversion, or of none: choose another destination")
         done = {part.name for part in parts if is_there(folder, part.name)}
         _sweep(folder, done | {RECORD, RECORDS})
     missing = [part for part in parts if part.name not in done]
@@ -139,10 +157,11 @@ def _put(folder: Path, part: Part, write: Callable[[Path, Made], None], made: Ma
     return part.bytes
 
 
-def _publish(folder: Path, final: Path, source: str, parts: Sequence[Part], finish: Callable[[Path], None]) -> None:
-    finish(folder)
+def _publish(folder: Path, final: Path, source: str, parts: Sequence[Part], finish: Finish) -> None:
+    joint = finish(folder)
     records = {part.name: read_json(record_of(folder, part.name)) for part in parts}
-    write_json(folder / RECORD, {"source": source, "parts": records})
+    sums = checksums_of(folder, [folder / name for name in joint])
+    write_json(folder / RECORD, {"source": source, "parts": records, JOINT: sums})
     folder.rename(final)
     shutil.rmtree(final / RECORDS)
 

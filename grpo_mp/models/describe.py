@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from grpo_mp.models.extras import check_layers
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.hf_files import HfReader
@@ -27,6 +28,7 @@ class HfSummary:
     shards: int
     bytes: int
     fp8: bool
+    checksums: str
 
     def rows(self) -> dict[str, str]:
         """The same for people."""
@@ -37,6 +39,7 @@ class HfSummary:
             "parameters": f"{self.stored:,} stored, {self.policy:,} of the policy, {self.active:,} active per token",
             "dtypes": dtypes,
             "shards": f"{self.shards} ({self.bytes:,} bytes)",
+            "checksums": self.checksums,
         }
 
 
@@ -46,10 +49,15 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def describe_hf(folder: Path) -> HfSummary:
-    """Read headers only. Raises UserError for an unsupported architecture and for missing or torn files."""
+    """Read headers, and all bytes where a conversion left checksums.
+
+    Raises UserError for an unsupported architecture, for missing, torn or changed files, and for too many layers.
+    """
     hf = HfConfig.read(folder)
     params = family_of(hf).params(hf).values()
-    with HfReader(folder) as reader:
+    with HfReader(folder, verify=True) as reader:
+        check_layers(reader.names, hf)
+        reader.checksums.check_share()
         dtypes = Counter(str(reader.dtype(name)).removeprefix("torch.") for name in reader.stored_names)
         stored = sum(prod(reader.shape(name)) for name in reader.names)
         files = reader.files
@@ -63,6 +71,7 @@ def describe_hf(folder: Path) -> HfSummary:
         shards=len(files),
         bytes=sum(file.stat().st_size for file in files),
         fp8="float8_e4m3fn" in dtypes,
+        checksums=reader.checksums.summary,
     )
 
 

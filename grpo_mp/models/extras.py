@@ -5,7 +5,7 @@ from the folder that the policy was started from.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -23,12 +23,23 @@ def is_extra(name: str, hf: HfConfig) -> bool:
     return (layer is not None and int(layer.group(1)) >= hf.int("num_hidden_layers")) or name.endswith(".inv_freq")
 
 
-def open_extras(folder: Path) -> HfReader | None:
+def check_layers(names: Iterable[str], hf: HfConfig) -> None:
+    """Raise UserError where there are more layers than config.json counts, multi-token prediction among them."""
+    layers, extra = hf.int("num_hidden_layers"), int(hf.get("num_nextn_predict_layers") or 0)
+    beyond = {int(layer[1]): name for name in names if (layer := LAYER.match(name)) and int(layer[1]) >= layers + extra}
+    if beyond:
+        raise hf.refusal(
+            f"num_hidden_layers={layers} and num_nextn_predict_layers={extra} do not cover {beyond[min(beyond)]}: set "
+            "them as the weights have them"
+        )
+
+
+def open_extras(folder: Path, verify: bool = False) -> HfReader | None:
     """A reader that has them, of a Hugging Face folder or of a converted one; None where there are no such files."""
     if holds_weights(folder):
-        return HfReader(folder)
+        return HfReader(folder, verify=verify)
     files = sorted(folder.glob(f"{EXTRA}*.safetensors"))
-    return HfReader(folder, files=files) if files else None
+    return HfReader(folder, files=files, verify=verify) if files else None
 
 
 def read_extras(folder: Path, hf: HfConfig) -> Iterator[tuple[str, Tensor]]:

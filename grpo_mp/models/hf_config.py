@@ -7,6 +7,8 @@ from typing import Any
 
 from grpo_mp.errors import UserError
 
+DEFAULT_THETA = {"mixtral": 1e6}  # where a file leaves rope_theta out
+
 
 @dataclass(frozen=True)
 class HfConfig:
@@ -44,11 +46,16 @@ class HfConfig:
 
     @property
     def rope(self) -> dict[str, Any]:
-        """Rotary settings with `rope_theta`, whichever of the two published layouts the file uses."""
-        nested = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
-        theta = nested.get("rope_theta", self.values.get("rope_theta", 10000.0))
+        """Rotary settings with `rope_theta`: as transformers 4 writes them, as 5 does, or both.
+
+        Of both, that which transformers 5 computes with. Raises UserError where layers have rotations of their own.
+        """
+        nested = self.values.get("rope_scaling") or self.values.get("rope_parameters") or {}
+        if any(isinstance(value, dict) for value in nested.values()):
+            raise self.refusal("rope_parameters of single kinds of layers are not supported")
+        theta = self.values.get("rope_theta") or DEFAULT_THETA.get(self.model_type, 10000.0)
         kind = nested.get("rope_type", nested.get("type", "default"))
-        return {**nested, "rope_theta": float(theta), "rope_type": kind}
+        return {**nested, "rope_theta": float(nested.get("rope_theta", theta)), "rope_type": kind}
 
     def rope_float(self, key: str) -> float:
         """A number that this kind of rotary embedding cannot do without."""
@@ -59,8 +66,12 @@ class HfConfig:
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
 
-    def int(self, key: str) -> int:
-        return int(self._require(key))
+    def int(self, *keys: str) -> int:
+        """`keys`: names of the same setting, of which the file may have any. Raises UserError where they differ."""
+        held = {key: self.values[key] for key in keys if self.values.get(key) is not None}
+        if len(set(held.values())) > 1:
+            raise self.refusal(f"{' and '.join(f'{key}={value}' for key, value in held.items())} contradict each other")
+        return int(next(iter(held.values())) if held else self._require(keys[0]))
 
     def float(self, key: str) -> float:
         return float(self._require(key))

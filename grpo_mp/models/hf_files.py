@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from grpo_mp.errors import UserError
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
+from grpo_mp.models.manifest import Checksums
 
 DTYPES = {  # by their names in a file's header
     "F64": torch.float64,
@@ -55,11 +56,19 @@ class HfReader:
     FP8 weights come out as values; their factors are no tensors of the model.
     """
 
-    def __init__(self, folder: Path, fp8_as: torch.dtype = torch.bfloat16, files: Iterable[Path] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        fp8_as: torch.dtype = torch.bfloat16,
+        files: Iterable[Path] | None = None,
+        verify: bool = False,
+    ) -> None:
         """Open every shard, or the given files. Raises UserError for a missing or torn file, and for an index that
-        names tensors the files lack. `fp8_as`: what FP8 is read as.
+        names tensors the files lack. `fp8_as`: what FP8 is read as. `verify`: compare a file that a conversion wrote
+        with its checksum before a tensor of it is read.
         """
         self.folder, self.fp8_as = folder, fp8_as
+        self.checksums = Checksums.of_conversion(folder) if verify else Checksums(folder, {})
         self._handles = {file: _open(file) for file in files or _shards(folder)}
         self._where = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
         _check_index(folder, self._where)
@@ -113,6 +122,8 @@ class HfReader:
 
     def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         """As `read`, but as the file stores it."""
+        if name in self._where:
+            self.checksums.check(self._where[name])
         if axis is None:
             whole: torch.Tensor = self._handle(name).get_tensor(name)
             return whole

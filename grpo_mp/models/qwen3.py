@@ -4,6 +4,7 @@ from typing import Any
 
 from grpo_mp.models import blocks, grouped
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.hf_versions import EXPERTS
 from grpo_mp.models.mapping import Rule
 
 
@@ -27,7 +28,7 @@ def moe_config(hf: HfConfig) -> dict[str, Any]:
     pattern = [int(layer in _moe_layers(hf)) for layer in range(hf.int("num_hidden_layers"))]
     return (
         dense_config(hf)
-        | blocks.moe_config(hf, hf.int("num_experts"), hf.int("moe_intermediate_size"))
+        | blocks.moe_config(hf, hf.int(*EXPERTS), hf.int("moe_intermediate_size"))
         | {
             "moe_layer_freq": pattern,
             "moe_router_score_function": "softmax",
@@ -44,7 +45,7 @@ def moe_rules(hf: HfConfig) -> list[Rule]:
         *blocks.ends(hf),
         *grouped.rules(hf, layers, norms=True),
         *blocks.dense_mlp(hf, [layer for layer in layers if layer not in moe]),
-        *blocks.experts(hf, moe, hf.int("num_experts"), hf.int("moe_intermediate_size")),
+        *blocks.experts(hf, moe, hf.int(*EXPERTS), hf.int("moe_intermediate_size")),
     ]
 
 

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from grpo_mp.errors import UserError
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
+from grpo_mp.policy.safe_metadata import only_known_objects
 from grpo_mp.policy.te_adam import as_remainders, keeps_remainders
 
 # Fully reshardable: the distributed optimizer's shards are saved by parameter, not by rank.
@@ -95,7 +96,8 @@ def _reference_of(policy: Policy) -> Reference:
 
 def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
-        return dict(dist_checkpointing.load(state, str(folder)))
+        with only_known_objects(folder):
+            return dict(dist_checkpointing.load(state, str(folder)))
     except (CheckpointException, CheckpointingException, OSError, KeyError, RuntimeError) as error:
         raise UserError(f"{folder}: the checkpoint cannot be read: {_reason(error)}") from error
 

@@ -1,6 +1,6 @@
 """From a Hugging Face folder to Megatron's torch_dist format and back, a bounded part at a time, without a model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from grpo_mp.errors import UserError
 from grpo_mp.models.belonging import check_tensors
-from grpo_mp.models.building import PART_BYTES, Part, Watch, build, divide, each_in_threads, fingerprint
-from grpo_mp.models.extras import EXTRA, is_extra
+from grpo_mp.models.building import PART_BYTES, Part, Watch, build, check_apart, divide, each_in_threads, fingerprint
+from grpo_mp.models.extras import EXTRA, check_layers, is_extra
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8
 from grpo_mp.models.hf_config import HfConfig
@@ -20,7 +20,7 @@ from grpo_mp.models.hf_files import HfReader
 from grpo_mp.models.hf_others import copy_others
 from grpo_mp.models.mapping import Param, fuse
 from grpo_mp.models.team import Team
-from grpo_mp.policy.torch_dist import Place, join_parts, place_of, write_part
+from grpo_mp.policy.torch_dist import JOINT, Place, join_parts, place_of, write_part
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ def to_megatron(
     full disk, another model at `final`; and for NaN. The source is only read; FP8 is stored as bfloat16, save
     in tensors that are no part of the policy, which stay as they are.
     """
+    check_apart(source, final)
     model = Model.of(source)
-    with HfReader(source) as reader:
+    with HfReader(source, verify=True) as reader:
         check_names(reader, model)
         runs = divide({name: _bytes(reader, param) for name, param in model.params.items()}, part_bytes)
         parts = [Part(f"part_{number:05d}", *run) for number, run in enumerate(runs)]
@@ -70,9 +71,10 @@ def to_megatron(
             else:
                 write_part(path, made)
 
-        def finish(folder: Path) -> None:
+        def finish(folder: Path) -> Sequence[str]:
             join_parts(folder, [part.name for part in parts])
             copy_others(source, folder)
+            return JOINT
 
         made_of = fingerprint([*reader.files, source / "config.json"], "to-megatron", part_bytes)
         build(final, made_of, [*parts, *kept], make, write, finish, watch, team)
@@ -81,6 +83,7 @@ def to_megatron(
 def check_names(reader: HfReader, model: Model) -> None:
     """Raise UserError where the folder lacks tensors, has one that the mapping does not know, or one of wrong shape."""
     check_tensors(reader, model.params.values())
+    check_layers(reader.names, model.hf)
     known = {name for param in model.params.values() for name in param.hf}
     tied = {"lm_head.weight"} if model.hf.tied else set()  # a copy of the embedding
     unknown = sorted(name for name in reader.names - known - tied if not is_extra(name, model.hf))

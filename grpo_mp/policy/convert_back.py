@@ -1,7 +1,7 @@
 """From Megatron's torch_dist format to a Hugging Face folder, in the files' dtypes or as blockwise FP8."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mp.models.building import PART_BYTES, Part, Watch, build, divide, each_in_threads, fingerprint
+from grpo_mp.models.building import PART_BYTES, Part, Watch, build, check_apart, divide, each_in_threads, fingerprint
 from grpo_mp.models.extras import is_extra, open_extras
 from grpo_mp.models.fp8 import FP8, SCALE, quantise, requantise, scale_shape
 from grpo_mp.models.hf_files import INDEX, HfReader, holds_weights
@@ -118,12 +118,15 @@ def to_hf(
     not change keep the bytes they have in `like`. Tensors that are no part of the policy come from the checkpoint, or
     from `like` where it has none. Raises UserError as `to_megatron` does.
     """
+    check_apart(source, final)
     others = like or source
     model = Model.of(others)
     with ExitStack() as stack:
-        original = stack.enter_context(HfReader(like)) if like and holds_weights(like) else None
-        extras = open_extras(source) or original
-        back = Back(model, TorchDistReader(source), original, extras, fp8)
+        original = stack.enter_context(HfReader(like, verify=True)) if like and holds_weights(like) else None
+        extras = open_extras(source, verify=True) or original
+        reader = TorchDistReader(source, verify=True)
+        reader.check_layers(model.hf.int("num_hidden_layers"))
+        back = Back(model, reader, original, extras, fp8)
         stored = back.stored()
         runs = divide({name: sum(one.bytes for one in made.values()) for name, made in stored.items()}, part_bytes)
         parts = [Part(_file_name(number, len(runs)), *run) for number, run in enumerate(runs, start=1)]
@@ -135,10 +138,12 @@ def to_hf(
         def write(file: Path, tensors: dict[str, Tensor]) -> None:
             save_file(tensors, file, metadata={"format": "pt"})
 
-        def finish(folder: Path) -> None:
-            if len(parts) > 1:
-                _write_index(folder, parts, stored)
+        def finish(folder: Path) -> Sequence[str]:
             copy_others(others, folder, fp8)
+            if len(parts) == 1:
+                return ()
+            _write_index(folder, parts, stored)
+            return (INDEX,)
 
         files = [*(file for file in back.reader.folder.rglob("*") if file.is_file()), others / "config.json"]
         made_of = fingerprint([*files, *(original.files if original else ())], "to-hf", fp8, part_bytes)

@@ -20,10 +20,15 @@ from grpo_mp.policy.torch_dist_reader import TorchDistReader
 class ConvertedReader:
     """Reads as HfReader does."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises UserError where a file is missing or torn, and where config.json is of another model."""
+    def __init__(self, folder: Path, verify: bool = False) -> None:
+        """Raises UserError where a file is missing or torn, and where config.json is of another model.
+
+        `verify`: compare each file with its checksum before it is used.
+        """
         self.folder = folder
-        self._model, self._reader, self._extras = Model.of(folder), TorchDistReader(folder), open_extras(folder)
+        self._model, self._reader = Model.of(folder), TorchDistReader(folder, verify)
+        self._reader.check_layers(self._model.hf.int("num_hidden_layers"))
+        self._extras = open_extras(folder, verify)
         self._owners = {name: owner for owner, param in self._model.params.items() for name in param.hf}
         self._dtypes = {owner: self._reader.dtype(self._model.places[owner]) for owner in self._model.params}
         self._last: tuple[str, dict[str, Tensor]] = "", {}
@@ -74,6 +79,10 @@ class ConvertedReader:
         return self._extras
 
 
-def open_weights(folder: Path) -> HfReader | ConvertedReader:
-    """Of a Hugging Face folder or of a converted one. Raises UserError where it is neither, or torn."""
-    return ConvertedReader(folder) if is_torch_dist(folder) and not holds_weights(folder) else HfReader(folder)
+def open_weights(folder: Path, verify: bool = False) -> HfReader | ConvertedReader:
+    """Of a Hugging Face folder or of a converted one. Raises UserError where it is neither, or torn.
+
+    `verify`: compare each file that has a checksum with it before it is used.
+    """
+    converted = is_torch_dist(folder) and not holds_weights(folder)
+    return ConvertedReader(folder, verify) if converted else HfReader(folder, verify=verify)

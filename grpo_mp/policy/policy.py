@@ -10,8 +10,10 @@ from megatron.core.utils import unwrap_model
 
 from grpo_mp.config import Settings
 from grpo_mp.models.belonging import check_tensors
+from grpo_mp.models.extras import check_layers
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.manifest import Checksums
 from grpo_mp.planner.layout import check_layout, model_shape
 from grpo_mp.policy.converted import open_weights
 from grpo_mp.policy.expert_load import ExpertLoad
@@ -40,7 +42,10 @@ class Policy:
     """Megatron model, optimizer and reference of this rank."""
 
     def __init__(self, settings: Settings, parallel: Parallel, with_reference: bool) -> None:
-        """Build the model, read this rank's slices of the weights, make the optimizer."""
+        """Build the model, read this rank's slices of the weights, make the optimizer.
+
+        Raises UserError where a file of a converted folder differs from its checksum; ranks divide the files.
+        """
         self.parallel = parallel
         self.hf = HfConfig.read(settings.model.path)
         self.params = family_of(self.hf).params(self.hf)
@@ -49,6 +54,7 @@ class Policy:
         models = build_chunks(settings, self.hf, self.config)
         self.chunks = wrap_for_training(settings, self.config, models)
         self.tensors = local_tensors(models, self.params, parallel.here, settings.layout.expert)
+        Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
         with open_weights(settings.model.path) as reader:
             load_hf(self.tensors, self.params, reader, parallel.here, self.parts)
         mark_divided(self.tensors, self.params)
@@ -126,3 +132,4 @@ def check_policy(settings: Settings, world_size: int) -> None:
     transformer_config(settings, hf)
     with open_weights(settings.model.path) as reader:
         check_tensors(reader, family.params(hf).values())
+        check_layers(reader.names, hf)

@@ -13,18 +13,21 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
+from grpo_mp.models.describe import TORCH_DIST
 from grpo_mp.models.mapping import Param
+from grpo_mp.policy.safe_metadata import read_metadata
 
 COMMON = "common.pt"
-LAYER = re.compile(r"^decoder\.layers\.\d+\.")
+JOINT = (TORCH_DIST, COMMON, CONFIG_FNAME)  # files of the whole checkpoint
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.weight)\d+$")
 
 
@@ -75,10 +78,10 @@ def write_part(folder: Path, tensors: Iterable[tuple[Place, Tensor]]) -> None:
 
 
 def join_parts(folder: Path, parts: Sequence[str]) -> None:
-    """Make a checkpoint of the parts in it."""
+    """Make a checkpoint of the parts in it: writes the files JOINT."""
     whole, written = Metadata({}), []
     for part in parts:
-        metadata = FileSystemReader(folder / part).read_metadata()
+        metadata = read_metadata(folder / part)
         for key, held in metadata.state_dict_metadata.items():
             known = whole.state_dict_metadata.setdefault(key, replace(held, chunks=[]))  # type: ignore[arg-type]
             known.chunks.extend(held.chunks)  # type: ignore[union-attr]

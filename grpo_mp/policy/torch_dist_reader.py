@@ -1,6 +1,5 @@
 """Reading a checkpoint in Megatron's torch_dist format, one whole parameter at a time, without a model."""
 
-import pickle
 from collections import defaultdict
 from dataclasses import replace
 from math import prod
@@ -8,14 +7,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from grpo_mp.errors import UserError
 from grpo_mp.models.describe import TORCH_DIST, is_torch_dist
+from grpo_mp.models.manifest import Checksums
+from grpo_mp.policy.safe_metadata import SafeReader
 from grpo_mp.policy.saved_tensor import read_into
-from grpo_mp.policy.torch_dist import Place, chunk
-from grpo_mp.scheduler.recovery import MANIFEST, read_manifest
+from grpo_mp.policy.torch_dist import LAYER, Place, chunk
+from grpo_mp.scheduler.recovery import MANIFEST, checkpoint_checksums, read_manifest
 
 OPTIMIZER = "optimizer."
 
@@ -23,16 +24,18 @@ OPTIMIZER = "optimizer."
 class TorchDistReader:
     """Reads whole parameters, one at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder`: a checkpoint, or a run's step. Raises UserError where it is none, or a file is cut short."""
+    def __init__(self, folder: Path, verify: bool = False) -> None:
+        """`folder`: a checkpoint, or a run's step; `verify`: compare each file with its checksum before it is used.
+
+        Raises UserError where it is none, or a file is cut short or changed.
+        """
         self.folder = folder / "policy" if (folder / "policy").is_dir() else folder
         if not is_torch_dist(folder):
             raise UserError(f"{folder}: no torch_dist checkpoint is there ({TORCH_DIST} is missing)")
-        self._reader = FileSystemReader(self.folder)
-        try:
-            self.metadata = self._reader.read_metadata()
-        except (pickle.UnpicklingError, EOFError, AttributeError) as error:
-            raise UserError(f"{self.folder / TORCH_DIST} is torn ({error!r}): copy it again") from error
+        self.checksums = _checksums(folder) if verify else Checksums(self.folder, {})
+        self.checksums.check(self.folder / TORCH_DIST)
+        self._reader = SafeReader(self.folder)
+        self.metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, True)
         _check_files(self.folder, self.metadata)
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
@@ -45,6 +48,13 @@ class TorchDistReader:
             if isinstance(held, TensorStorageMetadata) and not key.startswith(OPTIMIZER)
         }
 
+    def check_layers(self, count: int) -> None:
+        """Raise UserError where there are weights of more layers than `count`."""
+        for key in self.tensors():
+            layer = LAYER.match(key)
+            if layer and int(layer[1]) >= count:
+                raise UserError(f"{self.folder}: {key} is there, but config.json has num_hidden_layers={count}")
+
     def dtype(self, place: Place) -> torch.dtype:
         """Raises UserError where the checkpoint lacks the tensor or has it in another shape."""
         dtype: torch.dtype = self._held(place).properties.dtype
@@ -53,6 +63,9 @@ class TorchDistReader:
     def read(self, place: Place) -> Tensor:
         """The whole parameter, without the padding of its vocabulary."""
         held = self._held(place)
+        for piece in self._chunks_of(place, held):
+            info = self.metadata.storage_data[MetadataIndex(place.key, piece.offsets)]
+            self.checksums.check(self.folder / info.relative_path)
         shape = tuple(held.size) if place.padded else place.shape
         tensor = torch.empty(shape, dtype=held.properties.dtype)
         if self._read_plainly(place, held, tensor):
@@ -96,8 +109,9 @@ class TorchDistReader:
 
 
 def describe_torch_dist(folder: Path) -> dict[str, str]:
-    """What a checkpoint holds, for people. Raises UserError for a torn one."""
-    reader = TorchDistReader(folder)
+    """What a checkpoint holds, for people. Raises UserError for a torn one, or one that differs from its checksums."""
+    reader = TorchDistReader(folder, verify=True)
+    reader.checksums.check_share()
     held = reader.tensors()
     files = [file for file in reader.folder.rglob("*") if file.is_file()]
     dtypes = sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in held.values()})
@@ -110,7 +124,12 @@ def describe_torch_dist(folder: Path) -> dict[str, str]:
         "tensors": f"{len(held):,}",
         "dtypes": ", ".join(dtypes),
         "files": f"{len(files)} ({sum(file.stat().st_size for file in files):,} bytes)",
+        "checksums": reader.checksums.summary,
     }
+
+
+def _checksums(folder: Path) -> Checksums:
+    return checkpoint_checksums(folder) if (folder / MANIFEST).is_file() else Checksums.of_conversion(folder)
 
 
 def _check_files(folder: Path, metadata: Metadata) -> None:

@@ -1,13 +1,13 @@
 """What a reward function is, how one is loaded, and how it is called: the convention of TRL's `reward_funcs`."""
 
 import asyncio
-import importlib
 import importlib.util
 import inspect
 import sys
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from transformers import TrainerState
 
 from grpo_mp.errors import UserError, nearest
+from grpo_mp.rewards.limit import no_exit
 from grpo_mp.types import SampleGroup
 
 RESERVED = ("prompt", "completion", "completion_ids")  # columns that are not passed on
@@ -94,13 +95,12 @@ def load_reward(name: str, setting: str = "reward.functions") -> Any:
     if not colon or not place or not function:
         raise UserError(f"{setting} {name!r}: write module:function or path/file.py:function")
     try:
-        module = (
-            _load_file(Path(place), f"{setting} {name!r}") if place.endswith(".py") else importlib.import_module(place)
-        )
+        with no_exit():
+            module = _load_file(Path(place), f"{setting} {name!r}") if place.endswith(".py") else import_module(place)
     except UserError:
         raise
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+    except (Exception, SystemExit) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
         raise UserError(f"{setting} {name!r}: importing {place} failed: {reason}") from error
     found = vars(module).get(function)
     if not callable(found):

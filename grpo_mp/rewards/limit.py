@@ -1,8 +1,10 @@
 """A time limit for calls into a user's code."""
 
+import os
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn, TypeVar
 
 Values = list[float | None]  # one per sample; None: the reward does not apply
 T = TypeVar("T")
@@ -16,6 +18,31 @@ class RewardError(Exception):
         self.sample = sample
 
 
+class ExitCallError(Exception):
+    """A user's code called os._exit, which would have ended the rank without a word."""
+
+
+_process_exit = os._exit
+_guarded = threading.local()  # `process`: whose os._exit raises in this thread
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Inside, os._exit of this thread raises ExitCallError; forked children, which must end so, still end."""
+    os._exit = _exit_or_raise
+    _guarded.process = os.getpid()
+    try:
+        yield
+    finally:
+        _guarded.process = None
+
+
+def _exit_or_raise(status: int) -> NoReturn:
+    if getattr(_guarded, "process", None) == os.getpid():
+        raise ExitCallError(f"it called os._exit({status}): return a reward, or raise an error")
+    _process_exit(status)
+
+
 def run_limited(call: Callable[[], T], limit_s: float) -> T:
     """The result of `call`, which gets `limit_s` seconds. Raises RewardError if it raises or takes longer.
 
@@ -27,7 +54,8 @@ def run_limited(call: Callable[[], T], limit_s: float) -> T:
 
     def run() -> None:
         try:
-            results.append(call())
+            with no_exit():
+                results.append(call())
         except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
             raised.append(error)
 

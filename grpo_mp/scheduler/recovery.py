@@ -2,15 +2,20 @@
 
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grpo_mp.errors import UserError
+from grpo_mp.models.manifest import HASH, Checksums, Files, checksums_of
 
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
+FINAL = "final"  # the exported Hugging Face folder
+STEP = re.compile(r"step_([0-9]{6,})")  # other names are copies that users made
+WRITTEN_BY = re.compile(r"__([0-9]+)_[0-9]+\.distcp")  # Megatron's files of tensors name the rank that wrote them
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,24 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
     return run_folder / "checkpoints" / f"step_{step:06d}"
 
 
-def write_manifest(folder: Path, state: RunState) -> None:
-    """Declare the checkpoint whole: the state, and the size of every file, which must be on disk already."""
+def own_checksums(folder: Path, rank: int = 0, size: int = 1) -> Files:
+    """Size and checksum of the files that this of `size` ranks wrote; the first rank has those that name none.
+
+    A rank reads what it has just written, while its machine still holds it in memory.
+    """
+    owners = {file: WRITTEN_BY.fullmatch(file.name) for file in _files(folder) if not file.name.startswith(MANIFEST)}
+    return checksums_of(folder, [file for file, by in owners.items() if (int(by[1]) % size if by else 0) == rank])
+
+
+def write_manifest(folder: Path, state: RunState, files: Files | None = None) -> None:
+    """Declare the checkpoint whole: the state, and size and checksum of every file, which must be on disk already.
+
+    `files`: what `own_checksums` of all ranks found (default: found here).
+    """
     temporary = folder / (MANIFEST + ".incomplete")
-    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in _files(folder) if file != temporary}
+    held = own_checksums(folder) if files is None else files
     with temporary.open("w") as file:
-        json.dump({"state": asdict(state), "file_bytes": sizes}, file, indent=2)
+        json.dump({"state": asdict(state), "files": dict(sorted(held.items()))}, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(folder / MANIFEST)
@@ -49,23 +66,23 @@ def read_manifest(folder: Path) -> RunState:
 
     Raises UserError for a manifest that this version did not write, and where a file it names is missing or cut.
     """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        state, sizes = RunState(**manifest["state"]), dict(manifest["file_bytes"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{folder / MANIFEST}: not a checkpoint manifest ({error!r}): remove that folder") from error
-    torn = next((name for name, size in sizes.items() if not _has_size(folder / name, size)), None)
+    state, files = _read(folder)
+    torn = next((name for name, held in files.items() if not _has_size(folder / name, held["bytes"])), None)
     if torn:
         raise UserError(
-            f"{folder}: the checkpoint is torn, {torn} is missing or cut short: "
-            "remove that folder to go on from the checkpoint before it"
+            f"{folder}: the checkpoint is torn, {torn} is missing or cut short: copy it again{_or_else(folder)}"
         )
     return state
 
 
+def checkpoint_checksums(folder: Path) -> Checksums:
+    """What compares a whole checkpoint's files with their checksums. Raises UserError as `read_manifest`."""
+    return Checksums(folder, _read(folder)[1], _or_else(folder))
+
+
 def latest_checkpoint(run_folder: Path) -> Path | None:
     """The newest whole checkpoint, or None."""
-    whole = sorted(path.parent for path in (run_folder / "checkpoints").glob(f"step_*/{MANIFEST}"))
+    whole = _whole_checkpoints(run_folder)
     return whole[-1] if whole else None
 
 
@@ -77,8 +94,7 @@ def begin_checkpoint(folder: Path) -> None:
 
 def prune_checkpoints(run_folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` whole checkpoints, manifest first."""
-    whole = sorted(path.parent for path in (run_folder / "checkpoints").glob(f"step_*/{MANIFEST}"))
-    for folder in whole[:-keep]:
+    for folder in _whole_checkpoints(run_folder)[:-keep]:
         (folder / MANIFEST).unlink()
         shutil.rmtree(folder)
 
@@ -99,10 +115,10 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
     changed = _difference(file.read_text(), resolved) if file.exists() else f"it has no {SETTINGS}"
     if changed:
         raise UserError(
-            f"{run_folder} holds a run of other settings ({changed}): choose another run.folder, or remove it"
+            f"{run_folder} holds a run of other settings ({changed}): choose another run.folder, or move it away"
         )
     if checkpoint and not resume:
-        raise UserError(f"{run_folder} holds checkpoints of this run: set run.resume=auto to go on, or remove it")
+        raise UserError(f"{run_folder} holds checkpoints of this run: set run.resume=auto to go on, or move it away")
     if checkpoint:
         read_manifest(checkpoint)
 
@@ -123,6 +139,34 @@ def _difference(old: str, new: str) -> str:
         if was != now:
             return f"{was.strip()} there, {now.strip()} here"
     return "" if len(olds) == len(news) else "one has more settings"
+
+
+def _whole_checkpoints(run_folder: Path) -> list[Path]:
+    """Those that a run saved, oldest first. What users copied or renamed is theirs: neither chosen nor removed."""
+    steps = {path: STEP.fullmatch(path.name) for path in (run_folder / "checkpoints").glob("step_*")}
+    numbers = {path: int(step[1]) for path, step in steps.items() if step and (path / MANIFEST).is_file()}
+    own = [path for path, number in numbers.items() if path == checkpoint_folder(run_folder, number)]
+    return sorted(own, key=lambda path: numbers[path])
+
+
+def _read(folder: Path) -> tuple[RunState, Files]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        state = RunState(**manifest["state"])
+        files = {
+            str(name): {"bytes": int(held["bytes"]), HASH: str(held[HASH])} for name, held in manifest["files"].items()
+        }
+        if not isinstance(state.step, int) or state.step < 0:
+            raise ValueError(f"step {state.step!r}")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"{folder / MANIFEST}: not a checkpoint manifest ({error!r}): copy it again{_or_else(folder)}"
+        ) from error
+    return state, files
+
+
+def _or_else(folder: Path) -> str:
+    return f", or rename {folder.name} to go on from the checkpoint before it"
 
 
 def _files(folder: Path) -> list[Path]:

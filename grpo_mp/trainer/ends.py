@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from grpo_mp.config import exit_with
 from grpo_mp.errors import UserError
+from grpo_mp.launch.marks import mark_end
 
 PEER_LOST_STATUS = 1
 INTERRUPT_STATUS = 128 + signal.SIGINT
@@ -58,6 +59,7 @@ def clean_end() -> Iterator[None]:
     rank = int(os.environ.get("RANK", 0))
     try:
         yield
+        mark_end(rank)
     except UserError as error:
         if rank and not dist.is_initialized():
             _leave_the_word()
@@ -72,6 +74,10 @@ def clean_end() -> Iterator[None]:
         if rank == 0:
             sys.stderr.write(f"{_where(rank, interrupt)}: stopped by Ctrl-C\n")
         raise SystemExit(INTERRUPT_STATUS) from None
+    except SystemExit as end:
+        if not end.code:  # --help
+            mark_end(rank)
+        raise
     except Exception as error:
         _tell_launcher(f"{type(error).__name__}: {error}")
         raise

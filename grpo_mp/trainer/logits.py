@@ -65,7 +65,7 @@ def _by_transformers(folder: Path, tokens: Tensor) -> Tensor:
     values = {key: value for key, value in HfConfig.read(folder).values.items() if key != QUANTISED}
     kind = values.pop("model_type")
     config = AutoConfig.for_model(CODE.get(kind, kind), **values)
-    with HfReader(folder, fp8_as=torch.float32) as reader:
+    with HfReader(folder, fp8_as=torch.float32, verify=True) as reader:
         state = {name: reader.read(name).float() for name in reader.names}
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None, config=config, state_dict=state, dtype=torch.float32, experts_implementation="eager"
@@ -83,7 +83,7 @@ def _by_megatron(folder: Path, tokens: Tensor) -> Tensor:
         try:
             (model,) = build_chunks(settings, hf, transformer_config(settings, hf))
             tensors = local_tensors([model], params, parallel.here, 1)
-            with open_weights(folder) as reader:
+            with open_weights(folder, verify=True) as reader:
                 load_hf(tensors, params, reader, parallel.here, Parts(1, 1))
             return torch.stack([sequence_logits(model, row)[:, : hf.int("vocab_size")] for row in tokens])
         finally:

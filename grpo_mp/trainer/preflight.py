@@ -16,7 +16,7 @@ from grpo_mp.rollout.division import check_division
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.places import engine_places
 from grpo_mp.rollout.precision import in_fp8
-from grpo_mp.scheduler.recovery import check_run_folder
+from grpo_mp.scheduler.recovery import FINAL, check_run_folder
 from grpo_mp.sync.transport import over_ipc
 
 
@@ -62,6 +62,7 @@ def check_and_read_evaluation(settings: Settings, world_size: int, ranks_per_nod
 def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
     """Run folder, engines, device and sizes; the model's tokenizer."""
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
+    _check_export(settings)
     places = engine_places(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
     if places[0].nodes > 1 and not over_ipc(settings.sync):
         raise UserError(
@@ -96,6 +97,15 @@ def check_engine(settings: Settings, hf: HfConfig, cpu: bool) -> None:
     in_fp8(settings.engine.args, hf, cpu)
     if not cpu:
         check_division(settings.engine.gpus, settings.engine.args, hf)
+
+
+def _check_export(settings: Settings) -> None:
+    final = settings.run.folder / FINAL
+    if settings.run.export and final.resolve() == settings.model.path.resolve():
+        raise UserError(
+            f"{final}: the export would take the place of model.path: choose another run.folder, or set "
+            "run.export=false"
+        )
 
 
 def _check_device_settings(settings: Settings) -> None:

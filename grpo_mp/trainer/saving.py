@@ -9,10 +9,18 @@ import torch.distributed as dist
 
 from grpo_mp.models.extras import read_extras
 from grpo_mp.models.hf_writing import write_hf
+from grpo_mp.models.manifest import Files
 from grpo_mp.policy.checkpoint import save_policy, save_reference
+from grpo_mp.policy.parallel import Parallel
 from grpo_mp.policy.policy import Policy
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.scheduler.recovery import begin_checkpoint, checkpoint_folder, prune_checkpoints, write_manifest
+from grpo_mp.scheduler.recovery import (
+    begin_checkpoint,
+    checkpoint_folder,
+    own_checksums,
+    prune_checkpoints,
+    write_manifest,
+)
 from grpo_mp.sync.reshard import Resharder
 from grpo_mp.sync.weight_sync import make_plan
 from grpo_mp.trainer.session import Session
@@ -32,10 +40,19 @@ def save(session: Session) -> Path:
         if session.state.reference_refreshed:
             save_reference(session.policy, folder / "reference")
         dist.barrier(group=session.parallel.host)
+        files = _checksums(folder, session.parallel)
         if session.is_first:
-            write_manifest(folder, session.state)
+            write_manifest(folder, session.state, files)
             prune_checkpoints(session.settings.run.folder, session.settings.run.keep_checkpoints)
     return folder
+
+
+def _checksums(folder: Path, parallel: Parallel) -> Files:
+    """Of every file of a checkpoint, on the first rank; each rank reads its own. Every rank must call this."""
+    found: list[Files] | None = [{}] * parallel.world_size if parallel.rank == 0 else None
+    mine = own_checksums(folder, parallel.rank, parallel.world_size)
+    dist.gather_object(mine, found, dst=0, group=parallel.host)
+    return {name: held for files in found or () for name, held in files.items()}
 
 
 def export_hf(session: Session, folder: Path) -> None:

@@ -24,7 +24,13 @@ from grpo_mp.policy.residency import device_items
 from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.exhausted import naming_what_is_full
-from grpo_mp.scheduler.recovery import RunState, claim_run_folder, latest_checkpoint, read_manifest
+from grpo_mp.scheduler.recovery import (
+    RunState,
+    checkpoint_checksums,
+    claim_run_folder,
+    latest_checkpoint,
+    read_manifest,
+)
 from grpo_mp.scheduler.scheduler import Scheduler
 from grpo_mp.sync.ipc import IpcTransport
 from grpo_mp.sync.reshard import Resharder
@@ -136,6 +142,8 @@ def _newest_checkpoint(settings: Settings) -> Path | None:
 def _build_policy(settings: Settings, parallel: Parallel, state: RunState, folder: Path | None) -> Policy:
     policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.measured_share > 0)
     if folder:
+        checkpoint_checksums(folder).check_share(parallel.rank, parallel.world_size)
+        dist.barrier(group=parallel.host)  # what one rank finds, no other must read
         load_policy(policy, folder / "policy")
         if state.reference_refreshed and policy.reference:
             load_reference(policy, folder / "reference")

@@ -54,14 +54,31 @@ def written_out(rewards: Sequence[float], group_ids: Sequence[int], baseline: st
     return found
 
 
+def rounding(rewards: Sequence[float], scaled: bool) -> dict[str, float]:
+    """How far two computations in float64 may be apart, whatever the order of their sums.
+
+    A sum of n terms is off by n U of its size at most: a mean by (n + 1) U R, with R the largest reward, and so is the
+    gain over it, apart from U of itself; a deviation by n / 2 + 2 roundings of its own size, at most 1.5 R, and by the
+    mean's error. The gain is divided by no less than EPS, so that relative to it the deviation is off by its error
+    over EPS. Twice each, for both sides.
+    """
+    unit, count, largest = 2.0**-53, len(rewards), max(map(abs, rewards), default=0.0)
+    mean = (count + 1) * unit * largest
+    deviation = (count / 2 + 2) * unit * 1.5 * largest + mean
+    return {
+        "atol": 2 * mean / (EPS if scaled else 1.0),
+        "rtol": 2 * (4 * unit + (deviation / EPS if scaled else 0.0)),
+    }
+
+
 @given(DRAWN, KINDS)
 def test_any_rewards_in_any_groups(drawn: list[tuple[int, float]], kind: tuple[str, str]) -> None:
     group_ids, rewards = [group for group, _ in drawn], [reward for _, reward in drawn]
     baseline, scale = kind
     found = advantages(rewards, group_ids, baseline=baseline, scale=scale)
-    # Where rewards differ only in their last digits, so does the mean: its rounding is the limit.
-    limit = max(map(abs, rewards), default=0.0) / (EPS if scale != "none" else 1.0)
-    np.testing.assert_allclose(found, written_out(rewards, group_ids, baseline, scale), rtol=1e-9, atol=1e-13 * limit)
+    np.testing.assert_allclose(
+        found, written_out(rewards, group_ids, baseline, scale), **rounding(rewards, scale != "none")
+    )
 
 
 @given(DRAWN, KINDS, st.randoms(use_true_random=False))
@@ -71,9 +88,8 @@ def test_order_means_nothing(drawn: list[tuple[int, float]], kind: tuple[str, st
     wanted = {"baseline": kind[0], "scale": kind[1]}
     straight = advantages([reward for _, reward in drawn], [group for group, _ in drawn], **wanted)
     mixed = advantages([drawn[i][1] for i in order], [drawn[i][0] for i in order], **wanted)
-    # Sums in another order round otherwise.
-    limit = max((abs(reward) for _, reward in drawn), default=0.0) / EPS
-    np.testing.assert_allclose([straight[i] for i in order], mixed, rtol=1e-9, atol=1e-13 * limit)
+    limits = rounding([reward for _, reward in drawn], kind[1] != "none")
+    np.testing.assert_allclose([straight[i] for i in order], mixed, **limits)
 
 
 def test_one_group_by_hand() -> None:

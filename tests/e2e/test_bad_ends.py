@@ -1,5 +1,6 @@
 """Jobs that end badly: one sentence, a status that is not 0, no trace for a user's mistake, no process left."""
 
+import re
 import signal
 from pathlib import Path
 
@@ -9,6 +10,14 @@ from tests.e2e.jobs import ALONE, TORCHRUN, spans
 
 PEER_LOST = "another rank ended; its message says why"
 SPOILED = (*TORCHRUN[:-1], "tests.e2e.spoiled")
+# No handler of Python sees this end, and its status says that all is well.
+VANISHING = """
+import ctypes, os
+def vanishing(completions, **_):
+    if os.environ["RANK"] == "1":
+        ctypes.CDLL(None)._exit(0)
+    return [0.0] * len(completions)
+"""
 NO_EVAL = "data.eval={}"
 ONE_ENGINE = "engine.count=1"
 
@@ -62,6 +71,19 @@ def test_a_reward_that_hangs_stops_every_rank(start_job: StartJob, tmp_path: Pat
     assert sentence.startswith("error: reward hanging: prompt ")
     assert "took longer than reward.timeout_s=2 s; sample 0: " in sentence
     assert not (tmp_path / "run" / "checkpoints").exists()
+    assert result.left == []
+
+
+def test_a_rank_that_vanishes_with_status_0_takes_the_job_with_it(start_job: StartJob, tmp_path: Path) -> None:
+    """Under torchrun nobody but its peers can miss it."""
+    run, file = tmp_path / "run", tmp_path / "vanishing.py"
+    file.write_text(VANISHING)
+    result = outcome(
+        start_job(f"run.folder={run}", NO_EVAL, f"reward.functions={{{file}:vanishing: 1.0}}", command=TORCHRUN)
+    )
+    assert result.status == 1
+    assert re.search(rf"rank 0 in \w+: {PEER_LOST}", result.err)
+    assert not (run / "checkpoints").exists()
     assert result.left == []
 
 

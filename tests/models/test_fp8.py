@@ -83,7 +83,9 @@ def test_bytes_come_back_where_a_block_reaches_448(seed: int, dtype: torch.dtype
     weight.view(torch.uint8)[::128, ::128] = 0xFE  # -448
     again, scale_again = quantise(dequantise(weight, scale, dtype))
     assert same_bits(again, weight)
-    torch.testing.assert_close(scale_again, scale, rtol=2**-8 if dtype == torch.bfloat16 else 2**-22, atol=0)
+    # 448 x factor is rounded to float32, then to the dtype; a 448th of it is rounded to float32.
+    rounding = 2 * 2**-24 + (2**-8 if dtype == torch.bfloat16 else 0.0)
+    torch.testing.assert_close(scale_again, scale, rtol=rounding * (1 + 2**-7), atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,12 +13,15 @@ from safetensors.torch import load_file, save_file
 from grpo_mp.data.tiny_tokenizer import make_tokenizer
 from grpo_mp.errors import UserError
 from grpo_mp.models.compare import compare_folders
+from grpo_mp.models.describe import describe_hf
 from grpo_mp.models.fp8 import FP8, SCALE, quantise
 from grpo_mp.models.hf_files import INDEX, HfReader
+from grpo_mp.models.hf_versions import in_both_forms
 from grpo_mp.models.manifest import RECORD
 from grpo_mp.models.tiny import make_tiny
 from grpo_mp.policy.convert import to_megatron
 from grpo_mp.policy.convert_back import to_hf
+from grpo_mp.policy.converted import open_weights
 
 TINY: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -57,14 +60,17 @@ def make_fp8(folder: Path) -> Path:
     extra |= {"model.layers.3.eh_proj.weight" + SCALE: torch.rand(2, 2), "model.layers.3.norm.weight": torch.ones(3)}
     save_file(tensors | extra, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 1
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def others(folder: Path) -> dict[str, bytes]:
+    """Files beside the weights; a config as what is made of it has it."""
     files = (file for file in folder.iterdir() if file.suffix != ".safetensors" and file.name not in (INDEX, RECORD))
-    return {file.name: file.read_bytes() for file in files}
+    config = in_both_forms(json.loads((folder / "config.json").read_text()))
+    return {file.name: file.read_bytes() for file in files} | {"config.json": json.dumps(config).encode()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -162,11 +168,51 @@ def test_another_model_is_not_overwritten(tmp_path: Path) -> None:
     one, other, final = make(tmp_path / "one"), make(tmp_path / "other", "qwen3"), tmp_path / "final"
     with pytest.raises(MachineDiedError):
         to_megatron(one, final, dying(1), PART_BYTES)
-    with pytest.raises(UserError, match=r"final.incomplete holds the beginning of another conversion: remove it"):
+    with pytest.raises(UserError, match=r"final.incomplete is of another conversion, or of none: choose another dest"):
         to_megatron(other, final, ignore, PART_BYTES)
     to_megatron(one, final, ignore, PART_BYTES)
     with pytest.raises(UserError, match=r"final holds something else: choose another destination"):
         to_megatron(other, final, ignore, PART_BYTES)
+
+
+@pytest.mark.parametrize("destination", ["model", "model/../model", "link"])
+def test_no_advice_deletes_the_source(destination: str, tmp_path: Path) -> None:
+    """Where the destination is the source, or the source's name ends as unfinished work does."""
+    model = make(tmp_path / "model")
+    (tmp_path / "link").symlink_to(model)
+    with pytest.raises(UserError, match=r"is the source of this conversion, too: choose another destination$"):
+        to_megatron(model, tmp_path / destination, ignore)
+    model.rename(tmp_path / "other.incomplete")
+    with pytest.raises(UserError, match=r"is of another conversion, or of none: choose another destination$"):
+        to_megatron(tmp_path / "other.incomplete", tmp_path / "other", ignore)
+    (tmp_path / "other.incomplete").rename(model)
+    to_megatron(model, tmp_path / "megatron", ignore)
+    with pytest.raises(UserError, match=r"is the source of this conversion, too: choose another destination$"):
+        to_hf(tmp_path / "megatron", tmp_path / "megatron", None, False, ignore)
+    with pytest.raises(UserError, match=r"model holds something else: choose another destination$"):
+        to_hf(tmp_path / "megatron", model, None, False, ignore)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"])
+def test_layers_are_counted(family: str, tmp_path: Path) -> None:
+    """A layer that config.json does not count is no extra, unless multi-token prediction counts it."""
+    model = make(tmp_path / "model", family)
+    to_megatron(model, tmp_path / "megatron", ignore)
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 2, "layer_types": None}
+    for folder in (model, tmp_path / "megatron"):
+        (folder / "config.json").write_text(json.dumps(config))
+    words = r"num_hidden_layers=2 and num_nextn_predict_layers=0 do not cover model.layers.2.\S+: set them"
+    with pytest.raises(UserError, match=words):
+        to_megatron(model, tmp_path / "final", ignore)
+    with pytest.raises(UserError, match=words):
+        describe_hf(model)
+    with pytest.raises(UserError, match=r"num_hidden_layers=2|config.json says otherwise"):
+        to_hf(tmp_path / "megatron", tmp_path / "back", None, False, ignore)
+    with pytest.raises(UserError, match=r"num_hidden_layers=2|config.json says otherwise"):
+        open_weights(tmp_path / "megatron")
+    assert not (tmp_path / "back").exists()
+    (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    to_megatron(model, tmp_path / "final", ignore)
 
 
 def change(folder: Path, **changes: torch.Tensor | None) -> None:

@@ -32,6 +32,7 @@ CASES = [
     ("deepseek_v3", {}),
 ]
 PART_BYTES = 100_000
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64}
 
 
 def ignore(done: int, total: int) -> None:
@@ -84,7 +85,7 @@ def test_the_policy_starts_from_what_was_converted(
 
 
 def test_the_export_has_what_the_policy_has_not(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "model", "deepseek_v3", make_tokenizer(["apples"]), num_hidden_layers=2, hidden_size=64)
+    make_tiny(tmp_path / "model", "deepseek_v3", make_tokenizer(["apples"]), num_nextn_predict_layers=1, **SMALL)
     held = load_file(tmp_path / "model" / "model.safetensors")
     extra = {f"model.layers.2.{name}": torch.randn(8, 4) for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")}
     save_file(held | extra, tmp_path / "model" / "model.safetensors")

@@ -38,3 +38,10 @@ def test_a_file_that_fails_on_import(body: str, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(body)
     with pytest.raises(UserError, match=r"importing .*bad\.py failed: \w+Error: "):
         load_reward(f"{tmp_path / 'bad.py'}:f")
+
+
+@pytest.mark.parametrize("body", ["import sys\nsys.exit(0)", "raise SystemExit", "import os\nos._exit(0)", "exit()"])
+def test_a_file_that_ends_the_program_on_import(body: str, tmp_path: Path) -> None:
+    (tmp_path / "leaving.py").write_text(body)
+    with pytest.raises(UserError, match=r"importing .*leaving\.py failed: (SystemExit|ExitCallError)"):
+        load_reward(f"{tmp_path / 'leaving.py'}:f")

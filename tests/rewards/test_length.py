@@ -1,3 +1,5 @@
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,4 +47,6 @@ def test_repetition(tokens: list[int], ngram: int, value: float) -> None:
 def test_repetition_counts_what_stood_before(tokens: list[int], ngram: int) -> None:
     grams = [tokens[i : i + ngram] for i in range(max(0, len(tokens) - ngram + 1))]
     repeated = sum(grams[i] in grams[:i] for i in range(len(grams)))
-    assert repetition_part(tokens, ngram) == pytest.approx(-repeated / len(grams) if grams else 0.0)
+    # A quotient and a difference, each at most 1 and rounded by 2^-53 of itself.
+    exact = Fraction(-repeated, len(grams)) if grams else Fraction(0)
+    assert abs(Fraction(repetition_part(tokens, ngram)) - exact) <= Fraction(2, 2**53)

@@ -17,13 +17,20 @@ from grpo_mp.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
 FUNCTIONS = """
-import asyncio, math, time
+import asyncio, math, multiprocessing, os, time
 import numpy, torch
 
 def length(completions, **columns): return [len(text) for text in completions]
 def answer(completions, **columns): return [3.0] * len(completions)
 def raises(completions, **columns): raise KeyError("gold")
 def exits(completions, **columns): raise SystemExit(3)
+def leaves(completions, **columns): os._exit(0)
+async def leaves_later(completions, **columns): os._exit(0)
+def forks(completions, **columns):
+    child = multiprocessing.get_context("fork").Process(target=print)
+    child.start()
+    child.join()
+    return [5.0 + child.exitcode] * len(completions)
 def hangs(completions, **columns): time.sleep(60)
 def infinite(completions, **columns): return [0.0, math.inf] + [0.0] * (len(completions) - 2)
 def nan(completions, **columns): return [math.nan] * len(completions)
@@ -51,6 +58,8 @@ async def waits(completions, **columns):
 BROKEN = {
     "raises": r"raised KeyError: 'gold'; sample 0: 'a'",
     "exits": r"raised SystemExit: 3",
+    "leaves": r"raised ExitCallError: it called os._exit\(0\): return a reward, or raise an error",
+    "leaves_later": r"raised ExitCallError: it called os._exit\(0\)",
     "hangs": r"took longer than reward.timeout_s=0.2 s",
     "infinite": r"returned inf, which is not finite; sample 1: 'b'",
     "nan": r"returned nan, which is not finite",
@@ -303,3 +312,13 @@ def test_a_coroutine_reward_needs_no_loop_of_its_own(scorer: Callable[..., Score
         return scorer({"waits": 1.0}).score_group(make_group(["a"]))
 
     assert rewards(asyncio.run(inside_a_loop())) == [4.0]
+
+
+def test_a_child_that_a_reward_forks_ends_as_children_do(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
+    scored = scorer({"forks": 1.0}, timeout_s=30.0).score_group(make_group(["a", "b"]))
+    assert [sample.reward for sample in scored.samples] == [5.0, 5.0]
+
+
+def test_elsewhere_a_process_still_ends_by_exit(tmp_path: Path) -> None:
+    code = "import os\nfrom grpo_mp.rewards.limit import no_exit\nwith no_exit(): pass\nos._exit(7)\n"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from grpo_mp.scheduler.recovery import (
     RunState,
     begin_checkpoint,
     check_run_folder,
+    checkpoint_checksums,
     checkpoint_folder,
     claim_run_folder,
     latest_checkpoint,
+    own_checksums,
     prune_checkpoints,
     read_manifest,
     write_manifest,
@@ -100,15 +103,18 @@ def test_a_file_that_is_cut_or_gone_is_named(damage: str, tmp_path: Path) -> Non
         "{",
         "[]",
         "{}",
-        json.dumps({"state": {"unknown": 1}, "file_bytes": {}}),
+        json.dumps({"state": {"unknown": 1}, "files": {}}),
         json.dumps({"state": asdict(state(1))}),
-        json.dumps({"state": asdict(state(1)), "file_bytes": 3}),
+        json.dumps({"state": asdict(state(1)), "files": {"policy/weights": {"bytes": 100}}}),
+        json.dumps({"state": asdict(state(1)) | {"step": -1}, "files": {}}),
+        json.dumps({"state": asdict(state(1)) | {"step": "1"}, "files": {}}),
+        json.dumps({"state": asdict(state(1)), "files": 3}),
     ],
 )
 def test_another_kind_of_manifest_is_refused(text: str, tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     (folder / MANIFEST).write_text(text)
-    with pytest.raises(UserError, match=r"manifest.json: not a checkpoint manifest .*remove that folder"):
+    with pytest.raises(UserError, match=r"not a checkpoint manifest .*: copy it again, or rename step_000001 to"):
         read_manifest(folder)
 
 
@@ -120,6 +126,48 @@ def test_pruning_keeps_the_newest_whole_ones(keep: int, tmp_path: Path) -> None:
     prune_checkpoints(tmp_path, keep)
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == [f"step_{step:06d}" for step in [2, 4, 6, 10][-keep:]] + ["step_000012"]
+
+
+@pytest.mark.parametrize("name", ["step_000080_backup_of_60", "step_000060_best", "step_99", "step_0000099", "step_x"])
+def test_copies_that_users_make_are_neither_chosen_nor_removed(name: str, tmp_path: Path) -> None:
+    for step in (60, 80, 100):
+        save(tmp_path, step)
+    copy = tmp_path / "checkpoints" / name
+    shutil.copytree(checkpoint_folder(tmp_path, 60), copy)
+    assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 100)
+    prune_checkpoints(tmp_path, 1)
+    assert sorted(path.name for path in copy.parent.iterdir()) == sorted([name, "step_000100"])
+    checkpoint_folder(tmp_path, 100).rename(tmp_path / "checkpoints" / "step_000100.bad")
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+    save(tmp_path, 999_999)
+    save(tmp_path, 1_000_000)
+    assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 1_000_000)
+
+
+def test_a_changed_file_is_found_by_the_rank_whose_share_it_is(tmp_path: Path) -> None:
+    folder = save(tmp_path, 6, whole=False)
+    (folder / "policy" / "__0_0.distcp").write_bytes(b"a" * 300)
+    (folder / "policy" / "__1_0.distcp").write_bytes(b"b" * 200)
+    parts = [own_checksums(folder, rank, 2) for rank in range(2)]
+    assert [sorted(part) for part in parts] == [["policy/__0_0.distcp", "policy/weights"], ["policy/__1_0.distcp"]]
+    write_manifest(folder, state(6), {**parts[0], **parts[1]})
+    for rank in range(3):
+        checkpoint_checksums(folder).check_share(rank, 3)
+    (folder / "policy" / "__1_0.distcp").write_bytes(b"b" * 199 + b"c")
+    assert read_manifest(folder) == state(6)  # its size is right
+    found = []
+    for rank in range(3):
+        try:
+            checkpoint_checksums(folder).check_share(rank, 3)
+        except UserError as error:
+            found.append(str(error))
+    assert found == [
+        f"{folder / 'policy' / '__1_0.distcp'} differs from its checksum: copy it again, or rename step_000006 to go "
+        "on from the checkpoint before it"
+    ]
 
 
 def test_pruning_takes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +212,7 @@ def test_results_of_other_settings_are_refused(trace: str, tmp_path: Path) -> No
 def test_checkpoints_are_not_run_over_without_resume(tmp_path: Path) -> None:
     claim_run_folder(tmp_path, RESOLVED)
     save(tmp_path, 2)
-    with pytest.raises(UserError, match=r"set run.resume=auto to go on, or remove it"):
+    with pytest.raises(UserError, match=r"set run.resume=auto to go on, or move it away"):
         check_run_folder(tmp_path, RESOLVED, resume=False)
 
 

@@ -1,0 +1,162 @@
+"""config.json as transformers 4 writes it and as 5 does: the same model, computed the same."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.errors import UserError
+from grpo_mp.models.extras import check_layers
+from grpo_mp.models.families import FAMILIES, family_of
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.hf_others import copy_others
+from grpo_mp.models.hf_versions import in_both_forms
+from grpo_mp.models.tiny import CODE, SHAPES, make_tiny
+from grpo_mp.policy.convert import to_megatron
+from grpo_mp.trainer.logits import compare_logits
+from tests.models.published import PUBLISHED
+
+NEWER = ("rope_parameters", "num_local_experts", "dtype")  # names that transformers 4 does not know
+TOLERANCE = 2e-6  # of the largest logit, in float32
+THETA = 123456.0  # no default of any family
+ROPES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 8192},
+    "deepseek_v3": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 24}
+    | {"beta_slow": 2, "mscale": 0.8, "mscale_all_dim": 0.8},
+    "glm4_moe": {"rope_type": "default", "partial_rotary_factor": 0.25},
+}
+ROPES["deepseek_v2"] = ROPES["deepseek_v3"]
+
+
+def saved_by_transformers_5(values: dict[str, Any], folder: Path) -> HfConfig:
+    kind = CODE.get(values["model_type"], values["model_type"])
+    rest = {key: value for key, value in values.items() if key != "model_type"}
+    AutoConfig.for_model(kind, **json.loads(json.dumps(rest))).save_pretrained(folder)
+    hf = HfConfig.read(folder)
+    assert "rope_theta" not in hf.values
+    assert hf.values["transformers_version"].startswith("5.")
+    return hf
+
+
+def as_seen_by_transformers_4(values: dict[str, Any]) -> dict[str, Any]:
+    """Without the names that it does not know; Mixtral's are those of either."""
+    kept = {"num_local_experts"} if values["model_type"] == "mixtral" else set[str]()
+    return {name: value for name, value in values.items() if name not in NEWER or name in kept}
+
+
+def computed(hf: HfConfig) -> tuple[Any, ...]:
+    """All that a family makes of a config."""
+    family = family_of(hf)
+    config = family.config(hf)
+    rotary = {} if config.get("multi_latent_attention") else family.rotary(hf)
+    return config, family.params(hf), rotary, hf.rope["rope_theta"], hf.rope["rope_type"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_mean_the_same_when_transformers_5_has_saved_them(name: str, tmp_path: Path) -> None:
+    values, _ = PUBLISHED[name]
+    published, saved = HfConfig(tmp_path, values), saved_by_transformers_5(values, tmp_path)
+    assert computed(saved) == computed(published)
+    assert in_both_forms(values) == values | ({"dtype": values["dtype"]} if "dtype" in values else {})
+    completed = HfConfig(tmp_path, in_both_forms(saved.values))
+    assert computed(completed) == computed(published)
+    assert computed(HfConfig(tmp_path, as_seen_by_transformers_4(completed.values))) == computed(published)
+    layers = saved.int("num_hidden_layers") + int(values.get("num_nextn_predict_layers") or 0)
+    check_layers([f"model.layers.{layers - 1}.norm.weight"], saved)
+
+
+def family_values(family: str) -> dict[str, Any]:
+    """Of the tiny shape, with a rotation that no default is."""
+    rope = {"rope_theta": THETA, "rope_type": "default"} | ROPES.get(family, {})
+    shape = {name: value for name, value in SHAPES[family].items() if name not in ("rope_theta", "rope_scaling")}
+    return shape | {"rope_parameters": rope, "vocab_size": 128, "model_type": CODE.get(family, family)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_reads_what_transformers_5_computes_with(family: str, tmp_path: Path) -> None:
+    saved = saved_by_transformers_5(family_values(family), tmp_path)
+    own = AutoConfig.from_pretrained(tmp_path)
+    config, params, rotary, theta, kind = computed(saved)
+    assert (theta, kind) == (own.rope_parameters["rope_theta"], own.rope_parameters["rope_type"])
+    assert theta == THETA
+    assert config.get("num_moe_experts") == getattr(own, "num_local_experts", getattr(own, "n_routed_experts", None))
+    assert sum(param.expert is not None for param in params.values()) % (config.get("num_moe_experts") or 1) == 0
+    if rotary:
+        assert rotary["rotary_percent"] == own.rope_parameters.get("partial_rotary_factor", 1.0)
+    completed = in_both_forms(saved.values)
+    assert in_both_forms(completed) == completed
+    for values in (completed, as_seen_by_transformers_4(completed)):
+        assert computed(HfConfig(tmp_path, values)) == computed(saved)
+    (tmp_path / "config.json").write_text(json.dumps(completed))
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == own.rope_parameters
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe"])
+def test_logits_of_either_form(family: str, tmp_path: Path) -> None:
+    """transformers computes from the names of 5, the policy's model from those of 5, and of 4 alone."""
+    rope = {"rope_theta": THETA, "rope_type": "default"} | ROPES.get(family, {})
+    more = {"rope_scaling": None, "rope_theta": None, "initializer_range": 0.1}
+    make_tiny(tmp_path / "model", family, make_tokenizer(["apples"]), **more, rope_parameters=rope, num_hidden_layers=2)
+    file = tmp_path / "model" / "config.json"
+    values = {name: value for name, value in json.loads(file.read_text()).items() if value is not None}
+    values.pop("partial_rotary_factor", None)
+    file.write_text(json.dumps({name: value for name, value in values.items() if name != "num_experts"}))
+    to_megatron(tmp_path / "model", tmp_path / "megatron", lambda done, total: None)
+    assert compare_logits(tmp_path / "model", tmp_path / "megatron") <= TOLERANCE
+    file = tmp_path / "megatron" / "config.json"
+    file.write_text(json.dumps(as_seen_by_transformers_4(json.loads(file.read_text()))))
+    assert compare_logits(tmp_path / "model", tmp_path / "megatron") <= TOLERANCE
+
+
+def test_what_an_export_writes_says_both(tmp_path: Path) -> None:
+    saved_by_transformers_5(family_values("qwen3_moe") | {"dtype": "bfloat16"}, tmp_path / "like")
+    (tmp_path / "out").mkdir()
+    copy_others(tmp_path / "like", tmp_path / "out")
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (values["num_experts"], values["num_local_experts"]) == (8, 8)
+    assert (values["rope_theta"], values["rope_parameters"]["rope_theta"]) == (THETA, THETA)
+    assert (values["torch_dtype"], values["dtype"]) == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_experts": 4}, "num_experts=4 and num_local_experts=8 contradict each other"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "of single kinds of layers are not supported"),
+        ({"num_local_experts": None}, "num_experts is missing"),
+    ],
+)
+def test_forms_that_contradict_each_other_are_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    values = saved_by_transformers_5(family_values("qwen3_moe"), tmp_path).values | change
+    with pytest.raises(UserError, match=words):
+        computed(HfConfig(tmp_path, values))
+
+
+@pytest.mark.parametrize(
+    "forms",
+    [
+        {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}},
+        {"rope_theta": 5.0, "rope_parameters": {"rope_type": "default"}},
+        {"rope_theta": 5.0, "rope_scaling": ROPES["llama"], "rope_parameters": {"rope_theta": 7.0}},
+        {"rope_scaling": ROPES["llama"] | {"rope_theta": 6.0}, "rope_parameters": {"rope_theta": 7.0}},
+        {"rope_scaling": ROPES["llama"], "rope_parameters": {"rope_theta": 7.0}},
+        {"rope_scaling": None, "rope_parameters": None},
+    ],
+)
+def test_of_both_forms_that_counts_which_transformers_5_takes(forms: dict[str, Any], tmp_path: Path) -> None:
+    own = AutoConfig.for_model("llama", **SHAPES["llama"] | {"rope_scaling": None} | json.loads(json.dumps(forms)))
+    values = {"model_type": "llama"} | forms
+    for written in (values, in_both_forms(values)):
+        rope = HfConfig(tmp_path, written).rope
+        assert {name: rope[name] for name in own.rope_parameters} == own.rope_parameters
+
+
+def test_mixtral_without_a_theta_has_the_one_of_transformers(tmp_path: Path) -> None:
+    values = {name: value for name, value in SHAPES["mixtral"].items() if name != "rope_theta"}
+    own = AutoConfig.for_model("mixtral", **values)
+    hf = HfConfig(tmp_path, values | {"model_type": "mixtral"})
+    assert hf.rope["rope_theta"] == own.rope_parameters["rope_theta"] == 1e6
