@@ -6,7 +6,7 @@ Every section refuses unknown names and says which known one is nearest. Units s
 
 import sys
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -43,14 +43,40 @@ class Layout(Section):
     expert_tensor: int = Field(1, ge=1)
 
 
+class EvalSet(Section):
+    """A held-out set, and how its answers are drawn; null: as the rollout draws."""
+
+    path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    samples: int = Field(1, ge=1, le=1024, description="responses to each problem: avg@n, pass@k and maj@k up to n")
+    temperature: float | None = Field(None, ge=0, description="0: the likeliest token")
+    top_p: float | None = Field(None, gt=0, le=1)
+    max_response_tokens: int | None = Field(None, gt=0)
+    prompts: int | None = Field(None, gt=0, description="the first that many; null: data.eval_prompts")
+
+    @model_validator(mode="after")
+    def _samples_can_differ(self) -> "EvalSet":
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                f"at temperature 0 the {self.samples} samples of a problem are all the same: set samples=1"
+            )
+        return self
+
+
 class Data(Section):
     train: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
-    eval: dict[str, str] = Field({}, description="name to file or `datasets` name")
+    eval: dict[str, EvalSet] = Field({}, description="name to file or `datasets` name, or to {path, samples, ...}")
     prompt: str = "question"
     answer: str | None = "answer"
     system: str | None = None
     shuffle: bool = True
     eval_prompts: int | None = Field(None, gt=0, description="prompts of each eval set; null: all")
+
+    @field_validator("eval", mode="before")
+    @classmethod
+    def _by_path(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: {"path": one} if isinstance(one, str) else one for name, one in value.items()}
 
 
 class Rollout(Section):
@@ -204,6 +230,24 @@ class Settings(Section):
         """Optimizer updates of one step: its parts, as often as its samples are passed over."""
         return self.optimizer.updates_per_step * self.optimizer.epochs
 
+    def eval_set(self, name: str) -> EvalSet:
+        """A held-out set with the sampling that it gets: its own, or the rollout's where it says nothing."""
+        wanted, usual = self.data.eval[name], self.rollout
+        return wanted.model_copy(
+            update={
+                "temperature": usual.temperature if wanted.temperature is None else wanted.temperature,
+                "top_p": wanted.top_p or usual.top_p,
+                "max_response_tokens": wanted.max_response_tokens or usual.max_response_tokens,
+                "prompts": wanted.prompts or self.data.eval_prompts,
+            }
+        )
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of the longest response that an engine is asked for, in a step or in an evaluation."""
+        evals = (self.eval_set(name).max_response_tokens for name in self.data.eval)
+        return max(filter(None, [self.rollout.max_response_tokens, *evals]))
+
 
 def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
     """Read a YAML file, lay `section.key=value` overrides over it, and check every name and value.
@@ -241,14 +285,21 @@ def _lay_over(tree: dict[str, Any], override: str) -> None:
     if not equals or ("." not in name and name not in Settings.model_fields):
         raise UserError(f"override {override!r}: write section.key=value, e.g. rollout.group_size=16")
     *sections, key = name.split(".")
-    for section in sections:
+    for depth, section in enumerate(sections):
         if not isinstance(tree.get(section), dict):
-            tree[section] = {"preset": tree[section]} if section == "algorithm" and section in tree else {}
+            tree[section] = _spelt_out(sections[:depth], section, tree.get(section))
         tree = tree[section]
     try:
         tree[key] = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise UserError(f"override {override!r}: the value is not valid YAML") from error
+
+
+def _spelt_out(above: list[str], section: str, word: Any) -> dict[str, Any]:
+    """A section that stands there as one word, or not at all."""
+    if section == "algorithm" and word is not None:
+        return {"preset": word}
+    return {"path": word} if above == ["data", "eval"] and isinstance(word, str) else {}
 
 
 def _sentence(where: str, item: Any) -> str:
@@ -263,9 +314,12 @@ def _sentence(where: str, item: Any) -> str:
 
 def _nearest_setting(location: tuple[Any, ...]) -> str:
     section: type[Section] | None = Settings
-    for part in location[:-1]:
+    parts = iter(location[:-1])
+    for part in parts:
         field = section.model_fields.get(part) if section else None
         section = _section_of(field.annotation) if field else None
+        if field and get_origin(field.annotation) is dict:
+            next(parts, None)  # a name that the user gave
     if section is None:
         return ""
     prefix = ".".join(str(part) for part in location[:-1])

@@ -11,14 +11,14 @@ from grpo_mp.config import Settings
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.scheduler.recovery import RunState
+from grpo_mp.scheduler.recovery import FINAL, RunState
 from grpo_mp.sync.check import CheckReport
 from grpo_mp.sync.weight_sync import SyncReport
 from grpo_mp.trainer.batch import StepBatch, assemble
 from grpo_mp.trainer.collect import Collected, collect
 from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.engine_check import check_engines
-from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, evaluate
+from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, before_training, evaluate
 from grpo_mp.trainer.fixed import fixed_values
 from grpo_mp.trainer.learning import learn, refresh_reference
 from grpo_mp.trainer.preflight import Inputs
@@ -33,8 +33,10 @@ def train(session: Session) -> None:
     recorder = Recorder(session)
     sync, check = synchronize(session)
     before = after = evaluate(session, session.state.step)
+    scores = before_training(session, before)
     if session.state.step == 0:
         recorder.write(0, StepRecord(before.metrics | recorder.sync_metrics(sync, check), texts=before.texts))
+    recorder.evaluated(session.state.step, scores, before.scores)
     saved_step = session.state.step
     while session.state.step < settings.run.steps and not session.should_stop():
         step = session.state.step + 1
@@ -58,6 +60,7 @@ def train(session: Session) -> None:
             after = evaluate(session, step)
             record.scalars.update(after.metrics)
             record.texts.update(after.texts)
+            recorder.evaluated(step, scores, after.scores)
         recorder.write(step, record)
         session.progress.step(step, record.scalars, record.scalars.get("rollout/accuracy"))
         if is_due(step, settings.run.save_every, settings.run.steps):
@@ -66,7 +69,7 @@ def train(session: Session) -> None:
     recorder.close()
     if saved_step < session.state.step:
         save(session)
-    finish(session, before, after)
+    finish(session, replace(before, scores=scores), after)
 
 
 def make_batch(session: Session, collected: Collected, step: int) -> StepBatch:
@@ -115,7 +118,7 @@ def finish(session: Session, before: Evaluation, after: Evaluation) -> None:
         session.progress.note(f"stopped after step {session.state.step}: start again to go on")
         return
     if settings.run.export:
-        export_hf(session, settings.run.folder / "final")
+        export_hf(session, settings.run.folder / FINAL)
     if session.is_first:
         merge_traces(settings.run.folder)
         session.progress.finish(before.scores, after.scores, answer_pairs(session, before, after))

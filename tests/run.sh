@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Lint, types and tests on two CPU cores: bash tests/run.sh [pytest arguments]
+# Property tests draw the same cases everywhere; --fresh-draws draws others, --hypothesis-seed=N those of N again.
 # Makes .venv where it is missing; VENV names another environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -7,10 +7,15 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from grpo_mp.config import Settings, check_settings, dump_settings, exit_with, load_settings
+from grpo_mp.config import EvalSet, Settings, check_settings, dump_settings, exit_with, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.section import parse_bytes
 from tests.least import LEAST
+
+
+def of_eval(**settings: Any) -> dict[str, Any]:
+    """The data section with one eval set."""
+    return {"data": {"train": "x", "eval": {"a": {"path": "x"} | settings}}}
 
 
 @pytest.fixture
@@ -34,7 +39,7 @@ def test_what_is_left_out_takes_its_default(file: Path) -> None:
         ("optimizer.lr=1e-5", "optimizer", "lr", 1e-5),
         ("sync.bucket_bytes=512MiB", "sync", "bucket_bytes", 512 * 2**20),
         ("layout.virtual_pipeline=null", "layout", "virtual_pipeline", None),
-        ("data.eval={held_out: eval.jsonl}", "data", "eval", {"held_out": "eval.jsonl"}),
+        ("data.eval={held_out: eval.jsonl}", "data", "eval", {"held_out": EvalSet(path="eval.jsonl")}),
         ("rollout.stop=[END, STOP]", "rollout", "stop", ("END", "STOP")),
         ("engine.args.mem_fraction_static=0.7", "engine", "args", {"mem_fraction_static": 0.7}),
         ("model.path=a=b", "model", "path", Path("a=b")),
@@ -48,6 +53,21 @@ def test_overrides(file: Path, override: str, section: str, name: str, value: An
 def test_a_later_override_wins_and_reaches_deep(file: Path) -> None:
     settings = load_settings(file, ["algorithm.kl.weight=0.1", "algorithm.kl.weight=0.2"])
     assert settings.algorithm.kl.weight == 0.2
+
+
+def test_an_eval_set_in_one_word_can_be_given_more(file: Path, tmp_path: Path) -> None:
+    settings = load_settings(file, ["data.eval={a: x.jsonl, b: {path: y.jsonl, prompts: 3}}", "data.eval.a.samples=8"])
+    assert settings.data.eval == {"a": EvalSet(path="x.jsonl", samples=8), "b": EvalSet(path="y.jsonl", prompts=3)}
+    (tmp_path / "resolved.yaml").write_text(dump_settings(settings))
+    assert load_settings(tmp_path / "resolved.yaml") == settings
+
+
+def test_engines_hold_the_longest_response_of_all() -> None:
+    def longest(**limits: int | None) -> int:
+        sets = {name: {"path": "x", "max_response_tokens": limit} for name, limit in limits.items()}
+        return check_settings(LEAST | {"data": LEAST["data"] | {"eval": sets}}, "here").longest_response
+
+    assert (longest(), longest(a=None), longest(a=31), longest(a=31, b=50)) == (32, 32, 32, 50)
 
 
 @pytest.mark.parametrize("override", ["steps=3", "run.steps", "run.steps=[", ""])
@@ -130,6 +150,16 @@ def test_settings_do_not_change(file: Path) -> None:
             {"reward": {"boxed": 1}, "algorithm": "dapo"},
             "here: algorithm.filter.metric=accuracy drops groups that are all right or all wrong, and nothing says",
         ),
+        (of_eval(sampels=8), "unknown setting data.eval.a.sampels (did you mean data.eval.a.samples?)"),
+        (of_eval(samples=0), "here: data.eval.a.samples: Input should be greater than or equal to 1"),
+        (
+            of_eval(samples=2, temperature=0),
+            "at temperature 0 the 2 samples of a problem are all the same: set samples",
+        ),
+        (of_eval(temperature=-1), "data.eval.a.temperature: Input should be greater than or equal to 0"),
+        (of_eval(top_p=0), "data.eval.a.top_p: Input should be greater than 0"),
+        ({"data": {"train": "x", "eval": {"a": {}}}}, "here: setting data.eval.a.path is missing"),
+        ({"data": {"train": "x", "eval": {"a": 3}}}, "here: data.eval.a: Input should be a valid dictionary"),
         (
             {"rollout": LEAST["rollout"] | {"group_timeout_s": 900}},
             "engine.request_timeout_s=600 is shorter than rollout.group_timeout_s=900, a wait inside it: raise it",

@@ -23,6 +23,31 @@ aggregation (aggregation.py), KL (kl.py), correction for the engine (corrections
 |---|---|
 """
 
+GROUP_SIZE = """
+## Which group size
+
+`rollout.group_size`, G, is how many answers one prompt gets. A group whose answers are all right or all wrong teaches
+nothing: of problems that the policy solves with chance p, 1 - p^G - (1-p)^G of the groups teach. A baseline of the
+other answers makes an advantage's variance G / (G-1) times that of the reward.
+
+| G | groups that teach at {chances} | variance | take it when |
+|---|{lines}|---|---|
+"""
+CHANCES = (0.01, 0.1, 0.3, 0.5)
+GROUP_SIZES = {
+    2: "Samples are dear and p is near 0.5: 98 % of what 16 reached, with an eighth of them (2-GRPO, arXiv 2510.00977)",
+    4: "A first try, a judge that costs, answers of many thousand tokens",
+    8: "The usual start, and TRL's default",
+    16: "Long reasoning on problems of mixed difficulty: DAPO and R1",
+    32: "Most groups of 16 are all wrong (reward/zero_std_ratio above 0.8 with a low reward)",
+    64: "Problems solved once in fifty: DeepSeekMath; pass@64 before training says whether they are solved at all",
+}
+GROUP_SIZE_END = """
+A step has rollout.prompts_per_step x G samples: at the same cost, twice the G is half the prompts. With p near 1 take
+harder prompts rather than a larger G. `filter: {no_difference: refill}` replaces groups that teach nothing, and costs
+what they cost.
+"""
+
 PARTS = """
 ## Parts
 
@@ -88,7 +113,17 @@ def markdown() -> str:
         for name, preset in PRESETS.items()
     )
     head = "\n| preset | source | constants that differ from the defaults |\n|---|---|---|\n"
-    return f"{HEAD}{uses}{PARTS}{head}{rows}{CURVES}"
+    return f"{HEAD}{uses}{_group_sizes()}{PARTS}{head}{rows}{CURVES}"
+
+
+def _group_sizes() -> str:
+    """The section on group sizes, its shares computed."""
+    head = GROUP_SIZE.format(chances=" | ".join(f"p = {p:g}" for p in CHANCES), lines="|".join("---" for _ in CHANCES))
+    rows = ""
+    for size, use in GROUP_SIZES.items():
+        shares = " | ".join(f"{1 - p**size - (1 - p) ** size:.0%}" for p in CHANCES)
+        rows += f"| {size} | {shares} | {size / (size - 1):.2f} | {use}. |\n"
+    return f"{head}{rows}{GROUP_SIZE_END}"
 
 
 def _constants(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:

@@ -32,15 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; ends with the status of the rank that failed first, 0 when all ended well."""
     parser = argparse.ArgumentParser(prog="grpo_mp.launch", description=__doc__)
     parser.add_argument("--ranks", type=int, default=1, help="processes to start (default: 1)")
+    parser.add_argument("--evaluate", action="store_true", help="run grpo_mp.evaluate instead of grpo_mp.train")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="CONFIG section.key=value ..., as for grpo_mp.train")
     given = parser.parse_args(arguments)
     if given.ranks < 1:
         parser.exit(USER_STATUS, f"error: --ranks {given.ranks}: give at least one rank\n")
-    sys.exit(launch(given.ranks, given.command))
+    sys.exit(launch(given.ranks, given.command, "grpo_mp.evaluate" if given.evaluate else "grpo_mp.train"))
 
 
-def launch(ranks: int, command: Sequence[str]) -> int:
-    """Run `grpo_mp.train` on so many ranks until all have ended; returns the exit status."""
+def launch(ranks: int, command: Sequence[str], program: str = "grpo_mp.train") -> int:
+    """Run a program on so many ranks until all have ended; returns the exit status."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and engines share the cores
     _hush(logging.getLogger("torch.distributed.elastic"))
     for number in HANDED_ON:
@@ -59,7 +60,7 @@ def launch(ranks: int, command: Sequence[str]) -> int:
         os.environ[FOLDER] = marks
         failures: dict[int, ProcessFailure] = {}
         try:
-            elastic_launch(config, sys.executable)("-u", "-m", "grpo_mp.train", *command)
+            elastic_launch(config, sys.executable)("-u", "-m", program, *command)
         except ChildFailedError as error:
             failures = error.failures
         return _explain(failures, [rank for rank in unmarked(Path(marks), ranks) if rank not in failures])

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["scalar", "histogram", "text"]
+Kind = Literal["scalar", "histogram", "text", "image"]
 
 _PLACE = re.compile(r"\{(\w+)\}")
 _UNSAFE = re.compile(r"[^\w.\-]+")

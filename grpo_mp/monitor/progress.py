@@ -87,6 +87,11 @@ class Progress:
         """Print the scores of the eval sets after `step`; 0 is before training."""
         self._print(screen.eval_line(step, scores))
 
+    def scores(self, title: str, of_sets: Mapping[str, EvalScore]) -> None:
+        """Print the table of one evaluation."""
+        self.stop()
+        self._print("", screen.scores(of_sets, title), "")
+
     def finish(
         self, before: Mapping[str, EvalScore], after: Mapping[str, EvalScore], pairs: Sequence[AnswerPair] = ()
     ) -> None:

@@ -18,6 +18,8 @@ What a run leaves in its folder, and how to look at it:
 | `metrics.jsonl` | the scalars, one JSON object per step; a value that is not finite is `null` | any JSON reader |
 | `trace/rank_N.json`, `trace.json` | phases of each rank over time (pid: rank, tid: lane) | https://ui.perfetto.dev |
 | `samples/step_N.jsonl` | sampled answers with reward, parts, truncation and weight version | a text editor |
+| `eval/step_N.json` | scores of the eval sets after a step, with standard errors | any JSON reader |
+| `pass_at_k.svg` | pass@k and maj@k before training and now, where `data.eval.NAME.samples` is above 1 | a browser |
 | `logs/stuck_rank_N.txt` | stacks of all threads of a rank that passed a limit | a text editor |
 
 A resumed run goes on in the same files: metrics and samples of steps after its checkpoint are dropped, the trace keeps

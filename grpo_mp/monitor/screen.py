@@ -1,7 +1,7 @@
 """How progress looks: pure functions from what is known about the run to text and rich tables."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,6 +9,11 @@ from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from grpo_mp.evaluation.pass_at_k import Estimate
+from grpo_mp.evaluation.score import EvalScore
+
+__all__ = ["AnswerPair", "EvalScore", "View"]
 
 PHASES = {
     "GENERATE": "the engines write answers",
@@ -23,19 +28,17 @@ LONGEST_TEXT = 1500  # characters of a question or answer that are shown
 
 
 @dataclass(frozen=True)
-class EvalScore:
-    """Means over one eval set: share answered rightly (None: the reward does not say), reward, response tokens."""
+class Figure:
+    """One row of a table of scores."""
 
-    accuracy: float | None
-    reward: float
-    length: float
+    label: str
+    estimate: Estimate
+    form: str
 
-
-FIGURES: tuple[tuple[str, Callable[[EvalScore], float | None], str], ...] = (
-    ("accuracy", lambda score: score.accuracy, ".1%"),
-    ("reward", lambda score: score.reward, ".3f"),
-    ("length (tokens)", lambda score: score.length, ".1f"),
-)
+    def __str__(self) -> str:
+        error = self.estimate.error
+        spread = "" if error is None else f" ± {error:{self.form}}".removesuffix("%")
+        return f"{self.estimate.value:{self.form}}{spread}"
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,16 @@ def step_line(view: View) -> str:
 
 def eval_line(step: int, scores: Mapping[str, EvalScore]) -> str:
     """One evaluation in one plain line."""
-    right = {name: "" if s.accuracy is None else f"{s.accuracy:.1%} right, " for name, s in scores.items()}
-    sets = [f"{name} {right[name]}reward {s.reward:.3f}, {s.length:.0f} tokens" for name, s in scores.items()]
-    return f"eval after step {step}: " + "; ".join(sets)
+    return f"eval after step {step}: " + "; ".join(f"{name} {_in_words(one)}" for name, one in scores.items())
 
 
 def live(view: View) -> RenderableType:
-    """The two moving lines at the foot of a terminal: what happens now, and how far the run is."""
+    """The moving lines at the foot of a terminal: what happens now, and how far the run is, if it has steps."""
     now = Text(f"{view.phase:<8} " if view.phase else "", style="bold cyan")
     words = [PHASES.get(view.phase, ""), view.detail, f"{view.phase_s:.0f} s" if view.phase else ""]
     now.append("  ".join(word for word in words if word), style="not bold default")
+    if not view.steps:  # an evaluation alone
+        return now
     bar = Table.grid(padding=(0, 2))
     left = "" if view.left_s is None else f"{duration(view.left_s)} left"
     count = Text(f"step {view.done}/{view.steps}", style="bold")
@@ -93,16 +96,26 @@ def live(view: View) -> RenderableType:
 
 
 def comparison(before: Mapping[str, EvalScore], after: Mapping[str, EvalScore]) -> Table:
-    """Accuracy, reward and length of each eval set before and after training."""
+    """The figures of each eval set before and after training."""
     table = Table(title="Before and after", title_justify="left")
     table.add_column("eval set")
     for column in ("", "before", "after", "change"):
         table.add_column(column, justify="right" if column else "left")
     for name, new in after.items():
-        old = before.get(name)
-        known = [row for row in FIGURES if row[1](new) is not None]
-        for place, (label, figure, form) in enumerate(known):
-            table.add_row("" if place else name, label, *_change(old, new, figure, form))
+        old = {figure.label: figure for figure in _rows(before[name])} if name in before else {}
+        for row, figure in enumerate(_rows(new)):
+            table.add_row("" if row else name, figure.label, *_change(old.get(figure.label), figure))
+    return table
+
+
+def scores(of_sets: Mapping[str, EvalScore], title: str) -> Table:
+    """The figures of each eval set."""
+    table = Table(title=title, title_justify="left")
+    for column in ("eval set", "", "score"):
+        table.add_column(column, justify="right" if column == "score" else "left")
+    for name, one in of_sets.items():
+        for row, figure in enumerate(_rows(one)):
+            table.add_row("" if row else name, figure.label, str(figure))
     return table
 
 
@@ -144,14 +157,30 @@ def _seconds(phase: str) -> str:
     return f"time/{phase.lower()}_s"
 
 
-def _change(
-    before: EvalScore | None, after: EvalScore, figure: Callable[[EvalScore], float | None], form: str
-) -> tuple[str, str, str]:
-    new, old = figure(after), figure(before) if before else None
-    if new is None or old is None:
-        return "", "" if new is None else f"{new:{form}}", ""
-    change = f"{new - old:+{form}}".replace("%", " points")
-    return f"{old:{form}}", f"{new:{form}}", change
+def _rows(one: EvalScore) -> list[Figure]:
+    """A score's figures from top to bottom; those that are not known are left out."""
+    accuracy = [] if one.accuracy is None else [Estimate(one.accuracy, one.accuracy_error)]
+    return [
+        *(Figure("accuracy" if one.samples == 1 else f"avg@{one.samples}", known, ".1%") for known in accuracy),
+        *(Figure(f"pass@{k}", estimate, ".1%") for k, estimate in one.pass_at.items()),
+        *(Figure(f"maj@{k}", estimate, ".1%") for k, estimate in one.maj_at.items()),
+        Figure("reward", Estimate(one.reward), ".3f"),
+        Figure("length (tokens)", Estimate(one.length), ".1f"),
+    ]
+
+
+def _change(before: Figure | None, after: Figure) -> tuple[str, str, str]:
+    if before is None:
+        return "", str(after), ""
+    change = f"{after.estimate.value - before.estimate.value:+{after.form}}".replace("%", " points")
+    return str(before), str(after), change
+
+
+def _in_words(one: EvalScore) -> str:
+    n = one.samples
+    right = [] if one.accuracy is None else [f"{one.accuracy:.1%} right" + (f" (avg@{n})" if n > 1 else "")]
+    at = [f"{kind}@{n} {by_k[n].value:.1%}" for kind, by_k in (("pass", one.pass_at), ("maj", one.maj_at)) if n in by_k]
+    return ", ".join([*right, *at, f"reward {one.reward:.3f}", f"{one.length:.0f} tokens"])
 
 
 def _model_text(text: str) -> Text:

@@ -6,11 +6,15 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from grpo_mp.monitor.metrics import find
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class MetricWriter:
@@ -52,6 +56,11 @@ class MetricWriter:
         """Write a text that TensorBoard renders as Markdown."""
         find(name, "text")
         self._events.add_text(name, markdown, step)
+
+    def image(self, step: int, name: str, figure: "Figure") -> None:
+        """Write a figure as a picture."""
+        find(name, "image")
+        self._events.add_figure(name, figure, step, close=False)
 
     def close(self) -> None:
         self._events.close()

@@ -90,6 +90,11 @@ class Job:
         return rollout.max_prompt_tokens + rollout.max_response_tokens
 
     @property
+    def longest_request(self) -> int:
+        """Tokens of the longest sequence of an engine, which answers the eval sets too."""
+        return self.settings.rollout.max_prompt_tokens + self.settings.longest_response
+
+    @property
     def mean_tokens(self) -> float:
         """Of a sample; prompts are taken as half of their limit."""
         return self.settings.rollout.max_prompt_tokens / 2 + self.response_tokens

@@ -93,9 +93,9 @@ def _cache(plan: Plan) -> str:
     """A cache must hold at least one of the longest sequences in each replica of an engine."""
     load = plan.memory.engine
     tokens = load.tokens // attention_replicas(plan.job.settings.engine.args)
-    if tokens >= plan.job.longest:
+    if tokens >= plan.job.longest_request:
         return ""
     return (
         f"the engine's cache holds {tokens:,} tokens beside {load.weights / GIB:.1f} GiB of weights, the "
-        f"longest sequence has {plan.job.longest:,}: raise engine.gpus or engine.args.mem_fraction_static"
+        f"longest sequence has {plan.job.longest_request:,}: raise engine.gpus or engine.args.mem_fraction_static"
     )

@@ -13,7 +13,10 @@ WARNINGS = (
     (r"`load_state_dict` is deprecated", r"megatron\.core\.dist_checkpointing\."),
     (r"Please use DTensor instead", r"torch\.distributed\.checkpoint\."),
 )
-LOGGERS = ("megatron.core.rerun_state_machine",)  # announces that it is not in use
+LOGGERS = (
+    "megatron.core.rerun_state_machine",  # announces that it is not in use
+    "matplotlib",  # announces where it keeps its list of fonts
+)
 # (logger, beginning of a message) that megatron-core says from 0.19 on.
 MESSAGES = (
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),

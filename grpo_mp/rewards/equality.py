@@ -22,14 +22,22 @@ from grpo_mp.errors import UserError
 START_LIMIT_S = 120.0
 MEMORY_BYTES = 4 * 2**30
 TOLERANCE = 0.01
+ROUNDING = 1e-12  # 7.01 - 7 is no more than 0.01
+
+
+def close(expected: float, found: float, tolerance: float) -> bool:
+    """Whether a number is near enough: within `tolerance`, and where the expected number is smaller than 1, within
+    that share of it. So 0 is not 0.005, and nothing but 0 is 0.
+    """
+    return abs(expected - found) <= tolerance * min(1.0, abs(expected)) + ROUNDING * min(1.0, abs(expected))
 
 
 class Equality:
     """Is an answer mathematically equal to the expected one? Safe to share between threads; `close` ends the child."""
 
-    def __init__(self, limit_s: float) -> None:
-        """`limit_s`: seconds for one comparison, after which the answer counts as different."""
-        self.limit_s = limit_s
+    def __init__(self, limit_s: float, tolerance: float = TOLERANCE) -> None:
+        """`limit_s`: seconds for one comparison, after which answers count as different; `tolerance` as of `close`."""
+        self.limit_s, self.tolerance = limit_s, tolerance
         self.timeouts = 0  # comparisons that were given up
         self._child: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -38,7 +46,7 @@ class Equality:
         """False also when the limit passed or the child died of the expression. Raises UserError if it cannot start."""
         with self._lock:
             child = self._child or self._start()
-            reply = _exchange(child, json.dumps([expected, found, self.limit_s]), self.limit_s)
+            reply = _exchange(child, json.dumps([expected, found, self.tolerance, self.limit_s]), self.limit_s)
             if reply is None:
                 self.timeouts += 1
                 self._end()
@@ -101,14 +109,14 @@ def _answer_questions() -> None:
     """The child's loop: one question per line on stdin, one verdict per line on stdout."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints must not pass for a reply
-    _is_equal("1", "x")  # imports and grammar tables load now, not in the first comparison's time
+    _is_equal("1", "x", 0.0)  # imports and grammar tables load now, not in the first comparison's time
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
     replies.write("ready\n")
     for line in sys.stdin:
-        expected, found, limit_s = json.loads(line)
+        expected, found, tolerance, limit_s = json.loads(line)
         _limit_processor_time(limit_s)
-        replies.write("equal\n" if _is_equal(expected, found) else "different\n")
+        replies.write("equal\n" if _is_equal(expected, found, tolerance) else "different\n")
 
 
 def _limit_processor_time(limit_s: float) -> None:
@@ -118,15 +126,15 @@ def _limit_processor_time(limit_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + limit_s) + 2, hard))
 
 
-def _is_equal(expected: str, found: str) -> bool:
-    """As math-verify compares, or within 0.01 if both are numbers. Its time limits are off: the parent's holds."""
+def _is_equal(expected: str, found: str, tolerance: float) -> bool:
+    """As math-verify compares, or as `close` does if both are numbers. Its time limits are off: the parent's holds."""
     from math_verify import parse, verify
 
     ours, theirs = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (expected, found))
     if verify(ours, theirs, timeout_seconds=None):
         return True
     try:
-        return abs(float(ours[0]) - float(theirs[0])) <= TOLERANCE
+        return close(float(ours[0]), float(theirs[0]), tolerance)
     except (IndexError, TypeError, ValueError, OverflowError, MemoryError):
         return False
 

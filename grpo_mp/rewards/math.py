@@ -2,21 +2,23 @@ r"""The rule reward of GSM8K-like tasks: is there a \boxed{} answer, and is it t
 
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Literal
 
-from grpo_mp.rewards.equality import Equality
+from grpo_mp.rewards.equality import Equality, close
 
-TOLERANCE = 0.01
+Which = Literal["last", "first"]
 NUMBER = r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+)"
 FRACTION = re.compile(rf"({NUMBER})/({NUMBER})")
 LATEX_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
 DECORATION = re.compile(r"\\[$!,;:]|\\left|\\right|\\text\{[^{}]*\}|[\s$~]")
 
 
-def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...} whose braces balance; None without one, or where it is blank."""
+def boxed_answer(text: str, which: Which = "last") -> str | None:
+    r"""What stands in the last or first \boxed{...} whose braces balance; None without one, or where it is blank."""
     starts = [found.end() for found in re.finditer(r"\\f?box(?:ed)?\s*\{", text)]
-    for start in reversed(starts):
+    for start in reversed(starts) if which == "last" else starts:
         if (end := _closing_brace(text, start)) is not None:
             return text[start:end].strip() or None
     return None
@@ -24,21 +26,47 @@ def last_boxed(text: str) -> str | None:
 
 def boxed_part(response: str) -> float:
     """1 if the response contains a boxed answer, else 0."""
-    return float(last_boxed(response) is not None)
+    return float(boxed_answer(response) is not None)
 
 
-def answer_part(response: str, answer: str, equality: Equality) -> float:
-    """1 if the boxed answer has the right value, else 0.
+def answer_part(response: str, answer: str, equality: Equality, which: Which = "last") -> float:
+    """1 if the boxed answer (the last or the first one) has the right value, else 0."""
+    found = boxed_answer(response, which)
+    return float(found is not None and same_answer(answer, found, equality))
 
-    Plain numbers are compared to within 0.01; all else is left to math-verify.
-    """
-    found = last_boxed(response)
-    if found is None:
-        return 0.0
-    ours, theirs = numeric_readings(answer), numeric_readings(found)
+
+def same_answer(expected: str, found: str, equality: Equality) -> bool:
+    """Whether two answers have one value: plain numbers as `close` says, all else as math-verify does."""
+    ours, theirs = numeric_readings(expected), numeric_readings(found)
     if ours and theirs:
-        return float(any(abs(a - b) <= TOLERANCE + 1e-12 for a in ours for b in theirs))
-    return float(found == answer or equality.equal(answer, found))
+        return any(close(a, b, equality.tolerance) for a in ours for b in theirs)
+    return found == expected or equality.equal(expected, found)
+
+
+def answer_numbers(responses: Sequence[str], equality: Equality, which: Which = "last") -> list[int | None]:
+    """Which answer each response gives: those that give the same have the same number; None: no boxed answer.
+
+    An answer is the first one before it that it equals. One that cannot be compared in time is an answer of its own.
+    """
+    answers = [boxed_answer(response, which) for response in responses]
+    numbers: dict[str, int] = {}
+    firsts: list[str] = []
+    for found in answers:
+        if found is not None and found not in numbers:
+            numbers[found] = _place(found, firsts, equality)
+            firsts += [found] if numbers[found] == len(firsts) else []
+    return [None if found is None else numbers[found] for found in answers]
+
+
+def _place(found: str, firsts: Sequence[str], equality: Equality) -> int:
+    """Index of the first that equals it; the next free one where none does."""
+    given_up = equality.timeouts
+    for number, first in enumerate(firsts):
+        if same_answer(first, found, equality):
+            return number
+        if equality.timeouts > given_up:
+            break
+    return len(firsts)
 
 
 def numeric_readings(text: str) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from grpo_mp.rewards.code import CodeTests
 from grpo_mp.rewards.equality import Equality
 from grpo_mp.rewards.length import length_part, overlong_part, repetition_part
 from grpo_mp.rewards.limit import Values
-from grpo_mp.rewards.math import answer_part, boxed_part
+from grpo_mp.rewards.math import answer_numbers, answer_part, boxed_part
 from grpo_mp.rewards.model import ModelClient
 from grpo_mp.rewards.settings import Reward as RewardSettings
 from grpo_mp.types import Sample, SampleGroup
@@ -30,7 +30,8 @@ class BuiltIn:
 
     def __init__(self, settings: RewardSettings, max_response_tokens: int) -> None:
         """Raises UserError where programs cannot be shut in as `reward.code` demands."""
-        self.equality = Equality(min(EQUALITY_LIMIT_S, settings.timeout_s))
+        self.equality = Equality(min(EQUALITY_LIMIT_S, settings.timeout_s), settings.tolerance)
+        self._which = settings.boxed_answer
         self._model = ModelClient(settings.model) if settings.model else None
         rules = _rules(settings, max_response_tokens)
         says_right = settings.right.part if settings.right else None  # watched at weight 0, too
@@ -50,6 +51,10 @@ class BuiltIn:
             return ("reward.code: this kernel gives no namespaces, so programs run with limits only",)
         return ()
 
+    def answer_numbers(self, group: SampleGroup) -> list[int | None]:
+        """Which answer each sample gives; see rewards/math.py."""
+        return answer_numbers([sample.text for sample in group.samples], self.equality, self._which)
+
     def close(self) -> None:
         """End the process that compares answers and the connections to the reward model."""
         self.equality.close()
@@ -60,7 +65,7 @@ class BuiltIn:
         answer = group.prompt.answer
         if answer is None:
             raise UserError("reward.answer: the prompts have no answer: set data.answer to its column")
-        return [answer_part(sample.text, answer, self.equality) for sample in group.samples]
+        return [answer_part(sample.text, answer, self.equality, self._which) for sample in group.samples]
 
 
 def _rules(settings: RewardSettings, limit: int) -> list[Part]:

@@ -76,6 +76,15 @@ class Scorer:
         silent = "nothing says which answers are right, so there is no accuracy: reward.right names the part that does"
         return (*self._built_in.warnings, *([] if self._right else [silent]))
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether a part looks at the answers that responses give."""
+        return any(part.name == "answer" for part in self._built_in.parts)
+
+    def answer_numbers(self, group: SampleGroup) -> list[int | None]:
+        """Which answer each sample gives: samples with the same answer have the same number; None: no answer."""
+        return self._built_in.answer_numbers(group)
+
     def score_group(self, group: SampleGroup, step: int = 0) -> SampleGroup:
         """The group with its rewards: `reward` is the weighted sum of `reward_parts`, the parts that apply, unweighted.
 

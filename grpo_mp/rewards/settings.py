@@ -61,6 +61,10 @@ class Right(Section):
 class Reward(Section):
     answer: float = 0.0
     boxed: float = 0.0
+    boxed_answer: Literal["last", "first"] = Field("last", description="which \\boxed{} of a response is its answer")
+    tolerance: float = Field(
+        0.01, ge=0, description="between numbers that are equal answers; below 1, relative to the expected number"
+    )
     length: float = Field(0.0, description="weight of min(1, tokens / max_response_tokens); negative punishes length")
     range: tuple[float, float] | None = Field(
         None,

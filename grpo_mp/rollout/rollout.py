@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import torch.distributed as dist
@@ -28,10 +29,20 @@ class Rollout:
     """The engines of the job as one rank sees them; a rank without an engine has nothing to do here."""
 
     def __init__(
-        self, settings: Settings, tokenizer: PreTrainedTokenizerBase, scorer: Scorer, rank: int, world_size: int
+        self,
+        settings: Settings,
+        tokenizer: PreTrainedTokenizerBase,
+        scorer: Scorer,
+        rank: int,
+        world_size: int,
+        own_weights: bool = False,
     ) -> None:
-        """Plan the places; nothing is started. Raises UserError for places that do not fit or unknown arguments."""
+        """Plan the places; nothing is started. Raises UserError for places that do not fit or unknown arguments.
+
+        `own_weights`: engines read the folder's weights and no synchronization follows; see `reads_weights`.
+        """
         self._settings, self._tokenizer, self._scorer = settings, tokenizer, scorer
+        self._own_weights = own_weights
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         places = engine_places(world_size, per_node, settings.engine.gpus, settings.engine.count)
         self.hosts = engine_hosts(places)
@@ -91,8 +102,11 @@ class Rollout:
         return self._work(RolloutTask(prompts, size, first_group_id, step, self._sampling(), enough), name, store)
 
     def evaluate(self, prompts: Sequence[Prompt], name: str, step: int, store: dist.Store) -> list[SampleGroup]:
-        """One scored sample of each prompt that this rank's engine took."""
-        return self._work(RolloutTask(prompts, 1, 0, step, self._sampling()), f"eval/{name}/{step}", store)
+        """The scored samples of each prompt of this eval set that this rank's engine took, drawn as the set says."""
+        wanted = self._settings.eval_set(name)
+        own = wanted.model_dump(include={"max_response_tokens", "temperature", "top_p"})
+        sampling = replace(self._sampling(), **own)
+        return self._work(RolloutTask(prompts, wanted.samples, 0, step, sampling), f"eval/{name}/{step}", store)
 
     def call(self, coroutine):  # type: ignore[no-untyped-def]
         """Run one of the client's coroutines to its end."""
@@ -135,14 +149,17 @@ class Rollout:
     def _make_process(self, place: EnginePlace) -> EngineProcess:
         settings, cpu = self._settings, not platform.on_cuda()
         first_gpu = 0 if cpu else int(os.environ.get("LOCAL_RANK", 0))
-        spec = engine_spec(settings, HfConfig.read(settings.model.path), place, cpu, first_gpu)
+        spec = engine_spec(settings, HfConfig.read(settings.model.path), place, cpu, first_gpu, self._own_weights)
         return EngineProcess(spec, settings.run.folder / "logs" / f"engine_{place.engine}.log")
 
 
-def engine_spec(settings: Settings, hf: HfConfig, place: EnginePlace, cpu: bool, first_gpu: int = 0) -> EngineSpec:
+def engine_spec(
+    settings: Settings, hf: HfConfig, place: EnginePlace, cpu: bool, first_gpu: int = 0, own_weights: bool = False
+) -> EngineSpec:
     """The engine at a place as the settings want it; `first_gpu` is a device number of its node.
 
     An engine on a GPU never reads weights: the first synchronization would overwrite what each of its ranks had read.
+    With `own_weights` there is no synchronization, and it reads them; see `reads_weights`.
     """
     precision = precision_arguments(settings.engine.args, hf, cpu)
     return EngineSpec(
@@ -150,7 +167,7 @@ def engine_spec(settings: Settings, hf: HfConfig, place: EnginePlace, cpu: bool,
         rank=place.rank,
         model=settings.model.path,
         dtype=settings.model.dtype,
-        context_tokens=settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens,
+        context_tokens=settings.rollout.max_prompt_tokens + settings.longest_response,
         seed=settings.run.seed + place.engine,
         gpus=settings.engine.gpus,
         cpu=cpu,
@@ -158,6 +175,12 @@ def engine_spec(settings: Settings, hf: HfConfig, place: EnginePlace, cpu: bool,
         first_gpu=first_gpu,
         nodes=place.nodes,
         node_rank=place.node_rank,
-        dummy=not cpu or bool(precision) or not holds_weights(settings.model.path),
+        dummy=not own_weights and (not cpu or bool(precision) or not holds_weights(settings.model.path)),
         args=settings.engine.args | precision,
     )
+
+
+def reads_weights(settings: Settings) -> bool:
+    """Whether engines can read the weights of `model.path` and compute as `engine.args` says: in its own precision."""
+    folder, cpu = settings.model.path, not platform.on_cuda()
+    return holds_weights(folder) and not precision_arguments(settings.engine.args, HfConfig.read(folder), cpu)

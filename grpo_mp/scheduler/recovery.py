@@ -13,6 +13,7 @@ from grpo_mp.models.manifest import HASH, Checksums, Files, checksums_of
 
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
+FINAL = "final"  # the exported Hugging Face folder
 STEP = re.compile(r"step_([0-9]{6,})")  # other names are copies that users made
 WRITTEN_BY = re.compile(r"__([0-9]+)_[0-9]+\.distcp")  # Megatron's files of tensors name the rank that wrote them
 

@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
     """A mistake on the command line is a user's mistake as any other: one sentence, from one rank."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}: see `python -m grpo_mp.train --help`")
+        raise UserError(f"{message}: see `python -m {self.prog} --help`")
 
 
 def run_command(train: Callable[[Settings, Inputs], None], arguments: Sequence[str] | None = None) -> None:

@@ -1,15 +1,47 @@
-"""Held-out prompts, one sample each at the rollout's own temperature."""
+"""Held-out problems: the engines answer, rewards judge, every rank knows the scores."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import torch.distributed as dist
+
+from grpo_mp.config import Settings
+from grpo_mp.evaluation.files import read_scores, step_file
+from grpo_mp.evaluation.score import EvalScore, Votes, eval_metrics, score
 from grpo_mp.monitor.metrics import fill
+from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import markdown, spread
-from grpo_mp.monitor.screen import AnswerPair, EvalScore
+from grpo_mp.monitor.screen import AnswerPair
+from grpo_mp.policy.parallel import Parallel
+from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.exchange import SampleInfo, bring_groups, share_infos
+from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.trainer.metrics import eval_metrics, eval_score, total_tally
+from grpo_mp.scheduler.scheduler import Scheduler
+from grpo_mp.trainer.metrics import eval_reward_metrics, total_tally
+from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.trainer.session import Session
 from grpo_mp.types import SampleGroup
+
+Keep = Callable[[str, Sequence[SampleGroup]], None]
+
+
+class Engines(Protocol):
+    """What an evaluation needs of a running job: a training session has it, and engines without a policy."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def inputs(self) -> Inputs: ...
+    @property
+    def parallel(self) -> Parallel: ...
+    @property
+    def rollout(self) -> Rollout: ...
+    @property
+    def scheduler(self) -> Scheduler: ...
+    @property
+    def progress(self) -> Progress: ...
 
 
 @dataclass(frozen=True)
@@ -19,24 +51,35 @@ class Evaluation:
     scores: dict[str, EvalScore] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)  # some answers to each set, as Markdown; on rank 0 only
-    answers: dict[str, str] = field(default_factory=dict)  # question -> answer, of the first set
+    answers: dict[str, str] = field(default_factory=dict)  # question -> its first answer
 
 
-def evaluate(session: Session, step: int) -> Evaluation:
-    """Evaluate every set. Every rank must call this; scores and metrics are the same on all."""
-    result = Evaluation()
+def evaluate(session: Engines, step: int, keep: Keep | None = None) -> Evaluation:
+    """Evaluate every set as `data.eval` says. Every rank must call this; scores and metrics are the same on all.
+
+    `keep` gets each set's name and the groups of this rank's engine.
+    """
+    result, group = Evaluation(), session.parallel.host
     for name, prompts in session.inputs.evals.items():
         with session.scheduler.phase(Phase.EVAL, name):
             groups = session.rollout.evaluate(prompts.prompts, name, step, session.parallel.store)
-            infos: list[SampleInfo] = share_infos(groups, session.parallel.host)
+            infos: list[SampleInfo] = share_infos(groups, group)
+            votes = _share_votes(groups, session.inputs.scorer, group) if session.inputs.scorer.has_answers else None
         tally = total_tally(session.inputs.scorer.take_tally(), session.parallel)
-        result.scores[name] = eval_score(infos)
-        result.metrics.update(eval_metrics(name, infos, tally))
+        result.scores[name] = score(infos, votes)
+        result.metrics.update(eval_metrics(name, result.scores[name]))
+        result.metrics.update(eval_reward_metrics(name, tally))
         result.texts.update(_some_answers(session, name, groups, infos))
         result.answers.update(_answers(groups))
-    if result.scores:
-        session.progress.evaluated(step, result.scores)
+        if keep:
+            keep(name, groups)
     return result
+
+
+def before_training(session: Session, now: Evaluation) -> dict[str, EvalScore]:
+    """The scores before the first step: `now`, or what an earlier start of this run found and left in its folder."""
+    file = step_file(session.settings.run.folder, 0)
+    return read_scores(file) if session.state.step and session.is_first and file.exists() else now.scores
 
 
 def answer_pairs(session: Session, before: Evaluation, after: Evaluation, count: int = 2) -> list[AnswerPair]:
@@ -48,7 +91,7 @@ def answer_pairs(session: Session, before: Evaluation, after: Evaluation, count:
     return [AnswerPair(q, before.answers[q], after.answers[q], expected.get(q)) for q in both[:count]]
 
 
-def _some_answers(session: Session, name: str, groups: list[SampleGroup], infos: list[SampleInfo]) -> dict[str, str]:
+def _some_answers(session: Engines, name: str, groups: list[SampleGroup], infos: list[SampleInfo]) -> dict[str, str]:
     """Answers to some questions of the set, the same questions each time, under their metric name."""
     kept = session.settings.monitor.samples_per_step
     chosen = spread(sorted({info.group_id for info in infos}), kept) if kept else []
@@ -58,3 +101,15 @@ def _some_answers(session: Session, name: str, groups: list[SampleGroup], infos:
 
 def _answers(groups: list[SampleGroup]) -> dict[str, str]:
     return {group.prompt.text: group.samples[0].text for group in groups}
+
+
+def _share_votes(groups: Sequence[SampleGroup], scorer: Scorer, group: dist.ProcessGroup) -> Votes:
+    """Which answer each sample of the job gave, the same on every rank."""
+    mine = {
+        (sample.group_id, sample.index): number
+        for one in groups
+        for sample, number in zip(one.samples, scorer.answer_numbers(one), strict=True)
+    }
+    everyone: list[Votes] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return {key: number for votes in everyone for key, number in votes.items()}

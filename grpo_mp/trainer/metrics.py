@@ -12,7 +12,6 @@ import torch.distributed as dist
 from grpo_mp.algorithms.advantages import groups_without_difference
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge
 from grpo_mp.monitor.metrics import fill
-from grpo_mp.monitor.screen import EvalScore
 from grpo_mp.policy.parallel import Parallel
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.rewards.tally import Tally, total
@@ -156,26 +155,10 @@ def accuracy(infos: Sequence[SampleInfo]) -> float | None:
     return statistics.fmean(said) if said else None
 
 
-def eval_score(infos: Sequence[SampleInfo]) -> EvalScore:
-    """Accuracy is the share of right answers among those of which the reward says whether they are."""
-    return EvalScore(
-        accuracy=accuracy(infos),
-        reward=statistics.fmean(info.reward for info in infos),
-        length=statistics.fmean(info.response_tokens for info in infos),
-    )
-
-
-def eval_metrics(name: str, infos: Sequence[SampleInfo], tally: Tally) -> dict[str, float]:
-    """Scores of one eval set, and what its rewards met."""
-    score = eval_score(infos)
+def eval_reward_metrics(name: str, tally: Tally) -> dict[str, float]:
+    """What the rewards met on one eval set, and what they logged."""
     logged = {fill("eval/{set}/log/{name}", set=name, name=key): value for key, value in tally.logged.items()}
-    values = {
-        **vars(score),
-        "truncated_ratio": statistics.fmean(info.truncated for info in infos),
-        "failures": sum(tally.failures.values()),
-    }
-    known = {kind: value for kind, value in values.items() if value is not None}
-    return logged | {fill(f"eval/{{set}}/{kind}", set=name): value for kind, value in known.items()}
+    return logged | {fill("eval/{set}/failures", set=name): sum(tally.failures.values())}
 
 
 def collect_metrics(collected: Collected) -> dict[str, float]:

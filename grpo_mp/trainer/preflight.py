@@ -6,6 +6,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.config import Settings, dump_settings
+from grpo_mp.data.overlap import find_overlaps
 from grpo_mp.data.prompts import PromptSet, load_prompts
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
@@ -15,7 +16,7 @@ from grpo_mp.rollout.division import check_division
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.places import engine_places
 from grpo_mp.rollout.precision import in_fp8
-from grpo_mp.scheduler.recovery import check_run_folder
+from grpo_mp.scheduler.recovery import FINAL, check_run_folder
 from grpo_mp.sync.transport import over_ipc
 from grpo_mp.trainer.start_warnings import start_warnings
 
@@ -30,10 +31,43 @@ class Inputs:
     scorer: Scorer
     warnings: tuple[str, ...] = ()  # sentences that the start of the run shows
 
+    def overlaps(self) -> list[str]:
+        """A sentence for each eval set: how many of its problems stand in the train data."""
+        evals = {name: [prompt.text for prompt in prompts] for name, prompts in self.evals.items()}
+        return [found.sentence for found in find_overlaps((prompt.text for prompt in self.train), evals)]
+
 
 def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> Inputs:
     """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
     check_policy(settings, world_size)
+    _check_export(settings)
+    tokenizer = _check_engines(settings, world_size, ranks_per_node)
+    train = load_prompts(settings.data.train, settings.data, tokenizer, settings.rollout.max_prompt_tokens)
+    if len(train) < settings.rollout.prompts_per_step:
+        raise UserError(
+            f"{settings.data.train}: {len(train)} prompts fit, a step takes "
+            f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
+        )
+    scorer = _scorer(settings, tokenizer)
+    fp8 = in_fp8(settings.engine.args, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
+    warnings = (*scorer.warnings, *start_warnings(settings, fp8))
+    return Inputs(tokenizer, train, _read_evals(settings, tokenizer), scorer, warnings)
+
+
+def check_and_read_evaluation(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> Inputs:
+    """The same for an evaluation alone, at least one set: what only training needs is neither checked nor read, and
+    the first set stands for the train prompts. Raises UserError.
+    """
+    if with_policy:
+        check_policy(settings, world_size)
+    tokenizer = _check_engines(settings, world_size, ranks_per_node)
+    evals = _read_evals(settings, tokenizer)
+    scorer = _scorer(settings, tokenizer)
+    return Inputs(tokenizer, next(iter(evals.values())), evals, scorer, scorer.warnings)
+
+
+def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
+    """Run folder, engines, device and sizes; the model's tokenizer."""
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
     places = engine_places(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
     if places[0].nodes > 1 and not over_ipc(settings.sync):
@@ -44,39 +78,44 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
         )
     _check_device_settings(settings)
     check_arguments(settings.engine.args, known_arguments())
-    fp8 = check_engine(settings, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
+    check_engine(settings, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
     tokenizer = _tokenizer(settings)
     _check_sizes(settings, HfConfig.read(settings.model.path), len(tokenizer))
-    longest = settings.rollout.max_prompt_tokens
-    train = load_prompts(settings.data.train, settings.data, tokenizer, longest)
-    if len(train) < settings.rollout.prompts_per_step:
-        raise UserError(
-            f"{settings.data.train}: {len(train)} prompts fit, a step takes "
-            f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
-        )
-    evals = {
-        name: load_prompts(source, settings.data, tokenizer, longest, settings.data.eval_prompts)
-        for name, source in settings.data.eval.items()
+    return tokenizer
+
+
+def _read_evals(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptSet]:
+    data, longest = settings.data, settings.rollout.max_prompt_tokens
+    return {
+        name: load_prompts(one.path, data, tokenizer, longest, settings.eval_set(name).prompts)
+        for name, one in data.eval.items()
     }
-    scorer = Scorer(
+
+
+def _scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scorer:
+    return Scorer(
         settings.reward,
         settings.rollout.max_response_tokens,
         settings.data.prompt,
         max_steps=settings.run.steps,
         decode=tokenizer.decode,
     )
-    return Inputs(tokenizer, train, evals, scorer, (*scorer.warnings, *start_warnings(settings, fp8)))
 
 
-def check_engine(settings: Settings, hf: HfConfig, cpu: bool) -> bool:
-    """Say whether engines compute in FP8.
-
-    Raises UserError for a precision that cannot be kept in step, or GPUs that do not divide the model.
-    """
-    fp8 = in_fp8(settings.engine.args, hf, cpu)
+def check_engine(settings: Settings, hf: HfConfig, cpu: bool) -> None:
+    """Raises UserError for a precision that cannot be kept in step, or GPUs that do not divide the model."""
+    in_fp8(settings.engine.args, hf, cpu)
     if not cpu:
         check_division(settings.engine.gpus, settings.engine.args, hf)
-    return fp8
+
+
+def _check_export(settings: Settings) -> None:
+    final = settings.run.folder / FINAL
+    if settings.run.export and final.resolve() == settings.model.path.resolve():
+        raise UserError(
+            f"{final}: the export would take the place of model.path: choose another run.folder, or set "
+            "run.export=false"
+        )
 
 
 def _check_device_settings(settings: Settings) -> None:
@@ -105,9 +144,13 @@ def _check_sizes(settings: Settings, hf: HfConfig, tokens: int) -> None:
             f"{settings.model.path}: the tokenizer has {tokens} tokens, config.json says vocab_size {vocabulary}: "
             "use the tokenizer of this model"
         )
-    prompt, response = settings.rollout.max_prompt_tokens, settings.rollout.max_response_tokens
-    if prompt + response > positions:
-        raise UserError(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {prompt + response}, but the model has only "
-            f"{positions} positions (max_position_embeddings of {settings.model.path / 'config.json'}): lower them"
-        )
+    prompt = settings.rollout.max_prompt_tokens
+    limits = {"rollout": settings.rollout.max_response_tokens}
+    limits |= {f"data.eval.{name}": one.max_response_tokens or 0 for name, one in settings.data.eval.items()}
+    for section, response in limits.items():
+        if prompt + response > positions:
+            raise UserError(
+                f"rollout.max_prompt_tokens + {section}.max_response_tokens = {prompt + response}, but the model has "
+                f"only {positions} positions (max_position_embeddings of {settings.model.path / 'config.json'}): lower "
+                "them"
+            )

@@ -1,11 +1,14 @@
 """What a step leaves behind: metrics, histograms, sample texts, one line on the screen."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from grpo_mp.evaluation.files import step_file, write_scores
+from grpo_mp.evaluation.picture import draw, write_svg
+from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import RangeWatch, fill
 from grpo_mp.monitor.samples import SampleWriter, spread
 from grpo_mp.monitor.summary import StepSummary, over_ranks, step_scalars, summarise
@@ -40,6 +43,9 @@ class StepRecord:
     histograms: dict[str, Sequence[float] | torch.Tensor] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     groups: Sequence[SampleGroup] = ()  # for the sample files; on rank 0 only
+
+
+PICTURE = "pass_at_k.svg"
 
 
 class Recorder:
@@ -132,6 +138,18 @@ class Recorder:
             self._samples.write(step, record.groups)
         for sentence in self._ranges.news(record.scalars):
             self._session.progress.note(f"step {step}: {sentence}")
+
+    def evaluated(self, step: int, before: Mapping[str, EvalScore], now: Mapping[str, EvalScore]) -> None:
+        """Show and keep the scores that the run has after a step, and draw them beside those before training."""
+        if not (self._writer and now):
+            return
+        self._session.progress.evaluated(step, now)
+        folder = self._session.settings.run.folder
+        write_scores(step_file(folder, step), now, step=step)
+        figure = draw(before if step else {}, now)
+        if figure:
+            write_svg(figure, folder / PICTURE)
+            self._writer.image(step, "eval/pass_at_k", figure)
 
     def close(self) -> None:
         if self._writer:

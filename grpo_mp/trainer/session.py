@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -73,11 +74,14 @@ class Session:
 
 
 @contextmanager
-def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
+def open_session(
+    settings: Settings, inputs: Inputs, checkpoint: Path | None = None, greeting: str = ""
+) -> Iterator[Session]:
     """Join the job, start this rank's engine, build the policy, resume where a checkpoint is.
 
-    Engines end when the body does, however it ends.
+    `checkpoint`: another than the newest of the run's folder. Engines end when the body does, however it ends.
     """
+    checkpoint = checkpoint or _newest_checkpoint(settings)
     with ExitStack() as stack:
         parallel = start_parallel(settings.layout, settings.run.seed, settings.monitor.phase_timeout_s)
         stack.enter_context(one_voice(parallel.rank, parallel.store))
@@ -85,7 +89,7 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
             claim_run_folder(settings.run.folder, dump_settings(settings))
         dist.barrier(group=parallel.host)
         stop = StopRequest()
-        state = _resume_state(settings)
+        state = read_manifest(checkpoint) if checkpoint else RunState()
         rollout = stack.enter_context(
             Rollout(settings, inputs.tokenizer, inputs.scorer, parallel.rank, parallel.world_size)
         )
@@ -99,7 +103,9 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
         stack.callback(timeline.close)
         stack.callback(inputs.scorer.close)
         stack.push(ignore_more_interrupts)
-        for note in (_greeting(settings, parallel, state), *(f"warning: {text}" for text in inputs.warnings)):
+        overlaps = inputs.overlaps() if parallel.rank == 0 and not greeting else []
+        warnings = [f"warning: {text}" for text in inputs.warnings]
+        for note in (greeting or _greeting(settings, parallel, state), *overlaps, *warnings):
             progress.note(note)
         with watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
             rollout.start(parallel.store)
@@ -107,7 +113,7 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
             if alone:
                 start_alone(rollout, parallel.host)
             with naming_what_is_full(parallel.rank, "START", dict):
-                policy = _build_policy(settings, parallel, state)
+                policy = _build_policy(settings, parallel, state, checkpoint)
             if not alone:
                 rollout.wait_ready()
             dist.barrier(group=parallel.host)
@@ -131,14 +137,12 @@ def open_session(settings: Settings, inputs: Inputs) -> Iterator[Session]:
         stop_parallel()
 
 
-def _resume_state(settings: Settings) -> RunState:
-    folder = latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
-    return read_manifest(folder) if folder else RunState()
+def _newest_checkpoint(settings: Settings) -> Path | None:
+    return latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
 
 
-def _build_policy(settings: Settings, parallel: Parallel, state: RunState) -> Policy:
+def _build_policy(settings: Settings, parallel: Parallel, state: RunState, folder: Path | None) -> Policy:
     policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.measured_share > 0)
-    folder = latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
     if folder:
         checkpoint_checksums(folder).check_share(parallel.rank, parallel.world_size)
         dist.barrier(group=parallel.host)  # what one rank finds, no other must read

@@ -22,7 +22,7 @@ from grpo_mp.data.arithmetic import (
 )
 from grpo_mp.data.prompts import final_answer
 from grpo_mp.errors import UserError
-from grpo_mp.rewards.math import last_boxed
+from grpo_mp.rewards.math import boxed_answer
 
 KINDS = tuple(TEMPLATES)
 NUMBERS = st.one_of(st.integers(0, 99), st.integers(0, 10**6))
@@ -112,7 +112,7 @@ def test_answers_are_those_of_integer_arithmetic() -> None:
         assert problem.result == result == expected >= 0
         assert problem.answer == f"{working}\n#### {expected}"
         assert worked_response(problem) == f"{working} \\boxed{{{expected}}}"
-        assert final_answer(problem.answer) == str(expected) == last_boxed(worked_response(problem))
+        assert final_answer(problem.answer) == str(expected) == boxed_answer(worked_response(problem))
         assert numbers(problem) == tuple(sorted(problem.operands))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from grpo_mp.evaluation.pass_at_k import Estimate
 from grpo_mp.monitor.progress import AnswerPair, EvalScore, Progress
 from grpo_mp.monitor.screen import View, duration, live
 
@@ -99,6 +100,38 @@ def test_finish_compares_sets_and_answers() -> None:
     assert "tensorboard --logdir 'runs/my x/tensorboard'" in text
 
 
+def test_several_samples_have_a_row_for_each_k() -> None:
+    def one(accuracy: float, passed: float, voted: float) -> EvalScore:
+        return EvalScore(
+            accuracy,
+            0.6,
+            21.0,
+            accuracy_error=0.021,
+            samples=2,
+            pass_at={1: Estimate(accuracy, 0.021), 2: Estimate(passed, 0.03)},
+            maj_at={1: Estimate(accuracy, 0.021), 2: Estimate(voted)},
+        )
+
+    console = Console(file=io.StringIO(), force_terminal=False, width=100)
+    with Progress(Path("runs/x"), steps=2, console=console) as progress:
+        progress.evaluated(2, {"a": one(0.5, 0.75, 0.625)})
+        progress.finish({"a": one(0.25, 0.8, 0.25)}, {"a": one(0.5, 0.75, 0.625)})
+        progress.scores("model", {"a": one(0.5, 0.75, 0.625), "unjudged": EvalScore(None, 0.5, 4.0)})
+    text = output(console)
+    assert "eval after step 2: a 50.0% right (avg@2), pass@2 75.0%, maj@2 62.5%, reward 0.600, 21 tokens" in text
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    assert rows[:6] == [
+        ["a", "avg@2", "25.0% ± 2.1", "50.0% ± 2.1", "+25.0 points"],
+        ["", "pass@1", "25.0% ± 2.1", "50.0% ± 2.1", "+25.0 points"],
+        ["", "pass@2", "80.0% ± 3.0", "75.0% ± 3.0", "-5.0 points"],
+        ["", "maj@1", "25.0% ± 2.1", "50.0% ± 2.1", "+25.0 points"],
+        ["", "maj@2", "25.0%", "62.5%", "+37.5 points"],
+        ["", "reward", "0.600", "0.600", "+0.000"],
+    ]
+    assert ["a", "avg@2", "50.0% ± 2.1"] in rows
+    assert ["unjudged", "reward", "0.500"] in rows
+
+
 def test_set_without_a_before_has_no_change() -> None:
     console = log_console()
     with Progress(Path("runs/x"), steps=2, console=console) as progress:
@@ -112,6 +145,12 @@ def test_live_view_without_figures_renders() -> None:
     console = Console(file=io.StringIO(), width=80, color_system=None)
     console.print(live(View(steps=3)))
     assert "step 0/3" in output(console)
+
+
+def test_live_view_without_steps_shows_the_phase_alone() -> None:
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(live(View(steps=0, phase="EVAL", detail="aime")))
+    assert output(console).split() == ["EVAL", "held-out", "prompts", "are", "answered", "aime", "0", "s"]
 
 
 def test_durations() -> None:

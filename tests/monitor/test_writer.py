@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from grpo_mp.monitor.writer import MetricWriter, read_lines
@@ -26,12 +27,15 @@ def test_all_kinds_come_back(tmp_path: Path) -> None:
         writer.histogram(1, "reward/values", [0.0, 0.5, 1.5, 1.5])
         writer.histogram(1, "train/advantages", [])
         writer.text(1, "rollout/samples", "**two**")
+        writer.image(1, "eval/pass_at_k", Figure(figsize=(2.0, 1.0), dpi=100))
     assert curve(tmp_path, "reward/mean") == [(1, 0.5)]
     assert curve(tmp_path, "eval/arithmetic/accuracy") == [(0, 0.25)]
     (histogram,) = events(tmp_path).Histograms("reward/values")
     assert (histogram.histogram_value.num, histogram.histogram_value.sum) == (4, 3.5)
     (text,) = events(tmp_path).Tensors("rollout/samples/text_summary")
     assert text.tensor_proto.string_val[0] == b"**two**"
+    (image,) = events(tmp_path).Images("eval/pass_at_k")
+    assert (image.width, image.height) == (200, 100)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [
         {"step": 0, "eval/arithmetic/accuracy": 0.25},

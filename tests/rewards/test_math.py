@@ -1,5 +1,7 @@
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,10 @@ from hypothesis import strategies as st
 from grpo_mp.errors import UserError
 from grpo_mp.rewards import equality as equality_module
 from grpo_mp.rewards.equality import Equality
-from grpo_mp.rewards.math import answer_part, boxed_part, last_boxed, numeric_readings
+from grpo_mp.rewards.math import answer_numbers, answer_part, boxed_answer, boxed_part, numeric_readings
+from grpo_mp.rewards.parts import BuiltIn
+from grpo_mp.rewards.settings import Reward
+from grpo_mp.types import SampleGroup
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +50,23 @@ class Unused(Equality):
         ("", None),
     ],
 )
-def test_last_boxed(text: str, inside: str | None) -> None:
-    assert last_boxed(text) == inside
+def test_boxed_answer(text: str, inside: str | None) -> None:
+    assert boxed_answer(text) == inside
     assert boxed_part(text) == (inside is not None)
 
 
 @given(st.text("ab{}\\ "), st.text("ab{}\\ "))
-def test_last_boxed_never_fails_and_stands_in_the_text(before: str, after: str) -> None:
-    found = last_boxed(before + "\\boxed{" + after)
-    assert found is None or found in after or found in before
+def test_boxed_answer_never_fails_and_stands_in_the_text(before: str, after: str) -> None:
+    for found in (boxed_answer(before + "\\boxed{" + after), boxed_answer(before + "\\boxed{" + after, "first")):
+        assert found is None or found in after or found in before
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [(r"\boxed{1} then \boxed{2}.", "1"), (r"\boxed{1 \boxed{2}", "2"), (r"\boxed{} \boxed{2}", None)],
+)
+def test_the_first_boxed_answer(text: str, inside: str | None) -> None:
+    assert boxed_answer(text, "first") == inside
 
 
 RIGHT = [
@@ -78,8 +91,23 @@ RIGHT = [
     ("3", "3."),
     ("10000", r"10\,000"),
     (".5", "0.5"),
+    ("0.005", "0.00501"),
+    ("0", "0.00"),
 ]
-WRONG = [("7", "8"), ("7", "7.011"), ("7", "-7"), ("1234", "1.234"), ("0.5", "2/1"), ("5", "50%"), ("7", "77")]
+WRONG = [
+    ("7", "8"),
+    ("7", "7.011"),
+    ("7", "-7"),
+    ("1234", "1.234"),
+    ("0.5", "2/1"),
+    ("5", "50%"),
+    ("7", "77"),
+    ("0.005", "0"),
+    ("0", "0.005"),
+    ("0.005", "0.01"),
+    ("-0.005", "0.005"),
+    ("0.5", "0.509"),
+]
 
 
 @pytest.mark.parametrize(("answer", "found"), RIGHT)
@@ -97,12 +125,23 @@ def test_without_a_box_there_is_no_right_answer() -> None:
     assert answer_part(r"\boxed{7", "7", Unused(1.0)) == 0.0
 
 
-@given(st.floats(-1e6, 1e6), st.floats(-0.02, 0.02))
-def test_within_a_hundredth_is_right(value: float, off: float) -> None:
-    a, b = f"{value:.6f}", f"{value + off:.6f}"
-    difference = abs(round((float(a) - float(b)) * 1e6))
-    if difference != 10_000:
-        assert answer_part(f"\\boxed{{{b}}}", a, Unused(1.0)) == (difference < 10_000)
+@given(st.decimals(-1000, 1000, places=6), st.decimals("-0.02", "0.02", places=6), st.sampled_from(["0.01", "0.001"]))
+def test_within_the_tolerance_is_right(value: Decimal, off: Decimal, tolerance: str) -> None:
+    """In exact arithmetic: the tolerance, and of a number below 1 that share of it."""
+    allowed = Decimal(tolerance) * min(Decimal(1), abs(value))
+    found = answer_part(f"\\boxed{{{value + off:f}}}", f"{value:f}", Unused(1.0, float(tolerance)))
+    assert found == (abs(off) <= allowed)
+
+
+@pytest.mark.parametrize(
+    ("setting", "right"), [({}, 1.0), ({"tolerance": 0.001}, 0.0), ({"boxed_answer": "first"}, 0.0)]
+)
+def test_tolerance_and_which_box_are_settings(
+    setting: dict[str, Any], right: float, make_group: Callable[..., SampleGroup]
+) -> None:
+    built_in = BuiltIn(Reward(answer=1.0, **setting), max_response_tokens=8)
+    (part,) = built_in.parts
+    assert part.values(make_group([r"\boxed{3}, no: \boxed{7.009}"]), 0) == [right]
 
 
 @pytest.mark.parametrize("text", ["", "x", "1/0", "1e5", "1,23", "12,34", "3 4 x", r"\frac{a}{2}", "--1", "1/2/3"])
@@ -122,12 +161,31 @@ def test_other_texts_are_no_plain_numbers(text: str) -> None:
         ("at home", "at home", 1.0),
         ("x+1", "x+2", 0.0),
         (r"\pi", "3", 0.0),
+        (r"\frac{\pi}{1000}", "0", 0.0),
+        (r"\frac{\pi}{1000}", "0.00314", 1.0),
         ("7", "seven", 0.0),
         ("7", r"\frac{", 0.0),
     ],
 )
 def test_expressions_are_compared_by_math_verify(answer: str, found: str, right: float, equality: Equality) -> None:
     assert answer_part(f"\\boxed{{{found}}}", answer, equality) == right
+
+
+def test_responses_are_numbered_by_their_answers(equality: Equality) -> None:
+    boxes = ["2", "x+1", "2.0", None, "1/2", "1+x", "0.5", "x+2", "2"]
+    responses = ["no box" if box is None else rf"\boxed{{7}} or \boxed{{{box}}}" for box in boxes]
+    assert answer_numbers(responses, equality) == [0, 1, 0, None, 2, 1, 2, 3, 0]
+    assert answer_numbers(responses, equality, "first") == [0, 0, 0, None, 0, 0, 0, 0, 0]
+
+
+def test_an_answer_that_takes_too_long_is_its_own() -> None:
+    equality = Equality(limit_s=1.0)
+    try:
+        boxes = ("x", "y", "9^{9^{9^{9}}}+1", "y", "9^{9^{9^{9}}}+1")
+        assert answer_numbers([rf"\boxed{{{box}}}" for box in boxes], equality) == [0, 1, 2, 1, 2]
+        assert equality.timeouts == 1
+    finally:
+        equality.close()
 
 
 def test_comparison_works_in_many_threads_at_once(equality: Equality) -> None:

@@ -22,8 +22,7 @@ from grpo_mp.scheduler.ledger import Footprint
 from grpo_mp.trainer.batch import StepBatch
 from grpo_mp.trainer.metrics import (
     distributions,
-    eval_metrics,
-    eval_score,
+    eval_reward_metrics,
     memory_metrics,
     reduce_report,
     reward_metrics,
@@ -101,33 +100,19 @@ def test_rewards_and_lengths_of_a_step() -> None:
         assert find(name, "scalar")
 
 
-def test_accuracy_is_a_word_of_the_reward_never_a_total_above_0() -> None:
-    score = eval_score(INFOS)
-    assert (score.accuracy, score.reward, score.length) == pytest.approx((0.2, 0.6, 10.4))
+def test_solve_rates_are_a_word_of_the_reward_never_a_total_above_0() -> None:
     without = [info(0, 0, -1.0, 4, length=0.2), info(0, 1, 0.3, 6, length=0.4)]
-    assert eval_score(without).accuracy is None
-    assert "eval/set/accuracy" not in eval_metrics("set", without, Tally())
     assert (solve_rates(without), solve_rates(INFOS)) == ([], [1 / 3, 0.0])
     assert not [
         name for name in rollout_metrics(without, 4) if name.endswith(("/right", "/wrong", "/accuracy", "_groups"))
     ]
-    assert eval_score([*without, *INFOS]).accuracy == 0.2
 
 
-def test_eval_metrics_carry_the_set_s_name() -> None:
+def test_what_the_rewards_met_on_a_set_carries_its_name() -> None:
     tally = Tally(failures=Counter(answer=2, boxed=1))
     tally.log("found it", 0.5)
-    found = eval_metrics("arithmetic", INFOS, tally)
-    assert found == pytest.approx(
-        {
-            "eval/arithmetic/accuracy": 0.2,
-            "eval/arithmetic/reward": 0.6,
-            "eval/arithmetic/length": 10.4,
-            "eval/arithmetic/truncated_ratio": 0.4,
-            "eval/arithmetic/failures": 3,
-            "eval/arithmetic/log/found_it": 0.5,
-        }
-    )
+    found = eval_reward_metrics("arithmetic", tally)
+    assert found == {"eval/arithmetic/failures": 3, "eval/arithmetic/log/found_it": 0.5}
     for name in found:
         assert find(name, "scalar")
 

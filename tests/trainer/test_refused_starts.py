@@ -81,6 +81,10 @@ def write_index(model: Path, file: str) -> None:
             "Megatron refuses this model, layout and optimizer.megatron",
         ),
         ("rollout.max_response_tokens=4000", "= 4064, but the model has only 1024 positions"),
+        (
+            "data.eval.arithmetic.max_response_tokens=4000",
+            "rollout.max_prompt_tokens + data.eval.arithmetic.max_response_tokens = 4064, but the model has only 1024",
+        ),
     ],
 )
 def test_settings(refuse: Refuse, override: str, sentence: str) -> None:
@@ -310,7 +314,7 @@ def saved_run(tiny_run: TinyRun, tmp_path: Path) -> Path:
 def test_a_folder_of_other_settings(refuse: Refuse, saved_run: Path) -> None:
     said = refuse("optimizer.lr=0.5")
     assert said.startswith(f"{saved_run} holds a run of other settings (lr: 0.001 there, lr: 0.5 here)")
-    assert said.endswith("choose another run.folder, or remove it")
+    assert said.endswith("choose another run.folder, or move it away")
 
 
 def test_a_folder_with_checkpoints_and_no_wish_to_resume(refuse: Refuse, saved_run: Path) -> None:
@@ -321,14 +325,19 @@ def test_a_folder_with_checkpoints_and_no_wish_to_resume(refuse: Refuse, saved_r
 def test_a_torn_checkpoint_to_resume_from(refuse: Refuse, saved_run: Path, damage: Callable[[Path], Any]) -> None:
     damage(saved_run / "checkpoints" / "step_000002" / "policy" / "__0_0.distcp")
     said = refuse()
-    assert (
-        "step_000002: the checkpoint is torn, policy/__0_0.distcp is missing or cut short: remove that folder" in said
-    )
+    assert "step_000002: the checkpoint is torn, policy/__0_0.distcp is missing or cut short: copy it again" in said
+    assert said.endswith("or rename step_000002 to go on from the checkpoint before it")
 
 
 def test_a_manifest_of_something_else(refuse: Refuse, saved_run: Path) -> None:
     (saved_run / "checkpoints" / "step_000002" / "manifest.json").write_text("{}")
     assert "manifest.json: not a checkpoint manifest" in refuse()
+
+
+def test_an_export_that_would_take_the_place_of_its_source(refuse: Refuse, tiny_run: TinyRun, tmp_path: Path) -> None:
+    shutil.copytree(tiny_run.model, tmp_path / "run" / "final")
+    words = "the export would take the place of model.path: choose another run.folder, or set run.export=false"
+    assert words in refuse(f"model.path={tmp_path / 'run' / '..' / 'run' / 'final'}")
 
 
 def test_a_run_folder_that_is_a_file(refuse: Refuse, tmp_path: Path) -> None:
@@ -356,6 +365,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
     assert "engines: 4 x 1 rank(s), hosted by ranks (0, 1, 2, 3)" in facts
     assert "train prompts: 60 (0 longer than the limit left out); eval: 6 of arithmetic" in facts
     assert "a step: 4 prompts x 4 = 16 samples, 2 update(s) of 8" in facts
+    assert "data.eval arithmetic: none of 6 problems stands in data.train too" in facts
     assert "nothing was started" in facts
     assert err == ""
     assert not run.exists()

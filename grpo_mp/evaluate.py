@@ -1,0 +1,179 @@
+"""Evaluate without training. `python -m grpo_mp.evaluate CONFIG [section.key=value] [--model | --checkpoint FOLDER]`.
+
+Alone, with torchrun, or with `grpo_mp.launch --evaluate`. Reads `data.eval` and the rewards of a settings file; a
+run's own settings.yaml is one. A Hugging Face folder is loaded by the engines; for a checkpoint the policy is built as
+for training, and gives the engines its weights.
+"""
+
+import argparse
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
+
+import torch.distributed as dist
+
+from grpo_mp.config import Settings, load_settings
+from grpo_mp.errors import UserError
+from grpo_mp.evaluation.files import add_samples, write_scores
+from grpo_mp.evaluation.picture import draw, write_svg
+from grpo_mp.platform.device_check import check_device
+from grpo_mp.platform.quiet import hush_libraries
+from grpo_mp.rollout.ports import claim_port
+from grpo_mp.rollout.rollout import reads_weights
+from grpo_mp.scheduler.recovery import MANIFEST, read_manifest
+from grpo_mp.train import synchronize
+from grpo_mp.trainer.command_line import Parser
+from grpo_mp.trainer.ends import clean_end
+from grpo_mp.trainer.engines_alone import open_engines
+from grpo_mp.trainer.evaluation import Engines, Evaluation, evaluate
+from grpo_mp.trainer.preflight import Inputs, check_and_read_evaluation
+from grpo_mp.trainer.record import PICTURE
+from grpo_mp.trainer.session import local_ranks, open_session
+
+SCORES, SAMPLES = "eval.json", "samples.jsonl"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is evaluated. `settings.run.folder` is where the results go."""
+
+    settings: Settings
+    checkpoint: Path | None  # of a run; None: the model of the settings
+    step: int  # of the checkpoint
+
+    @property
+    def name(self) -> Path:
+        return self.checkpoint or self.settings.model.path
+
+    @property
+    def needs_policy(self) -> bool:
+        """Whether the engines cannot load the weights themselves."""
+        return self.checkpoint is not None or not reads_weights(self.settings)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line: `python -m grpo_mp.evaluate --help`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with clean_end():
+        hush_libraries()
+        wanted = read_command(_parser().parse_intermixed_args(arguments))
+        with launched_or_alone():
+            check_device(int(os.environ.get("LOCAL_RANK", 0)))
+            inputs = check_and_read_evaluation(wanted.settings, *local_ranks(), wanted.needs_policy)
+            run(wanted, inputs)
+
+
+def read_command(command: argparse.Namespace) -> Wanted:
+    """The settings with what the command lays over them. Raises UserError."""
+    settings, checkpoint = load_settings(command.config, command.overrides), command.checkpoint
+    if not settings.data.eval:
+        raise UserError(f"{command.config}: data.eval names no set: add one, as data.eval.NAME=FILE")
+    if checkpoint and not (checkpoint / MANIFEST).is_file():
+        raise UserError(f"{checkpoint}: no whole checkpoint, {MANIFEST} is missing: give RUN/checkpoints/step_N")
+    model = command.model or settings.model.path
+    out = command.out or settings.run.folder / "evaluate" / (checkpoint or model).absolute().name
+    changed = {
+        "run": settings.run.model_copy(update={"folder": out}),
+        "model": settings.model.model_copy(update={"path": model}),
+        # No reference is needed.
+        "algorithm": settings.algorithm.model_copy(
+            update={"kl": settings.algorithm.kl.model_copy(update={"weight": 0.0, "watch_share": 0.0})}
+        ),
+    }
+    return Wanted(settings.model_copy(update=changed), checkpoint, read_manifest(checkpoint).step if checkpoint else 0)
+
+
+def run(wanted: Wanted, inputs: Inputs) -> None:
+    """Evaluate as one rank of a started job, and leave the results. Raises UserError for what a user can mend."""
+    settings = wanted.settings
+    problems = ", ".join(
+        f"{len(inputs.evals[name])} problems of {name} x {one.samples}" for name, one in settings.data.eval.items()
+    )
+    greeting = f"{wanted.name}: {problems}; starting the engines"
+    if wanted.needs_policy:
+        with open_session(settings, inputs, wanted.checkpoint, greeting) as session:
+            synchronize(session)
+            report(wanted, session)
+    else:
+        with open_engines(settings, inputs, greeting) as engines:
+            report(wanted, engines)
+
+
+def report(wanted: Wanted, session: Engines) -> None:
+    """Answer every set; scores, samples and picture go into the folder, a table to the screen."""
+    folder, parallel = wanted.settings.run.folder, session.parallel
+    mine = _samples_of(folder, parallel.rank)
+    mine.unlink(missing_ok=True)
+    mine.touch()
+    found = evaluate(session, wanted.step, partial(add_samples, mine))
+    dist.barrier(group=parallel.host)
+    if parallel.rank == 0:
+        _join([_samples_of(folder, rank) for rank in range(parallel.world_size)], folder / SAMPLES)
+        _write(wanted, found, folder)
+        session.progress.scores(str(wanted.name), found.scores)
+        session.progress.note(f"Scores:  {folder / SCORES}\nSamples: {folder / SAMPLES}")
+    dist.barrier(group=parallel.host)
+
+
+@contextmanager
+def launched_or_alone() -> Iterator[None]:
+    """Where no launcher started this process, it is a job of its own."""
+    if "RANK" in os.environ:
+        yield
+        return
+    claim = claim_port()
+    place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": claim.port}
+    os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    try:
+        yield
+    finally:
+        for name in (*place, "MASTER_ADDR"):
+            del os.environ[name]
+        claim.release()
+
+
+def _write(wanted: Wanted, found: Evaluation, folder: Path) -> None:
+    said = {
+        "model": str(wanted.settings.model.path),
+        "checkpoint": str(wanted.checkpoint) if wanted.checkpoint else None,
+        "step": wanted.step,
+        "settings": {name: wanted.settings.eval_set(name).model_dump(mode="json") for name in found.scores},
+    }
+    write_scores(folder / SCORES, found.scores, **said)
+    (folder / PICTURE).unlink(missing_ok=True)
+    figure = draw({}, found.scores)
+    if figure:
+        write_svg(figure, folder / PICTURE)
+
+
+def _samples_of(folder: Path, rank: int) -> Path:
+    return folder / f"samples_rank_{rank}.jsonl"
+
+
+def _join(parts: Sequence[Path], whole: Path) -> None:
+    with whole.open("wb") as file:
+        for part in parts:
+            file.write(part.read_bytes())
+            part.unlink()
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="grpo_mp.evaluate", description="Answer the held-out problems of data.eval, without training.")
+    parser.add_argument("config", type=Path, help="settings file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file's")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", type=Path, help="a Hugging Face or converted folder (default: model.path)")
+    what.add_argument("--checkpoint", type=Path, help="RUN/checkpoints/step_N of a run of these settings")
+    parser.add_argument("--out", type=Path, help="folder for the results (default: run.folder/evaluate/NAME)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

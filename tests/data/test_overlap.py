@@ -1,0 +1,63 @@
+"""Held-out problems that stand in the train data: found whatever their case and punctuation, and no others."""
+
+import random
+import time
+
+import pytest
+
+from grpo_mp.data.overlap import RUN_WORDS, Overlap, find_overlaps, split_words
+
+LONG = "one two three four five six seven eight nine ten eleven twelve thirteen"
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [
+        ("How many apples?", "how many APPLES"),
+        ("Tom has 3 eggs.", "Tom  has\n3 eggs"),
+        ("a well-known sum", "A well known sum"),
+        ("“Ten”, he said", '"Ten" he said!'),
+        ("1,000 nuts", "１,000 nuts"),
+        ("Let $x$ be", "let x be"),
+    ],
+)
+def test_the_same_problem(train: str, held_out: str) -> None:
+    assert find_overlaps(["other", train], {"set": [held_out]}) == [Overlap("set", 1, same=1, near=0)]
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [
+        ("2 + 3", "2 - 3"),
+        ("2 - 3", "2 * 3"),
+        ("x-1", "x+1"),
+        ("3.5 eggs", "35 eggs"),
+        ("3.5 eggs", "3 5 eggs"),
+        ("Tom has 3 eggs", "Tom has 4 eggs"),
+    ],
+)
+def test_another_problem(train: str, held_out: str) -> None:
+    assert find_overlaps([train], {"set": [held_out]}) == [Overlap("set", 1, same=0, near=0)]
+
+
+def test_near_duplicates_share_thirteen_words_in_a_row() -> None:
+    assert len(split_words(LONG)) == RUN_WORDS
+    held_out = [f"But {LONG.upper()}, and more", LONG.replace("seven", "7"), LONG]
+    assert find_overlaps([f"so {LONG}!", LONG], {"set": held_out}) == [Overlap("set", 3, same=1, near=1)]
+
+
+def test_sets_are_counted_apart_and_said_in_words() -> None:
+    found = find_overlaps(["a", "b", LONG], {"x": ["A", "b", "c"], "y": ["A"], "z": ["c", f"x {LONG}"]})
+    assert [one.sentence for one in found] == [
+        "data.eval x: 2 of 3 problems stand in data.train too",
+        "data.eval y: 1 of 1 problems stands in data.train too",
+        "data.eval z: none of 2 problems stands in data.train too; 1 more shares 13 words in a row with one",
+    ]
+
+
+def test_a_large_train_set_is_read_in_seconds() -> None:
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(["apples", "eggs", "has", "more", "than", "Tom"], k=60)) for _ in range(5_000)]
+    start = time.process_time()
+    find_overlaps(texts, {"set": texts[:200]})
+    assert time.process_time() - start < 5.0

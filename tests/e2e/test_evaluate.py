@@ -1,0 +1,71 @@
+"""A checkpoint of a run, evaluated by two ranks, answers as transformers does with the folder that the run left."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_mp.scheduler.recovery import checkpoint_folder
+from tests.conftest import EVAL_PROMPTS, TinyRun
+from tests.e2e.conftest import LAST_STEP, FinishedRun, StartJob, outcome
+from tests.e2e.jobs import read_jsonl
+
+LAUNCHED = (sys.executable, "-m", "grpo_mp.launch", "--ranks", "2", "--evaluate")
+UPDATES = LAST_STEP * 2
+RESPONSE_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def results(finished_run: FinishedRun, start_job: StartJob) -> Path:
+    """Of the last checkpoint, in the layout that wrote it, the likeliest answers."""
+    checkpoint, out = checkpoint_folder(finished_run.folder / "run", LAST_STEP), finished_run.folder / "evaluated"
+    greedy = "data.eval.arithmetic.temperature=0"
+    ended = outcome(start_job(greedy, "--checkpoint", str(checkpoint), "--out", str(out), command=LAUNCHED))
+    assert (ended.status, ended.err, ended.left) == (0, "", [])
+    assert "accuracy" in ended.out
+    return out
+
+
+@torch.no_grad()
+def likeliest_answers(model: Path, questions: list[str]) -> list[str]:
+    """By transformers."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    answers = []
+    for question in questions:
+        chat = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        written = policy.generate(prompt, do_sample=False, max_new_tokens=RESPONSE_TOKENS)[0, prompt.shape[1] :]
+        answers.append(tokenizer.decode(written, skip_special_tokens=True))
+    return answers
+
+
+def test_answers_are_those_of_the_trained_policy(results: Path, finished_run: FinishedRun, tiny_run: TinyRun) -> None:
+    rows = sorted(read_jsonl(results / "samples.jsonl"), key=lambda row: row["prompt_index"])
+    questions = [row["prompt"] for row in rows]
+    assert len(questions) == EVAL_PROMPTS
+    answers = [row["response"] for row in rows]
+    assert answers == likeliest_answers(finished_run.folder / "run" / "final", questions)
+    assert answers != likeliest_answers(tiny_run.model, questions)
+    assert {tuple(row["weight_version"]) for row in rows} == {(UPDATES, UPDATES)}
+
+
+def test_scores_are_those_of_the_answers(results: Path) -> None:
+    rows = read_jsonl(results / "samples.jsonl")
+    said = json.loads((results / "eval.json").read_text())
+    assert said["step"] == LAST_STEP
+    (found,) = said["sets"].values()
+    assert found["accuracy"] == pytest.approx(sum(row["parts"]["answer"] for row in rows) / len(rows))
+    assert found["length"] == pytest.approx(sum(row["tokens"] for row in rows) / len(rows))
+
+
+def test_a_run_that_went_on_compares_with_the_scores_before_its_first_start(finished_run: FinishedRun) -> None:
+    files = sorted((finished_run.folder / "run" / "eval").iterdir())
+    steps = (0, finished_run.stopped_after, LAST_STEP)
+    assert [file.name for file in files] == [f"step_{step:06d}.json" for step in steps]
+    rewards = [json.loads(file.read_text())["sets"]["arithmetic"]["reward"] for file in files]
+    (row,) = (line for line in finished_run.second.out.splitlines() if "reward" in line and line.startswith("│"))
+    assert [cell.strip() for cell in row.split("│")[3:5]] == [f"{rewards[0]:.3f}", f"{rewards[-1]:.3f}"]

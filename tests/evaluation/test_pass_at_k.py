@@ -1,0 +1,78 @@
+"""The estimators against every draw written out, and the errors against draws of whole evaluations."""
+
+from collections import Counter
+from fractions import Fraction
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_mp.evaluation.pass_at_k import maj_at_k, over_problems, pass_at_k, sizes
+
+RIGHT, NONE = "right", None
+ANSWERS = st.lists(st.sampled_from([RIGHT, "a", "b", "c", NONE]), min_size=1, max_size=9)
+
+
+def vote(drawn: tuple[str | None, ...]) -> Fraction:
+    """The chance that the vote of these answers is right; the tied share it."""
+    counts = Counter(answer for answer in drawn if answer is not NONE)
+    leading = [answer for answer, count in counts.items() if count == max(counts.values())]
+    return Fraction(int(RIGHT in leading), max(1, len(leading)))
+
+
+@given(ANSWERS, st.data())
+def test_both_are_the_mean_over_every_draw(answers: list[str | None], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(answers)))
+    draws = list(combinations(answers, k))
+    counts = Counter(answers)
+    right, abstaining = counts.pop(RIGHT, 0), counts.pop(NONE, 0)
+    passed = Fraction(sum(RIGHT in drawn for drawn in draws), len(draws))
+    assert pass_at_k(len(answers), right, k) == pytest.approx(float(passed), abs=1e-12)
+    won = sum(map(vote, draws), Fraction(0)) / len(draws)
+    assert maj_at_k(right, counts.values(), abstaining, [k]) == [pytest.approx(float(won), abs=1e-12)]
+
+
+def test_pass_at_k_is_the_paper_s_product() -> None:
+    """Its figure 3 computes 1 - prod(1 - k / i) for i = n - c + 1 .. n."""
+    for n, c, k in ((200, 3, 100), (64, 1, 64), (1024, 5, 512), (10, 0, 10), (10, 9, 2)):
+        expected = 1.0 if n - c < k else 1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1))
+        assert pass_at_k(n, c, k) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_majority_of_a_thousand_samples() -> None:
+    """Drawn: 50,000 votes of 64 of 1,024 samples; and all of them, where nothing is left to chance."""
+    right, wrong, abstaining, k = 300, [280, 200, *[1] * 144], 100, 64
+    draws = np.random.default_rng(0).multivariate_hypergeometric([right, *wrong, abstaining], k, size=50_000)[:, :-1]
+    leads = draws == draws.max(1, keepdims=True)
+    expected = (leads[:, 0] / leads.sum(1)).mean()
+    some, every = maj_at_k(right, wrong, abstaining, [k, 1024])
+    assert some == pytest.approx(expected, abs=4 * 0.5 / 50_000**0.5)
+    assert every == pytest.approx(1.0)
+    assert maj_at_k(280, [300], 0, [580]) == [0.0]
+
+
+def test_one_sample_is_the_accuracy() -> None:
+    assert pass_at_k(8, 3, 1) == pytest.approx(3 / 8)
+    assert maj_at_k(3, [2, 2], 1, [1]) == [pytest.approx(3 / 8)]
+
+
+def test_the_error_is_the_spread_of_evaluations_over_other_problems() -> None:
+    """Eight samples of a problem are like each other; counting them as independent would say half of the error."""
+    draw = np.random.default_rng(1)
+
+    def means() -> np.ndarray:
+        return draw.binomial(8, draw.beta(0.5, 0.5, size=100)) / 8
+
+    errors = [over_problems(means().tolist()).error for _ in range(400)]
+    spread = np.std([means().mean() for _ in range(4000)])
+    assert np.mean(errors) == pytest.approx(spread, rel=0.05)
+    assert over_problems([0.25]).error is None
+
+
+@pytest.mark.parametrize(
+    ("samples", "wanted"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (64, (1, 2, 4, 8, 16, 32, 64))]
+)
+def test_sizes(samples: int, wanted: tuple[int, ...]) -> None:
+    assert sizes(samples) == wanted
