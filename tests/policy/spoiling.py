@@ -1,5 +1,6 @@
 """Files as a bad disk, a bad copy or a stranger leaves them."""
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,16 @@ def flip_bit(file: Path, byte: int, bit: int = 3) -> None:
     file.write_bytes(content)
 
 
-class Touch:
-    """Unpickled freely, it makes a file."""
+class Mkdir:
+    """Unpickled freely, it makes a folder."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.file,)
+        return os.mkdir, (str(self.folder),)
 
 
-def hostile(file: Path) -> bytes:
-    """A pickle that makes `file` where it is loaded."""
-    return pickle.dumps(Touch(file))
+def hostile(folder: Path) -> bytes:
+    """A pickle that makes `folder` where it is loaded."""
+    return pickle.dumps(Mkdir(folder), protocol=2)  # as torch.save has it

@@ -44,12 +44,11 @@ def checkpoint(model: Path) -> Path:
 def test_a_hostile_list_of_tensors_is_not_run(checkpoint: Path, model: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / "megatron")
     (tmp_path / "megatron" / ".metadata").write_bytes(hostile(tmp_path / "ran"))
-    with pytest.raises(UserError, match=r"\.metadata names pathlib\S*\.Path\.touch, which is no part of a checkpoint"):
+    with pytest.raises(UserError, match=r"\.metadata names (posix|os)\.mkdir, which is no part of a checkpoint"):
         describe_torch_dist(tmp_path / "megatron")
     with policy_of(model, "float32") as policy, pytest.raises(UserError, match="which is no part of a checkpoint"):
         load_policy(policy, tmp_path / "megatron")
     assert not (tmp_path / "ran").exists()
-    FileSystemReader(tmp_path / "megatron").fs.exists(tmp_path)
     with pytest.raises(AttributeError):
         FileSystemReader(tmp_path / "megatron").read_metadata()  # what torch does with it
     assert (tmp_path / "ran").exists()
@@ -119,6 +118,7 @@ def test_what_is_no_list_of_tensors_is_torn(content: bytes, tmp_path: Path) -> N
         read_metadata(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_every_dtype_is_known(tmp_path: Path) -> None:
     metadata = read_metadata_of([torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64], tmp_path)
     assert metadata == [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64]
