@@ -166,3 +166,13 @@ def test_last_lines(tmp_path: Path) -> None:
     assert last_lines(log, 2) == "(nothing)"
     log.write_text("one\n\ntwo\n" + "three" * 1000 + "\n\n")
     assert last_lines(log, 2) == "two\n" + "three" * 60
+
+
+def test_replicas_of_attention_answer_control_requests_at_once(make_spec: MakeSpec, tmp_path: Path) -> None:
+    """Replicas meet at ports of the claim. Were they to sleep, each request would wait for them, up to a second."""
+    spec = make_spec(gpus=2, args={"attn_dp_size": 2, "max_running_requests": 4})
+    with EngineProcess(spec, tmp_path / "engine.log") as engine:
+        engine.wait_ready(START_TIMEOUT_S)
+        with httpx.Client(base_url=engine.url, headers=engine.headers, trust_env=False, timeout=60) as client:
+            elapsed = [client.post("/flush_cache").elapsed.total_seconds() for _ in range(5)]
+    assert min(elapsed) < 0.5
