@@ -23,12 +23,9 @@ def samples(*problems: str) -> tuple[list[SampleInfo], Votes]:
         for index, letter in enumerate(letters):
             parts = {"answer": float(letter == "R")}
             info = SampleInfo(group_id, index, 0, 9, 4, parts["answer"] / 2, letter == "-", 0, parts)
-            infos.append(replace(info, right=letter == "R" if letter != "?" else None) if TAKES_RIGHT else info)
+            infos.append(replace(info, right=letter == "R" if letter != "?" else None))
             votes[info.key] = None if letter == "-" else ord(letter)
     return infos, votes
-
-
-TAKES_RIGHT = "right" in SampleInfo.__dataclass_fields__
 
 
 def test_a_problem_counts_as_much_as_another() -> None:
@@ -57,7 +54,6 @@ def test_of_one_sample_and_of_one_problem() -> None:
     assert "eval/x/accuracy_se" not in eval_metrics("x", several)
 
 
-@pytest.mark.skipif(not TAKES_RIGHT, reason="every sample is judged")
 def test_samples_that_nothing_judges_are_left_out() -> None:
     infos, votes = samples("R?", "??", "aa")
     found = score(infos, votes)
