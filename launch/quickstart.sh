@@ -22,4 +22,4 @@ fi
 echo "quickstart: GRPO with two ranks and two engines; engine logs are in $run/logs"
 "$python" -m grpo_mp.launch --ranks 2 configs/tiny_moe.yaml \
   "run.folder=$run" "run.seed=$seed" "model.path=$model" \
-  "data.train=$data/train.jsonl" "data.eval={arithmetic: $data/eval.jsonl}" "$@"
+  "data.train=$data/train.jsonl" "data.eval={arithmetic: {path: $data/eval.jsonl, samples: 4}}" "$@"

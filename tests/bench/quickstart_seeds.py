@@ -1,7 +1,8 @@
 """The quickstart over several seeds, in one table: `python -m tests.bench.quickstart_seeds 0 1 2`.
 
 Each seed makes its own data and cold start and trains with the quickstart's own settings. Columns: accuracy on
-held-out prompts before and after (sampled at temperature 1), training seconds (first to last event of the trace),
+held-out prompts before and after (4 samples each at temperature 1), the chance that one of the 4 is right, training
+seconds (first to last event of the trace),
 the largest mean |engine - policy| logprob difference of any step and of any check after a sync, and the median
 share of step time outside generate, logprob, train and sync work.
 """
@@ -25,7 +26,7 @@ def main() -> None:
     parser.add_argument("seeds", type=int, nargs="+")
     parser.add_argument("--only-read", action="store_true", help="do not run, only read runs/quickstart_seed*")
     wanted = parser.parse_args()
-    table = Table("seed", "before", "after", "train s", "mismatch", "check", "overhead")
+    table = Table("seed", "before", "after", "pass@4 before", "after", "train s", "mismatch", "check", "overhead")
     for seed in wanted.seeds:
         run = Path(f"runs/quickstart_seed{seed}")
         if not wanted.only_read:
@@ -38,10 +39,10 @@ def main() -> None:
 def row(run: Path) -> list[str]:
     """One run's figures as text."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    scores = [step["eval/arithmetic/accuracy"] for step in steps if "eval/arithmetic/accuracy" in step]
+    names = ("eval/arithmetic/accuracy", "eval/arithmetic/pass_at_4")
+    evaluated = [[step[name] for step in steps if name in step] for name in names]
     return [
-        f"{scores[0]:.1%}",
-        f"{scores[-1]:.1%}",
+        *(f"{score:.1%}" for scores in evaluated for score in (scores[0], scores[-1])),
         f"{seconds(run):.0f}",
         f"{max(step.get('mismatch/logprob_abs_diff/mean', 0.0) for step in steps):.1e}",
         f"{max(step.get('sync/check/logprob_abs_diff/mean', 0.0) for step in steps):.1e}",
