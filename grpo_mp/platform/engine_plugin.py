@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.platform.engine_attention import paged_attention
+from grpo_mp.platform.engine_decode import RunningSequences
 
 SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # set where this program started the engine: a folder removed at its end
 
@@ -62,9 +63,19 @@ def _rotary(original: Callable[..., Any], *args: Any) -> Any:
 def _attention_over_whole_batches() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    HookRegistry.register(f"{backend}.init_forward_metadata", _begin_step)
     for phase, wrapper in (("extend", _extend), ("decode", _decode)):
-        backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
         HookRegistry.register(f"{backend}._run_sdpa_forward_{phase}", wrapper, HookType.AROUND)
+
+
+def _begin_step(result: None, backend: Any, batch: Any) -> None:
+    backend.running = getattr(backend, "running", None) or RunningSequences()
+    if not batch.forward_mode.is_decode():
+        backend.running.forget()
+        return
+    table = backend.req_to_token_pool.req_to_token
+    backend.running.step(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), table)
 
 
 def _extend(original: Callable[..., Any], backend: Any, *args: Any, **options: Any) -> Any:
@@ -79,11 +90,10 @@ def _extend(original: Callable[..., Any], backend: Any, *args: Any, **options: A
 
 def _decode(original: Callable[..., Any], backend: Any, *args: Any, **options: Any) -> Any:
     """SGLang's arguments: query, output, keys, values, slots, rows, lengths, encoder."""
-    query, output, keys, values, slots, rows, lengths, encoder = args
+    query, output, keys, values, _, _, _, encoder = args
     if not _is_plain(encoder, options):
         return original(backend, *args, **options)
-    new = [1] * len(rows)
-    return output.copy_(paged_attention(query, keys, values, slots[rows], lengths.tolist(), new, options["scaling"]))
+    return output.copy_(backend.running.attend(query, keys, values, options["scaling"]))
 
 
 def _is_plain(encoder: Any, options: dict[str, Any]) -> bool:
