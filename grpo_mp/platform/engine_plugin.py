@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grpo_mp.platform import engine_layers
 from grpo_mp.platform.engine_attention import paged_attention
 from grpo_mp.platform.engine_decode import RunningSequences
 
@@ -25,6 +26,7 @@ def register() -> None:
         _absorbed_latent_attention()
         _plain_rotary_of_latent_attention()
         _attention_over_whole_batches()
+        _layers_in_few_operations()
         _plain_memory_for_routed_experts()
         _fork_children()
     _load_snapshots_in(Path(os.environ[SCRATCH]))
@@ -98,6 +100,17 @@ def _decode(original: Callable[..., Any], backend: Any, *args: Any, **options: A
 
 def _is_plain(encoder: Any, options: dict[str, Any]) -> bool:
     return encoder is None and not options["is_cross_attn"] and options["sliding_window_size"] is None
+
+
+def _layers_in_few_operations() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for name, wrapper in {
+        "layernorm.RMSNorm.forward_native": engine_layers.rms_norm,
+        "moe.fused_moe_native.moe_forward_native": engine_layers.routed_experts,
+        "rotary_embedding.base.RotaryEmbedding.forward_native": engine_layers.rotary,
+    }.items():
+        HookRegistry.register(f"sglang.srt.layers.{name}", wrapper, HookType.AROUND)
 
 
 def _plain_memory_for_routed_experts() -> None:
