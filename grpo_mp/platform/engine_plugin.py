@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grpo_mp.platform import engine_layers
 from grpo_mp.platform.engine_attention import paged_attention
+from grpo_mp.platform.engine_decode import RunningSequences
 
 SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # set where this program started the engine: a folder removed at its end
 
@@ -24,6 +26,7 @@ def register() -> None:
         _absorbed_latent_attention()
         _plain_rotary_of_latent_attention()
         _attention_over_whole_batches()
+        _layers_in_few_operations()
         _plain_memory_for_routed_experts()
         _fork_children()
     _load_snapshots_in(Path(os.environ[SCRATCH]))
@@ -62,9 +65,19 @@ def _rotary(original: Callable[..., Any], *args: Any) -> Any:
 def _attention_over_whole_batches() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    HookRegistry.register(f"{backend}.init_forward_metadata", _begin_step)
     for phase, wrapper in (("extend", _extend), ("decode", _decode)):
-        backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
         HookRegistry.register(f"{backend}._run_sdpa_forward_{phase}", wrapper, HookType.AROUND)
+
+
+def _begin_step(result: None, backend: Any, batch: Any) -> None:
+    backend.running = getattr(backend, "running", None) or RunningSequences()
+    if not batch.forward_mode.is_decode():
+        backend.running.forget()
+        return
+    table = backend.req_to_token_pool.req_to_token
+    backend.running.step(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), table)
 
 
 def _extend(original: Callable[..., Any], backend: Any, *args: Any, **options: Any) -> Any:
@@ -79,15 +92,25 @@ def _extend(original: Callable[..., Any], backend: Any, *args: Any, **options: A
 
 def _decode(original: Callable[..., Any], backend: Any, *args: Any, **options: Any) -> Any:
     """SGLang's arguments: query, output, keys, values, slots, rows, lengths, encoder."""
-    query, output, keys, values, slots, rows, lengths, encoder = args
+    query, output, keys, values, _, _, _, encoder = args
     if not _is_plain(encoder, options):
         return original(backend, *args, **options)
-    new = [1] * len(rows)
-    return output.copy_(paged_attention(query, keys, values, slots[rows], lengths.tolist(), new, options["scaling"]))
+    return output.copy_(backend.running.attend(query, keys, values, options["scaling"]))
 
 
 def _is_plain(encoder: Any, options: dict[str, Any]) -> bool:
     return encoder is None and not options["is_cross_attn"] and options["sliding_window_size"] is None
+
+
+def _layers_in_few_operations() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for name, wrapper in {
+        "layernorm.RMSNorm.forward_native": engine_layers.rms_norm,
+        "moe.fused_moe_native.moe_forward_native": engine_layers.routed_experts,
+        "rotary_embedding.base.RotaryEmbedding.forward_native": engine_layers.rotary,
+    }.items():
+        HookRegistry.register(f"sglang.srt.layers.{name}", wrapper, HookType.AROUND)
 
 
 def _plain_memory_for_routed_experts() -> None:

@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from grpo_mp.monitor.timeline import read_trace, trace_path
+from grpo_mp.scheduler.phases import Phase
 from tests.bench.workload import GROUP_SIZE, PROMPTS, describe, make_workload
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
@@ -45,9 +46,10 @@ def compare(folder: Path, family: str, steps: int, micro_batch: int) -> None:
     theirs = [time_trl(folder, steps, micro_batch, processes) for processes in TRL_PROCESSES]
     for processes, seconds in zip(TRL_PROCESSES, theirs, strict=True):
         print(line(f"TRL, {processes} x {CORES // processes} threads", family, seconds), flush=True)
-    ours = time_ours(folder, steps)
+    ours, phases = time_ours(folder, steps)
     best = min(statistics.median(seconds) for seconds in theirs)
     print(line("grpo_mp, 2 ranks", family, ours), f"{best / statistics.median(ours):6.2f} x TRL", flush=True)
+    print("    of it " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items()), flush=True)
 
 
 def line(side: str, family: str, seconds: list[float]) -> str:
@@ -65,13 +67,24 @@ def time_trl(folder: Path, steps: int, micro_batch: int, processes: int) -> list
     return seconds
 
 
-def time_ours(folder: Path, steps: int) -> list[float]:
-    """Seconds of each step after the first: one more is run, whose begin ends the last."""
+def time_ours(folder: Path, steps: int) -> tuple[list[float], dict[str, float]]:
+    """Seconds of each step after the first, and of rank 0's phases in the median step.
+
+    One more is run, whose begin ends the last.
+    """
     run_folder = folder / "run"
     run("tests.bench.our_side", [str(folder), str(run_folder), "--steps", str(steps + 1)], CORES, 1)
-    events = read_trace(trace_path(run_folder, 0))
+    events = [event for event in read_trace(trace_path(run_folder, 0)) if event["ph"] in "BE"]
     begins = [event["ts"] / 1e6 for event in events if event["ph"] == "B" and event["name"] == "GENERATE"]
-    return [end - begin for begin, end in pairwise(begins)][1:]
+    phases: dict[str, list[float]] = {}
+    for name in dict.fromkeys(event["name"] for event in events if event["name"] in Phase.__members__):
+        edges = [event["ts"] / 1e6 for event in events if event["name"] == name]
+        inside = [
+            end - start for start, end in zip(edges[::2], edges[1::2], strict=True) if begins[1] <= start < begins[-1]
+        ]
+        phases |= {name: inside} if inside else {}
+    medians = {name: statistics.median(seconds) for name, seconds in phases.items()}
+    return [end - begin for begin, end in pairwise(begins)][1:], medians
 
 
 def run(module: str, arguments: list[str], processes: int, threads: int) -> None:

@@ -4,7 +4,6 @@ Started by beside_trl.py under torchrun; the times are read from the run's trace
 """
 
 import argparse
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,19 +17,19 @@ from tests.bench import workload as w
 
 
 class ExactLengths(EngineClient):
-    """Draws each response of a group with its own length; the prompt is computed first, as SGLang does for `n`."""
+    """Draws each response of a group with its own length, in one call, its prompt before it, as SGLang does for `n`."""
 
     def __init__(self, client: EngineClient, lengths: dict[tuple[int, ...], list[int]]) -> None:
         self.__dict__.update(vars(client))  # the same connections
         self._lengths = lengths
 
     async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling, count: int = 1) -> list[Generated]:
-        draw = super().generate
-        await draw(prompt_tokens, replace(sampling, max_response_tokens=1, ignore_eos=True))
+        await super().generate(prompt_tokens, replace(sampling, max_response_tokens=1, ignore_eos=True))
         wanted = self._lengths[tuple(prompt_tokens)]
-        exact = [replace(sampling, max_response_tokens=length, ignore_eos=True) for length in wanted]
-        groups = await asyncio.gather(*(draw(prompt_tokens, one) for one in exact))
-        return [sample for group in groups for sample in group]
+        exact = [replace(sampling, max_response_tokens=length, ignore_eos=True).as_json(1) for length in wanted]
+        prompts = [list(prompt_tokens)] * len(exact)
+        body = {"input_ids": prompts, "sampling_params": exact, "return_logprob": True}
+        return [self._generated(output) for output in await self._call("POST", "/generate", body)]
 
 
 def make_settings(folder: Path, run_folder: Path, steps: int) -> Settings:

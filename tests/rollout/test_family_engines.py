@@ -10,12 +10,13 @@ import torch
 
 from grpo_mp.data.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.tiny import make_tiny
-from grpo_mp.rollout.client import EngineClient
+from grpo_mp.rollout.client import EngineClient, Generated, Sampling
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
 from tests.rollout.conftest import REQUEST_TIMEOUT_S, START_TIMEOUT_S, Logprobs
 
 BOUND = 1e-5
+DRAWN = 70  # more than the engine's attention has room for at first
 TOKENS = [5, 9, 30, 7, 41, 18, 22, 50, 3, 61]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "without_yarn": ("deepseek_v3", {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "topk_group": 1}),
@@ -32,11 +33,18 @@ def test_scores_are_those_of_transformers(
     make_tiny(folder, family, make_tokenizer(["apples"]), num_hidden_layers=2, initializer_range=0.1, **shape)
     with EngineProcess(make_spec(model=folder), tmp_path / "engine.log") as process:
         process.wait_ready(START_TIMEOUT_S)
-        (found,) = asyncio.run(_score(process))
-    wanted = expected_logprobs(folder, TOKENS)[:-1].gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
-    assert (torch.tensor(found) - wanted).abs().max() <= BOUND
+        (found,), drawn = asyncio.run(_score_and_draw(process))
+
+    def wanted(tokens: list[int]) -> torch.Tensor:
+        return expected_logprobs(folder, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+    assert (torch.tensor(found) - wanted(TOKENS)).abs().max() <= BOUND
+    for sample in drawn:  # step by step, over the cache
+        expected = wanted([*TOKENS, *sample.tokens])[len(TOKENS) - 1 :]
+        assert (torch.tensor(sample.logprobs) - expected).abs().max() <= BOUND
 
 
-async def _score(process: EngineProcess) -> list[list[float]]:
+async def _score_and_draw(process: EngineProcess) -> tuple[list[list[float]], list[Generated]]:
     async with EngineClient(process.spec.index, process.url, process.headers, REQUEST_TIMEOUT_S) as client:
-        return await client.score([TOKENS])
+        drawn = client.generate(TOKENS, Sampling(DRAWN, ignore_eos=True), 3)
+        return await client.score([TOKENS]), await drawn
