@@ -103,9 +103,7 @@ def open_session(
         stack.callback(timeline.close)
         stack.callback(inputs.scorer.close)
         stack.push(ignore_more_interrupts)
-        overlaps = inputs.overlaps() if parallel.rank == 0 and not greeting else []
-        warnings = [f"warning: {text}" for text in inputs.warnings]
-        for note in (greeting or _greeting(settings, parallel, state), *overlaps, *warnings):
+        for note in (greeting or _greeting(settings, parallel, state), *_start_notes(inputs, parallel, not greeting)):
             progress.note(note)
         with watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
             rollout.start(parallel.store)
@@ -188,6 +186,13 @@ def engine_groups(hosts: Sequence[int], size: int, timeout_s: float) -> list[dis
     """A gloo group of the ranks of each engine; every rank must call this. Without a limit torch sets its own."""
     timeout = datetime.timedelta(seconds=timeout_s)
     return [dist.new_group(list(range(host, host + size)), timeout=timeout, backend="gloo") for host in hosts]
+
+
+def _start_notes(inputs: Inputs, parallel: Parallel, trains: bool) -> list[str]:
+    """What a user should know before the run goes on, on the rank that prints."""
+    if parallel.rank:
+        return []
+    return [*(inputs.overlaps() if trains else []), *(f"warning: {text}" for text in inputs.warnings)]
 
 
 def _greeting(settings: Settings, parallel: Parallel, state: RunState) -> str:
