@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from grpo_mp.algorithms.presets import with_preset
 from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.errors import USER_STATUS, UserError, nearest
+from grpo_mp.evaluation.pass_at_k import MOST_SAMPLES
 from grpo_mp.rewards.settings import Reward
 from grpo_mp.section import Section, as_bytes
 
@@ -47,7 +48,9 @@ class EvalSet(Section):
     """A held-out set, and how its answers are drawn; null: as the rollout draws."""
 
     path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
-    samples: int = Field(1, ge=1, le=1024, description="responses to each problem: avg@n, pass@k and maj@k up to n")
+    samples: int = Field(
+        1, ge=1, le=MOST_SAMPLES, description="responses to each problem: avg@n, pass@k and maj@k up to n"
+    )
     temperature: float | None = Field(None, ge=0, description="0: the likeliest token")
     top_p: float | None = Field(None, gt=0, le=1)
     max_response_tokens: int | None = Field(None, gt=0)

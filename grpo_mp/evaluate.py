@@ -19,12 +19,14 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
+from grpo_mp.algorithms.settings import KL
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.files import add_samples, write_scores
 from grpo_mp.evaluation.picture import draw, write_svg
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.platform.quiet import hush_libraries
+from grpo_mp.rewards.tally import as_tree as tally_as_tree
 from grpo_mp.rollout.ports import claim_port
 from grpo_mp.rollout.rollout import reads_weights
 from grpo_mp.scheduler.recovery import MANIFEST, read_manifest
@@ -83,9 +85,7 @@ def read_command(command: argparse.Namespace) -> Wanted:
         "run": settings.run.model_copy(update={"folder": out}),
         "model": settings.model.model_copy(update={"path": model}),
         # No reference is needed.
-        "algorithm": settings.algorithm.model_copy(
-            update={"kl": settings.algorithm.kl.model_copy(update={"weight": 0.0, "watch_share": 0.0})}
-        ),
+        "algorithm": settings.algorithm.model_copy(update={"kl": KL()}),
     }
     return Wanted(settings.model_copy(update=changed), checkpoint, read_manifest(checkpoint).step if checkpoint else 0)
 
@@ -145,6 +145,7 @@ def _write(wanted: Wanted, found: Evaluation, folder: Path) -> None:
         "checkpoint": str(wanted.checkpoint) if wanted.checkpoint else None,
         "step": wanted.step,
         "settings": {name: wanted.settings.eval_set(name).model_dump(mode="json") for name in found.scores},
+        "rewards": {name: tally_as_tree(tally) for name, tally in found.tallies.items()},
     }
     write_scores(folder / SCORES, found.scores, **said)
     (folder / PICTURE).unlink(missing_ok=True)

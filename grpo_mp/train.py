@@ -24,7 +24,7 @@ from grpo_mp.trainer.learning import learn, refresh_reference
 from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.trainer.record import Recorder, StepRecord
 from grpo_mp.trainer.saving import export_hf, save
-from grpo_mp.trainer.session import Session, open_session
+from grpo_mp.trainer.session import Session, newest_checkpoint, open_session
 
 
 def train(session: Session) -> None:
@@ -126,7 +126,7 @@ def finish(session: Session, before: Evaluation, after: Evaluation) -> None:
 
 def run(settings: Settings, inputs: Inputs) -> None:
     """Train as one rank of a started job. Raises UserError for what a user can mend."""
-    with open_session(settings, inputs) as session:
+    with open_session(settings, inputs, newest_checkpoint(settings)) as session:
         train(session)
 
 

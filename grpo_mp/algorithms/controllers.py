@@ -40,6 +40,6 @@ def adapted(controls: Controls, kl: float, entropy: float, algorithm: Algorithm)
 
 def has_drifted(kl: float, effective_samples: float, limits: Drift) -> bool:
     """Whether the policy is too far from the one that the step's samples count as drawn from."""
-    too_far = limits.kl is not None and abs(kl) > limits.kl
-    too_few = limits.effective_samples is not None and effective_samples < limits.effective_samples
+    too_far = limits.kl is not None and not abs(kl) <= limits.kl  # what is no number has drifted as well
+    too_few = limits.effective_samples is not None and not effective_samples >= limits.effective_samples
     return too_far or too_few

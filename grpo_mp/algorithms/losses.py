@@ -51,12 +51,13 @@ def make_loss(algorithm: Algorithm, weights: Weights | None = None, reduce: Redu
         )
         correction = terms.correction if algorithm.surrogate != "vespo" else 1.0
         surrogate = SURROGATES[algorithm.surrogate](terms, algorithm) * correction * trusted * decides
-        kl = _kl(terms, batch, algorithm) * heard
+        kl = _kl(terms, batch, algorithm, algorithm.kl.level) * heard
         policy_loss = (surrogate * batch.weights).sum()
         bonus = (entropy * decides * batch.mask).sum() * batch.entropy_weight
         kl_loss = kl_weight * (kl * batch.weights).sum() if kl_weight else 0.0  # a watched KL may be infinite
         total = policy_loss + kl_loss - weights.entropy * bonus
-        report = loss_report(batch, terms, entropy.detach(), kl.detach(), trusted, algorithm)
+        of_tokens = _kl(terms, batch, algorithm, "token").detach() * heard
+        report = loss_report(batch, terms, entropy.detach(), of_tokens, trusted, algorithm)
         return total.to(logprobs.dtype), report | {"loss": total.detach(), "pg_loss": policy_loss.detach()}
 
     return loss
@@ -106,12 +107,12 @@ RATIOS: dict[str, Callable[[Tensor, Sequences], Tensor]] = {
 }
 
 
-def _kl(terms: Terms, batch: MicroBatch, algorithm: Algorithm) -> Tensor:
+def _kl(terms: Terms, batch: MicroBatch, algorithm: Algorithm, level: str) -> Tensor:
     """Estimate KL(policy || reference) [T]: of each token, or of its whole sequence (R1, eq. 2) at every token."""
     if batch.reference_logprobs is None:
         return torch.zeros_like(terms.new)
     log_r = batch.reference_logprobs - terms.new
-    if algorithm.kl.level == "sequence":
+    if level == "sequence":
         log_r = terms.sequences.sums(log_r).clamp(max=LARGEST_LOG_RATIO)
     return ESTIMATORS[algorithm.kl.estimator](log_r, terms.log_ratio.exp())
 

@@ -32,6 +32,7 @@ SUMS = (
     "mistrusted",
     "unheard",
 )
+LARGEST_LOG_RATIO = 300.0  # its square, too, is a float64
 MAXIMA = ("ratio_max", "mismatch_max")
 
 
@@ -39,7 +40,7 @@ def loss_report(
     batch: MicroBatch, terms: Terms, entropy: Tensor, kl: Tensor, trusted: Tensor, algorithm: Algorithm
 ) -> dict[str, Tensor]:
     """Sums (and maxima) over the response tokens of one micro-batch; all values [T] in float64."""
-    mask, log_ratio = batch.mask.double(), terms.log_ratio.detach()
+    mask, log_ratio = batch.mask.double(), terms.log_ratio.detach().clamp(max=LARGEST_LOG_RATIO)
 
     def total(values: Tensor) -> Tensor:
         return (values * mask).sum()
@@ -54,7 +55,7 @@ def loss_report(
         "ratio2": total(ratio.square()),
         "clipped_low": total((ratio < 1 - algorithm.clip.low) & down),
         "clipped_high": total((ratio > 1 + algorithm.clip.high) & up),
-        "drift": total(-log_ratio),
+        "drift": total(-terms.token_log_ratio.detach()),
         "ratio_max": (ratio * mask).max(),
         "correction": total(terms.correction),
         "corrected_away": total(terms.correction == 0),

@@ -106,7 +106,6 @@ class Filter(Section):
 
 
 SURROGATES = ("clip", "cispo", "sapo", "gmpo", "vespo", "none")
-AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_sum", "constant", "decoupled")
 
 
 class Algorithm(Section):
@@ -169,6 +168,8 @@ def contradictions(wanted: Algorithm) -> Iterator[str]:
         yield f"surrogate={wanted.surrogate} is defined on token ratios: set ratio=token"
     if wanted.surrogate == "vespo" and correction.kind != "none" and correction.level == "sequence":
         yield "surrogate=vespo multiplies token corrections itself: set correction.level=token"
+    if kl.level == "sequence" and kl.estimator == "k3_unbiased" and wanted.ratio != "product":
+        yield "kl.level=sequence with kl.estimator=k3_unbiased needs the ratio of whole answers: set ratio=product"
     if kl.level == "sequence" and kl.place == "reward":
         yield "kl.level=sequence is for the loss; a reward takes the KL of the whole answer anyway: set kl.place=loss"
     yield from _advantage_contradictions(wanted)

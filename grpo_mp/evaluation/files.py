@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.score import EvalScore, as_tree, of_tree
-from grpo_mp.monitor.samples import record
+from grpo_mp.monitor.samples import lines_of
 from grpo_mp.types import SampleGroup
 
 
@@ -37,6 +37,4 @@ def read_scores(file: Path) -> dict[str, EvalScore]:
 def add_samples(file: Path, name: str, groups: Iterable[SampleGroup]) -> None:
     """Append every sample of a set, one JSON object a line."""
     with file.open("a", encoding="utf-8") as lines:
-        for group in groups:
-            for sample in group.samples:
-                lines.write(json.dumps({"set": name, **record(group, sample)}, ensure_ascii=False) + "\n")
+        lines.writelines(lines_of(groups, set=name))

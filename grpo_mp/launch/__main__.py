@@ -1,8 +1,8 @@
 """Start the ranks of one machine: `python -m grpo_mp.launch --ranks 2 CONFIG section.key=value ...`.
 
-torchrun starts the same program just as well. This front end over torch's own launcher keeps quiet, so that
-the sentence of the rank that knows is the last word; it ends with that rank's status; and a signal to it goes
-to every rank, with all the time they need to save.
+torchrun starts the same program. This front end over torch's own launcher keeps quiet, so that the sentence of the rank
+that knows is the last word; it ends with that rank's status; a signal to it goes to every rank, with all the time they
+need to save; and ranks that vanish with status 0 are an error, which torchrun cannot see where all of them do.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Sampled answers of a step, to be read by people: JSON lines in the run folder and a text in TensorBoard."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,9 +33,7 @@ class SampleWriter:
         """Write the chosen groups of one step and return the file. `name` is a text metric of the dictionary."""
         chosen = spread(groups, self._groups_per_step)
         path = self._folder / f"step_{step:06d}.jsonl"
-        rows = [record(group, sample) for group in chosen for sample in group.samples]
-        lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
-        path.write_text("".join(lines), encoding="utf-8")
+        path.write_text("".join(lines_of(chosen)), encoding="utf-8")
         if self._metrics is not None:
             self._metrics.text(step, name, markdown(chosen))
         return path
@@ -46,6 +44,13 @@ def spread(items: Sequence[T], count: int) -> list[T]:
     if count == 0 or count >= len(items):
         return list(items)
     return [items[index * len(items) // count] for index in range(count)]
+
+
+def lines_of(groups: Iterable[SampleGroup], **said: Any) -> Iterator[str]:
+    """Every sample as a line of JSON; what JSON does not know, such as a user's own objects, as text."""
+    for group in groups:
+        for sample in group.samples:
+            yield json.dumps(said | record(group, sample), ensure_ascii=False, default=str) + "\n"
 
 
 def record(group: SampleGroup, sample: Sample) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def _work(job: Job, kept: Keeping, memory: Memory) -> dict[Stretch, Work]:
     nodes = job.nodes
     whole = _whole_parameters(job)
     return {
-        Stretch.START: Work(disk_bytes=engine.weights * job.gpus_per_node),
+        Stretch.START: Work(),  # engines read no weights
         Stretch.LOAD: Work(disk_bytes=count.total * 2 * job.gpus_per_node, host_link_bytes=count.total * 2),
         Stretch.GENERATE: generate_work(job, engine),
         Stretch.SCORE: Work(),
@@ -78,7 +78,8 @@ def _work(job: Job, kept: Keeping, memory: Memory) -> dict[Stretch, Work]:
         Stretch.OPTIMIZER: optimizer_work(job, kept, stage),
         Stretch.OFFLOAD: Work(host_link_bytes=2 * count.total * kept.weights * job.moves + state),
         Stretch.SYNC: _sync(job, whole * kept.weights),
-        Stretch.SAVE: Work(disk_bytes=whole * (12 + kept.weights) / nodes, host_copy_bytes=sharded * 12),
+        # Written, then read for its checksums.
+        Stretch.SAVE: Work(disk_bytes=2 * whole * (12 + kept.weights) / nodes, host_copy_bytes=sharded * 12),
     }
 
 

@@ -5,12 +5,13 @@ stock megatron-core load and gives it CPU modules under TransformerEngine's name
 answer the same questions on both kinds of device.
 """
 
+import contextlib
 import ctypes
 import gc
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -75,10 +76,18 @@ def free_device_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def spare_collections() -> None:
-    """Leave everything that is there now, plans of millions of objects among it, out of later garbage collections."""
+@contextlib.contextmanager
+def spared_collections() -> Iterator[None]:
+    """Inside, leave what is there now, plans of millions of objects among it, out of garbage collections.
+
+    At its end an interpreter must find what its libraries hold: they complain of what is still frozen.
+    """
     gc.collect()
     gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def host_bytes() -> int:

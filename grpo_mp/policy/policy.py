@@ -70,12 +70,18 @@ class Policy:
         """[2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""
         return forward_only(self.chunks, microbatches)
 
-    def reference_logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The same, of the reference. Raises ValueError where the policy was built without one."""
+    @contextmanager
+    def at_reference(self) -> Iterator[None]:
+        """Inside, logprobs are the reference's. Raises ValueError where the policy was built without one."""
         if self.reference is None:
             raise ValueError("this policy was built without a reference")
         with self.reference.on_device():
-            return forward_only(self.chunks, microbatches)
+            yield
+
+    def reference_logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """What `logprobs` gives, of the reference."""
+        with self.at_reference():
+            return self.logprobs(microbatches)
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:

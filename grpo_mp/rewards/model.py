@@ -52,8 +52,6 @@ class ModelClient:
             raise RewardError(
                 f"{self._where} answered {_shown(reply)!r}, not one score per sequence: serve a model with one label"
             ) from error
-        if len(scores) != len(sequences):
-            raise RewardError(f"{self._where} answered {len(scores)} scores for {len(sequences)} sequences")
         return scores
 
     def _post(self, body: dict[str, Any]) -> httpx.Response:

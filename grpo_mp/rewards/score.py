@@ -78,8 +78,8 @@ class Scorer:
 
     @property
     def has_answers(self) -> bool:
-        """Whether a part looks at the answers that responses give."""
-        return any(part.name == "answer" for part in self._built_in.parts)
+        """Whether what is right is said by the part that compares answers: then they can be voted on."""
+        return self._right is not None and self._right.part == "answer"
 
     def answer_numbers(self, group: SampleGroup) -> list[int | None]:
         """Which answer each sample gives: samples with the same answer have the same number; None: no answer."""

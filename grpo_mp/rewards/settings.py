@@ -119,6 +119,12 @@ class Reward(Section):
         return value
 
     @model_validator(mode="after")
+    def _overlong_has_a_range(self) -> "Reward":
+        if self.overlong.weight and not self.span:
+            raise ValueError("reward.overlong weighs by the range of the reward, which is 0 here: set reward.range")
+        return self
+
+    @model_validator(mode="after")
     def _some_reward(self) -> "Reward":
         if not (self.has_outcome or self.steps):
             raise ValueError("no reward has a weight: set reward.answer, reward.boxed or reward.functions")

@@ -6,6 +6,7 @@ A causal model's score at the end of a step depends on nothing after it: it is t
 from collections.abc import Callable, Sequence
 from functools import cache
 
+from grpo_mp.rewards.limit import RewardError
 from grpo_mp.rewards.model import ModelClient
 from grpo_mp.rewards.settings import StepModel
 from grpo_mp.types import SampleGroup
@@ -34,8 +35,11 @@ class StepModelClient:
             for one, of_sample in zip(group.samples, ends, strict=True)
             for end in of_sample
         ]
-        scores = iter(self._model.scores(prefixes))
-        return [[(end, next(scores)) for end in of_sample] for of_sample in ends]
+        scores = self._model.scores(prefixes)
+        if len(scores) != len(prefixes):
+            raise RewardError(f"the model of steps answered {len(scores)} scores for {len(prefixes)} steps")
+        one_by_one = iter(scores)
+        return [[(end, next(one_by_one)) for end in of_sample] for of_sample in ends]
 
 
 def step_ends(pieces: Sequence[str], separator: str) -> list[int]:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -25,6 +26,17 @@ class Tally:
         """One value given to `log_metric`."""
         self.sums[name] = self.sums.get(name, 0.0) + value
         self.counts[name] += 1
+
+
+def as_tree(tally: Tally) -> dict[str, Any]:
+    """A tally as JSON holds it."""
+    return {
+        "failures": dict(tally.failures),
+        "complaints": tally.complaints,
+        "unscored": tally.unscored,
+        "answers_given_up": tally.given_up,
+        "logged": tally.logged,
+    }
 
 
 def total(tallies: Iterable[Tally]) -> Tally:

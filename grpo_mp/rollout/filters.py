@@ -31,7 +31,9 @@ def admit(infos: Sequence[SampleInfo], wanted: int, rule: Filter) -> Admission:
     places = {info.group_id: info.finished if rule.admit == "finish" else info.group_id for info in whole}
     same: set[int] = set()
     if rule.no_difference != "keep":
-        values = [float(bool(info.right)) if rule.metric == "accuracy" else info.reward for info in whole]
+        judged = {info.group_id for info in whole if info.right is not None and rule.metric == "accuracy"}
+        # Where nothing says what right means, for a group of another kind of problem, the reward must differ.
+        values = [float(info.right is True) if info.group_id in judged else info.reward for info in whole]
         same = set(groups_without_difference(values, [info.group_id for info in whole]))
     able = sorted(places.keys() - same, key=lambda group: (places[group], group))
     broken_off = len({info.group_id for info in infos}) - len(places)

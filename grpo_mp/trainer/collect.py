@@ -103,9 +103,10 @@ def _graduated(state: RunState, infos: list[SampleInfo], step: int, session: Ses
 
 def _cannot_fill(session: Session, step: int, admission: Admission, launched: int) -> str:
     settings = session.settings
+    differ = "rewards that differ" if settings.algorithm.filter.metric == "reward" else "right and wrong answers"
     return (
         f"step {step}: of {launched} groups in {settings.algorithm.filter.most_tries} rounds only "
-        f"{len(admission.admitted)} have rewards that differ, {settings.rollout.prompts_per_step} are needed: take "
+        f"{len(admission.admitted)} have {differ}, {settings.rollout.prompts_per_step} are needed: take "
         "data that is neither too easy nor too hard, raise algorithm.filter.most_tries or rollout.group_size, or set "
         "algorithm.filter.no_difference=keep"
     )

@@ -15,6 +15,7 @@ from grpo_mp.monitor.samples import markdown, spread
 from grpo_mp.monitor.screen import AnswerPair
 from grpo_mp.policy.parallel import Parallel
 from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.tally import Tally
 from grpo_mp.rollout.exchange import SampleInfo, bring_groups, share_infos
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phases import Phase
@@ -52,6 +53,7 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)  # some answers to each set, as Markdown; on rank 0 only
     answers: dict[str, str] = field(default_factory=dict)  # question -> its first answer
+    tallies: dict[str, Tally] = field(default_factory=dict)  # what the rewards met, over all ranks
 
 
 def evaluate(session: Engines, step: int, keep: Keep | None = None) -> Evaluation:
@@ -66,6 +68,9 @@ def evaluate(session: Engines, step: int, keep: Keep | None = None) -> Evaluatio
             infos: list[SampleInfo] = share_infos(groups, group)
             votes = _share_votes(groups, session.inputs.scorer, group) if session.inputs.scorer.has_answers else None
         tally = total_tally(session.inputs.scorer.take_tally(), session.parallel)
+        result.tallies[name] = tally
+        for sentence in tally.complaints.values():
+            session.progress.note(f"warning: {name}: {sentence}")
         result.scores[name] = score(infos, votes)
         result.metrics.update(eval_metrics(name, result.scores[name]))
         result.metrics.update(eval_reward_metrics(name, tally))

@@ -31,7 +31,8 @@ def fixed_values(session: Session, batch: StepBatch) -> Updates:
     if needs_old_logprobs(wanted, len(updates) * session.settings.optimizer.epochs):
         updates = [_with_old(update, policy.logprobs(update), wanted, session.parallel) for update in updates]
     if wanted.kl.weight:
-        updates = [with_reference(update, policy.reference_logprobs(update)) for update in updates]
+        with policy.at_reference():  # the weights change places once, not with every update
+            updates = [with_reference(update, policy.logprobs(update)) for update in updates]
     elif wanted.kl.watch_share:
         seed = f"{session.settings.run.seed}/{session.state.step}"
         updates = with_watched_reference(updates, policy, wanted.kl.watch_share, seed)

@@ -30,12 +30,13 @@ def with_watched_reference(
     layout = policy.parallel.layout
     block = layout.pipeline if layout.virtual_pipeline else 1
     chosen = watched([len(update) for update in updates], share, block, seed)
-    return [_measured(list(update), places, policy) for update, places in zip(updates, chosen, strict=True)]
+    with policy.at_reference():
+        return [_measured(list(update), places, policy) for update, places in zip(updates, chosen, strict=True)]
 
 
 def _measured(update: list[MicroBatch], places: Sequence[int], policy: Policy) -> list[MicroBatch]:
     if not places:
         return update
-    outputs = policy.reference_logprobs([update[i] for i in places])
+    outputs = policy.logprobs([update[i] for i in places])
     found = dict(zip(places, (output[0].cpu() for output in outputs), strict=False))  # none before the last stage
     return [replace(one, reference_logprobs=found[i]) if i in found else one for i, one in enumerate(update)]

@@ -77,11 +77,10 @@ class Session:
 def open_session(
     settings: Settings, inputs: Inputs, checkpoint: Path | None = None, greeting: str = ""
 ) -> Iterator[Session]:
-    """Join the job, start this rank's engine, build the policy, resume where a checkpoint is.
+    """Join the job, start this rank's engine, build the policy, go on from `checkpoint` where there is one.
 
-    `checkpoint`: another than the newest of the run's folder. Engines end when the body does, however it ends.
+    Engines end when the body does, however it ends.
     """
-    checkpoint = checkpoint or _newest_checkpoint(settings)
     with ExitStack() as stack:
         parallel = start_parallel(settings.layout, settings.run.seed, settings.monitor.phase_timeout_s)
         stack.enter_context(one_voice(parallel.rank, parallel.store))
@@ -111,7 +110,7 @@ def open_session(
             if alone:
                 start_alone(rollout, parallel.host)
             with naming_what_is_full(parallel.rank, "START", dict):
-                policy = _build_policy(settings, parallel, state, checkpoint)
+                policy = build_policy(settings, parallel, state, checkpoint)
             if not alone:
                 rollout.wait_ready()
             dist.barrier(group=parallel.host)
@@ -130,16 +129,17 @@ def open_session(
             stop=stop,
             state=state,
         )
-        platform.spare_collections()
-        yield session
+        with platform.spared_collections():
+            yield session
         stop_parallel()
 
 
-def _newest_checkpoint(settings: Settings) -> Path | None:
+def newest_checkpoint(settings: Settings) -> Path | None:
+    """Where a run goes on; None at its start."""
     return latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
 
 
-def _build_policy(settings: Settings, parallel: Parallel, state: RunState, folder: Path | None) -> Policy:
+def build_policy(settings: Settings, parallel: Parallel, state: RunState, folder: Path | None) -> Policy:
     policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.measured_share > 0)
     if folder:
         checkpoint_checksums(folder).check_share(parallel.rank, parallel.world_size)
@@ -201,7 +201,7 @@ def _greeting(settings: Settings, parallel: Parallel, state: RunState) -> str:
     return (
         f"{settings.run.folder}: {start}; {settings.model.path} on {parallel.world_size} ranks, "
         f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples a step, "
-        f"{settings.optimizer.updates_per_step} update(s) a step; starting the engines"
+        f"{settings.optimizer_steps_per_step} update(s) a step; starting the engines"
     )
 
 

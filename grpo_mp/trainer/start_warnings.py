@@ -8,7 +8,8 @@ from grpo_mp.config import Settings
 
 def start_warnings(settings: Settings, fp8: bool) -> tuple[str, ...]:
     """Collect one sentence for each; `fp8`: engines compute in blockwise FP8."""
-    return (*_ratio_is_one(settings), *_nothing_corrected(settings.algorithm, fp8))
+    cache = str(settings.engine.args.get("kv_cache_dtype", ""))
+    return (*_ratio_is_one(settings), *_nothing_corrected(settings.algorithm, fp8 or cache.startswith("fp8")))
 
 
 def _ratio_is_one(settings: Settings) -> Iterator[str]:
@@ -35,7 +36,7 @@ def _ratio_is_one(settings: Settings) -> Iterator[str]:
 
 
 def _nothing_corrected(algorithm: Algorithm, fp8: bool) -> Iterator[str]:
-    if fp8 and algorithm.correction.kind == "none":
+    if fp8 and algorithm.correction.kind == "none" and algorithm.old_logprobs == "recomputed":
         yield (
             "engines compute in FP8 and algorithm.correction is none: samples come from other probabilities than the "
             "policy's, and accuracy is known to drop: set algorithm.correction={kind: truncate, high: 2.0}"

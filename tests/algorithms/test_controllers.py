@@ -43,6 +43,8 @@ def test_the_entropy_bonus_acts_at_or_below_its_target_only() -> None:
         ({"kl": 0.1}, 0.09, 0.01, False),
         ({"effective_samples": 0.5}, 9.0, 0.49, True),
         ({"effective_samples": 0.5}, 9.0, 0.51, False),
+        ({"kl": 0.1}, float("nan"), 1.0, True),
+        ({"effective_samples": 0.5}, 0.0, float("nan"), True),
     ],
 )
 def test_the_drift_guard(limits: dict[str, float], kl: float, share: float, stops: bool) -> None:

@@ -178,6 +178,7 @@ def test_settings_of_other_sections_come_with_the_preset_unless_they_are_given()
         ({"surrogate": "clipp"}, "algorithm.surrogate: Input should be 'clip', 'cispo'"),
         ({"advantage": {"combine": "normalise"}, "kl": {"weight": 1, "place": "reward"}}, "set kl.place=loss"),
         ({"kl": {"weight": 1, "level": "sequence", "place": "reward"}}, "set kl.place=loss"),
+        ({"kl": {"weight": 1, "level": "sequence", "estimator": "k3_unbiased"}}, "set ratio=product"),
         ({"correction": {"kind": "mask"}}, "has no limit: set correction.high"),
         ({"correction": {"high": 2.0}}, "set it to truncate or mask"),
         ({"kl": {"refresh_every": 5}}, "need a reference: set kl.weight above 0"),

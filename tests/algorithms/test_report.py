@@ -15,10 +15,10 @@ ALGORITHM = Algorithm.model_validate({"kl": {"weight": 0.3}, "clip": {"low": 0.1
 GROUPS = (0, 0, 0, 0, 1, 1, 1, 1)
 
 
-def report(drawn: Drawn, max_tokens: int, entropy: float = 0.7) -> dict[str, float]:
+def report(drawn: Drawn, max_tokens: int, entropy: float = 0.7, algorithm: Algorithm = ALGORITHM) -> dict[str, float]:
     """What the trainer shows after an update of this one rank."""
-    batches, logprobs = as_microbatches(drawn, ALGORITHM, max_tokens)
-    loss = make_loss(ALGORITHM)
+    batches, logprobs = as_microbatches(drawn, algorithm, max_tokens)
+    loss = make_loss(algorithm)
     reports = [
         loss(values, torch.full_like(values, entropy), batch)[1]
         for batch, values in zip(batches, logprobs, strict=True)
@@ -69,6 +69,31 @@ def test_every_metric_is_numpy_s_however_the_tokens_are_packed(max_tokens: int) 
     assert 0 < expected["train/pg_clipfrac_low"] != expected["train/pg_clipfrac_high"] > 0
     found = report(drawn, max_tokens)
     assert found == pytest.approx(expected, rel=2e-6)
+
+
+LENGTHS = (1, 9, 2, 30, 17, 4, 4, 1)
+
+
+@pytest.mark.parametrize("apart", [0.3, 30.0])
+@pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_token", "product"])
+def test_ratios_are_the_algorithm_s_and_the_drift_is_a_token_s(ratio: str, apart: float) -> None:
+    """Whole answers' ratios pass any float64: they count as e^300. KL and drift are per token, whatever the level."""
+    drawn = draw(LENGTHS, GROUPS, seed=3, apart=apart, first=False, kl=True)
+    assert drawn.old is not None
+    assert drawn.reference is not None
+    far = [new.astype(np.float64) - old for new, old in zip(drawn.logprobs, drawn.old, strict=True)]
+    by_answer = {"token": lambda x: x, "product": np.sum}.get(ratio, np.mean)
+    logs = np.concatenate([np.broadcast_to(by_answer(one), one.shape) for one in far]).clip(max=300)
+    weights = np.exp(logs - logs.max())
+    algorithm = Algorithm.model_validate({"ratio": ratio, "kl": {"weight": 0.1, "level": "sequence"}})
+    found = report(drawn, 10_000, algorithm=algorithm)
+    reference, new = np.concatenate(drawn.reference).astype(np.float64), np.concatenate(drawn.logprobs)
+    assert found["train/ratio/max"] == pytest.approx(np.exp(logs.max()), rel=1e-5)
+    assert found["train/effective_samples"] == pytest.approx(
+        weights.sum() ** 2 / (weights**2).sum() / len(weights), rel=1e-5
+    )
+    assert found["train/ppo_kl"] == pytest.approx(-np.concatenate(far).mean(), rel=1e-5)
+    assert found["train/kl_loss"] == pytest.approx((np.exp(reference - new) - (reference - new) - 1).mean(), rel=1e-5)
 
 
 def test_the_first_update_has_ratio_one_and_clips_nothing() -> None:

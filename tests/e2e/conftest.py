@@ -73,7 +73,7 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
 def finished_settings(folder: Path) -> tuple[str, ...]:
     """With these, one run writes every metric of the dictionary."""
     reward = f"reward.functions={{{folder / 'reward.py'}:letters: 1.0}}"
-    return (f"run.folder={folder / 'run'}", reward, "algorithm.kl.target=0.05")
+    return (f"run.folder={folder / 'run'}", reward, "algorithm.kl.target=0.05", "data.eval.arithmetic.samples=2")
 
 
 def outcome(job: Job) -> Outcome:

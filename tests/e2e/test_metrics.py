@@ -47,6 +47,7 @@ def test_what_the_dictionary_lists_is_written_and_what_is_written_is_listed(even
         "scalar": set(tags["scalars"]),
         "histogram": set(tags["histograms"]),
         "text": {name.removesuffix(TEXT) for name in tags["tensors"]},
+        "image": set(tags["images"]),
     }
     for kind, names in written.items():
         rows = [metric for metric in TABLE if metric.kind == kind]

@@ -21,7 +21,7 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.torch_dist_reader import describe_torch_dist
 from grpo_mp.scheduler.recovery import RunState, checkpoint_folder, write_manifest
 from grpo_mp.trainer.cold_start import alone
-from grpo_mp.trainer.session import _build_policy
+from grpo_mp.trainer.session import build_policy, newest_checkpoint
 from tests.least import LEAST
 from tests.policy.spoiling import flip_bit
 
@@ -40,7 +40,7 @@ def build(model: Path, run: Path) -> None:
     with alone():
         parallel = start_parallel(settings.layout, 0, 600.0)
         try:
-            _build_policy(settings, parallel, RunState())
+            build_policy(settings, parallel, RunState(), newest_checkpoint(settings))
         finally:
             stop_parallel()
 

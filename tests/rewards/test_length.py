@@ -82,6 +82,11 @@ def test_overlong_weighs_as_in_dapo_whatever_the_range_of_the_reward(
     assert sample.reward == pytest.approx(low + (published + 1) / 2 * (high - low))
 
 
+def test_overlong_without_a_range_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"which is 0 here: set reward\.range"):
+        Reward.model_validate({"length": 1.0, "overlong": {"weight": 1.0}})
+
+
 def test_a_range_ascends() -> None:
     with pytest.raises(ValidationError, match="write the lowest reward, then the highest"):
         Reward.model_validate({"answer": 1.0, "range": [1.0, 1.0]})

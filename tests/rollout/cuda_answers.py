@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -94,7 +95,7 @@ def answer_as_cuda() -> None:
     sitecustomize.STAND_INS = (*sitecustomize.STAND_INS, *KERNEL_PACKAGES)
     kernel = ModuleType(BLACKWELL_KERNEL)
     vars(kernel).update(
-        MAX_DUAL_GEMM_DECODE_TOKENS=0, DualGemmQuantMode=Nothing, can_use_dual_gemm=lambda *_, **__: False
+        MAX_DUAL_GEMM_DECODE_TOKENS=0, DualGemmQuantMode=Mock(), can_use_dual_gemm=lambda *_, **__: False
     )
     sys.modules[BLACKWELL_KERNEL] = kernel
 

@@ -50,6 +50,12 @@ def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
     assert (by_reward.admitted, by_accuracy.admitted) == ((1,), (0,))
 
 
+def test_a_group_that_nothing_judges_is_dropped_by_its_rewards() -> None:
+    unjudged = [replace(info, right=None) for info in infos(SAME, MIXED)]
+    found = admit(unjudged, wanted=2, rule=rule(no_difference="drop", metric="accuracy"))
+    assert (found.admitted, found.no_difference) == ((11,), 1)
+
+
 def test_the_first_launched_are_taken_and_the_rest_is_surplus() -> None:
     found = admit(list(reversed(infos(MIXED, SAME, MIXED, MIXED))), wanted=2, rule=rule(no_difference="refill"))
     assert (found.admitted, found.no_difference, found.surplus) == ((10, 12), 1, 1)

@@ -11,7 +11,7 @@ import pytest
 from grpo_mp.config import Layout
 from grpo_mp.models.mapping import Param, Rule, expand
 from grpo_mp.planner.grid import coordinates
-from grpo_mp.platform import spare_collections
+from grpo_mp.platform import spared_collections
 from grpo_mp.sync.plan import Holding, SyncPlan, Transfer, plan_sync, whole_bytes
 
 LAYERS, EXPERTS = 2, 4
@@ -126,9 +126,7 @@ def test_millions_of_transfers_take_little_memory_and_no_collection() -> None:
     nbytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert nbytes / len(transfers) < 100
-    spare_collections()
-    try:
+    with spared_collections():
         assert gc.get_freeze_count() >= len(transfers)
         assert not {id(one) for one in gc.get_objects()} & {id(one) for one in transfers}
-    finally:
-        gc.unfreeze()
+    assert gc.get_freeze_count() == 0

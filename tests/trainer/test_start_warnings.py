@@ -49,6 +49,15 @@ def test_engines_in_fp8_want_a_correction() -> None:
     (sentence,) = start_warnings(settings_of("grpo"), fp8=True)
     assert "engines compute in FP8" in sentence
     assert not start_warnings(settings_of({"correction": {"kind": "truncate", "high": 2.0}}), fp8=True)
+    # Ratios to the engine are not corrected: they are the update's own.
+    assert not start_warnings(settings_of({"old_logprobs": "engine"}), fp8=True)
+
+
+def test_a_cache_in_fp8_wants_a_correction_as_well() -> None:
+    settings = settings_of("grpo")
+    engine = settings.engine.model_copy(update={"args": {"kv_cache_dtype": "fp8_e4m3"}})
+    (sentence,) = start_warnings(settings.model_copy(update={"engine": engine}), fp8=False)
+    assert "engines compute in FP8" in sentence
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
