@@ -91,7 +91,7 @@ def test_the_resolved_form_names_every_setting_and_reads_back_equal(file: Path, 
 @pytest.mark.parametrize(
     "reward",
     [
-        {"overlong": {"weight": 1, "buffer_tokens": 31}},
+        {"overlong": {"weight": 1, "buffer_tokens": 31}, "range": [-1, 1]},
         {"repetition": {"weight": 0.5}},
         {"model": {"url": "http://127.0.0.1:30000"}},
         {"code": {"memory_bytes": "1GiB"}},
@@ -131,7 +131,7 @@ def test_settings_do_not_change(file: Path) -> None:
         ({"reward": {"repetition": {"ngram": 3}}}, "here: reward: no reward has a weight"),
         ({"reward": {"code": {"weight": 0}}}, "here: reward: no reward has a weight"),
         (
-            {"reward": {"overlong": {"weight": 1, "buffer_tokens": 32}}},
+            {"reward": {"answer": 1, "overlong": {"weight": 1, "buffer_tokens": 32}}},
             "here: reward.overlong.buffer_tokens=32 is not below rollout.max_response_tokens=32: lower it",
         ),
         ({"reward": {"model": {"weight": 1}}}, "here: setting reward.model.url is missing"),
