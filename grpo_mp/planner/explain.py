@@ -77,7 +77,7 @@ def _places(job: Job) -> Iterator[str]:
 def _numerics(job: Job) -> Iterator[str]:
     settings = job.settings
     kl = settings.algorithm.kl
-    watched = f" for {kl.watch_share:.1%} of the samples (kl.watch_share)" if not kl.weight else ""
+    watched = f" for {kl.watch_share:.1%} of the micro-batches (kl.watch_share)" if not kl.weight else ""
     kept = f"kept on the host, KL weight {kl.weight:g}{watched}"
     yield f"reference: {kept if job.has_reference else 'none, the KL weight is 0'}"
     if job.hf.get("num_nextn_predict_layers"):

@@ -1,11 +1,14 @@
 """Sampled answers as JSON lines and as TensorBoard text."""
 
 import json
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
+import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from grpo_mp.monitor.samples import SampleWriter, spread
+from grpo_mp.monitor.samples import SampleWriter, lines_of, spread
 from grpo_mp.monitor.writer import MetricWriter
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
@@ -28,6 +31,15 @@ def group(group_id: int, rewards: tuple[float, ...] = (0.0, 1.5, 0.5)) -> Sample
         for index, reward in enumerate(rewards)
     )
     return SampleGroup(Prompt(group_id, f"question {group_id}", (1, 2), answer="4"), samples)
+
+
+def test_what_json_does_not_know_is_written_as_text() -> None:
+    """Reward functions hand over what they have: numbers of numpy, dates."""
+    (one,) = group(0, (1.0,)).samples
+    odd = SampleGroup(group(0).prompt, (replace(one, extra={"score": np.float32(0.5), "day": date(2026, 1, 2)}),))
+    (line,) = lines_of([odd], set="aime")
+    assert json.loads(line)["set"] == "aime"
+    assert json.loads(line)["extra"] == {"score": "0.5", "day": "2026-01-02"}
 
 
 def test_jsonl_holds_whole_groups(tmp_path: Path) -> None:

@@ -176,6 +176,24 @@ def test_what_is_right_is_said_by_a_part_never_by_the_total(rule: str, make_grou
     assert said({"boxed": 1.0, "right": "answer"}, group) == [True, False, False]
 
 
+@pytest.mark.parametrize(
+    ("settings", "votes"),
+    [
+        ({"answer": 1.0}, True),
+        ({"boxed": 1.0, "right": "answer"}, True),
+        ({"answer": 1.0, "boxed": 0.5, "right": "boxed"}, False),
+        ({"boxed": 1.0}, False),
+    ],
+)
+def test_answers_are_voted_on_only_where_their_comparison_says_what_is_right(
+    settings: dict[str, Any], votes: bool
+) -> None:
+    """Where another part says it, right samples may give several answers: a majority of them means nothing."""
+    built = Scorer(RewardSettings.model_validate(settings), max_response_tokens=10)
+    built.close()
+    assert built.has_answers is votes
+
+
 def test_a_part_that_says_right_at_weight_0_moves_no_reward(rule: str, make_group: MakeGroup) -> None:
     built = Scorer(RewardSettings(boxed=0.5, right="answer"), max_response_tokens=10)
     scored = built.score_group(make_group([r"\boxed{7}", r"\boxed{8}"]))
