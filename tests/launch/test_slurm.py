@@ -16,13 +16,14 @@ exec "$@"
 def test_a_run_outlives_a_lost_node_a_drained_one_and_the_time_limit(
     cluster: Cluster, submit: Submit, tmp_path: Path
 ) -> None:
-    job = submit("run.steps=6", "run.save_every=1")
-    job.wait_for("step 2/6")
+    steps = 60  # of a third of a second each: none of the signals below may find the run at its end
+    job = submit(f"run.steps={steps}", "run.save_every=1")
+    job.wait_for(f"step 2/{steps}")
     with cluster.without("n2", "DOWN"):
         job.wait_requeued()
         job.wait_for("restarts so far: 1")
         assert job.nodes == "n[1,3]"
-    job.wait_for("step 4/6")
+    job.wait_for(f"step 4/{steps}")
     with cluster.without("n3", "DRAIN"):
         job.signal()
         job.wait_for("goes on in a new attempt")
@@ -32,8 +33,8 @@ def test_a_run_outlives_a_lost_node_a_drained_one_and_the_time_limit(
         job.wait_end()
     assert (job.state, job.left()) == ("COMPLETED", []), job.out
     assert "restarts so far: 2" in job.out
-    steps = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
-    assert steps == list(range(7))
+    written = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert written == list(range(steps + 1))
     attempts = [folder.name for folder in sorted((tmp_path / "run" / "attempts").iterdir())]
     assert attempts == [f"{job.id}.{restart}" for restart in range(3)]
     assert all((tmp_path / "run" / "logs" / f"engine_{number}.log").exists() for number in range(2))
