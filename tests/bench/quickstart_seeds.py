@@ -2,9 +2,8 @@
 
 Each seed makes its own data and cold start and trains with the quickstart's own settings. Columns: accuracy on
 held-out prompts before and after (4 samples each at temperature 1), the chance that one of the 4 is right, training
-seconds (first to last event of the trace),
-the largest mean |engine - policy| logprob difference of any step and of any check after a sync, and the median
-share of step time outside generate, logprob, train and sync work.
+seconds (first to last event of the trace), the largest mean |engine - policy| logprob difference of any step and of any
+check after a sync, and the median share of step time outside generate, logprob, train and sync work.
 """
 
 import argparse
@@ -33,7 +32,7 @@ def main() -> None:
             environment = {**os.environ, "SEED": str(seed), "RUN": str(run)}
             subprocess.run(["bash", "launch/quickstart.sh"], env=environment, check=True)
         table.add_row(str(seed), *row(run))
-    Console().print(table, f"reach: {REACH}")
+    Console(width=120).print(table, f"reach: {REACH}")
 
 
 def row(run: Path) -> list[str]:
