@@ -108,7 +108,7 @@ RATIOS: dict[str, Callable[[Tensor, Sequences], Tensor]] = {
 
 
 def _kl(terms: Terms, batch: MicroBatch, algorithm: Algorithm, level: str) -> Tensor:
-    """Estimate KL(policy || reference) [T]: of each token, or of its whole sequence (R1, eq. 2) at every token."""
+    """Estimate KL(policy || reference) -> [T]: of each token, or at every token that of its sequence (R1, eq. 2)."""
     if batch.reference_logprobs is None:
         return torch.zeros_like(terms.new)
     log_r = batch.reference_logprobs - terms.new

@@ -52,7 +52,7 @@ class Code(Section):
 
 
 class Right(Section):
-    """What makes an answer right: one part of the reward, from a value on."""
+    """Say which answers count as correct: those whose value of one part of the reward reaches a threshold."""
 
     part: str = Field(description="answer, code, model, another built-in part, or the name of a function")
     at_least: float = Field(1.0, description="value of the part, before its weight")
@@ -88,7 +88,7 @@ class Reward(Section):
 
     @property
     def says_right(self) -> Right | None:
-        """The part that says which answers are right; None where nothing does: the reward is no word on that."""
+        """Return the part and threshold by which an answer is correct; None where the reward has no such part."""
         known = (("answer", self.answer), ("code", self.code.weight if self.code else 0.0))
         return self.right or next((Right(part=name) for name, weight in known if weight), None)
 

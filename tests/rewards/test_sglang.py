@@ -52,16 +52,25 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
         yield engine
 
 
-def test_scores_are_those_of_transformers(
-    server: EngineProcess,
-    model: Path,
-    make_group: Callable[..., SampleGroup],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def score(
+    server: EngineProcess, make_group: Callable[..., SampleGroup], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., SampleGroup]:
+    """Scores texts, one token a character, by the server as a part of the reward."""
     monkeypatch.setenv(KEY, server.key)
-    scorer = Scorer(RewardSettings.model_validate({"model": {"url": server.url, "key_variable": KEY}}), 16)
-    scored = scorer.score_group(make_group(["yes", "no", "maybe so"]))
-    scorer.close()
+
+    def run(part: str, texts: list[str], **more: str) -> SampleGroup:
+        settings = RewardSettings.model_validate({part: {"url": server.url, "key_variable": KEY, **more}})
+        scorer = Scorer(settings, 16, decode=lambda tokens: "".join(map(chr, tokens)))
+        scored = scorer.score_group(make_group(texts))
+        scorer.close()
+        return scored
+
+    return run
+
+
+def test_scores_are_those_of_transformers(model: Path, score: Callable[..., SampleGroup]) -> None:
+    scored = score("model", ["yes", "no", "maybe so"])
     judge = LlamaForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
     for sample in scored.samples:
         with torch.no_grad():
@@ -71,19 +80,10 @@ def test_scores_are_those_of_transformers(
 
 
 def test_scores_of_steps_are_those_of_transformers_where_each_step_ends(
-    server: EngineProcess,
-    model: Path,
-    make_group: Callable[..., SampleGroup],
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, score: Callable[..., SampleGroup]
 ) -> None:
     """The head runs over the whole response at once: what it says at a step's last token is the step's score."""
-    monkeypatch.setenv(KEY, server.key)
-    steps = {"url": server.url, "key_variable": KEY, "separator": "\n"}
-    scorer = Scorer(
-        RewardSettings.model_validate({"steps": steps}), 16, decode=lambda tokens: "".join(map(chr, tokens))
-    )
-    scored = scorer.score_group(make_group(["a=1\nb=2\n\nc", "none"]))
-    scorer.close()
+    scored = score("steps", ["a=1\nb=2\n\nc", "none"], separator="\n")
     judge = LlamaForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
     assert [[end for end, _ in sample.step_rewards] for sample in scored.samples] == [[3, 7, 9], [3]]
     for sample in scored.samples:
