@@ -31,6 +31,8 @@ class Bucket:
     ends: Tensor  # [k] and its place among all places of the bucket
     before: "Bucket | None"
     keeps: bool  # for the next step
+    holes: Tensor | None = None  # places of sequences that ended, which `fill` move into; None: all are copied
+    fill: Tensor | None = None
     layers: dict[int, tuple[Tensor, Tensor]] = field(
         default_factory=dict
     )  # [b, room, G * D] by the paged keys' address
@@ -50,8 +52,10 @@ class Bucket:
 
     def _side_by_side(self, paged: Tensor, held: Tensor | None, dtype: torch.dtype) -> Tensor:
         paged = paged.flatten(1)
-        if held is not None and self.before and self.before.rows == self.rows:
-            found = held
+        if held is not None and self.holes is not None:
+            found = held[: len(self.rows)]
+            if len(self.holes):
+                found.index_copy_(0, self.holes, held.index_select(0, self.fill))
         else:
             # Past a sequence's end there must be a number: a weight of 0 does not remove what is none.
             found = torch.zeros(len(self.rows), self.room, paged.shape[1], dtype=dtype)
@@ -137,6 +141,9 @@ def _bucket(
     held = zip(before.rows, before.lengths, strict=True) if before else ()
     places = {(row, length + 1): place for place, (row, length) in enumerate(held)}
     order = sorted(members, key=lambda member: (rows[member], lengths[member]) not in places)
+    moves = None
+    if all((rows[member], lengths[member]) in places for member in members):
+        order, moves = _close_gaps(order, [places[rows[member], lengths[member]] for member in order])
     names = [(rows[member], lengths[member]) for member in order]
     stayed = torch.tensor([places[name] for name in names if name in places], dtype=torch.long)
     total = torch.tensor([length for _, length in names])
@@ -155,4 +162,19 @@ def _bucket(
         ends=torch.arange(len(stayed)) * room + total[: len(stayed)] - 1,
         before=before,
         keeps=keeps,
+        holes=moves[0] if moves else None,
+        fill=moves[1] if moves else None,
     )
+
+
+def _close_gaps(members: Sequence[int], places: Sequence[int]) -> tuple[list[int], tuple[Tensor, Tensor]]:
+    """Order members by their places before, the last of them moved to the places of those that ended.
+
+    Returns the order, and the places to fill with the places that move there.
+    """
+    count, at = len(members), dict(zip(places, members, strict=True))
+    holes = [place for place in range(count) if place not in at]
+    fill = sorted(place for place in at if place >= count)
+    source = dict(zip(holes, fill, strict=True))
+    order = [at[source.get(place, place)] for place in range(count)]
+    return order, (torch.tensor(holes, dtype=torch.long), torch.tensor(fill, dtype=torch.long))

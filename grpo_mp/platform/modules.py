@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
@@ -30,6 +29,35 @@ def _check_norm(config: Any) -> None:
         raise NotImplementedError("the norm on a CPU is RMSNorm with an ordinary weight")
 
 
+class _RmsNorm(torch.autograd.Function):
+    """x / rms(x) * weight (arXiv 1910.07467, eq. 4). Torch composes it, and its gradient, of twice the operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grads
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        grad = grad.to(normed.dtype)
+        of_weight = (grad * normed).flatten(0, -2).sum(0)
+        inner = grad * weight
+        mean = torch.linalg.vecdot(inner, normed).unsqueeze(-1).div_(x.shape[-1])
+        of_x = torch.addcmul(inner, normed, mean, value=-1).mul_(scale)
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise x [..., n] by its root mean square and scale it by weight [n]; the square is summed in float32."""
+    normed: Tensor = _RmsNorm.apply(x, weight, eps)
+    return normed
+
+
 class Norm(torch.nn.RMSNorm):
     """RMSNorm whose weight gradient Megatron sums over tensor ranks under sequence parallelism."""
 
@@ -37,6 +65,10 @@ class Norm(torch.nn.RMSNorm):
         _check_norm(config)
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         _mark(self.weight, sequence_parallel=config.sequence_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden_size] -> the same shape."""
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -51,7 +83,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """x [s, b, input_size] -> [s', b, output_size / tensor ranks], gathered along s under sequence parallelism."""
-        x = F.rms_norm(x, (x.size(-1),), self.layer_norm_weight, self.config.layernorm_epsilon)
+        x = rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon)
         return super().forward(x, **kwargs)
 
 
@@ -79,6 +111,31 @@ class DuplicatedLinear(torch.nn.Linear):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """x [..., input_size] -> [..., output_size], and no bias."""
         return super().forward(x), None
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Each group of rows times its own weight, written where it belongs: torch would join the parts by a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, splits: list[int], *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.splits = splits
+        out = x.new_empty(len(x), weights[0].shape[0])
+        for rows, part, weight in zip(x.split(splits), out.split(splits), weights, strict=True):
+            torch.mm(rows, weight.t(), out=part)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, *weights = ctx.saved_tensors
+        parts = grad.contiguous().split(ctx.splits)
+        of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        if of_x is not None:
+            for part, target, weight in zip(parts, of_x.split(ctx.splits), weights, strict=True):
+                torch.mm(part, weight, out=target)
+        rows = x.split(ctx.splits)
+        return of_x, None, *(part.t() @ group for part, group in zip(parts, rows, strict=True))
 
 
 class GroupedLinear(torch.nn.Module):
@@ -126,8 +183,7 @@ class GroupedLinear(torch.nn.Module):
         """x [tokens, in] sorted by expert, `splits` tokens of each -> [tokens, out], and no bias."""
         # An expert without tokens takes part with no rows: its gradient is 0, not missing. Overlapped gradient
         # reduction waits for every parameter, so a missing one would stop the run.
-        pieces = zip(x.split(splits), self.parameters(), strict=True)
-        return torch.cat([F.linear(rows, weight) for rows, weight in pieces]), None
+        return _GroupedProduct.apply(x, splits, *self.parameters()), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

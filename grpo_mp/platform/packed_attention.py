@@ -36,10 +36,10 @@ class Packing:
 
 
 def bucket_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Group sequence numbers by similar length, longest first; a bucket wastes at most a fifth of each row."""
+    """Group sequence numbers by similar length, longest first; a bucket wastes at most a tenth of each row."""
     buckets: list[list[int]] = []
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i]):
-        if buckets and 5 * lengths[i] >= 4 * lengths[buckets[-1][0]]:
+        if buckets and 10 * lengths[i] >= 9 * lengths[buckets[-1][0]]:
             buckets[-1].append(i)
         else:
             buckets.append([i])

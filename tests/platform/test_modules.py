@@ -15,7 +15,13 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from grpo_mp.platform import megatron_fields
-from grpo_mp.platform.modules import ColumnParallelGroupedLinear, DuplicatedLinear, LayerNormColumnParallelLinear, Norm
+from grpo_mp.platform.modules import (
+    ColumnParallelGroupedLinear,
+    DuplicatedLinear,
+    LayerNormColumnParallelLinear,
+    Norm,
+    rms_norm,
+)
 
 COMMON = {
     "num_layers": 2,
@@ -62,6 +68,19 @@ def test_norm_is_the_formula(dtype, tolerance):
     wide = x.double()
     expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight.double()
     torch.testing.assert_close(norm(x).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_gradient_of_the_norm_is_that_of_torch_in_float64(dtype, tolerance):
+    x, weight, grad = (torch.randn(shape).to(dtype) for shape in ((3, 7, 16), (16,), (3, 7, 16)))
+    found = []
+    for function, wide in ((rms_norm, dtype), (lambda x, w, eps: F.rms_norm(x, (16,), w, eps), torch.float64)):
+        leaves = [given.to(wide, copy=True).requires_grad_() for given in (x, weight)]
+        function(*leaves, 1e-3).backward(grad.to(wide))
+        found.append([leaf.grad for leaf in leaves])
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.dtype is dtype
+        torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=10 * tolerance)
 
 
 def test_norm_marks_its_weight_for_sequence_parallelism():
