@@ -115,6 +115,9 @@ class Optimizer(Section):
     epochs: int = Field(1, ge=1, description="passes over a step's samples: mu of GRPO, TRL's num_iterations")
     shuffle: bool = Field(False, description="samples go to the step's updates at random; false: whole groups in order")
     max_tokens_per_microbatch: int = Field(4096, gt=0)
+    share_prompts: bool = Field(
+        False, description="compute a prompt once for all its responses in a micro-batch, not once for each"
+    )
     recompute: Literal["none", "selective", "full"] = "none"
     logprob_chunk_tokens: int = Field(1024, gt=0, description="tokens whose logits exist at one time")
     megatron: dict[str, Any] = Field({}, description="any field of Megatron's configs, checked by name")
@@ -156,6 +159,15 @@ class Settings(Section):
             raise ValueError(
                 f"optimizer.updates_per_step={updates} does not divide the {samples} samples of a step "
                 "(rollout.prompts_per_step x rollout.group_size)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_can_be_shared(self) -> "Settings":
+        if self.optimizer.share_prompts and self.layout.context > 1:
+            raise ValueError(
+                f"optimizer.share_prompts needs sequences that are whole on a rank, and layout.context="
+                f"{self.layout.context} cuts them: set share_prompts=false, or layout.context=1"
             )
         return self
 

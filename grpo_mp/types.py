@@ -58,6 +58,14 @@ class SampleGroup:
     finished: int = 1  # the how-manieth of its step to be complete; 0: broken off, its samples are not scored
 
 
+@dataclass(frozen=True)
+class Rows:
+    """`count` rows of a micro-batch from `start` on."""
+
+    start: int = 0
+    count: int = 0
+
+
 @dataclass
 class MicroBatch:
     """Sequences packed end to end: what one forward of the policy sees. All tensors are [T] unless said.
@@ -70,7 +78,7 @@ class MicroBatch:
     positions: torch.Tensor  # int64, position inside its sequence
     targets: torch.Tensor  # int64
     mask: torch.Tensor  # float32, 0 or 1
-    lengths: tuple[int, ...]  # padded length of every packed sequence; sums to T
+    lengths: tuple[int, ...]  # padded length of every packed sequence, shared prompts among them; sums to T
     sequence: torch.Tensor  # int64, which sequence of `sample_ids` a token belongs to; -1 is padding
     sample_ids: tuple[int, ...]  # index of each packed sequence into the update's sample list
     advantages: torch.Tensor  # float64
@@ -78,6 +86,7 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor  # float32
     old_logprobs: torch.Tensor | None = None  # float32; None: the logprobs of the first update are the old ones
     reference_logprobs: torch.Tensor | None = None  # float32
+    prompts: tuple[Rows, ...] = ()  # by sequence, what it sees before its own tokens; (): each holds its own prompt
     entropy_floor: float = -math.inf  # nats: tokens below it do not learn
     entropy_weight: float = 0.0  # 1 / tokens of the update that the entropy bonus is a mean over
 

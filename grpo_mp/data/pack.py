@@ -5,13 +5,13 @@ p prompt and r response tokens has its r values at positions p-1 .. p+r-2 of its
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from grpo_mp.data.schedule import MicroBatchPlan
-from grpo_mp.types import MicroBatch, PerToken, Sample
+from grpo_mp.data.schedule import MicroBatchPlan, SharedPrompt
+from grpo_mp.types import MicroBatch, PerToken, Rows, Sample
 
 
 def pack(
@@ -25,38 +25,76 @@ def pack(
     """Pack the plan's samples end to end; what is missing to `pad_to` tokens becomes one last sequence of padding.
 
     The plan's indices pick the samples, their `advantages` and the loss `weights` of their tokens: one number, or
-    [response tokens]. Without samples the
+    [response tokens]. A prompt that samples share lies before them, as a sequence of its own. Without samples the
     micro-batch is one dummy sequence of padding, `align` tokens or `pad_to`.
     Raises ValueError for a sample longer than planned or without a prompt.
     """
     total = max(plan.tokens, pad_to) or align
-    lengths = plan.lengths + ((total - plan.tokens,) if total > plan.tokens else ())
+    sequences = _sequences(plan)
+    if total > plan.tokens:
+        sequences.append(_Sequence(plan.tokens, total - plan.tokens))
     batch = MicroBatch(
         tokens=torch.zeros(total, dtype=torch.int64),
-        positions=torch.cat([torch.arange(length) for length in lengths]),
+        positions=torch.cat([torch.arange(one.length) + one.prompt.count for one in sequences]),
         targets=torch.zeros(total, dtype=torch.int64),
         mask=torch.zeros(total),
-        lengths=lengths,
+        lengths=tuple(one.length for one in sequences),
         sequence=torch.full((total,), -1),
         sample_ids=plan.samples,
         advantages=torch.zeros(total, dtype=torch.float64),
         weights=torch.zeros(total, dtype=torch.float64),
         rollout_logprobs=torch.zeros(total),
+        prompts=tuple(one.prompt for one in sequences) if plan.prompts else (),
     )
-    start = 0
-    for number, (index, length) in enumerate(zip(plan.samples, plan.lengths, strict=True)):
-        response = _place_sample(batch, start, length, number, samples[index])
-        batch.advantages[response] = advantages[index]
-        batch.weights[response] = weights[index]
-        start += length
+    for one in sequences:
+        if one.number >= 0:
+            index = plan.samples[one.number]
+            shared = batch.tokens[one.prompt.start :][: one.prompt.count]
+            response = _place_sample(batch, one, samples[index], shared)
+            batch.advantages[response] = advantages[index]
+            batch.weights[response] = weights[index]
     return batch
 
 
-def _place_sample(batch: MicroBatch, start: int, length: int, number: int, sample: Sample) -> slice:
-    """Write one sequence at `start`; return the positions that predict its response."""
+NO_ROWS = Rows()
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """Where a packed sequence lies, which of the plan's samples it is (-1: none) and which prompt it sees."""
+
+    start: int
+    length: int
+    number: int = -1
+    prompt: Rows = NO_ROWS
+
+
+def _sequences(plan: MicroBatchPlan) -> list[_Sequence]:
+    """The plan's sequences, each shared prompt before its samples."""
+    sequences: list[_Sequence] = []
+    start = number = 0
+    for shared in plan.prompts or (SharedPrompt(len(plan.samples), 0, 0),):
+        prompt = Rows(start, shared.tokens) if shared.tokens else NO_ROWS
+        if shared.length:
+            sequences.append(_Sequence(start, shared.length))
+            start += shared.length
+        for length in plan.lengths[number : number + shared.samples]:
+            sequences.append(_Sequence(start, length, number, prompt))
+            start += length
+            number += 1
+    return sequences
+
+
+def _place_sample(batch: MicroBatch, place: _Sequence, sample: Sample, shared: torch.Tensor) -> slice:
+    """Write one sample, and what it shares into `shared`; return the positions that predict its response."""
     name = f"sample {sample.group_id}/{sample.index}"
     if not sample.prompt_tokens:
         raise ValueError(f"{name} has no prompt token that could predict its first token")
+    count = len(shared)
+    if count:
+        shared[:] = torch.tensor(sample.prompt_tokens[:count])
+        sample = replace(sample, prompt_tokens=sample.prompt_tokens[count:])
+    start, length, number = place.start, place.length, place.number
     if sample.total_tokens > length:
         raise ValueError(f"{name} has {sample.total_tokens} tokens, planned were {length}")
     end = start + sample.total_tokens

@@ -19,8 +19,18 @@ class Cost:
     linear: float = 1.0
     quadratic: float = 0.0
 
-    def of(self, length: int) -> float:
-        return self.linear * length + self.quadratic * length * length
+    def of(self, length: int, before: int = 0) -> float:
+        """Of a sequence whose tokens see `before` other tokens, too."""
+        return self.linear * length + self.quadratic * length * (2 * before + length)
+
+
+@dataclass(frozen=True)
+class SharedPrompt:
+    """`tokens` of a prompt that the next `samples` samples of a micro-batch share, padded to `length`."""
+
+    samples: int
+    tokens: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -28,11 +38,12 @@ class MicroBatchPlan:
     """Which samples are packed together. Without samples the caller runs a dummy sequence in its place."""
 
     samples: tuple[int, ...] = ()  # indices into the lengths that were planned
-    lengths: tuple[int, ...] = ()  # padded length of each, in tokens
+    lengths: tuple[int, ...] = ()  # padded length of each, in tokens, without what it shares
+    prompts: tuple[SharedPrompt, ...] = ()  # of all samples, in their order; (): none is shared
 
     @property
     def tokens(self) -> int:
-        return sum(self.lengths)
+        return sum(self.lengths) + sum(prompt.length for prompt in self.prompts)
 
 
 @dataclass(frozen=True)
@@ -53,23 +64,23 @@ def plan_microbatches(
     max_tokens: int,
     align: int,
     multiple: int = 1,
-    cost: Cost | None = None,
+    costs: Sequence[float] = (),
 ) -> Schedule:
     """Put every sample into one micro-batch of one rank; equal input gives an equal plan.
 
     `lengths` are tokens of prompt and response. A micro-batch holds at most `max_tokens` padded tokens, except that a
     longer sequence gets one of its own. The number of micro-batches is a multiple of `multiple`, as small as packing
-    allows.
+    allows. `costs` of the samples are balanced (default: their tokens).
     Raises ValueError for sizes below 1.
     """
     if min(data_parallel, max_tokens, align, multiple) < 1 or any(length < 1 for length in lengths):
         raise ValueError("lengths, data_parallel, max_tokens, align and multiple must be at least 1")
     padded = [-(-length // align) * align for length in lengths]
-    cost = cost or Cost()
+    costs = costs or padded
     count = _lower_bound(padded, max_tokens, data_parallel, multiple)
-    while (bins := _pack(padded, data_parallel * count, max_tokens, cost)) is None:
+    while (bins := _pack(padded, data_parallel * count, max_tokens, costs)) is None:
         count += multiple
-    return Schedule(_spread(bins, padded, data_parallel, cost), align)
+    return Schedule(_spread(bins, padded, data_parallel, costs), align)
 
 
 def _lower_bound(padded: list[int], max_tokens: int, data_parallel: int, multiple: int) -> int:
@@ -80,14 +91,14 @@ def _lower_bound(padded: list[int], max_tokens: int, data_parallel: int, multipl
     return max(1, -(-bins // (data_parallel * multiple))) * multiple
 
 
-def _pack(padded: list[int], bins: int, max_tokens: int, cost: Cost) -> list[list[int]] | None:
+def _pack(padded: list[int], bins: int, max_tokens: int, costs: Sequence[float]) -> list[list[int]] | None:
     """Balanced bins where they fit; else the tighter first fit; None where neither fits."""
     order = sorted(range(len(padded)), key=lambda sample: (-padded[sample], sample))
-    return _least_loaded(order, padded, bins, max_tokens, cost) or _first_fit(order, padded, bins, max_tokens)
+    return _least_loaded(order, padded, bins, max_tokens, costs) or _first_fit(order, padded, bins, max_tokens)
 
 
 def _least_loaded(
-    order: list[int], padded: list[int], bins: int, max_tokens: int, cost: Cost
+    order: list[int], padded: list[int], bins: int, max_tokens: int, costs: Sequence[float]
 ) -> list[list[int]] | None:
     """Longest first, each into the cheapest bin that has room."""
     contents: list[list[int]] = [[] for _ in range(bins)]
@@ -100,7 +111,7 @@ def _least_loaded(
             return None
         load, tokens, index = heapq.heappop(heap)
         contents[index].append(sample)
-        full.append((load + cost.of(padded[sample]), tokens + padded[sample], index))
+        full.append((load + costs[sample], tokens + padded[sample], index))
         for entry in full:
             heapq.heappush(heap, entry)
     return contents
@@ -121,12 +132,12 @@ def _first_fit(order: list[int], padded: list[int], bins: int, max_tokens: int) 
 
 
 def _spread(
-    bins: list[list[int]], padded: list[int], data_parallel: int, cost: Cost
+    bins: list[list[int]], padded: list[int], data_parallel: int, costs: Sequence[float]
 ) -> tuple[tuple[MicroBatchPlan, ...], ...]:
     """Bins of similar cost to the same k; among them the dearest to the rank that has the least so far."""
 
     def of(samples: list[int]) -> float:
-        return sum(cost.of(padded[sample]) for sample in samples)
+        return sum(costs[sample] for sample in samples)
 
     ordered = sorted((sorted(samples) for samples in bins), key=lambda samples: (-of(samples), samples))
     ranks: list[list[MicroBatchPlan]] = [[] for _ in range(data_parallel)]

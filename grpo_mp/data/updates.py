@@ -9,6 +9,7 @@ import numpy as np
 from grpo_mp.config import Layout
 from grpo_mp.data.pack import pack, slice_context
 from grpo_mp.data.schedule import Cost, Schedule, plan_microbatches
+from grpo_mp.data.shared_prompts import PromptOf, make_units, unpack_units
 from grpo_mp.types import MicroBatch, PerToken, Sample
 
 
@@ -32,17 +33,28 @@ def plan_updates(
     max_tokens: int,
     hidden_size: int,
     order: Sequence[int] | None = None,
+    prompts: Sequence[PromptOf] = (),
 ) -> tuple[Update, ...]:
     """Divide the step's samples into `updates` parts of equal size, as near as may be, and plan each.
 
     `lengths` are tokens of prompt and response; `max_tokens` bounds one micro-batch; `order` is the permutation in
-    which samples are taken (null: as they are).
+    which samples are taken (null: as they are); with `prompts`, of every sample, those of one are packed once.
     """
     order = range(len(lengths)) if order is None else order
     bounds = [len(lengths) * part // updates for part in range(updates + 1)]
     parts = [tuple(order[start:end]) for start, end in pairwise(bounds) if end > start]
     return tuple(
-        Update(part, plan_update([lengths[i] for i in part], layout, data_parallel, max_tokens, hidden_size))
+        Update(
+            part,
+            plan_update(
+                [lengths[i] for i in part],
+                layout,
+                data_parallel,
+                max_tokens,
+                hidden_size,
+                [prompts[i] for i in part] if prompts else (),
+            ),
+        )
         for part in parts
     )
 
@@ -55,7 +67,12 @@ def sample_order(samples: int, shuffle: bool, seed: int, step: int) -> tuple[int
 
 
 def plan_update(
-    lengths: Sequence[int], layout: Layout, data_parallel: int, max_tokens: int, hidden_size: int
+    lengths: Sequence[int],
+    layout: Layout,
+    data_parallel: int,
+    max_tokens: int,
+    hidden_size: int,
+    prompts: Sequence[PromptOf] = (),
 ) -> Schedule:
     """The micro-batches of one update.
 
@@ -66,7 +83,13 @@ def plan_update(
     multiple = layout.pipeline if layout.virtual_pipeline else 1
     longest = -(-max(lengths, default=0) // align) * align
     limit = max(max_tokens, longest) if layout.pipeline > 1 else max_tokens
-    return plan_microbatches(lengths, data_parallel, limit, align, multiple, cost)
+    if not prompts:
+        costs = [cost.of(length) for length in lengths]
+        return plan_microbatches(lengths, data_parallel, limit, align, multiple, costs)
+    units = make_units(lengths, prompts, data_parallel, limit, align)
+    costs = [unit.cost(cost) for unit in units]
+    tokens = [unit.tokens for unit in units]
+    return unpack_units(plan_microbatches(tokens, data_parallel, limit, align, multiple, costs), units)
 
 
 def padded_size(schedule: Schedule, layout: Layout) -> int:

@@ -112,7 +112,11 @@ class Job:
         rollout, optimizer = settings.rollout, settings.optimizer
         samples = max(1, settings.samples_per_step // optimizer.updates_per_step)
         lengths = Lengths(
-            samples, max(1, rollout.max_prompt_tokens // 2), self.response_tokens, rollout.max_response_tokens
+            samples,
+            max(1, rollout.max_prompt_tokens // 2),
+            self.response_tokens,
+            rollout.max_response_tokens,
+            rollout.group_size if optimizer.share_prompts else 0,
         )
         divided = layout.model_copy(update={"expert": 1, "expert_tensor": 1})  # of no meaning here
         return pack_update(lengths, divided, self.data_parallel, optimizer.max_tokens_per_microbatch, self.shape.hidden)

@@ -6,23 +6,35 @@ from math import exp
 from statistics import NormalDist, fmean
 
 from grpo_mp.config import Layout
+from grpo_mp.data.shared_prompts import PromptOf
 from grpo_mp.data.updates import padded_size, plan_update
 from grpo_mp.planner.assumed import ASSUMED
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Samples of an update: tokens of every prompt, mean and limit of the responses."""
+    """Samples of an update: tokens of every prompt, mean and limit of the responses, and how many samples share one
+    prompt (0: each computes its own).
+    """
 
     samples: int
     prompt: int
     mean: float
     limit: int
+    sharing: int = 0
+
+    @property
+    def prompts(self) -> list[PromptOf]:
+        """By sample, in the order of `responses`: every prompt gets short and long ones."""
+        groups = -(-self.samples // self.sharing) if self.sharing else 0
+        return [PromptOf(sample % groups, self.prompt) for sample in range(self.samples)] if groups else []
 
 
 @dataclass(frozen=True)
 class Packing:
-    """`microbatches`: of one data-parallel rank. `padded`: tokens of the busiest rank over its fair share."""
+    """`microbatches`: of one data-parallel rank. `padded`: tokens of the busiest rank over its fair share of all
+    samples' tokens, which is below 1 where prompts are shared.
+    """
 
     microbatches: int
     padded: float
@@ -32,7 +44,7 @@ class Packing:
 def pack_update(lengths: Lengths, layout: Layout, data_parallel: int, max_tokens: int, hidden: int) -> Packing:
     """Plan one update of these lengths. Pure."""
     tokens = [lengths.prompt + response for response in responses(lengths)]
-    schedule = plan_update(tokens, layout, data_parallel, max_tokens, hidden)
+    schedule = plan_update(tokens, layout, data_parallel, max_tokens, hidden, lengths.prompts)
     size = padded_size(schedule, layout)
     busiest = size * schedule.microbatches or max(sum(plan.tokens for plan in rank) for rank in schedule.ranks)
     return Packing(schedule.microbatches, busiest * data_parallel / sum(tokens))

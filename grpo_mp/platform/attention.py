@@ -47,20 +47,29 @@ class Attention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Packed [t, h, d] -> [t, h * e]; otherwise [s, b, h, d] -> [s, b, h * e]. `attention_mask` is not read."""
+        """Packed [t, h, d] -> [t, h * e]; otherwise [s, b, h, d] -> [s, b, h * e]. `attention_mask` is not read.
+
+        Packed sequences may have more keys than queries: the last query sees the last key.
+        """
         if "causal" not in (attn_mask_type or self.attn_mask_type).name or attention_bias is not None:
             raise NotImplementedError("attention on a CPU is causal and has no bias")
         if packed_seq_params is not None:
-            return self._packed(query, key, value, whole_lengths(packed_seq_params)).flatten(1)
+            lengths, key_lengths = whole_lengths(packed_seq_params), whole_key_lengths(packed_seq_params)
+            before = tuple(keys - queries for keys, queries in zip(key_lengths, lengths, strict=True))
+            return self._packed(query, key, value, lengths, before).flatten(1)
         s, b = query.shape[:2]
         lengths = (s * self.config.context_parallel_size,) * b
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         out = self._packed(query, key, value, lengths)
         return out.flatten(1).view(b, s, -1).transpose(0, 1).contiguous()
 
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def _packed(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], before: tuple[int, ...] = ()
+    ) -> Tensor:
         if self.cp_group is None:
-            return packed_attention(query, key, value, plan_packing(lengths), self.scale)
+            return packed_attention(query, key, value, plan_packing(lengths, before=before), self.scale)
+        if any(before):
+            raise NotImplementedError("attention on a CPU shares prompts without context parallelism only")
         packing = plan_packing(lengths, self.cp_group.size(), self.cp_group.rank())
         # Backward of this gather sums the gradient of each token over all ranks and gives it to its owner.
         key, value = (gather_from_sequence_parallel_region(x.contiguous(), True, self.cp_group) for x in (key, value))
@@ -70,4 +79,10 @@ class Attention(MegatronModule):
 def whole_lengths(params: PackedSeqParams) -> tuple[int, ...]:
     """Lengths of the packed sequences over all context-parallel ranks, padding included."""
     bounds = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    return tuple(b - a for a, b in pairwise(bounds.tolist()))
+
+
+def whole_key_lengths(params: PackedSeqParams) -> tuple[int, ...]:
+    """The same of the keys: a sequence may see keys before its own."""
+    bounds = params.cu_seqlens_kv if params.cu_seqlens_kv_padded is None else params.cu_seqlens_kv_padded
     return tuple(b - a for a, b in pairwise(bounds.tolist()))

@@ -31,8 +31,7 @@ class Bucket:
     ends: Tensor  # [k] and its place among all places of the bucket
     before: "Bucket | None"
     keeps: bool  # for the next step
-    holes: Tensor | None = None  # places of sequences that ended, which `fill` move into; None: all are copied
-    fill: Tensor | None = None
+    moves: tuple[Tensor, Tensor] | None = None  # into which places, of sequences that ended, which others move
     layers: dict[int, tuple[Tensor, Tensor]] = field(
         default_factory=dict
     )  # [b, room, G * D] by the paged keys' address
@@ -52,10 +51,10 @@ class Bucket:
 
     def _side_by_side(self, paged: Tensor, held: Tensor | None, dtype: torch.dtype) -> Tensor:
         paged = paged.flatten(1)
-        if held is not None and self.holes is not None:
-            found = held[: len(self.rows)]
-            if len(self.holes):
-                found.index_copy_(0, self.holes, held.index_select(0, self.fill))
+        if held is not None and self.moves is not None:
+            found, (holes, fill) = held[: len(self.rows)], self.moves
+            if len(holes):
+                found.index_copy_(0, holes, held.index_select(0, fill))
         else:
             # Past a sequence's end there must be a number: a weight of 0 does not remove what is none.
             found = torch.zeros(len(self.rows), self.room, paged.shape[1], dtype=dtype)
@@ -162,8 +161,7 @@ def _bucket(
         ends=torch.arange(len(stayed)) * room + total[: len(stayed)] - 1,
         before=before,
         keeps=keeps,
-        holes=moves[0] if moves else None,
-        fill=moves[1] if moves else None,
+        moves=moves,
     )
 
 

@@ -64,11 +64,12 @@ class Norm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         _check_norm(config)
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.epsilon = eps
         _mark(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden_size] -> the same shape."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.epsilon)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):

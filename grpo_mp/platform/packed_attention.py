@@ -4,6 +4,8 @@ A packed batch is a row of tokens [T, ...]. Sequences of similar length are laid
 [n, L], padded on the right to the bucket's longest: under a causal mask no real token sees the padding,
 so no mask tensor exists. A place in a bucket is a cell; index tensors lead from tokens to cells and back.
 
+A sequence may see keys before its own. Sequences that see equally many are laid side by side, with one mask.
+
 With context parallelism a sequence is cut into 2 * cp chunks and rank r holds chunks r and 2 * cp - 1 - r.
 Keys and values are gathered from all ranks; each query is put in its cell of the whole sequence, and the
 cells of other ranks' queries are computed but not read.
@@ -28,18 +30,23 @@ class Way:
 
 @dataclass(frozen=True)
 class Packing:
-    """Buckets as (sequences, length), and the ways of this rank's queries and of all keys into them."""
+    """Buckets as (sequences, length, keys before), and the ways of this rank's queries and of all keys into them."""
 
-    buckets: tuple[tuple[int, int], ...]
+    buckets: tuple[tuple[int, int, int], ...]
     queries: Way
     keys: Way
 
 
-def bucket_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Group sequence numbers by similar length, longest first; a bucket wastes at most a tenth of each row."""
+def bucket_lengths(lengths: tuple[int, ...], before: tuple[int, ...] = ()) -> list[list[int]]:
+    """Group sequence numbers by similar length, longest first; a bucket wastes at most a tenth of each row.
+
+    `before`: keys that each sees before its own, equally many in one bucket.
+    """
+    before = before or (0,) * len(lengths)
     buckets: list[list[int]] = []
-    for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i]):
-        if buckets and 10 * lengths[i] >= 9 * lengths[buckets[-1][0]]:
+    for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (before[i], -lengths[i])):
+        longest = buckets[-1][0] if buckets else i
+        if buckets and before[i] == before[longest] and 10 * lengths[i] >= 9 * lengths[longest]:
             buckets[-1].append(i)
         else:
             buckets.append([i])
@@ -55,22 +62,38 @@ def zigzag_positions(length: int, cp: int, rank: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def plan_packing(lengths: tuple[int, ...], cp: int = 1, rank: int = 0) -> Packing:
-    """The packing of sequences of these whole lengths for one of `cp` context-parallel ranks."""
-    first_cell = [0] * len(lengths)
-    shapes, cells = [], 0
-    for bucket in bucket_lengths(lengths):
+def plan_packing(lengths: tuple[int, ...], cp: int = 1, rank: int = 0, before: tuple[int, ...] = ()) -> Packing:
+    """The packing of sequences of these whole lengths for one of `cp` context-parallel ranks.
+
+    `before`, without context parallelism: how many more keys than queries each has, before its own.
+    """
+    before = before or (0,) * len(lengths)
+    buckets = bucket_lengths(lengths, before)
+    shapes = tuple((len(bucket), lengths[bucket[0]], before[bucket[0]]) for bucket in buckets)
+    key_lengths = tuple(n + more for n, more in zip(lengths, before, strict=True))
+    first, cells = _first_cells(buckets, lengths)
+    if any(before):
+        first_key, key_cells = _first_cells(buckets, key_lengths)
+        queries = _way(_cells(lengths, first, 1, 0), cells)
+        return Packing(shapes, queries, _way(_cells(key_lengths, first_key, 1, 0), key_cells))
+    keys = _way(torch.cat([_cells(lengths, first, cp, r) for r in range(cp)]), cells)
+    return Packing(shapes, keys if cp == 1 else _way(_cells(lengths, first, cp, rank), cells), keys)
+
+
+def _first_cells(buckets: list[list[int]], lengths: tuple[int, ...]) -> tuple[list[int], int]:
+    """The cell of each sequence's first token, and the number of cells: rows are as long as their bucket's longest."""
+    first, cells = [0] * len(lengths), 0
+    for bucket in buckets:
         longest = lengths[bucket[0]]
         for row, i in enumerate(bucket):
-            first_cell[i] = cells + row * longest
-        shapes.append((len(bucket), longest))
+            first[i] = cells + row * longest
         cells += len(bucket) * longest
+    return first, cells
 
-    def held_by(r: int) -> Tensor:
-        return torch.cat([zigzag_positions(n, cp, r) + c for n, c in zip(lengths, first_cell, strict=True)])
 
-    keys = _way(torch.cat([held_by(r) for r in range(cp)]), cells)
-    return Packing(tuple(shapes), keys if cp == 1 else _way(held_by(rank), cells), keys)
+def _cells(lengths: tuple[int, ...], first: list[int], cp: int, rank: int) -> Tensor:
+    """The cells of the tokens that one context-parallel rank holds, in its order."""
+    return torch.cat([zigzag_positions(n, cp, rank) + c for n, c in zip(lengths, first, strict=True)])
 
 
 def _way(cell_of_token: Tensor, cells: int) -> Way:
@@ -114,14 +137,25 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing
     q, k, v = (
         _ToCells.apply(x, way) for x, way in ((query, packing.queries), (key, packing.keys), (value, packing.keys))
     )
-    sizes = [n * length for n, length in packing.buckets]
-    parts = zip(packing.buckets, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+    sizes = [n * length for n, length, _ in packing.buckets]
+    key_sizes = [n * (length + before) for n, length, before in packing.buckets]
+    parts = zip(packing.buckets, q.split(sizes), k.split(key_sizes), v.split(key_sizes), strict=True)
     out = torch.cat([_bucket_attention(*part, scale=scale) for part in parts])
     return _ToTokens.apply(out, packing.queries)[..., :value_dim]
 
 
-def _bucket_attention(shape: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
-    grouped = q.size(1) != k.size(1)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+def _bucket_attention(shape: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    n, length, before = shape
+    q = q.unflatten(0, (n, length)).transpose(1, 2)
+    k, v = (x.unflatten(0, (n, before + length)).transpose(1, 2) for x in (k, v))
+    mask = _sees(length, before, q.dtype) if before else None
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.size(1) != k.size(1)
+    )
     return out.transpose(1, 2).flatten(0, 1)
+
+
+@lru_cache(maxsize=64)
+def _sees(length: int, before: int, dtype: torch.dtype) -> Tensor:
+    """[length, before + length]: 0 where a query sees a key, else minus infinity."""
+    return torch.full((length, before + length), -torch.inf, dtype=dtype).triu(before + 1)

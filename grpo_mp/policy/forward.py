@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from grpo_mp import platform
+from grpo_mp.policy.shared_prompts import shared_prompt_params
 from grpo_mp.types import MicroBatch
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Any]]
@@ -76,9 +77,15 @@ def _forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
         batch.positions[None].to(device),
         None,
         labels=batch.targets[None].to(device),
-        packed_seq_params=packed_sequences(batch.lengths),
+        packed_seq_params=_packed(batch, device),
     )
     return output
+
+
+def _packed(batch: MicroBatch, device: torch.device) -> PackedSeqParams:
+    if any(rows.count for rows in batch.prompts):
+        return shared_prompt_params(batch.lengths, batch.prompts, batch.positions, device)
+    return packed_sequences(batch.lengths)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.group_routing import rank_groups_by
 from grpo_mp.policy.head import VocabularyShard, token_logprobs
 from grpo_mp.policy.latent_attention import keep_plain_queries
+from grpo_mp.policy.shared_prompts import attend_to_prompts, rotate_by_position
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,10 @@ def build_chunks(settings: Settings, hf: HfConfig, config: TransformerConfig) ->
 
 def _build(settings: Settings, hf: HfConfig, config: TransformerConfig, chunk: int | None) -> PolicyModel:
     vocabulary, parts, family = hf.int("vocab_size"), settings.layout.tensor, family_of(hf)
+    block = keep_plain_queries(config, get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk))
     model = PolicyModel(
         config,
-        keep_plain_queries(config, get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)),
+        attend_to_prompts(block) if settings.optimizer.share_prompts else block,
         vocab_size=-(-vocabulary // parts) * parts,
         max_sequence_length=hf.int("max_position_embeddings"),
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
@@ -77,6 +79,8 @@ def _build(settings: Settings, hf: HfConfig, config: TransformerConfig, chunk: i
         **family.rotary(hf),
         vp_stage=chunk,
     )
+    if settings.optimizer.share_prompts:
+        rotate_by_position(model)
     rank_groups_by(family.ranking_experts, model)
     model.head = Head(settings.rollout.temperature, settings.optimizer.logprob_chunk_tokens, vocabulary)
     on_meta = next(model.parameters()).is_meta

@@ -8,6 +8,7 @@ import torch
 from grpo_mp.algorithms.advantages import decoupled_advantages, outcome_advantages, process_advantages
 from grpo_mp.algorithms.aggregation import token_weights
 from grpo_mp.config import Settings
+from grpo_mp.data.shared_prompts import PromptOf
 from grpo_mp.data.updates import Update, microbatches, plan_updates, sample_order
 from grpo_mp.planner.grid import replica_ranks
 from grpo_mp.policy.parallel import Parallel
@@ -50,6 +51,7 @@ def assemble(
         settings.optimizer.max_tokens_per_microbatch,
         hidden_size,
         sample_order(len(infos), settings.optimizer.shuffle, settings.run.seed, step),
+        prompts_of(infos) if settings.optimizer.share_prompts else (),
     )
     samples = deliver(
         groups, _wanted(infos, plan, settings, parallel), parallel.host, parallel.replica, parallel.replica_source
@@ -73,6 +75,11 @@ def assemble(
         for update in plan
     )
     return StepBatch(tuple(infos), learns, tuple(advantages), plan, updates)
+
+
+def prompts_of(infos: Sequence[SampleInfo]) -> list[PromptOf]:
+    """The samples of a group have one prompt."""
+    return [PromptOf(info.group_id, info.total_tokens - info.response_tokens) for info in infos]
 
 
 def sample_advantages(infos: Sequence[SampleInfo], weights: Mapping[str, float], settings: Settings) -> list[PerToken]:

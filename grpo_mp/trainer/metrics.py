@@ -92,10 +92,7 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
     if not named:
         return {"train/updates": 0}
     tokens = sum(
-        len(plan.samples) and sum(plan.lengths)
-        for update in batch.plan
-        for rank in update.schedule.ranks
-        for plan in rank
+        len(plan.samples) and plan.tokens for update in batch.plan for rank in update.schedule.ranks for plan in rank
     )
     real = sum(info.total_tokens for info in batch.infos)
     return {

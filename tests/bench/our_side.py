@@ -45,7 +45,13 @@ def make_settings(folder: Path, run_folder: Path, steps: int) -> Settings:
         },
         "reward": {"length": 1.0},
         "algorithm": {"kl": {"weight": w.KL_WEIGHT}},
-        "optimizer": {"lr": w.LEARNING_RATE, "betas": w.BETAS, "eps": w.EPS, "clip_grad": w.CLIP_GRAD},
+        "optimizer": {
+            "share_prompts": True,
+            "lr": w.LEARNING_RATE,
+            "betas": w.BETAS,
+            "eps": w.EPS,
+            "clip_grad": w.CLIP_GRAD,
+        },
     }
     return check_settings(tree, "the benchmark")
 

@@ -62,10 +62,10 @@ def check(schedule: Schedule, lengths: list[int], ranks: int, capacity: int, ali
 def test_every_plan_is_legal_and_deterministic(
     lengths: list[int], ranks: int, capacity: int, align: int, multiple: int, quadratic: float
 ) -> None:
-    cost = Cost(1.0, quadratic)
-    schedule = plan_microbatches(lengths, ranks, capacity, align, multiple, cost)
+    costs = [Cost(1.0, quadratic).of(length) for length in lengths]
+    schedule = plan_microbatches(lengths, ranks, capacity, align, multiple, costs)
     check(schedule, lengths, ranks, capacity, align, multiple)
-    assert schedule == plan_microbatches(tuple(lengths), ranks, capacity, align, multiple, cost)
+    assert schedule == plan_microbatches(tuple(lengths), ranks, capacity, align, multiple, costs)
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(1, 3), st.integers(5, 25), st.integers(1, 2))
@@ -106,7 +106,7 @@ def test_the_rank_that_has_least_gets_the_larger_of_the_next_bins() -> None:
 
 def test_quadratic_cost_gives_the_rank_with_the_long_sequence_fewer_tokens() -> None:
     lengths = [400] + [100] * 8
-    schedule = plan_microbatches(lengths, 2, 10_000, 1, cost=Cost(1.0, 0.01))
+    schedule = plan_microbatches(lengths, 2, 10_000, 1, costs=[Cost(1.0, 0.01).of(length) for length in lengths])
     tokens = {plan.samples: plan.tokens for rank in schedule.ranks for plan in rank}
     with_long = next(count for samples, count in tokens.items() if 0 in samples)
     assert with_long < sum(tokens.values()) / 2

@@ -1,6 +1,7 @@
 """A checkpoint of a run, evaluated by two ranks, answers as transformers does with the folder that the run left."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -8,7 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_mp.scheduler.recovery import checkpoint_folder
+from grpo_mp.config import dump_settings
+from grpo_mp.evaluate import _parser, read_command
+from grpo_mp.policy.convert import to_megatron
+from grpo_mp.scheduler.recovery import SETTINGS, checkpoint_folder
 from tests.conftest import EVAL_PROMPTS, TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
@@ -16,14 +20,20 @@ from tests.e2e.jobs import read_jsonl
 LAUNCHED = (sys.executable, "-m", "grpo_mp.launch", "--ranks", "2", "--evaluate")
 UPDATES = LAST_STEP * 2
 RESPONSE_TOKENS = 16
+GREEDY = "data.eval.arithmetic.temperature=0"
+FAILS_FOR_ONE = """
+def fragile(prompts, completions, **_):
+    if prompts[0] == {question!r}:
+        raise RuntimeError("no verdict")
+    return [1.0 for _ in completions]
+"""
 
 
 @pytest.fixture(scope="module")
 def results(finished_run: FinishedRun, start_job: StartJob) -> Path:
     """Of the last checkpoint, in the layout that wrote it, the likeliest answers."""
     checkpoint, out = checkpoint_folder(finished_run.folder / "run", LAST_STEP), finished_run.folder / "evaluated"
-    greedy = "data.eval.arithmetic.temperature=0"
-    ended = outcome(start_job(greedy, "--checkpoint", str(checkpoint), "--out", str(out), command=LAUNCHED))
+    ended = outcome(start_job(GREEDY, "--checkpoint", str(checkpoint), "--out", str(out), command=LAUNCHED))
     assert (ended.status, ended.err, ended.left) == (0, "", [])
     assert "accuracy" in ended.out
     return out
@@ -69,3 +79,43 @@ def test_a_run_that_went_on_compares_with_the_scores_before_its_first_start(fini
     rewards = [json.loads(file.read_text())["sets"]["arithmetic"]["reward"] for file in files]
     (row,) = (line for line in finished_run.second.out.splitlines() if "reward" in line and line.startswith("│"))
     assert [cell.strip() for cell in row.split("│")[3:5]] == [f"{rewards[0]:.3f}", f"{rewards[-1]:.3f}"]
+
+
+@pytest.fixture(scope="module")
+def without_checkpoint(
+    finished_run: FinishedRun, tiny_run: TinyRun, start_job: StartJob, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str, str]:
+    """The model of before the run, with `--out` a folder that holds the run's checkpoints; a reward fails for one
+    question. Folder, what the job printed, and the question.
+    """
+    folder = tmp_path_factory.mktemp("model_in_a_run")
+    question = read_jsonl(tiny_run.config.parent / "eval.jsonl")[0]["question"]
+    (folder / "reward.py").write_text(FAILS_FOR_ONE.format(question=question))
+    to_megatron(tiny_run.model, folder / "megatron", lambda done, total: None)  # engines cannot read it: a policy does
+    out = folder / "run"
+    shutil.copytree(finished_run.folder / "run" / "checkpoints", out / "checkpoints")
+    reward = f"reward.functions={{{folder / 'reward.py'}:fragile: 1.0}}"
+    arguments = [GREEDY, reward, "reward.on_error=0.0", "--model", str(folder / "megatron"), "--out", str(out)]
+    settings = read_command(_parser().parse_intermixed_args([str(tiny_run.config), *arguments])).settings
+    (out / SETTINGS).write_text(dump_settings(settings))
+    ended = outcome(start_job(*arguments, command=LAUNCHED))
+    assert (ended.status, ended.err, ended.left) == (0, "", [])
+    return out, ended.out, question
+
+
+def test_a_run_in_the_folder_of_the_results_is_not_evaluated(
+    without_checkpoint: tuple[Path, str, str], tiny_run: TinyRun
+) -> None:
+    rows = sorted(read_jsonl(without_checkpoint[0] / "samples.jsonl"), key=lambda row: row["prompt_index"])
+    assert [row["response"] for row in rows] == likeliest_answers(tiny_run.model, [row["prompt"] for row in rows])
+    said = json.loads((without_checkpoint[0] / "eval.json").read_text())
+    assert (said["step"], said["checkpoint"]) == (0, None)
+
+
+def test_a_reward_that_fails_is_told_and_counted(without_checkpoint: tuple[Path, str, str]) -> None:
+    folder, printed, _ = without_checkpoint
+    said = json.loads((folder / "eval.json").read_text())["rewards"]["arithmetic"]
+    assert said["failures"] == {"fragile": 1}
+    assert "no verdict" in said["complaints"]["fragile"]
+    assert "warning: arithmetic: " in printed
+    assert "no verdict" in printed

@@ -175,6 +175,31 @@ def _variants() -> list[Case]:
     ]
 
 
+SHARING = {  # models of every kind of rotary embedding, latent or not
+    "qwen3_moe": ("one", "dp2", "tp2", "ep2", "pp2_vpp2", "tp2_ep2_pp2"),
+    "deepseek_v3": ("one", "tp2_ep2", "pp2"),
+    "moonlight": ("one",),
+    "glm4_moe": ("one",),
+    "llama": ("one",),
+}
+
+
+def _sharing() -> list[Case]:
+    """With each prompt computed once; compared with one rank that computes it for every sample."""
+    share = {"share_prompts": True, "max_tokens_per_microbatch": 240}
+    cases = [
+        Case(model, layout, ("logprobs", "gradient"), "sharing", share)
+        for model, layouts in SHARING.items()
+        for layout in layouts
+    ]
+    recompute = [Case("deepseek_v3", "one", ("gradient",), "sharing_full", share | {"recompute": "full"})]
+    return [
+        *cases,
+        *recompute,
+        Case("qwen3_moe", "pp2", ("gradient",), "sharing_selective", share | {"recompute": "selective"}),
+    ]
+
+
 def _unsharded() -> list[Case]:
     """Without the distributed optimizer."""
     optimizer = {"megatron": {"use_distributed_optimizer": False}}
@@ -235,6 +260,7 @@ ALL = [
     *_every_layout(),
     *_computed(),
     *_variants(),
+    *_sharing(),
     *_unsharded(),
     *_overlapped(),
     *_family(),

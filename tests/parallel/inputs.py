@@ -11,6 +11,7 @@ import torch
 from grpo_mp.algorithms.aggregation import token_weights
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.config import Settings, check_settings
+from grpo_mp.data.shared_prompts import PromptOf
 from grpo_mp.data.updates import Update, microbatches, plan_updates
 from grpo_mp.policy.parallel import Parallel
 from grpo_mp.types import MicroBatch, Sample
@@ -56,7 +57,7 @@ class Given:
 
 
 def random_samples(vocabulary: int) -> tuple[Sample, ...]:
-    """Prompts of 1 to 12 tokens with responses of 1 to 40; rollout logprobs are still zero.
+    """One prompt of 1 to 12 tokens for each group, responses of 1 to 40; rollout logprobs are still zero.
 
     Token 0 pads, and a random model has zeros for its embedding, which would blow its gradient up: leave it out.
     """
@@ -65,10 +66,10 @@ def random_samples(vocabulary: int) -> tuple[Sample, ...]:
     def tokens(longest: int) -> tuple[int, ...]:
         return tuple(draw.randrange(1, vocabulary) for _ in range(draw.randint(1, longest)))
 
-    samples = []
+    samples, prompt = [], ()
     for number in range(SAMPLES):
         group, index = divmod(number, GROUP_SIZE)
-        prompt, response = tokens(12), tokens(40)
+        prompt, response = prompt if index else tokens(12), tokens(40)
         versions = tuple(draw.randrange(5) for _ in response)
         sample = Sample(group, index, prompt, response, (0.0,) * len(response), versions, draw.random() < 0.5)
         steps = ((len(response) // 3, draw.random()), (len(response) - 1, draw.random()))
@@ -131,6 +132,9 @@ def plan_step(given: Given, settings: Settings, parallel: Parallel) -> tuple[Upd
         parallel.data_parallel,
         settings.optimizer.max_tokens_per_microbatch,
         SMALL["hidden_size"],
+        prompts=[PromptOf(sample.group_id, len(sample.prompt_tokens)) for sample in given.samples]
+        if settings.optimizer.share_prompts
+        else (),
     )
 
 

@@ -5,8 +5,9 @@ from statistics import fmean, median
 
 import pytest
 
+from grpo_mp.config import Layout
 from grpo_mp.data.updates import padded_size, plan_updates
-from grpo_mp.planner.packing import Lengths, responses
+from grpo_mp.planner.packing import Lengths, pack_update, responses
 from tests.planner.jobs import job_of
 
 LONG = {"prompts_per_step": 128, "group_size": 8, "max_prompt_tokens": 2048, "max_response_tokens": 32768}
@@ -24,6 +25,16 @@ def test_assumed_responses_have_a_long_tail() -> None:
     found = responses(Lengths(1024, 1024, 6000.0, 32768))
     assert median(found) < 0.75 * fmean(found)
     assert max(found) == 32768
+
+
+def test_a_shared_prompt_is_planned_once_for_what_lies_together() -> None:
+    long_prompts, layout = Lengths(64, 4096, 500.0, 1000), Layout()
+    shared = pack_update(replace(long_prompts, sharing=8), layout, 1, 40_000, 1024)
+    tokens = sum(responses(long_prompts))
+    assert shared.padded == pytest.approx((8 * 4096 + tokens) / (64 * 4096 + tokens), rel=2e-3)  # and 1 of it with each
+    assert pack_update(long_prompts, layout, 1, 40_000, 1024).padded == pytest.approx(1)
+    one_by_one = pack_update(replace(long_prompts, sharing=8), layout, 1, 4200, 1024)
+    assert one_by_one.padded == pytest.approx(1)  # nothing lies together
 
 
 @pytest.mark.parametrize("layout", [{"tensor": 4, "pipeline": 4, "context": 2}, {"tensor": 4}])
