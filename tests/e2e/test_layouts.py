@@ -11,14 +11,17 @@ from tests.e2e.jobs import read_jsonl
 def test_a_tensor_parallel_policy_feeds_one_tensor_parallel_engine(
     start_job: StartJob, tiny_run: TinyRun, tmp_path: Path
 ) -> None:
-    """Both start from a converted folder, which has no weights that an engine could read."""
+    """Both start from a converted folder, which has no weights that an engine could read; prompts are shared."""
     to_megatron(tiny_run.model, tmp_path / "megatron", lambda done, total: None)
     (tmp_path / "reward.py").write_text(REWARD)
     run = tmp_path / "run"
-    layout = ("layout={tensor: 2}", "engine.gpus=2", "data.eval={}", "run.steps=2", "run.export=false")
+    layout = ("layout={tensor: 2}", "engine.gpus=2", "optimizer.share_prompts=true")
+    brief = ("data.eval={}", "run.steps=2", "run.export=false")
     model = f"model.path={tmp_path / 'megatron'}"
     result = outcome(
-        start_job(f"run.folder={run}", f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}", model, *layout)
+        start_job(
+            f"run.folder={run}", f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}", model, *layout, *brief
+        )
     )
     assert (result.status, result.err, result.left) == (0, "", [])
     steps = read_jsonl(run / "metrics.jsonl")
