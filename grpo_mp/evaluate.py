@@ -20,24 +20,24 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from grpo_mp.algorithms.settings import KL
+from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.files import add_samples, write_scores
 from grpo_mp.evaluation.picture import draw, write_svg
 from grpo_mp.platform.device_check import check_device
-from grpo_mp.platform.quiet import hush_libraries
+from grpo_mp.platform.warnings import hush_libraries
 from grpo_mp.rewards.tally import as_tree as tally_as_tree
 from grpo_mp.rollout.ports import claim_port
 from grpo_mp.rollout.rollout import reads_weights
-from grpo_mp.scheduler.recovery import MANIFEST, read_manifest
 from grpo_mp.train import synchronize
 from grpo_mp.trainer.command_line import Parser
-from grpo_mp.trainer.ends import clean_end
-from grpo_mp.trainer.engines_alone import open_engines
+from grpo_mp.trainer.context import local_ranks, open_session
+from grpo_mp.trainer.engines_only import open_engines
 from grpo_mp.trainer.evaluation import Engines, Evaluation, evaluate
+from grpo_mp.trainer.exit import clean_end
 from grpo_mp.trainer.preflight import Inputs, check_and_read_evaluation
-from grpo_mp.trainer.record import PICTURE
-from grpo_mp.trainer.session import local_ranks, open_session
+from grpo_mp.trainer.step_logger import PICTURE
 
 SCORES, SAMPLES = "eval.json", "samples.jsonl"
 

@@ -7,24 +7,24 @@ from dataclasses import replace
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
 
+from grpo_mp.batching.step_batch import StepBatch, assemble
+from grpo_mp.checkpoint.run_state import FINAL, RunState
 from grpo_mp.config import Settings
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.scheduler.recovery import FINAL, RunState
-from grpo_mp.sync.check import CheckReport
-from grpo_mp.sync.weight_sync import SyncReport
-from grpo_mp.trainer.batch import StepBatch, assemble
 from grpo_mp.trainer.collect import Collected, collect
 from grpo_mp.trainer.command_line import run_command
+from grpo_mp.trainer.context import Session, newest_checkpoint, open_session
 from grpo_mp.trainer.engine_check import check_engines
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, before_training, evaluate
-from grpo_mp.trainer.fixed import fixed_values
-from grpo_mp.trainer.learning import learn, refresh_reference
+from grpo_mp.trainer.logprobs import fixed_values
 from grpo_mp.trainer.preflight import Inputs
-from grpo_mp.trainer.record import Recorder, StepRecord
-from grpo_mp.trainer.saving import export_hf, save
-from grpo_mp.trainer.session import Session, newest_checkpoint, open_session
+from grpo_mp.trainer.save import export_hf, save
+from grpo_mp.trainer.step_logger import Recorder, StepRecord
+from grpo_mp.trainer.update import learn, refresh_reference
+from grpo_mp.weight_sync.compare import CheckReport
+from grpo_mp.weight_sync.update import SyncReport
 
 
 def train(session: Session) -> None:

@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from grpo_mp.checkpoint.compare import compare
+from grpo_mp.checkpoint.describe import describe_hf, is_torch_dist
+from grpo_mp.checkpoint.resumable_writer import PART_BYTES
+from grpo_mp.checkpoint.worker_group import Team
 from grpo_mp.config import exit_with
 from grpo_mp.errors import USER_STATUS, UserError
-from grpo_mp.models.building import PART_BYTES
-from grpo_mp.models.compare import compare
-from grpo_mp.models.describe import describe_hf, is_torch_dist
-from grpo_mp.models.team import Team
-from grpo_mp.platform.quiet import hush_libraries
+from grpo_mp.platform.warnings import hush_libraries
 
 DIFFERENT = 1  # exit status
 LOGIT_TOLERANCE = 2e-6  # float32 rounding of either side
@@ -59,7 +59,7 @@ def _info(wanted: argparse.Namespace, console: Console) -> int:
 def _describe(path: Path) -> dict[str, str]:
     if not is_torch_dist(path):
         return describe_hf(path).rows()
-    from grpo_mp.policy.torch_dist_reader import describe_torch_dist  # Megatron is slow to import
+    from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist  # Megatron is slow to import
 
     return describe_torch_dist(path)
 
@@ -67,7 +67,7 @@ def _describe(path: Path) -> dict[str, str]:
 def _check(wanted: argparse.Namespace, console: Console) -> int:
     if wanted.logits:
         return _check_logits(wanted, console)
-    from grpo_mp.policy.converted import open_weights
+    from grpo_mp.checkpoint.converted_reader import open_weights
 
     with open_weights(wanted.one, verify=True) as left, open_weights(wanted.other, verify=True) as right:
         differences = compare(left, right, wanted.tolerance or 0.0)
@@ -77,7 +77,7 @@ def _check(wanted: argparse.Namespace, console: Console) -> int:
 
 
 def _check_logits(wanted: argparse.Namespace, console: Console) -> int:
-    from grpo_mp.trainer.logits import compare_logits
+    from grpo_mp.trainer.compare_logits import compare_logits
 
     apart = compare_logits(wanted.one, wanted.other)
     console.print(f"logits differ by {apart:.2e} of the largest")
@@ -88,7 +88,7 @@ def _check_logits(wanted: argparse.Namespace, console: Console) -> int:
 def _to_megatron(wanted: argparse.Namespace, console: Console) -> int:
     from torch.serialization import set_crc32_options
 
-    from grpo_mp.policy.convert import to_megatron
+    from grpo_mp.checkpoint.to_megatron import to_megatron
 
     set_crc32_options(False)  # slow; conversion.json has a checksum of every file
     with _team() as team, _progress(console, wanted.destination, team) as watch:
@@ -97,7 +97,7 @@ def _to_megatron(wanted: argparse.Namespace, console: Console) -> int:
 
 
 def _to_hf(wanted: argparse.Namespace, console: Console) -> int:
-    from grpo_mp.policy.convert_back import to_hf
+    from grpo_mp.checkpoint.to_hf import to_hf
 
     with _team() as team, _progress(console, wanted.destination, team) as watch:
         to_hf(wanted.source, wanted.destination, wanted.like, wanted.fp8, watch, wanted.part_bytes, team)

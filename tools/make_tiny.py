@@ -17,7 +17,8 @@ import torch
 from rich.console import Console
 
 from grpo_mp.config import exit_with
-from grpo_mp.data.arithmetic import (
+from grpo_mp.errors import UserError
+from grpo_mp.examples.arithmetic import (
     TEMPLATES,
     Problem,
     draw_slip,
@@ -26,11 +27,10 @@ from grpo_mp.data.arithmetic import (
     worked_response,
     write_jsonl,
 )
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
-from grpo_mp.errors import UserError
-from grpo_mp.models.tiny import SHAPES, make_tiny
-from grpo_mp.platform.quiet import hush_libraries
-from grpo_mp.trainer.cold_start import ColdStartStep, Recipe, cold_start
+from grpo_mp.examples.cold_start import ColdStartStep, Recipe, cold_start
+from grpo_mp.examples.tiny_models import SHAPES, make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.platform.warnings import hush_libraries
 
 
 def main() -> None:

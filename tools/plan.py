@@ -16,14 +16,14 @@ from grpo_mp.config import Settings, exit_with, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.planner.clusters import cluster_names, read_cluster
 from grpo_mp.planner.explain import explain
+from grpo_mp.planner.feasibility import judge
 from grpo_mp.planner.job import Job, make_job
 from grpo_mp.planner.meta_model import check_in_the_model
+from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.plan import make_plan
-from grpo_mp.planner.published import find_config
 from grpo_mp.planner.search import search
 from grpo_mp.planner.show import show_found, show_models, show_plan
-from grpo_mp.planner.verdict import judge
-from grpo_mp.platform.quiet import hush_libraries
+from grpo_mp.platform.warnings import hush_libraries
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 
 DOES_NOT_FIT = 1  # exit status

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from grpo_mp.algorithms.corrections import importance, on_policy_enough
 from grpo_mp.algorithms.kl import ESTIMATORS
+from grpo_mp.algorithms.policy_losses import SURROGATES, Terms
 from grpo_mp.algorithms.report import loss_report
 from grpo_mp.algorithms.sequences import Reduce, Sequences, alone
 from grpo_mp.algorithms.settings import Algorithm
-from grpo_mp.algorithms.surrogates import SURROGATES, Terms
 from grpo_mp.types import MicroBatch
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]

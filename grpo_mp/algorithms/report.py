@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from grpo_mp.algorithms.policy_losses import Terms
 from grpo_mp.algorithms.settings import Algorithm
-from grpo_mp.algorithms.surrogates import Terms
 from grpo_mp.types import MicroBatch
 
 SUMS = (

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
+from grpo_mp.batching.exchange import SampleInfo
 from grpo_mp.evaluation.pass_at_k import Estimate, maj_at_k, over_problems, pass_at_k, sizes
 from grpo_mp.monitor.metrics import fill
-from grpo_mp.rollout.exchange import SampleInfo
 
 Votes = Mapping[tuple[int, int], int | None]  # sample -> number of its answer, unique in its problem; None: no answer
 

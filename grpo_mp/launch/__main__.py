@@ -20,8 +20,8 @@ import psutil
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from grpo_mp.distributed.exit_marks import FOLDER, unmarked, vanished_sentence
 from grpo_mp.errors import USER_STATUS
-from grpo_mp.launch.marks import FOLDER, unmarked, vanished_sentence
 
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 CONSEQUENCES = (1, -signal.SIGTERM)  # how ranks end that lost a peer, or that the launcher ended after one failed

@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
+from grpo_mp.checkpoint.run_state import latest_checkpoint, read_manifest
 from grpo_mp.config import Settings, dump_settings, exit_with, load_settings
+from grpo_mp.distributed.exit_marks import unmarked, vanished_sentence
 from grpo_mp.errors import UserError
 from grpo_mp.launch.failure import first_failure
-from grpo_mp.launch.marks import unmarked, vanished_sentence
 from grpo_mp.launch.node_map import node_map
-from grpo_mp.scheduler.recovery import latest_checkpoint, read_manifest
 
 FINISHED = 1  # exit status of `unfinished`
 

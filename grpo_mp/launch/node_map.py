@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from grpo_mp.config import Settings
+from grpo_mp.distributed.coordinates import data_parallel
+from grpo_mp.distributed.layout import describe
 from grpo_mp.errors import UserError
-from grpo_mp.planner.grid import data_parallel
-from grpo_mp.planner.layout import describe
-from grpo_mp.rollout.places import EnginePlace, engine_places
+from grpo_mp.rollout.placement import EnginePlace, engine_places
 
 
 def node_map(settings: Settings, nodes: Sequence[str], per_node: int) -> str:

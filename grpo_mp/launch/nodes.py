@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from grpo_mp import platform
 from grpo_mp.config import exit_with
+from grpo_mp.distributed.rendezvous import meet
 from grpo_mp.errors import UserError
 from grpo_mp.launch.node_report import NodeReport, bad_nodes, look_at_node
 from grpo_mp.launch.rates import measure
 from grpo_mp.launch.slurm import rank_environment
-from grpo_mp.platform.meeting import meet
 
 BAD_NODES = "bad_nodes"
 BAD_STATUS = 3

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from grpo_mp.models import blocks, latent, shared
+from grpo_mp.models import blocks
+from grpo_mp.models import mla as latent
+from grpo_mp.models import shared_experts as shared
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 

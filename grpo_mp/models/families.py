@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_mp.errors import nearest
-from grpo_mp.models import deepseek_v2, deepseek_v3, glm4_moe, grouped, llama, mixtral, qwen3
+from grpo_mp.models import deepseek_v2, deepseek_v3, glm4_moe, llama, mixtral, qwen3
+from grpo_mp.models import gqa as grouped
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from grpo_mp.models import blocks, grouped
+from grpo_mp.models import blocks
+from grpo_mp.models import gqa as grouped
 from grpo_mp.models.blocks import ExpertNames
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule

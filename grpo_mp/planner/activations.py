@@ -4,9 +4,9 @@ Elements are counted from the layers' tensors as Megatron makes them: attention 
 context shard, norms and routed experts those of the sequence shard; attention scores are never kept.
 """
 
-from grpo_mp.planner.assumed import ASSUMED
+from grpo_mp.planner.bytes_per_parameter import BYTES
 from grpo_mp.planner.job import Job
-from grpo_mp.planner.keeping import BYTES
+from grpo_mp.planner.overheads import ASSUMED
 
 
 def activation_bytes(job: Job, stage: int) -> float:

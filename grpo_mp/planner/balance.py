@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from grpo_mp.planner.closed_form import Table
+from grpo_mp.planner.parameter_count import Table
 
 
 def balanced(sizes: Sequence[int], stages: int, first: int = 0, last: int = 0) -> list[int]:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from grpo_mp.models.families import family_of
 from grpo_mp.models.mapping import Rule
-from grpo_mp.planner.assumed import ASSUMED
-from grpo_mp.planner.closed_form import rule_count
+from grpo_mp.planner.bytes_per_parameter import BYTES
 from grpo_mp.planner.job import Job
-from grpo_mp.planner.keeping import BYTES
-from grpo_mp.rollout.division import check_division
+from grpo_mp.planner.overheads import ASSUMED
+from grpo_mp.planner.parameter_count import rule_count
+from grpo_mp.rollout.engine_parallelism import check_division
 from grpo_mp.rollout.precision import in_fp8
 
 

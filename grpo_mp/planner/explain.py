@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+from grpo_mp.distributed.layout import describe
 from grpo_mp.planner.engine import engine_shape
 from grpo_mp.planner.job import Job
-from grpo_mp.planner.layout import describe
-from grpo_mp.rollout.places import engine_hosts, engine_places
+from grpo_mp.rollout.placement import engine_hosts, engine_places
 
 # What the run sets for its processes; anything else is as it was found.
 ENVIRONMENT = (

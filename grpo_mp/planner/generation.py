@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from grpo_mp.planner.engine import EngineLoad, engine_shape
 from grpo_mp.planner.job import Job
+from grpo_mp.planner.resource_use import Work, decode_latency_s
 from grpo_mp.planner.training import active_parameters, token_flops
-from grpo_mp.planner.work import Work, decode_latency_s
 
 
 @dataclass(frozen=True)

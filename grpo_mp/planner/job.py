@@ -4,15 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_mp.config import Settings
+from grpo_mp.distributed.coordinates import data_parallel
+from grpo_mp.distributed.layout import check_layout, model_shape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.planner.closed_form import Count, rank_counts
 from grpo_mp.planner.clusters import Cluster
-from grpo_mp.planner.grid import data_parallel
-from grpo_mp.planner.layout import check_layout, model_shape
 from grpo_mp.planner.packing import Lengths, Packing, pack_update
+from grpo_mp.planner.parameter_count import Count, rank_counts
 from grpo_mp.planner.stages import Stages, stage_layers
-from grpo_mp.rollout.places import engine_places
+from grpo_mp.rollout.placement import engine_places
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
-from grpo_mp.planner.assumed import ASSUMED
-from grpo_mp.planner.closed_form import Count
+from grpo_mp.planner.bytes_per_parameter import Keeping, keeping
 from grpo_mp.planner.engine import EngineLoad, engine_load
-from grpo_mp.planner.grid import coordinates
 from grpo_mp.planner.job import Job
-from grpo_mp.planner.keeping import Keeping, keeping
+from grpo_mp.planner.overheads import ASSUMED
+from grpo_mp.planner.parameter_count import Count
 from grpo_mp.scheduler.phases import RESIDENT, Phase, Residency
 
 Items = Mapping[str, float]

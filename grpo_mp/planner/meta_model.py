@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from grpo_mp.config import Settings
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.planner.closed_form import NOTHING, Count
 from grpo_mp.planner.job import Job
+from grpo_mp.planner.parameter_count import NOTHING, Count
 from grpo_mp.platform import prepare
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _pretended_job(settings: Settings, world_size: int, rank: int) -> Iterator[N
     from megatron.core import parallel_state, tensor_parallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from grpo_mp.policy.parallel import megatron_sizes
+    from grpo_mp.distributed.process_groups import megatron_sizes
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
-from grpo_mp.planner.keeping import keeping
+from grpo_mp.planner.bytes_per_parameter import keeping
 from grpo_mp.planner.plan import Plan
 
 

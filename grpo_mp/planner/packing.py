@@ -5,10 +5,10 @@ from functools import lru_cache
 from math import exp
 from statistics import NormalDist, fmean
 
+from grpo_mp.batching.shared_prompts import PromptOf
+from grpo_mp.batching.updates import padded_size, plan_update
 from grpo_mp.config import Layout
-from grpo_mp.data.shared_prompts import PromptOf
-from grpo_mp.data.updates import padded_size, plan_update
-from grpo_mp.planner.assumed import ASSUMED
+from grpo_mp.planner.overheads import ASSUMED
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo_mp.algorithms.settings import needs_old_logprobs
-from grpo_mp.planner.assumed import ASSUMED
+from grpo_mp.planner.bytes_per_parameter import Keeping, keeping
 from grpo_mp.planner.generation import Generation, generate_work, plan_generation
 from grpo_mp.planner.job import Job
-from grpo_mp.planner.keeping import Keeping, keeping
 from grpo_mp.planner.memory import Memory, Stretch, plan_memory
+from grpo_mp.planner.overheads import ASSUMED
+from grpo_mp.planner.resource_use import Time, Work, time_of
 from grpo_mp.planner.training import logprob_work, optimizer_work, train_work
-from grpo_mp.planner.work import Time, Work, time_of
 
 ONCE = (Stretch.START, Stretch.LOAD)  # of a run; saving is counted by its share of a step
 

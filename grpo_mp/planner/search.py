@@ -8,16 +8,16 @@ from typing import Any
 import yaml
 
 from grpo_mp.config import Layout, Settings
+from grpo_mp.distributed.layout import broken_rules, model_shape
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.planner.balance import balanced_text
-from grpo_mp.planner.closed_form import make_table
+from grpo_mp.planner.feasibility import judge
 from grpo_mp.planner.job import Job, make_job
-from grpo_mp.planner.layout import broken_rules, model_shape
 from grpo_mp.planner.memory import Stretch, total
+from grpo_mp.planner.parameter_count import make_table
 from grpo_mp.planner.plan import Plan, make_plan
 from grpo_mp.planner.stages import FIRST, FREE, LAST
-from grpo_mp.planner.verdict import judge
 
 LAYOUTS_WITH_EVERY_ENGINE = 12
 ENGINES_WITH_EVERY_LAYOUT = 4

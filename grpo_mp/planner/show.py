@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from grpo_mp.distributed.layout import describe
 from grpo_mp.planner.clusters import GIB, describe_rates
-from grpo_mp.planner.layout import describe
+from grpo_mp.planner.feasibility import Verdict, judge
 from grpo_mp.planner.memory import Items, Stretch, total
 from grpo_mp.planner.models_needed import grpo_models, ppo_models
 from grpo_mp.planner.plan import Plan
 from grpo_mp.planner.search import Found, as_settings
-from grpo_mp.planner.verdict import Verdict, judge
 
 GIGA = 1e9
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from grpo_mp.models.families import family_of
+from grpo_mp.planner.bytes_per_parameter import Keeping
 from grpo_mp.planner.job import Job
-from grpo_mp.planner.keeping import Keeping
-from grpo_mp.planner.work import Work
+from grpo_mp.planner.resource_use import Work
 
 SIZE = 2  # bytes of an activation that travels
 

@@ -35,8 +35,8 @@ def prepare() -> None:
     if on_cuda():
         torch._C._accelerator_setAllocatorSettings(allocator_settings(os.environ))
         return
-    from grpo_mp.platform.cuda_calls import install_import_hook
-    from grpo_mp.platform.patches import AFTER_IMPORT
+    from grpo_mp.platform.import_hook import install_import_hook
+    from grpo_mp.platform.megatron_patches import AFTER_IMPORT
 
     install_import_hook(AFTER_IMPORT)
 

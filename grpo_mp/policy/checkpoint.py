@@ -9,10 +9,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch.distributed.checkpoint.api import CheckpointException
 
+from grpo_mp.checkpoint.safe_metadata import only_known_objects
 from grpo_mp.errors import UserError
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
-from grpo_mp.policy.safe_metadata import only_known_objects
 from grpo_mp.policy.te_adam import as_remainders, keeps_remainders, state_in_place
 
 # Fully reshardable: the distributed optimizer's shards are saved by parameter, not by rank.

@@ -15,10 +15,10 @@ from grpo_mp import platform
 from grpo_mp.config import Settings
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.policy.group_routing import rank_groups_by
-from grpo_mp.policy.head import VocabularyShard, token_logprobs
+from grpo_mp.policy.group_limited_routing import rank_groups_by
 from grpo_mp.policy.latent_attention import keep_plain_queries
 from grpo_mp.policy.shared_prompts import attend_to_prompts, rotate_by_position
+from grpo_mp.policy.vocab_parallel import VocabularyShard, token_logprobs
 
 
 @dataclass(frozen=True)

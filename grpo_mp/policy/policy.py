@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
+from grpo_mp.checkpoint.converted_reader import open_weights
+from grpo_mp.checkpoint.manifest import Checksums
+from grpo_mp.checkpoint.non_policy_tensors import check_layers
+from grpo_mp.checkpoint.validate import check_tensors
 from grpo_mp.config import Settings
-from grpo_mp.models.belonging import check_tensors
-from grpo_mp.models.extras import check_layers
+from grpo_mp.distributed.layout import check_layout, model_shape
+from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.manifest import Checksums
-from grpo_mp.planner.layout import check_layout, model_shape
-from grpo_mp.policy.converted import open_weights
 from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction, forward_backward, forward_only
 from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel, build_chunks
 from grpo_mp.policy.optimizer import build_optimizer, mark_divided, wrap_for_training
-from grpo_mp.policy.parallel import Parallel
 from grpo_mp.policy.reference import Reference
 from grpo_mp.policy.weights import Parts, load_hf, local_tensors, tensor_part
 from grpo_mp.types import MicroBatch

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from grpo_mp.checkpoint.hf_reader import Weights
+from grpo_mp.checkpoint.validate import check_shape
+from grpo_mp.distributed.coordinates import Coordinates
 from grpo_mp.errors import UserError
-from grpo_mp.models.belonging import check_shape
-from grpo_mp.models.hf_files import Weights
 from grpo_mp.models.mapping import Param, fuse, shard_range
-from grpo_mp.planner.grid import Coordinates
 from grpo_mp.policy.model import PolicyModel
 
 EXPERT = re.compile(r"(?<=\.weight)\d+$")

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from transformers import TrainerState
 
 from grpo_mp.errors import UserError, nearest
-from grpo_mp.rewards.limit import no_exit
+from grpo_mp.rewards.timeouts import no_exit
 from grpo_mp.types import SampleGroup
 
 RESERVED = ("prompt", "completion", "completion_ids")  # columns that are not passed on

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
 
-from grpo_mp.rewards.equality import Equality, close
+from grpo_mp.rewards.math_verify_worker import Equality, close
 
 Which = Literal["last", "first"]
 NUMBER = r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+)"

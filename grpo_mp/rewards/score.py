@@ -12,13 +12,13 @@ from transformers import TrainerState
 
 from grpo_mp.errors import UserError, nearest
 from grpo_mp.rewards.base import Callbacks, Reward, call_arguments, call_reward, call_user, load_reward
-from grpo_mp.rewards.limit import RewardError, Values, run_limited
-from grpo_mp.rewards.parts import BuiltIn, Part
 from grpo_mp.rewards.settings import Reward as RewardSettings
 from grpo_mp.rewards.settings import Right, StepModel
 from grpo_mp.rewards.step_model import Decode, StepModelClient
 from grpo_mp.rewards.steps import Steps, checked_steps, fallback_steps
 from grpo_mp.rewards.tally import Tally
+from grpo_mp.rewards.terms import BuiltIn, Part
+from grpo_mp.rewards.timeouts import RewardError, Values, run_limited
 from grpo_mp.types import SampleGroup
 
 SHOWN_CHARACTERS = 300

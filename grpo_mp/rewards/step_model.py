@@ -6,9 +6,9 @@ A causal model's score at the end of a step depends on nothing after it: it is t
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from grpo_mp.rewards.limit import RewardError
 from grpo_mp.rewards.model import ModelClient
 from grpo_mp.rewards.settings import StepModel
+from grpo_mp.rewards.timeouts import RewardError
 from grpo_mp.types import SampleGroup
 
 Decode = Callable[[list[int]], str]

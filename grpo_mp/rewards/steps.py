@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_mp.rewards.limit import RewardError
+from grpo_mp.rewards.timeouts import RewardError
 from grpo_mp.types import SampleGroup
 
 Steps = tuple[tuple[int, float], ...]  # (index of the step's last token in the response, its reward), ascending

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.errors import UserError, nearest
-from grpo_mp.rollout.division import attention_replicas
 from grpo_mp.rollout.engine_main import ARGUMENTS, SCRATCH
-from grpo_mp.sync.host_memory import LOADER
+from grpo_mp.rollout.engine_parallelism import attention_replicas
+from grpo_mp.weight_sync.shared_memory import LOADER
 
 ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # what a CPU engine finds before anything else
 MEETING_PORTS = 14  # processes of replicated attention meet at a port, the six behind it, and the thirteenth

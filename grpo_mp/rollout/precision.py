@@ -9,10 +9,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_mp.checkpoint.aux_files import QUANTISED
 from grpo_mp.errors import UserError
 from grpo_mp.models.fp8 import BLOCK
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.hf_others import QUANTISED
 
 OVERRIDES = "json_model_override_args"
 BLOCKWISE = {

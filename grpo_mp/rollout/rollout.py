@@ -10,13 +10,13 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
+from grpo_mp.checkpoint.hf_reader import holds_weights
 from grpo_mp.config import Settings
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.hf_files import holds_weights
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.client import EngineClient, Sampling
 from grpo_mp.rollout.engine_args import EngineSpec
-from grpo_mp.rollout.places import EnginePlace, engine_hosts, engine_places
+from grpo_mp.rollout.placement import EnginePlace, engine_hosts, engine_places
 from grpo_mp.rollout.ports import own_address
 from grpo_mp.rollout.precision import precision_arguments
 from grpo_mp.rollout.queue import WorkQueue

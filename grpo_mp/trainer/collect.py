@@ -3,13 +3,13 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from grpo_mp.batching.exchange import SampleInfo, share_infos
+from grpo_mp.batching.group_filters import Admission, Graduation, admit, length_bias, to_launch
+from grpo_mp.checkpoint.run_state import RunState
 from grpo_mp.data.cursor import take
 from grpo_mp.errors import UserError
-from grpo_mp.rollout.exchange import SampleInfo, share_infos
-from grpo_mp.rollout.filters import Admission, Graduation, admit, length_bias, to_launch
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.scheduler.recovery import RunState
-from grpo_mp.trainer.session import Session
+from grpo_mp.trainer.context import Session
 from grpo_mp.types import Prompt, SampleGroup
 
 

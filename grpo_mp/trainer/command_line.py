@@ -10,11 +10,11 @@ from typing import NoReturn
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.platform.device_check import check_device
-from grpo_mp.platform.quiet import hush_libraries
+from grpo_mp.platform.warnings import hush_libraries
+from grpo_mp.trainer.context import local_ranks
 from grpo_mp.trainer.dry_run import describe_run
-from grpo_mp.trainer.ends import clean_end
+from grpo_mp.trainer.exit import clean_end
 from grpo_mp.trainer.preflight import Inputs, check_and_read
-from grpo_mp.trainer.session import local_ranks
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,9 +1,9 @@
 """What a run would do, in words. Pure."""
 
 from grpo_mp.config import Settings, dump_settings
-from grpo_mp.planner.grid import data_parallel
-from grpo_mp.planner.layout import describe
-from grpo_mp.rollout.places import engine_hosts, engine_places
+from grpo_mp.distributed.coordinates import data_parallel
+from grpo_mp.distributed.layout import describe
+from grpo_mp.rollout.placement import engine_hosts, engine_places
 from grpo_mp.trainer.preflight import Inputs
 
 

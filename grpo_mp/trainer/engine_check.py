@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 from grpo_mp.errors import UserError
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.sync.check import TOLERANCE, WIDER_SETS, CheckReport, compare, fixed_sequences, pooled, worst
-from grpo_mp.sync.diagnose import describe_difference
-from grpo_mp.trainer.scores import policy_scores
-from grpo_mp.trainer.session import Session
+from grpo_mp.trainer.context import Session
+from grpo_mp.trainer.sequence_logprobs import policy_scores
+from grpo_mp.weight_sync.compare import TOLERANCE, WIDER_SETS, CheckReport, compare, fixed_sequences, pooled, worst
+from grpo_mp.weight_sync.diagnose import describe_difference
 
 PROMPTS = 4
 
@@ -23,7 +23,7 @@ def check_engines(session: Session) -> CheckReport:
     """The worst engine's distance from the policy. Every rank must call this.
 
     Raises EngineDisagreesError on every rank when the mean of an engine is beyond the tolerance on the fixed tokens,
-    and is so again on those and many more: one token at a routing tie does not decide (see sync/check.py).
+    and is so again on those and many more: one token at a routing tie does not decide (see weight_sync/compare.py).
     """
     settings = session.settings
     tolerance = settings.sync.check_tolerance or TOLERANCE["fp8" if session.sync.fp8 else settings.model.dtype]

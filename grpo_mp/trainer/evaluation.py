@@ -6,23 +6,23 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from grpo_mp.batching.exchange import SampleInfo, bring_groups, share_infos
 from grpo_mp.config import Settings
+from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.evaluation.files import read_scores, step_file
 from grpo_mp.evaluation.score import EvalScore, Votes, eval_metrics, score
 from grpo_mp.monitor.metrics import fill
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import markdown, spread
 from grpo_mp.monitor.screen import AnswerPair
-from grpo_mp.policy.parallel import Parallel
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rewards.tally import Tally
-from grpo_mp.rollout.exchange import SampleInfo, bring_groups, share_infos
 from grpo_mp.rollout.rollout import Rollout
+from grpo_mp.scheduler.phase_manager import Scheduler
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.scheduler.scheduler import Scheduler
+from grpo_mp.trainer.context import Session
 from grpo_mp.trainer.metrics import eval_reward_metrics, total_tally
 from grpo_mp.trainer.preflight import Inputs
-from grpo_mp.trainer.session import Session
 from grpo_mp.types import SampleGroup
 
 Keep = Callable[[str, Sequence[SampleGroup]], None]

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from grpo_mp.algorithms.advantages import groups_without_difference
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge
+from grpo_mp.batching.exchange import SampleInfo
+from grpo_mp.batching.step_batch import StepBatch
+from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.monitor.metrics import fill
-from grpo_mp.policy.parallel import Parallel
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.rewards.tally import Tally, total
-from grpo_mp.rollout.exchange import SampleInfo
-from grpo_mp.scheduler.ledger import Footprint, largest
-from grpo_mp.trainer.batch import StepBatch
+from grpo_mp.scheduler.memory_tracker import Footprint, largest
 from grpo_mp.trainer.collect import Collected
 from grpo_mp.types import MicroBatch, PerToken
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp import platform
+from grpo_mp.checkpoint.run_state import FINAL, check_run_folder
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.data.overlap import find_overlaps
 from grpo_mp.data.prompts import PromptSet, load_prompts
@@ -12,13 +13,12 @@ from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.score import Scorer
-from grpo_mp.rollout.division import check_division
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
-from grpo_mp.rollout.places import engine_places
+from grpo_mp.rollout.engine_parallelism import check_division
+from grpo_mp.rollout.placement import engine_places
 from grpo_mp.rollout.precision import in_fp8
-from grpo_mp.scheduler.recovery import FINAL, check_run_folder
-from grpo_mp.sync.transport import over_ipc
 from grpo_mp.trainer.start_warnings import start_warnings
+from grpo_mp.weight_sync.transport import over_ipc
 
 
 @dataclass(frozen=True)

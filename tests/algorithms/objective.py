@@ -16,8 +16,8 @@ from torch import Tensor
 from grpo_mp.algorithms.advantages import outcome_advantages
 from grpo_mp.algorithms.aggregation import token_weights
 from grpo_mp.algorithms.settings import Algorithm
-from grpo_mp.data.pack import pack, scatter_responses
-from grpo_mp.data.schedule import plan_microbatches
+from grpo_mp.batching.microbatches import plan_microbatches
+from grpo_mp.batching.packing import pack, scatter_responses
 from grpo_mp.types import MicroBatch, Sample
 
 Values = NDArray[np.float32]

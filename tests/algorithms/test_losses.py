@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_mp.algorithms.losses import Weights, make_loss
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.settings import Algorithm
-from grpo_mp.data.pack import gather_responses
+from grpo_mp.batching.packing import gather_responses
 from grpo_mp.types import MicroBatch
 from tests.algorithms.objective import Drawn, as_microbatches, draw, write_out
 

@@ -27,7 +27,7 @@ from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics
 from grpo_mp.algorithms.settings import Advantage, Algorithm
-from grpo_mp.data.pack import gather_responses, scatter_responses
+from grpo_mp.batching.packing import gather_responses, scatter_responses
 from tests.algorithms.objective import LIMIT, Drawn, as_microbatches, draw
 
 pytest.importorskip("trl")

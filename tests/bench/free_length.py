@@ -15,8 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from grpo_mp.data.arithmetic import Problem, draw_slip, make_problems, worked_response
-from grpo_mp.trainer.cold_start import Recipe, cold_start
+from grpo_mp.examples.arithmetic import Problem, draw_slip, make_problems, worked_response
+from grpo_mp.examples.cold_start import Recipe, cold_start
 from tests.bench.learning_curves import Steps, picture, points, train
 
 PRESETS = ("grpo", "dr_grpo")

@@ -11,8 +11,8 @@ from pathlib import Path
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.rollout.client import EngineClient, Generated, Sampling
 from grpo_mp.train import train
+from grpo_mp.trainer.context import local_ranks, newest_checkpoint, open_session
 from grpo_mp.trainer.preflight import check_and_read
-from grpo_mp.trainer.session import local_ranks, newest_checkpoint, open_session
 from tests.bench import workload as w
 
 

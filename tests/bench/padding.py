@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from grpo_mp.batching.updates import padded_size, plan_updates
 from grpo_mp.config import Settings, load_settings
-from grpo_mp.data.updates import padded_size, plan_updates
-from grpo_mp.planner.grid import data_parallel
+from grpo_mp.distributed.coordinates import data_parallel
 
 REACH = 1.05
 PROMPT, RESPONSE, HIDDEN, STEPS = 2048, 32768, 7168, 5

@@ -17,21 +17,21 @@ import psutil
 import torch
 
 from grpo_mp import platform
+from grpo_mp.batching.microbatches import MicroBatchPlan
+from grpo_mp.batching.packing import pack
 from grpo_mp.config import Settings, check_settings
-from grpo_mp.data.pack import pack
-from grpo_mp.data.schedule import MicroBatchPlan
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
+from grpo_mp.examples.cold_start import alone, negative_log_likelihood
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.tiny import make_tiny
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import Memory, Stretch, plan_memory, total
 from grpo_mp.policy.checkpoint import load_policy, save_policy
-from grpo_mp.policy.parallel import Parallel, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
-from grpo_mp.sync.transport import HostTransport
-from grpo_mp.trainer.cold_start import alone, negative_log_likelihood
 from grpo_mp.types import MicroBatch
+from grpo_mp.weight_sync.transport import HostTransport
 from tests.bench.sync_memory import StandIn, build_sync, reset_peak, status_bytes
 
 REACH, MIB, TOKENS = 0.1, 2**20, 2048

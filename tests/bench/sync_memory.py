@@ -25,18 +25,18 @@ import torch.distributed as dist
 
 from grpo_mp import platform
 from grpo_mp.config import Settings, check_settings
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
-from grpo_mp.models.tiny import make_tiny
+from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.policy.megatron_config import DTYPES
-from grpo_mp.policy.parallel import Parallel, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.sync.host_memory import borrow
-from grpo_mp.sync.reshard import Resharder
-from grpo_mp.sync.transport import HostTransport, WeightClient
-from grpo_mp.sync.weight_sync import WeightSync, make_plan
+from grpo_mp.weight_sync.reshard import Resharder
+from grpo_mp.weight_sync.shared_memory import borrow
+from grpo_mp.weight_sync.transport import HostTransport, WeightClient
+from grpo_mp.weight_sync.update import WeightSync, make_plan
 
 RANKS, PUSHES, LIMIT_S = 2, 3, 300.0
 LAYOUTS = ("expert", "tensor")

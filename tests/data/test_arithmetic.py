@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mp.data.arithmetic import (
+from grpo_mp.data.prompts import final_answer
+from grpo_mp.errors import UserError
+from grpo_mp.examples.arithmetic import (
     TEMPLATES,
     Problem,
     Slip,
@@ -20,8 +22,6 @@ from grpo_mp.data.arithmetic import (
     worked_response,
     write_jsonl,
 )
-from grpo_mp.data.prompts import final_answer
-from grpo_mp.errors import UserError
 from grpo_mp.rewards.math import boxed_answer
 
 KINDS = tuple(TEMPLATES)

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mp.data.pack import gather_responses, join_context, pack, scatter_responses, slice_context
-from grpo_mp.data.schedule import MicroBatchPlan, plan_microbatches
+from grpo_mp.batching.microbatches import MicroBatchPlan, plan_microbatches
+from grpo_mp.batching.packing import gather_responses, join_context, pack, scatter_responses, slice_context
 from grpo_mp.types import Sample
 
 

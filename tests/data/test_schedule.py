@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mp.data.schedule import Cost, MicroBatchPlan, Schedule, plan_microbatches
+from grpo_mp.batching.microbatches import Cost, MicroBatchPlan, Schedule, plan_microbatches
 
 
 def fewest_bins(lengths: list[int], capacity: int) -> int:

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_mp.batching.packing import gather_responses
+from grpo_mp.batching.shared_prompts import PromptOf, make_units
+from grpo_mp.batching.updates import microbatches, plan_updates
 from grpo_mp.config import Layout
-from grpo_mp.data.pack import gather_responses
-from grpo_mp.data.shared_prompts import PromptOf, make_units
-from grpo_mp.data.updates import microbatches, plan_updates
 from grpo_mp.types import MicroBatch, Sample
 
 HIDDEN = 64

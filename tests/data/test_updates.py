@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 
+from grpo_mp.batching.packing import gather_responses, join_context
+from grpo_mp.batching.updates import Update, alignment, microbatches, padded_size, plan_updates
 from grpo_mp.config import Layout
-from grpo_mp.data.pack import gather_responses, join_context
-from grpo_mp.data.updates import Update, alignment, microbatches, padded_size, plan_updates
 from grpo_mp.types import MicroBatch, Sample
 
 LAYOUTS = [

@@ -1,8 +1,8 @@
 """The trainer, with one expert's weights spoiled on their first way into the engines. Run under torchrun."""
 
-from grpo_mp.sync.reshard import Named
-from grpo_mp.sync.transport import HostTransport
 from grpo_mp.train import main
+from grpo_mp.weight_sync.reshard import Named
+from grpo_mp.weight_sync.transport import HostTransport
 
 SPOILED = "model.layers.1.mlp.experts.3.down_proj.weight"
 send = HostTransport.send

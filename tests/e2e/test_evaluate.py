@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_mp.checkpoint.run_state import SETTINGS, checkpoint_folder
+from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.config import dump_settings
 from grpo_mp.evaluate import _parser, read_command
-from grpo_mp.policy.convert import to_megatron
-from grpo_mp.scheduler.recovery import SETTINGS, checkpoint_folder
 from tests.conftest import EVAL_PROMPTS, TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun, StartJob, outcome
 from tests.e2e.jobs import read_jsonl

@@ -12,17 +12,17 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_mp.checkpoint.run_state import checkpoint_folder
 from grpo_mp.config import Settings, load_settings
+from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
 from grpo_mp.monitor.metrics import find
 from grpo_mp.policy.checkpoint import load_policy, save_policy
-from grpo_mp.policy.parallel import start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.scheduler.recovery import checkpoint_folder
-from grpo_mp.sync.check import fixed_sequences
-from grpo_mp.trainer.scores import policy_scores
+from grpo_mp.trainer.sequence_logprobs import policy_scores
+from grpo_mp.weight_sync.compare import fixed_sequences
 from tests.conftest import TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun, finished_settings
 from tests.e2e.jobs import read_jsonl

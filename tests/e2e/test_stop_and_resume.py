@@ -2,8 +2,8 @@
 
 import json
 
+from grpo_mp.checkpoint.run_state import checkpoint_folder, latest_checkpoint
 from grpo_mp.data.cursor import Cursor, take
-from grpo_mp.scheduler.recovery import checkpoint_folder, latest_checkpoint
 from tests.conftest import TRAIN_PROMPTS, TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun
 from tests.e2e.jobs import read_jsonl

@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_mp.data.tiny_tokenizer import BOXED, END, make_tokenizer
 from grpo_mp.evaluate import _parser, main, read_command
-from grpo_mp.models.tiny import make_tiny
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import BOXED, END, make_tokenizer
 from tests.conftest import TinyRun
 
 CHANCES = {"2": 0.5, "3": 0.3, "4": 0.2}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.launch.marks import FOLDER, mark_end, unmarked
-from grpo_mp.trainer.ends import clean_end
+from grpo_mp.distributed.exit_marks import FOLDER, mark_end, unmarked
+from grpo_mp.trainer.exit import clean_end
 from tests.conftest import TinyRun
 from tests.e2e.jobs import LAUNCH
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grpo_mp.planner.published import published
+from grpo_mp.planner.model_configs import published
 
 DEEPSEEK_V2: dict[str, Any] = published("deepseek-v2-lite").values | {  # as the model of 236 billion differs
     "hidden_size": 5120,

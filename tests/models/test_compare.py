@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
-from grpo_mp.models.compare import compare_folders
-from grpo_mp.models.describe import describe_hf
+from grpo_mp.checkpoint.compare import compare_folders
+from grpo_mp.checkpoint.describe import describe_hf
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.fp8 import quantise
-from grpo_mp.models.tiny import make_tiny
 
 BASE = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4), "c": torch.zeros(2), "nan": torch.tensor([float("nan")])}
 

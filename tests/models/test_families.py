@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from grpo_mp.errors import UserError
+from grpo_mp.examples.tiny_models import LLAMA3, SHAPES
 from grpo_mp.models import families
 from grpo_mp.models.families import FAMILIES, family_of
-from grpo_mp.models.tiny import LLAMA3, SHAPES
 from tests.models.conftest import MakeHf
 
 YARN = SHAPES["deepseek_v3"]["rope_scaling"]

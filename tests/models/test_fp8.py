@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.errors import UserError
 from grpo_mp.models.fp8 import FP8, dequantise, quantise, quantise_at_once, requantise, scale_shape
-from grpo_mp.models.hf_files import HfReader
 
 SHAPES = [(128, 128), (256, 384), (130, 70), (1, 1), (127, 257), (576, 200)]
 DTYPES = [torch.bfloat16, torch.float32]

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
+from grpo_mp.checkpoint.hf_writer import write_hf
 from grpo_mp.errors import UserError
-from grpo_mp.models.hf_files import INDEX, HfReader
-from grpo_mp.models.hf_writing import write_hf
 
 TENSORS = {
     "model.a": torch.arange(24, dtype=torch.float32).view(6, 4),

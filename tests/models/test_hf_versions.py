@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.checkpoint.aux_files import copy_others
+from grpo_mp.checkpoint.non_policy_tensors import check_layers
+from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.errors import UserError
-from grpo_mp.models.extras import check_layers
+from grpo_mp.examples.tiny_models import CODE, SHAPES, make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.families import FAMILIES, family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.hf_others import copy_others
 from grpo_mp.models.hf_versions import in_both_forms
-from grpo_mp.models.tiny import CODE, SHAPES, make_tiny
-from grpo_mp.policy.convert import to_megatron
-from grpo_mp.trainer.logits import compare_logits
+from grpo_mp.trainer.compare_logits import compare_logits
 from tests.models.published import PUBLISHED
 
 NEWER = ("rope_parameters", "num_local_experts", "dtype")  # names that transformers 4 does not know

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo_mp.examples.tiny_models import CODE
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
-from grpo_mp.models.tiny import CODE
 from tests.models.published import PUBLISHED
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_mp.models.tiny import SHAPES
+from grpo_mp.examples.tiny_models import SHAPES
 
 # Small, but each width that a layout divides is there, and logits are not flat.
 SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.1}

@@ -10,10 +10,10 @@ import torch
 
 from grpo_mp.algorithms.aggregation import token_weights
 from grpo_mp.algorithms.presets import PRESETS
+from grpo_mp.batching.shared_prompts import PromptOf
+from grpo_mp.batching.updates import Update, microbatches, plan_updates
 from grpo_mp.config import Settings, check_settings
-from grpo_mp.data.shared_prompts import PromptOf
-from grpo_mp.data.updates import Update, microbatches, plan_updates
-from grpo_mp.policy.parallel import Parallel
+from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.types import MicroBatch, Sample
 from tests.parallel.cases import SMALL, Case
 

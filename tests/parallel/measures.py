@@ -14,25 +14,25 @@ from torch import Tensor
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import metrics
 from grpo_mp.algorithms.settings import Algorithm
+from grpo_mp.batching.exchange import share_infos
+from grpo_mp.batching.step_batch import assemble
+from grpo_mp.checkpoint.compare import compare_folders
+from grpo_mp.checkpoint.hf_reader import HfReader
+from grpo_mp.checkpoint.run_state import RunState
+from grpo_mp.checkpoint.to_hf import to_hf
+from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.config import Settings
-from grpo_mp.models.compare import compare_folders
-from grpo_mp.models.hf_files import HfReader
+from grpo_mp.distributed.process_groups import Parallel, context_reduction
 from grpo_mp.policy.checkpoint import load_policy, save_policy
-from grpo_mp.policy.convert import to_megatron
-from grpo_mp.policy.convert_back import to_hf
 from grpo_mp.policy.forward import packed_sequences
-from grpo_mp.policy.parallel import Parallel, context_reduction
 from grpo_mp.policy.policy import Policy, UpdateReport
-from grpo_mp.rollout.exchange import share_infos
-from grpo_mp.scheduler.recovery import RunState
-from grpo_mp.sync.reshard import Resharder
-from grpo_mp.sync.weight_sync import make_plan
-from grpo_mp.trainer.batch import assemble
-from grpo_mp.trainer.fixed import fixed_values
+from grpo_mp.trainer.context import Session
+from grpo_mp.trainer.logprobs import fixed_values
 from grpo_mp.trainer.metrics import reduce_report
-from grpo_mp.trainer.scores import policy_scores
-from grpo_mp.trainer.session import Session
+from grpo_mp.trainer.sequence_logprobs import policy_scores
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
+from grpo_mp.weight_sync.reshard import Resharder
+from grpo_mp.weight_sync.update import make_plan
 from tests.parallel.cases import SMALL, Case
 from tests.parallel.inputs import FAMILY, Given, step_microbatches
 from tests.policy.by_megatron import copies, load_by_megatron, unequal

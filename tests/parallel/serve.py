@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_mp.policy.parallel import Parallel, start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
 from tests.parallel.cases import CASES, Case
 from tests.parallel.inputs import settings_of
 from tests.parallel.measures import MEASURES, Bench

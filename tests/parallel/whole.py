@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.hf_files import HfReader
 from grpo_mp.models.mapping import join, unfuse
 
 Tensors = dict[str, Tensor]

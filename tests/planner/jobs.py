@@ -5,7 +5,7 @@ from typing import Any
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import Job, make_job
-from grpo_mp.planner.published import published
+from grpo_mp.planner.model_configs import published
 from tests.least import LEAST
 
 BASE: dict[str, Any] = LEAST | {

@@ -9,9 +9,9 @@ from grpo_mp.config import Layout
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.balance import balanced, pipeline_text
-from grpo_mp.planner.closed_form import rank_counts
 from grpo_mp.planner.meta_model import counted
-from grpo_mp.planner.published import published
+from grpo_mp.planner.model_configs import published
+from grpo_mp.planner.parameter_count import rank_counts
 from grpo_mp.planner.stages import stage_layers
 from tests.models.published import PUBLISHED
 from tests.planner.jobs import settings_of

@@ -8,7 +8,7 @@ import pytest
 from megatron.core.parallel_state import RankGenerator, initialize_model_parallel
 
 from grpo_mp.config import Layout
-from grpo_mp.planner.grid import Coordinates, coordinates, data_parallel, replica_ranks
+from grpo_mp.distributed.coordinates import Coordinates, coordinates, data_parallel, replica_ranks
 
 WORLD_SIZES = (1, 2, 4, 6, 8, 12)
 

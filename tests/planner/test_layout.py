@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from grpo_mp.config import Layout
+from grpo_mp.distributed.layout import ModelShape, broken_rules, check_layout, describe, nearest_layout
 from grpo_mp.errors import UserError
-from grpo_mp.planner.layout import ModelShape, broken_rules, check_layout, describe, nearest_layout
 
 SPARSE = ModelShape(layers=4, attention_heads=4, query_groups=2, ffn_widths=(12,), experts=6, expert_width=4)
 DENSE = ModelShape(layers=6, attention_heads=6, query_groups=6, ffn_widths=(12, 18))

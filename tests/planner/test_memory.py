@@ -6,14 +6,14 @@ import pytest
 
 from grpo_mp.config import load_settings
 from grpo_mp.planner.activations import logits_bytes
+from grpo_mp.planner.bytes_per_parameter import Keeping, keeping
 from grpo_mp.planner.clusters import GIB, read_cluster
 from grpo_mp.planner.engine import engine_load
+from grpo_mp.planner.feasibility import judge
 from grpo_mp.planner.job import Job, make_job
-from grpo_mp.planner.keeping import Keeping, keeping
 from grpo_mp.planner.memory import Stretch, plan_memory
+from grpo_mp.planner.model_configs import published
 from grpo_mp.planner.plan import make_plan
-from grpo_mp.planner.published import published
-from grpo_mp.planner.verdict import judge
 from tests.planner.jobs import job_of, settings_of
 
 QWEN = 7_615_616_512  # parameters of Qwen2.5-7B, as its publisher's files hold

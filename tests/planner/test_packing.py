@@ -5,8 +5,8 @@ from statistics import fmean, median
 
 import pytest
 
+from grpo_mp.batching.updates import padded_size, plan_updates
 from grpo_mp.config import Layout
-from grpo_mp.data.updates import padded_size, plan_updates
 from grpo_mp.planner.packing import Lengths, pack_update, responses
 from tests.planner.jobs import job_of
 

@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.config import load_settings
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.distributed.layout import broken_rules, model_shape
 from grpo_mp.errors import UserError
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.families import family_of
-from grpo_mp.models.tiny import make_tiny
 from grpo_mp.planner.clusters import cluster_names, read_cluster
 from grpo_mp.planner.explain import explain
+from grpo_mp.planner.feasibility import judge
 from grpo_mp.planner.job import make_job
-from grpo_mp.planner.layout import broken_rules, model_shape
 from grpo_mp.planner.memory import Stretch
 from grpo_mp.planner.meta_model import check_in_the_model
+from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.models_needed import grpo_models, ppo_models
 from grpo_mp.planner.plan import make_plan
-from grpo_mp.planner.published import find_config
 from grpo_mp.planner.search import as_settings, search
-from grpo_mp.planner.verdict import judge
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from tests.planner.jobs import job_of
 

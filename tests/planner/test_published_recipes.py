@@ -6,11 +6,11 @@ trainers, not settings of this one.
 
 import pytest
 
+from grpo_mp.planner.bytes_per_parameter import Keeping
 from grpo_mp.planner.clusters import GIB
-from grpo_mp.planner.keeping import Keeping
+from grpo_mp.planner.feasibility import judge
 from grpo_mp.planner.memory import Stretch, total
 from grpo_mp.planner.plan import make_plan
-from grpo_mp.planner.verdict import judge
 from tests.planner.jobs import job_of
 
 TB = 1e12

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from grpo_mp.platform import megatron_fields
-from grpo_mp.platform.modules import (
+from grpo_mp.platform.te_layers import (
     ColumnParallelGroupedLinear,
     DuplicatedLinear,
     LayerNormColumnParallelLinear,

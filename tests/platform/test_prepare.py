@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from grpo_mp import platform
-from grpo_mp.platform import cuda_stand_ins, prepare
-from grpo_mp.platform.cuda_calls import NAME, _Finder, cache_folder, cached_code, compile_on_cpu
+from grpo_mp.platform import fake_cuda as cuda_stand_ins
+from grpo_mp.platform import prepare
+from grpo_mp.platform.import_hook import NAME, _Finder, cache_folder, cached_code, compile_on_cpu
 
 SOURCE = b"""
 import torch

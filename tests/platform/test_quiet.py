@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo_mp.platform.quiet import LOGGERS, hush_libraries
+from grpo_mp.platform.warnings import LOGGERS, hush_libraries
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,8 @@ from grpo_mp.config import load_settings
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import Job, make_job
 from grpo_mp.planner.memory import Stretch, plan_memory
-from grpo_mp.planner.published import find_config
-from grpo_mp.platform import cuda_stand_ins
+from grpo_mp.planner.model_configs import find_config
+from grpo_mp.platform import fake_cuda as cuda_stand_ins
 from tests.policy.te_python import load_python_parts
 
 COMMAND = re.compile(r"--cluster (\S+) --nodes (\d+)")

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from grpo_mp.platform import cuda_calls, cuda_stand_ins
+from grpo_mp.platform import fake_cuda as cuda_stand_ins
+from grpo_mp.platform import import_hook as cuda_calls
 
 DTYPES = ("kByte", "kInt32", "kFloat32", "kFloat16", "kBFloat16", "kFloat8E4M3", "kFloat8E5M2", "kFloat4E2M1")
 BACKENDS = ("NVTE_No_Backend", "NVTE_F16_arbitrary_seqlen", "NVTE_FP8")

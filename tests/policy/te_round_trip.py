@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from grpo_mp.config import check_settings
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
-from grpo_mp.models.tiny import make_tiny
-from grpo_mp.platform import cuda_stand_ins
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.platform import fake_cuda as cuda_stand_ins
 from tests.policy.te_python import load_python_parts
 
 BFLOAT16 = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
@@ -95,9 +95,9 @@ def _refusal(folder: Path, name: str, megatron: dict[str, Any]) -> str:
 
 @contextmanager
 def _policy(model: Path, megatron: dict[str, Any]) -> Iterator[Any]:
-    from grpo_mp.policy.parallel import start_parallel, stop_parallel
+    from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
+    from grpo_mp.examples.cold_start import alone
     from grpo_mp.policy.policy import Policy
-    from grpo_mp.trainer.cold_start import alone
 
     tree = {
         "run": {"folder": model.parent, "steps": 1},

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mp.checkpoint.converted_reader import open_weights
+from grpo_mp.checkpoint.describe import describe_hf
+from grpo_mp.checkpoint.manifest import RECORD
+from grpo_mp.checkpoint.run_state import RunState, checkpoint_folder, write_manifest
+from grpo_mp.checkpoint.to_hf import to_hf
+from grpo_mp.checkpoint.to_megatron import to_megatron
+from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
 from grpo_mp.config import check_settings
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
 from grpo_mp.errors import UserError
-from grpo_mp.models.describe import describe_hf
-from grpo_mp.models.manifest import RECORD
-from grpo_mp.models.tiny import make_tiny
+from grpo_mp.examples.cold_start import alone
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.policy.checkpoint import save_policy
-from grpo_mp.policy.convert import to_megatron
-from grpo_mp.policy.convert_back import to_hf
-from grpo_mp.policy.converted import open_weights
-from grpo_mp.policy.parallel import start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
-from grpo_mp.policy.torch_dist_reader import describe_torch_dist
-from grpo_mp.scheduler.recovery import RunState, checkpoint_folder, write_manifest
-from grpo_mp.trainer.cold_start import alone
-from grpo_mp.trainer.session import build_policy, newest_checkpoint
+from grpo_mp.trainer.context import build_policy, newest_checkpoint
 from tests.least import LEAST
 from tests.policy.spoiling import flip_bit
 

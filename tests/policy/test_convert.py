@@ -10,18 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.checkpoint.compare import compare_folders
+from grpo_mp.checkpoint.converted_reader import open_weights
+from grpo_mp.checkpoint.describe import describe_hf
+from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
+from grpo_mp.checkpoint.manifest import RECORD
+from grpo_mp.checkpoint.to_hf import to_hf
+from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.errors import UserError
-from grpo_mp.models.compare import compare_folders
-from grpo_mp.models.describe import describe_hf
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.fp8 import FP8, SCALE, quantise
-from grpo_mp.models.hf_files import INDEX, HfReader
 from grpo_mp.models.hf_versions import in_both_forms
-from grpo_mp.models.manifest import RECORD
-from grpo_mp.models.tiny import make_tiny
-from grpo_mp.policy.convert import to_megatron
-from grpo_mp.policy.convert_back import to_hf
-from grpo_mp.policy.converted import open_weights
 
 TINY: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
-from grpo_mp.models.hf_files import INDEX
-from grpo_mp.models.tiny import make_tiny
+from grpo_mp.checkpoint.hf_reader import INDEX
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from tools.convert import main
 
 Call = Callable[..., tuple[int, str]]

@@ -9,20 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from grpo_mp.checkpoint.compare import compare_folders
+from grpo_mp.checkpoint.converted_reader import open_weights
+from grpo_mp.checkpoint.to_hf import to_hf
+from grpo_mp.checkpoint.to_megatron import to_megatron
+from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
 from grpo_mp.config import check_settings
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
 from grpo_mp.errors import UserError
-from grpo_mp.models.compare import compare_folders
-from grpo_mp.models.tiny import make_tiny
+from grpo_mp.examples.cold_start import alone
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.policy.checkpoint import save_policy
-from grpo_mp.policy.convert import to_megatron
-from grpo_mp.policy.convert_back import to_hf
-from grpo_mp.policy.converted import open_weights
-from grpo_mp.policy.parallel import start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
-from grpo_mp.policy.torch_dist_reader import describe_torch_dist
-from grpo_mp.trainer.cold_start import alone
-from grpo_mp.trainer.saving import export_policy
+from grpo_mp.trainer.save import export_policy
 from tests.policy.by_megatron import copies, load_by_megatron, unequal
 
 CASES = [

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_mp.policy.head import VocabularyShard, token_logprobs
+from grpo_mp.policy.vocab_parallel import VocabularyShard, token_logprobs
 from tests.policy.head_rounding import bounds
 
 

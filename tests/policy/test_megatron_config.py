@@ -8,7 +8,7 @@ from megatron.core.optimizer import OptimizerConfig
 
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
-from grpo_mp.planner.published import published
+from grpo_mp.planner.model_configs import published
 from grpo_mp.platform import fused_fields
 from grpo_mp.policy.megatron_config import check_overrides, overrides_for
 from tests.planner.jobs import settings_of

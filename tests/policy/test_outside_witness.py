@@ -9,13 +9,13 @@ import torch
 from transformers import AutoConfig
 
 from grpo_mp.config import Layout
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
+from grpo_mp.examples.cold_start import alone
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import unfuse
-from grpo_mp.models.tiny import make_tiny
-from grpo_mp.policy.parallel import start_parallel, stop_parallel
-from grpo_mp.trainer.cold_start import alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:Apex is not installed")
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mixtral", "glm4_moe", "deepseek_v3")

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from grpo_mp.config import Layout
-from grpo_mp.policy.parallel import start_parallel, stop_parallel
-from grpo_mp.trainer.cold_start import alone
+from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
+from grpo_mp.examples.cold_start import alone
 
 
 def test_all_ranks_meet_in_the_whole_job_before_some_of_them_exchange(monkeypatch: pytest.MonkeyPatch) -> None:

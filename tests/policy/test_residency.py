@@ -5,8 +5,8 @@ from typing import cast
 
 import torch
 
+from grpo_mp.policy.offload import HostCopies, PolicyResidency, device_items, move_optimizer
 from grpo_mp.policy.policy import Policy
-from grpo_mp.policy.residency import HostCopies, PolicyResidency, device_items, move_optimizer
 
 
 def test_the_state_moves_and_the_parameters_stay_views_of_the_weights() -> None:

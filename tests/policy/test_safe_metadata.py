@@ -10,13 +10,13 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
+from grpo_mp.checkpoint.safe_metadata import read_metadata
+from grpo_mp.checkpoint.to_megatron import to_megatron
+from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader, describe_torch_dist
 from grpo_mp.errors import UserError
-from grpo_mp.models.tiny import make_tiny
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.policy.checkpoint import load_policy, save_policy
-from grpo_mp.policy.convert import to_megatron
-from grpo_mp.policy.safe_metadata import read_metadata
-from grpo_mp.policy.torch_dist_reader import TorchDistReader, describe_torch_dist
 from tests.policy.by_megatron import copies, unequal
 from tests.policy.spoiling import flip_bit, hostile
 from tests.policy.test_converted_weights import policy_of

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mp.errors import UserError
-from grpo_mp.rewards import equality as equality_module
-from grpo_mp.rewards.equality import Equality
+from grpo_mp.rewards import math_verify_worker as equality_module
 from grpo_mp.rewards.math import answer_numbers, answer_part, boxed_answer, boxed_part, numeric_readings
-from grpo_mp.rewards.parts import BuiltIn
+from grpo_mp.rewards.math_verify_worker import Equality
 from grpo_mp.rewards.settings import Reward
+from grpo_mp.rewards.terms import BuiltIn
 from grpo_mp.types import SampleGroup
 
 

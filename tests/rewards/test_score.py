@@ -316,7 +316,7 @@ def test_threads_may_score_at_once(scorer: Callable[..., Scorer], make_group: Ma
 def test_a_program_with_a_hanging_reward_still_ends(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import time\ndef hangs(**columns): time.sleep(600)\n")
     program = (
-        "from grpo_mp.rewards.limit import RewardError, run_limited\n"
+        "from grpo_mp.rewards.timeouts import RewardError, run_limited\n"
         "import mine\n"
         "try:\n    run_limited(mine.hangs, 0.1)\nexcept RewardError as error:\n    print(error)\n"
     )
@@ -338,5 +338,5 @@ def test_a_child_that_a_reward_forks_ends_as_children_do(scorer: Callable[..., S
 
 
 def test_elsewhere_a_process_still_ends_by_exit(tmp_path: Path) -> None:
-    code = "import os\nfrom grpo_mp.rewards.limit import no_exit\nwith no_exit(): pass\nos._exit(7)\n"
+    code = "import os\nfrom grpo_mp.rewards.timeouts import no_exit\nwith no_exit(): pass\nos._exit(7)\n"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
 from grpo_mp.errors import UserError
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rewards.settings import Reward as RewardSettings
 from grpo_mp.rewards.step_model import step_ends

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from grpo_mp.errors import UserError
-from grpo_mp.rollout.places import EnginePlace, engine_hosts, engine_places
+from grpo_mp.rollout.placement import EnginePlace, engine_hosts, engine_places
 
 JOBS = [
     (nodes * ranks_per_node, ranks_per_node, gpus)

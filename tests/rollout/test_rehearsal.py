@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
+from grpo_mp.checkpoint.hf_reader import INDEX
 from grpo_mp.config import Settings, load_settings
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
 from grpo_mp.errors import UserError
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.hf_files import INDEX
-from grpo_mp.models.tiny import make_tiny
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.engine import engine_shape, weight_bytes
 from grpo_mp.planner.job import make_job
-from grpo_mp.planner.published import find_config, published
-from grpo_mp.rollout.division import check_division
+from grpo_mp.planner.model_configs import find_config, published
 from grpo_mp.rollout.engine_args import ENGINE_SITE, MEETING_PORTS, engine_arguments, ports_needed
-from grpo_mp.rollout.places import EnginePlace
+from grpo_mp.rollout.engine_parallelism import check_division
+from grpo_mp.rollout.placement import EnginePlace
 from grpo_mp.rollout.ports import claim_ports
 from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.rollout.rollout import engine_spec

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from grpo_mp import platform
-from grpo_mp.scheduler.ledger import Footprint, Ledger, largest
+from grpo_mp.scheduler.memory_tracker import Footprint, Ledger, largest
 
 
 def test_largest_field_by_field() -> None:

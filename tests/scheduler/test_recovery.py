@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.errors import UserError
-from grpo_mp.scheduler import recovery
-from grpo_mp.scheduler.recovery import (
+from grpo_mp.checkpoint import run_state as recovery
+from grpo_mp.checkpoint.run_state import (
     MANIFEST,
     SETTINGS,
     RunState,
@@ -25,6 +24,7 @@ from grpo_mp.scheduler.recovery import (
     read_manifest,
     write_manifest,
 )
+from grpo_mp.errors import UserError
 
 RESOLVED = "run:\n  steps: 10\n  save_every: 2\n  resume: auto\noptimizer:\n  lr: 1.0e-06\n"
 

@@ -11,8 +11,8 @@ from grpo_mp.errors import UserError
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
+from grpo_mp.scheduler.phase_manager import Mover, Scheduler
 from grpo_mp.scheduler.phases import GENERATING, RESIDENT, Phase, Residency
-from grpo_mp.scheduler.scheduler import Mover, Scheduler
 
 ORDER = (Phase.GENERATE, Phase.LOGPROB, Phase.TRAIN, Phase.SYNC, Phase.GENERATE, Phase.SAVE)
 Monitors = tuple[Timeline, Watchdog, Progress]

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from grpo_mp.sync.check import TOLERANCE, WIDER_SETS, CheckReport, compare, fixed_sequences, pooled, worst
+from grpo_mp.weight_sync.compare import TOLERANCE, WIDER_SETS, CheckReport, compare, fixed_sequences, pooled, worst
 
 
 def test_mean_and_largest_difference_over_all_tokens() -> None:

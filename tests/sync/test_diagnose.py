@@ -1,4 +1,4 @@
-from grpo_mp.sync.diagnose import describe_difference
+from grpo_mp.weight_sync.diagnose import describe_difference
 
 SUMS = {"a": "1", "b": "2", "c": "3", "d": "4", "e": "5"}
 

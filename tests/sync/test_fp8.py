@@ -7,17 +7,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from grpo_mp.checkpoint.hf_reader import HfReader
+from grpo_mp.checkpoint.to_hf import to_hf
+from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.config import check_settings
-from grpo_mp.data.tiny_tokenizer import make_tokenizer
-from grpo_mp.models.hf_files import HfReader
-from grpo_mp.models.tiny import make_tiny
-from grpo_mp.policy.convert import to_megatron
-from grpo_mp.policy.convert_back import to_hf
-from grpo_mp.policy.parallel import Parallel, start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
+from grpo_mp.examples.cold_start import alone
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.policy.policy import Policy
-from grpo_mp.sync.reshard import Resharder
-from grpo_mp.sync.weight_sync import make_plan
-from grpo_mp.trainer.cold_start import alone
+from grpo_mp.weight_sync.reshard import Resharder
+from grpo_mp.weight_sync.update import make_plan
 from tests.planner.jobs import BASE
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mp.sync.host_memory import lend
+from grpo_mp.weight_sync.shared_memory import lend
 
 READER = """
 import json, sys, torch
-from grpo_mp.sync.host_memory import borrow
+from grpo_mp.weight_sync.shared_memory import borrow
 note = torch.tensor(json.loads(sys.stdin.read()), dtype=torch.uint8)
 print(json.dumps({name: [str(x.dtype), list(x.shape), x.double().sum().item()] for name, x in borrow(note)}))
 """

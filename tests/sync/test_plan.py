@@ -9,10 +9,10 @@ from itertools import combinations, pairwise, product
 import pytest
 
 from grpo_mp.config import Layout
+from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.models.mapping import Param, Rule, expand
-from grpo_mp.planner.grid import coordinates
 from grpo_mp.platform import spared_collections
-from grpo_mp.sync.plan import Holding, SyncPlan, Transfer, plan_sync, whole_bytes
+from grpo_mp.weight_sync.plan import Holding, SyncPlan, Transfer, plan_sync, whole_bytes
 
 LAYERS, EXPERTS = 2, 4
 RULES = [

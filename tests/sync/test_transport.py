@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mp.sync.host_memory import LOADER, borrow, lend, load_bucket
-from grpo_mp.sync.transport import HostTransport, bucket_bytes
+from grpo_mp.weight_sync.shared_memory import LOADER, borrow, lend, load_bucket
+from grpo_mp.weight_sync.transport import HostTransport, bucket_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
 

@@ -11,8 +11,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from grpo_mp.errors import UserError
 from grpo_mp.monitor.watchdog import Watchdog
-from grpo_mp.trainer import ends
-from grpo_mp.trainer.ends import PeerLostError, clean_end, ignore_more_interrupts, one_voice
+from grpo_mp.trainer import exit as ends
+from grpo_mp.trainer.exit import PeerLostError, clean_end, ignore_more_interrupts, one_voice
 
 # What torch says of a peer that is gone: gloo twice, NCCL, and the store of a launcher that was killed, twice.
 GONE = (

@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.settings import needs_old_logprobs
+from grpo_mp.batching.exchange import share_infos
+from grpo_mp.batching.step_batch import assemble
+from grpo_mp.checkpoint.run_state import RunState
 from grpo_mp.config import Layout, Settings, load_settings
-from grpo_mp.policy.parallel import Parallel, start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
+from grpo_mp.examples.cold_start import alone
 from grpo_mp.policy.policy import Policy
-from grpo_mp.rollout.exchange import share_infos
-from grpo_mp.scheduler.recovery import RunState
-from grpo_mp.trainer.batch import assemble
-from grpo_mp.trainer.cold_start import alone
-from grpo_mp.trainer.fixed import Updates, fixed_values
-from grpo_mp.trainer.learning import learn
-from grpo_mp.trainer.session import Session
+from grpo_mp.trainer.context import Session
+from grpo_mp.trainer.logprobs import Updates, fixed_values
+from grpo_mp.trainer.update import learn
 from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.algorithms.report import MAXIMA, SUMS, metrics
+from grpo_mp.batching.exchange import SampleInfo
+from grpo_mp.batching.step_batch import StepBatch
+from grpo_mp.batching.updates import plan_updates
 from grpo_mp.config import Layout
-from grpo_mp.data.updates import plan_updates
+from grpo_mp.distributed.coordinates import coordinates
+from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.monitor.metrics import find
-from grpo_mp.planner.grid import coordinates
-from grpo_mp.policy.parallel import Parallel
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.rewards.tally import Tally
-from grpo_mp.rollout.exchange import SampleInfo
-from grpo_mp.scheduler.ledger import Footprint
-from grpo_mp.trainer.batch import StepBatch
+from grpo_mp.scheduler.memory_tracker import Footprint
 from grpo_mp.trainer.metrics import (
     distributions,
     eval_reward_metrics,

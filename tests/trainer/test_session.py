@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_mp.trainer.session import engine_groups
+from grpo_mp.trainer.context import engine_groups
 
 
 @pytest.fixture

@@ -12,20 +12,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from grpo_mp.batching.exchange import share_infos
+from grpo_mp.batching.step_batch import StepBatch, assemble
+from grpo_mp.checkpoint.run_state import RunState
 from grpo_mp.config import Settings, load_settings
+from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
+from grpo_mp.examples.cold_start import alone
 from grpo_mp.policy.expert_load import heat_map, over_mean, worst_ratio
-from grpo_mp.policy.parallel import Parallel, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
-from grpo_mp.rollout.exchange import share_infos
-from grpo_mp.scheduler.recovery import RunState
-from grpo_mp.trainer.batch import StepBatch, assemble
-from grpo_mp.trainer.cold_start import alone
-from grpo_mp.trainer.fixed import fixed_values
+from grpo_mp.trainer.context import Session
 from grpo_mp.trainer.kl_watch import watched
-from grpo_mp.trainer.learning import learn
+from grpo_mp.trainer.logprobs import fixed_values
 from grpo_mp.trainer.metrics import logprob_tokens, update_metrics
-from grpo_mp.trainer.saving import export_policy
-from grpo_mp.trainer.session import Session
+from grpo_mp.trainer.save import export_policy
+from grpo_mp.trainer.update import learn
 from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 

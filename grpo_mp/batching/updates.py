@@ -1,0 +1,128 @@
+"""The samples of a step -> optimizer updates -> micro-batches of each data-parallel rank. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from grpo_mp.batching.microbatches import Cost, Schedule, plan_microbatches
+from grpo_mp.batching.packing import pack, slice_context
+from grpo_mp.batching.shared_prompts import PromptOf, make_units, unpack_units
+from grpo_mp.config import Layout
+from grpo_mp.types import MicroBatch, PerToken, Sample
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update. Indices of `schedule` count within `samples`."""
+
+    samples: tuple[int, ...]  # indices into the samples of the step
+    schedule: Schedule
+
+    def samples_of(self, data_rank: int) -> tuple[int, ...]:
+        """Indices, into the samples of the step, of what one data-parallel rank trains on."""
+        return tuple(self.samples[i] for plan in self.schedule.ranks[data_rank] for i in plan.samples)
+
+
+def plan_updates(
+    lengths: Sequence[int],
+    updates: int,
+    layout: Layout,
+    data_parallel: int,
+    max_tokens: int,
+    hidden_size: int,
+    order: Sequence[int] | None = None,
+    prompts: Sequence[PromptOf] = (),
+) -> tuple[Update, ...]:
+    """Divide the step's samples into `updates` parts of equal size, as near as may be, and plan each.
+
+    `lengths` are tokens of prompt and response; `max_tokens` bounds one micro-batch; `order` is the permutation in
+    which samples are taken (null: as they are); with `prompts`, of every sample, those of one are packed once.
+    """
+    order = range(len(lengths)) if order is None else order
+    bounds = [len(lengths) * part // updates for part in range(updates + 1)]
+    parts = [tuple(order[start:end]) for start, end in pairwise(bounds) if end > start]
+    return tuple(
+        Update(
+            part,
+            plan_update(
+                [lengths[i] for i in part],
+                layout,
+                data_parallel,
+                max_tokens,
+                hidden_size,
+                [prompts[i] for i in part] if prompts else (),
+            ),
+        )
+        for part in parts
+    )
+
+
+def sample_order(samples: int, shuffle: bool, seed: int, step: int) -> tuple[int, ...]:
+    """Order a step's samples for its updates: as they are, or a permutation that seed and step decide."""
+    if not shuffle:
+        return tuple(range(samples))
+    return tuple(np.random.default_rng([seed % 2**64, step]).permutation(samples).tolist())
+
+
+def plan_update(
+    lengths: Sequence[int],
+    layout: Layout,
+    data_parallel: int,
+    max_tokens: int,
+    hidden_size: int,
+    prompts: Sequence[PromptOf] = (),
+) -> Schedule:
+    """The micro-batches of one update.
+
+    With a pipeline all of them have one size, at least that of the longest sequence: up to there more samples in one
+    micro-batch take no more memory, and leave less padding.
+    """
+    cost, align = Cost(1.0, 1.0 / (12 * hidden_size)), alignment(layout)
+    multiple = layout.pipeline if layout.virtual_pipeline else 1
+    longest = -(-max(lengths, default=0) // align) * align
+    limit = max(max_tokens, longest) if layout.pipeline > 1 else max_tokens
+    if not prompts:
+        costs = [cost.of(length) for length in lengths]
+        return plan_microbatches(lengths, data_parallel, limit, align, multiple, costs)
+    units = make_units(lengths, prompts, data_parallel, limit, align)
+    costs = [unit.cost(cost) for unit in units]
+    tokens = [unit.tokens for unit in units]
+    return unpack_units(plan_microbatches(tokens, data_parallel, limit, align, multiple, costs), units)
+
+
+def padded_size(schedule: Schedule, layout: Layout) -> int:
+    """Tokens of every micro-batch where all have one size, with a pipeline; 0 where each has its own.
+
+    Stages exchange tensors of a fixed shape.
+    """
+    if layout.pipeline == 1:
+        return 0
+    return max(schedule.align, max(plan.tokens for rank in schedule.ranks for plan in rank))
+
+
+def alignment(layout: Layout) -> int:
+    """Every sequence is padded to a multiple of this: zigzag slices for context, equal shards for tensor parallel."""
+    return layout.tensor * (2 * layout.context if layout.context > 1 else 1)
+
+
+def microbatches(
+    update: Update,
+    samples: Mapping[int, Sample],
+    advantages: Sequence[PerToken],
+    weights: Sequence[PerToken],
+    layout: Layout,
+    data_rank: int,
+    context_rank: int,
+) -> list[MicroBatch]:
+    """What one rank computes in an update. `samples` by index in the step; `advantages` of the step's samples.
+
+    `weights` are those of the update's samples.
+    """
+    plans = update.schedule.ranks[data_rank]
+    mine = {i: samples[update.samples[i]] for plan in plans for i in plan.samples}
+    pad_to = padded_size(update.schedule, layout)
+    of_update = [advantages[i] for i in update.samples]
+    packed = [pack(mine, of_update, weights, plan, update.schedule.align, pad_to) for plan in plans]
+    return [slice_context(batch, layout.context, context_rank) for batch in packed]

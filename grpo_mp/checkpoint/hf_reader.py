@@ -1,0 +1,186 @@
+"""The safetensors files of a Hugging Face folder: read any slice."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from grpo_mp.checkpoint.manifest import Checksums
+from grpo_mp.errors import UserError
+from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
+
+DTYPES = {  # by their names in a file's header
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+INDEX = "model.safetensors.index.json"
+
+
+class Weights(Protocol):
+    """A folder that is read by the names of Hugging Face tensors."""
+
+    folder: Path
+
+    @property
+    def names(self) -> frozenset[str]: ...
+
+    @property
+    def stored_names(self) -> frozenset[str]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor: ...
+
+    def read_stored(self, name: str) -> torch.Tensor: ...
+
+
+class HfReader:
+    """Reads tensors, or one slice of them, from a folder; only the bytes asked for are touched.
+
+    FP8 weights come out as values; their factors are no tensors of the model.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fp8_as: torch.dtype = torch.bfloat16,
+        files: Iterable[Path] | None = None,
+        verify: bool = False,
+    ) -> None:
+        """Open every shard, or the given files. Raises UserError for a missing or torn file, and for an index that
+        names tensors the files lack. `fp8_as`: what FP8 is read as. `verify`: compare a file that a conversion wrote
+        with its checksum before a tensor of it is read.
+        """
+        self.folder, self.fp8_as = folder, fp8_as
+        self.checksums = Checksums.of_conversion(folder) if verify else Checksums(folder, {})
+        self._handles = {file: _open(file) for file in files or _shards(folder)}
+        self._where = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
+        _check_index(folder, self._where)
+        self._names = frozenset(name for name in self._where if not self._is_scale(name))
+
+    def __enter__(self) -> "HfReader":
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._handles.clear()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Tensors of the model."""
+        return self._names
+
+    @property
+    def stored_names(self) -> frozenset[str]:
+        """Tensors of the files, factors of FP8 weights among them."""
+        return frozenset(self._where)
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether some weights are blockwise FP8."""
+        return len(self._names) < len(self._where)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(self._handles)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """How the file stores the tensor."""
+        stored = self._handle(name).get_slice(name).get_dtype()
+        if stored not in DTYPES:
+            raise UserError(f"{self.folder}: the tensor {name} is stored as {stored}, which torch does not know")
+        return DTYPES[stored]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handle(name).get_slice(name).get_shape())
+
+    def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
+        """The whole tensor, or [start, stop) along `axis` (0 or 1).
+
+        Raises UserError for an FP8 tensor whose factors are missing or not those of 128 x 128 blocks.
+        """
+        stored = self.read_stored(name, axis, start, stop)
+        if stored.dtype != FP8:
+            return stored
+        origin = (start if axis == 0 else 0, start if axis == 1 else 0)
+        return dequantise(stored, self._scale(name), self.fp8_as, origin)
+
+    def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
+        """As `read`, but as the file stores it."""
+        if name in self._where:
+            self.checksums.check(self._where[name])
+        if axis is None:
+            whole: torch.Tensor = self._handle(name).get_tensor(name)
+            return whole
+        piece = self._handle(name).get_slice(name)
+        part: torch.Tensor = piece[start:stop] if axis == 0 else piece[:, start:stop]
+        return part
+
+    def _is_scale(self, name: str) -> bool:
+        return name.endswith(SCALE) and name.removesuffix(SCALE) in self._where
+
+    def _scale(self, name: str) -> torch.Tensor:
+        if name + SCALE not in self._where:
+            raise UserError(f"{self.folder}: the FP8 tensor {name} has no {name + SCALE}: only blockwise FP8 is read")
+        found, wanted = self.shape(name + SCALE), scale_shape(self.shape(name))
+        if found != wanted:
+            raise UserError(
+                f"{self.folder}: {name + SCALE} has shape {list(found)}, {BLOCK} x {BLOCK} blocks need {list(wanted)}"
+            )
+        return self.read_stored(name + SCALE)
+
+    def _handle(self, name: str):  # type: ignore[no-untyped-def]
+        if name not in self._where:
+            raise UserError(f"{self.folder}: no file holds the tensor {name}")
+        return self._handles[self._where[name]]
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether the folder has weights as Hugging Face stores them."""
+    return (folder / INDEX).is_file() or (folder / "model.safetensors").is_file()
+
+
+def _shards(folder: Path) -> list[Path]:
+    if (folder / INDEX).is_file():
+        return [folder / name for name in sorted(set(_weight_map(folder / INDEX).values()))]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    raise UserError(f"{folder}: neither model.safetensors nor {INDEX} is there")
+
+
+def _check_index(folder: Path, where: Mapping[str, Path]) -> None:
+    indexed = _weight_map(folder / INDEX) if (folder / INDEX).is_file() else {}
+    absent = sorted(name for name in indexed if name not in where)
+    if absent:
+        raise UserError(f"{folder / INDEX} names {absent[0]}, but {indexed[absent[0]]} lacks it: copy both again")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text())["weight_map"].items())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} is not an index of safetensors files ({error!r}): copy it again") from error
+
+
+def _open(file: Path):  # type: ignore[no-untyped-def]
+    if not file.is_file():
+        raise UserError(f"{file} is missing: the index names it")
+    try:
+        return safe_open(file, framework="pt", backend="pread")  # mapped pages would count as memory
+    except SafetensorError as error:
+        raise UserError(f"{file} is torn or not a safetensors file ({error}): copy it again") from error

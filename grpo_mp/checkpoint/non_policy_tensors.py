@@ -1,0 +1,52 @@
+"""Tensors of released folders that are no part of the policy: multi-token prediction and rotary tables.
+
+They are carried unchanged: a conversion keeps them as safetensors files beside its parts, and an export takes them
+from the folder that the policy was started from.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from grpo_mp.checkpoint.hf_reader import HfReader, holds_weights
+from grpo_mp.models.hf_config import HfConfig
+
+EXTRA = "extra_"  # a conversion's files of them begin so
+LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+
+def is_extra(name: str, hf: HfConfig) -> bool:
+    """Whether a tensor is one of them."""
+    layer = LAYER.match(name)
+    return (layer is not None and int(layer.group(1)) >= hf.int("num_hidden_layers")) or name.endswith(".inv_freq")
+
+
+def check_layers(names: Iterable[str], hf: HfConfig) -> None:
+    """Raise UserError where there are more layers than config.json counts, multi-token prediction among them."""
+    layers, extra = hf.int("num_hidden_layers"), int(hf.get("num_nextn_predict_layers") or 0)
+    beyond = {int(layer[1]): name for name in names if (layer := LAYER.match(name)) and int(layer[1]) >= layers + extra}
+    if beyond:
+        raise hf.refusal(
+            f"num_hidden_layers={layers} and num_nextn_predict_layers={extra} do not cover {beyond[min(beyond)]}: set "
+            "them as the weights have them"
+        )
+
+
+def open_extras(folder: Path, verify: bool = False) -> HfReader | None:
+    """A reader that has them, of a Hugging Face folder or of a converted one; None where there are no such files."""
+    if holds_weights(folder):
+        return HfReader(folder, verify=verify)
+    files = sorted(folder.glob(f"{EXTRA}*.safetensors"))
+    return HfReader(folder, files=files, verify=verify) if files else None
+
+
+def read_extras(folder: Path, hf: HfConfig) -> Iterator[tuple[str, Tensor]]:
+    """Names and values, FP8 dequantised, one at a time."""
+    reader = open_extras(folder)
+    if reader is None:
+        return
+    with reader:
+        for name in sorted(name for name in reader.names if is_extra(name, hf)):
+            yield name, reader.read(name)

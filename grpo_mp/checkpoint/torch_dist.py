@@ -1,0 +1,112 @@
+"""Megatron's torch_dist format without a model: where a parameter stands in it, and writing it part by part.
+
+A checkpoint is a `.metadata` of torch.distributed.checkpoint that names every chunk's file, Megatron's metadata.json
+and common.pt. Tensors are whole-model tensors, so any layout reads its shards of them.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+
+from grpo_mp.checkpoint.describe import TORCH_DIST
+from grpo_mp.checkpoint.safe_metadata import read_metadata
+from grpo_mp.models.mapping import Param
+
+COMMON = "common.pt"
+JOINT = (TORCH_DIST, COMMON, CONFIG_FNAME)  # files of the whole checkpoint
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.weight)\d+$")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter's tensor in a checkpoint: `stacked` are (position, size) of the axes in front of its own."""
+
+    key: str
+    stacked: tuple[tuple[int, int], ...]
+    shape: tuple[int, ...]  # of the parameter itself
+    padded: bool = False  # a checkpoint may have more rows
+
+    def accepts(self, size: tuple[int, ...]) -> bool:
+        """Whether a tensor of this size holds the parameter."""
+        whole = (*(count for _, count in self.stacked), *self.shape)
+        if not self.padded:
+            return size == whole
+        return len(size) == len(whole) and size[0] >= whole[0] and size[1:] == whole[1:]
+
+
+def place_of(param: Param, config: Mapping[str, Any]) -> Place:
+    """Where Megatron keeps the whole parameter; `config`: the family's Megatron settings.
+
+    Layers of one kind are one tensor with the layer as its first axis; so are the experts of a layer.
+    """
+    key, stacked = param.name, []
+    if param.layer is not None and _one_kind_of_layer(config):
+        key = LAYER.sub("decoder.layers.", key)
+        stacked.append((param.layer, int(config["num_layers"])))
+    if param.expert is not None:
+        key = EXPERT.sub(r".mlp.experts.experts.\1", key)
+        stacked.append((param.expert, param.experts))
+    return Place(key, tuple(stacked), param.local_shape(1), param.vocabulary)
+
+
+def write_part(folder: Path, tensors: Iterable[tuple[Place, Tensor]]) -> None:
+    """Write some tensors of a checkpoint, with metadata of their own, as a folder of it."""
+    by_key: dict[str, list[CheckpointableShardedTensor]] = defaultdict(list)
+    for place, tensor in tensors:
+        by_key[place.key].append(chunk(place, tensor))
+    planner, writer = DefaultSavePlanner(flatten_state_dict=False), _Writer(folder, sync_files=False)
+    planner.set_up_planner({key: LocalShardsContainer(chunks) for key, chunks in by_key.items()}, is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    # The planner's own global plan would demand whole tensors.
+    plans, metadata = create_default_global_save_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    writer.finish(metadata, [writer.write_data(plan, planner).wait()])
+
+
+def join_parts(folder: Path, parts: Sequence[str]) -> None:
+    """Make a checkpoint of the parts in it: writes the files JOINT."""
+    whole, written = Metadata({}), []
+    for part in parts:
+        metadata = read_metadata(folder / part)
+        for key, held in metadata.state_dict_metadata.items():
+            known = whole.state_dict_metadata.setdefault(key, replace(held, chunks=[]))  # type: ignore[arg-type]
+            known.chunks.extend(held.chunks)  # type: ignore[union-attr]
+        for index, info in metadata.storage_data.items():
+            at = replace(info, relative_path=f"{part}/{info.relative_path}")
+            written.append(WriteResult(index, info.length, at))
+    torch.save({}, folder / COMMON)
+    _Writer(folder).finish(whole, [written])
+    save_config(CheckpointingConfig("torch_dist"), str(folder))
+
+
+class _Writer(FileSystemWriter):
+    """Leaves out the path and the random number of a save, so that two conversions are the same bytes."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None
+
+
+def _one_kind_of_layer(config: Mapping[str, Any]) -> bool:
+    frequency = config.get("moe_layer_freq", 1)
+    return isinstance(frequency, int) and frequency <= 1
+
+
+def chunk(place: Place, tensor: Tensor) -> CheckpointableShardedTensor:
+    """The parameter as the planners of torch.distributed.checkpoint take it."""
+    offsets = [(axis, position, size) for axis, (position, size) in enumerate(place.stacked)]
+    data = tensor.view((1,) * len(offsets) + tuple(tensor.shape))
+    return CheckpointableShardedTensor.from_sh_ten(ShardedTensor.from_rank_offsets(place.key, data, *offsets))

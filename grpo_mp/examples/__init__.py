@@ -1,0 +1,1 @@
+"""The quickstart's problem, tokenizer and tiny models, and its supervised cold start. Nothing else needs them."""

@@ -1,0 +1,173 @@
+"""Supervised steps on worked examples: what a policy needs before rewards can teach it anything (R1, section 2.3.1)."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from grpo_mp.batching.packing import gather_responses
+from grpo_mp.batching.updates import Update, microbatches, plan_updates
+from grpo_mp.config import Settings, check_settings
+from grpo_mp.data.cursor import Cursor, take
+from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
+from grpo_mp.errors import UserError
+from grpo_mp.policy.policy import Policy
+from grpo_mp.trainer.save import export_policy
+from grpo_mp.types import MicroBatch, Sample
+
+ALONE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the supervised steps run."""
+
+    steps: int = 300  # at most; the rate falls to a tenth by then
+    batch: int = 128
+    lr: float = 3e-3
+    held_out: int = 200
+
+
+@dataclass(frozen=True)
+class ColdStartStep:
+    """Progress of the supervised steps."""
+
+    step: int
+    loss: float  # nats per response token
+    right: float | None  # probability of the whole worked response, mean over the held-out examples; None: not measured
+
+
+def cold_start(
+    random: Path,
+    result: Path,
+    problems: Sequence[tuple[str, str]],
+    seed: int,
+    target: float,
+    recipe: Recipe,
+    watch: Callable[[ColdStartStep], None],
+) -> ColdStartStep:
+    """Supervise the random model of one folder, alone on this machine, and write the result as another folder.
+
+    `problems`: prompts and worked responses; the last `recipe.held_out` measure and are not trained on.
+    Returns the last step that was measured. Raises UserError where `target` is not reached in time.
+    """
+    settings = _settings(random, seed, recipe)
+    tokenizer = AutoTokenizer.from_pretrained(str(random))
+    examples = [make_example(i, prompt, response, tokenizer) for i, (prompt, response) in enumerate(problems)]
+    train, held_out = examples[: -recipe.held_out], examples[-recipe.held_out :]
+    with alone():
+        parallel = start_parallel(settings.layout, seed, ALONE_TIMEOUT_S)
+        policy = Policy(settings, parallel, with_reference=False)
+        for step in supervise(policy, settings, train, held_out, recipe.batch, target):
+            watch(step)
+        export_policy(policy, result, random, settings.sync.bucket_bytes)
+        stop_parallel()
+    if (step.right or 0.0) < target:
+        raise UserError(f"the cold start reached {step.right:.0%} of {target:.0%} in {recipe.steps} steps: allow more")
+    return step
+
+
+def make_example(number: int, prompt: str, response: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """A worked example as the tokens that the chat template makes of it."""
+    chat = [{"role": "user", "content": prompt}]
+    tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    answer = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
+    return Sample(number, 0, tuple(tokens), tuple(answer), (0.0,) * len(answer), (0,) * len(answer), truncated=False)
+
+
+def supervise(
+    policy: Policy,
+    settings: Settings,
+    examples: Sequence[Sample],
+    held_out: Sequence[Sample],
+    batch: int,
+    target: float,
+    measure_every: int = 10,
+) -> Iterator[ColdStartStep]:
+    """Supervised updates until the held-out examples are answered with probability `target`, or run.steps is reached.
+
+    The probability of the worked response itself is a lower bound of the accuracy of sampled answers.
+    """
+    cursor = Cursor(seed=settings.run.seed)
+    for step in range(1, settings.run.steps + 1):
+        indices, cursor = take(cursor, len(examples), batch, shuffle=True)
+        update = _batches(policy, settings, [examples[i] for i in indices])
+        report = policy.update(update, negative_log_likelihood)
+        loss = sum(float(value) for value in report.losses)
+        right = _probability(policy, settings, held_out) if step % measure_every == 0 else None
+        yield ColdStartStep(step, loss, right)
+        if right is not None and right >= target:
+            return
+
+
+def negative_log_likelihood(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Token mean of -log p over the responses; the weights carry the denominator."""
+    loss = -(logprobs * batch.to(logprobs.device).weights).sum()
+    return loss, loss.detach()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this process is a job of one rank, whatever started it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    before = {name: os.environ.get(name) for name in job}
+    os.environ.update(job)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _settings(model: Path, seed: int, recipe: Recipe) -> Settings:
+    tree = {
+        "run": {"folder": model.parent, "steps": recipe.steps, "seed": seed},
+        "model": {"path": model, "dtype": "float32"},
+        "data": {"train": "worked examples"},
+        "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 64, "max_response_tokens": 64},
+        "reward": {"answer": 1.0},
+        "optimizer": {
+            "lr": recipe.lr,
+            "min_lr": recipe.lr / 10,
+            "decay": "linear",
+            "warmup_updates": 5,
+            "max_tokens_per_microbatch": 8192,
+        },
+    }
+    return check_settings(tree, "cold start")
+
+
+def _probability(policy: Policy, settings: Settings, held_out: Sequence[Sample]) -> float:
+    batches = _batches(policy, settings, held_out)
+    with policy.at_temperature(1.0):
+        outputs = policy.logprobs(batches)
+    responses = [
+        response.double().sum()
+        for batch, output in zip(batches, outputs, strict=True)
+        for response in gather_responses(output[0].cpu(), batch)
+    ]
+    return float(torch.stack(responses).exp().mean())
+
+
+def _batches(policy: Policy, settings: Settings, samples: Sequence[Sample]) -> list[MicroBatch]:
+    update: Update = plan_updates(
+        [sample.total_tokens for sample in samples],
+        1,
+        settings.layout,
+        1,
+        settings.optimizer.max_tokens_per_microbatch,
+        policy.config.hidden_size,
+    )[0]
+    weights = [1.0 / sum(len(sample.tokens) for sample in samples)] * len(samples)
+    return microbatches(update, dict(enumerate(samples)), [1.0] * len(samples), weights, settings.layout, 0, 0)

@@ -1,0 +1,130 @@
+"""What is changed in Megatron's modules on a CPU, each change right after its module is imported.
+
+The functions import lazily: when they run, Megatron has loaded what they need.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_mp.platform.import_hook import Patch
+
+
+def _no_compiler(jit: Any) -> None:
+    # torch.compile on a CPU calls a C++ compiler, minutes long, for functions of a few operations.
+    jit.disable_jit_fuser()
+
+
+def _transformer_engine_names(te: Any) -> None:
+    # Without TransformerEngine these names are mocks; isinstance() on them fails, and so does latent attention.
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from grpo_mp.platform import te_layers as modules
+    from grpo_mp.platform.attention import Attention
+
+    te.TENorm, te.TELinear, te.TEDotProductAttention = modules.Norm, modules.DuplicatedLinear, Attention
+    te.TEColumnParallelLinear, te.TERowParallelLinear = ColumnParallelLinear, RowParallelLinear
+    te.TELayerNormColumnParallelLinear = modules.LayerNormColumnParallelLinear
+    te.TEColumnParallelGroupedLinear = modules.ColumnParallelGroupedLinear
+    te.TERowParallelGroupedLinear = modules.RowParallelGroupedLinear
+
+
+def _spec_provider(provider: Any) -> None:
+    # The stock provider asks for TransformerEngine's version, which is None here and cannot be compared.
+    class CpuSpecProvider(provider.TESpecProvider):
+        def layer_norm(self, *_: bool, **__: bool) -> type:
+            return provider.TENorm
+
+        def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *legacy: bool) -> Any:
+            if not moe_use_grouped_gemm or any(legacy):
+                raise NotImplementedError("experts on a CPU need moe_grouped_gemm and no moe_use_legacy_grouped_gemm")
+            return super().grouped_mlp_modules(True, *legacy)
+
+    provider.TESpecProvider = CpuSpecProvider
+
+
+def _layer_specs(specs: Any) -> None:
+    # The module takes these two names only where TransformerEngine is importable.
+    from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider
+
+    specs.TENorm, specs.TESpecProvider = transformer_engine.TENorm, transformer_engine_spec_provider.TESpecProvider
+
+
+def _block_norm(block: Any) -> None:
+    # The final norm of a block without its own spec; the torch norm it falls back to refuses sequence parallelism.
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    block.LayerNormImpl = TENorm
+
+
+def _latent_attention(attention: Any) -> None:
+    # From 0.17 on the module takes these names only where TransformerEngine is importable.
+    from megatron.core.extensions import transformer_engine
+
+    attention.TELinear, attention.TEColumnParallelLinear = (
+        transformer_engine.TELinear,
+        transformer_engine.TEColumnParallelLinear,
+    )
+
+
+def _router_matmul(moe_utils: Any) -> None:
+    # The name is read whenever moe_router_dtype is set, but defined only with TransformerEngine.
+    moe_utils.te_general_gemm = None
+
+
+def _rotary(rope_utils: Any) -> None:
+    # Megatron's own turns a head by six operations that each make a copy: a tenth of a small model's training time.
+    from grpo_mp.platform.rotary import apply_rotary
+
+    rope_utils._apply_rotary_pos_emb_bshd = partial(apply_rotary, rope_utils._apply_rotary_pos_emb_bshd)
+
+
+def _adam(optimizer: Any) -> None:
+    # With torch's AdamW the distributed optimizer cannot load a fully reshardable checkpoint.
+    from grpo_mp.platform.adam import FusedAdam
+
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+
+
+def _distributed_adam(distributed: Any) -> None:
+    # As above: take the branch for an Adam whose step lies in the group.
+    from grpo_mp.platform.adam import FusedAdam
+
+    distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = FusedAdam, True, True
+
+
+def _uneven_gather(mappings: Any) -> None:
+    # gloo's all_gather wants equal sizes; experts divided by expert-tensor parallelism gather as many tokens
+    # as were routed to each rank. In an all_to_all that sends every rank the same, sizes may differ.
+    equal = mappings._gather_along_first_dim
+
+    def gather(input_: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Tensor:
+        ranks = group.size()
+        if output_split_sizes is None or ranks == 1:
+            gathered: Tensor = equal(input_, group, output_split_sizes, use_global_buffer)
+            return gathered
+        output = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
+        copies = torch.cat([input_] * ranks)
+        dist.all_to_all_single(output, copies, list(output_split_sizes), [len(input_)] * ranks, group=group)
+        return output
+
+    mappings._gather_along_first_dim = gather
+
+
+AFTER_IMPORT: Mapping[str, Patch] = {
+    "megatron.core.jit": _no_compiler,
+    "megatron.core.tensor_parallel.mappings": _uneven_gather,
+    "megatron.core.extensions.transformer_engine": _transformer_engine_names,
+    "megatron.core.extensions.transformer_engine_spec_provider": _spec_provider,
+    "megatron.core.models.common.embeddings.rope_utils": _rotary,
+    "megatron.core.models.gpt.gpt_layer_specs": _layer_specs,
+    "megatron.core.transformer.transformer_block": _block_norm,
+    "megatron.core.transformer.multi_latent_attention": _latent_attention,
+    "megatron.core.transformer.moe.moe_utils": _router_matmul,
+    "megatron.core.optimizer": _adam,
+    "megatron.core.optimizer.distrib_optimizer": _distributed_adam,
+}

@@ -1,0 +1,102 @@
+"""Two folders run on the same tokens: a Hugging Face folder by transformers, a converted one by the policy's model."""
+
+from math import ceil
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+from grpo_mp.checkpoint.aux_files import QUANTISED
+from grpo_mp.checkpoint.converted_reader import open_weights
+from grpo_mp.checkpoint.describe import count_parameters
+from grpo_mp.checkpoint.hf_reader import HfReader, holds_weights
+from grpo_mp.config import Settings, check_settings
+from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
+from grpo_mp.errors import UserError
+from grpo_mp.examples.cold_start import ALONE_TIMEOUT_S, alone
+from grpo_mp.examples.tiny_models import CODE
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.policy.forward import sequence_logits
+from grpo_mp.policy.megatron_config import transformer_config
+from grpo_mp.policy.model import build_chunks
+from grpo_mp.policy.weights import Parts, load_hf, local_tensors
+
+SEQUENCES, LENGTH = 4, 32
+COPIES = 2  # of the weights: as they are read, and in the model
+GIB = 2**30
+
+
+def compare_logits(one: Path, other: Path, seed: int = 0) -> float:
+    """Largest difference of float32 logits over some random tokens, relative to the largest logit of `one`.
+
+    Each model is loaded alone. Raises UserError where one does not fit the memory, or where the vocabularies differ.
+    """
+    sizes = {folder: HfConfig.read(folder).int("vocab_size") for folder in (one, other)}
+    if len(set(sizes.values())) > 1:
+        raise UserError(f"{one} and {other} have {sizes[one]} and {sizes[other]} tokens: they are different models")
+    for folder in sizes:
+        _check_memory(folder)
+    tokens = torch.randint(sizes[one], (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(seed))
+    left, right = (run_model(folder, tokens) for folder in (one, other))
+    return float((left - right).abs().max() / left.abs().max())
+
+
+@torch.no_grad()
+def run_model(folder: Path, tokens: Tensor) -> Tensor:
+    """Tokens [B, T] -> float32 logits [B, T, V]."""
+    return _by_transformers(folder, tokens) if holds_weights(folder) else _by_megatron(folder, tokens)
+
+
+def _check_memory(folder: Path) -> None:
+    hf = HfConfig.read(folder)
+    needed = COPIES * 4 * count_parameters(family_of(hf).params(hf).values())
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"{folder}: running it takes {ceil(needed / GIB)} GiB in float32 and {free // GIB} GiB are free: "
+            "compare without --logits, or on a larger machine"
+        )
+
+
+def _by_transformers(folder: Path, tokens: Tensor) -> Tensor:
+    values = {key: value for key, value in HfConfig.read(folder).values.items() if key != QUANTISED}
+    kind = values.pop("model_type")
+    config = AutoConfig.for_model(CODE.get(kind, kind), **values)
+    with HfReader(folder, fp8_as=torch.float32, verify=True) as reader:
+        state = {name: reader.read(name).float() for name in reader.names}
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=config, state_dict=state, dtype=torch.float32, experts_implementation="eager"
+    )
+    del state
+    logits: Tensor = model.eval()(tokens).logits
+    return logits
+
+
+def _by_megatron(folder: Path, tokens: Tensor) -> Tensor:
+    settings, hf = _settings(folder), HfConfig.read(folder)
+    params = family_of(hf).params(hf)
+    with alone():
+        parallel = start_parallel(settings.layout, 0, ALONE_TIMEOUT_S)
+        try:
+            (model,) = build_chunks(settings, hf, transformer_config(settings, hf))
+            tensors = local_tensors([model], params, parallel.here, 1)
+            with open_weights(folder, verify=True) as reader:
+                load_hf(tensors, params, reader, parallel.here, Parts(1, 1))
+            return torch.stack([sequence_logits(model, row)[:, : hf.int("vocab_size")] for row in tokens])
+        finally:
+            stop_parallel()
+
+
+def _settings(folder: Path) -> Settings:
+    tree = {
+        "run": {"folder": folder.parent, "steps": 1},
+        "model": {"path": folder, "dtype": "float32"},
+        "data": {"train": "random tokens"},
+        "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": LENGTH, "max_response_tokens": LENGTH},
+        "reward": {"answer": 1.0},
+        "optimizer": {"lr": 1.0},
+    }
+    return check_settings(tree, "check --logits")

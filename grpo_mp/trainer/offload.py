@@ -1,0 +1,62 @@
+"""Who moves what when a phase begins. On a CPU nothing moves: host and device are one."""
+
+from functools import partial
+
+import torch.distributed as dist
+
+from grpo_mp import platform
+from grpo_mp.config import Settings
+from grpo_mp.errors import UserError
+from grpo_mp.policy.offload import PolicyResidency
+from grpo_mp.policy.policy import Policy
+from grpo_mp.rollout.rollout import Rollout
+from grpo_mp.scheduler.phase_manager import Mover
+from grpo_mp.scheduler.phases import Residency
+
+HINT = "where it ran out of device memory, lower engine.args.mem_fraction_static"
+ENGINE_TAGS = {"engine_weights": ("weights",), "engine_cache": ("kv_cache", "cuda_graph")}
+AFTER_START = Residency(policy_weights=True, gradients=True, optimizer=True)
+
+
+def things_move(settings: Settings) -> bool:
+    """Whether policy and engine leave the device for each other.
+
+    Full-precision policies stay: their optimizer works on views of the model's own weights.
+    """
+    return platform.on_cuda() and settings.model.dtype == "bfloat16"
+
+
+def start_alone(rollout: Rollout, group: dist.ProcessGroup) -> None:
+    """Wait for the engines, which measure the memory they find, and put them to sleep: the policy comes next."""
+    rollout.wait_ready()
+    for tags in ENGINE_TAGS.values():
+        _move_engine(rollout, group, tags, wake=False)
+
+
+def device_movers(settings: Settings, policy: Policy, rollout: Rollout) -> dict[str, Mover]:
+    """Movers by field of Residency; empty where nothing moves."""
+    if not things_move(settings):
+        return {}
+    residency = PolicyResidency(policy, settings.sync.timeout_s)
+
+    def move_engine(tags: tuple[str, ...], wake: bool) -> None:
+        _move_engine(rollout, policy.parallel.host, tags, wake)
+
+    parts = ("policy_weights", "gradients", "optimizer")
+    return {
+        **{part: partial(residency.move, part) for part in parts},
+        **{name: partial(move_engine, tags) for name, tags in ENGINE_TAGS.items()},
+    }
+
+
+def _move_engine(rollout: Rollout, group: dist.ProcessGroup, tags: tuple[str, ...], wake: bool) -> None:
+    if wake:  # an engine takes memory on the devices of all its ranks at once: each must have let go of its own
+        dist.barrier(group=group)
+    if rollout.client:
+        call = rollout.client.resume_memory if wake else rollout.client.release_memory
+        try:
+            rollout.call(call(tags))
+        except UserError as error:
+            rollout.check_alive("the move of its memory")  # with the last lines of its log
+            raise UserError(f"{error}: {HINT}") from error
+    dist.barrier(group=group)

@@ -1,0 +1,70 @@
+"""One sync: every bucket out of the policy's layout, into every engine, under a new version."""
+
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grpo_mp.models.mapping import Param
+from grpo_mp.weight_sync.plan import SyncPlan, plan_sync
+from grpo_mp.weight_sync.reshard import Resharder, gather_holdings
+from grpo_mp.weight_sync.transport import Transport, bucket_bytes
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one sync moved. `largest_bucket` is the most that is in flight at a time."""
+
+    version: int
+    nbytes: int
+    buckets: int
+    largest_bucket: int
+    seconds: float
+
+
+def make_plan(
+    params: Mapping[str, Param],
+    held_parts: Mapping[str, int],
+    targets: tuple[int, ...],
+    bucket_bytes: int,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+) -> SyncPlan:
+    """The plan that all ranks share; every rank must call this. `held_parts`: what this rank holds."""
+    owned = {name: param for name, param in params.items() if not param.alias}
+    holdings = [held for held in gather_holdings(held_parts, group) if held.name in owned]
+    itemsize = {name: 4 if param.keep_float32 else dtype.itemsize for name, param in owned.items()}
+    return plan_sync(owned, holdings, targets, bucket_bytes, itemsize)
+
+
+class WeightSync:
+    """Pushes the policy's weights. `transport` is None on ranks that host no engine."""
+
+    def __init__(self, resharder: Resharder, transport: Transport | None, run: Run) -> None:
+        """`run` drives a coroutine of the transport to its end."""
+        self._resharder, self._transport, self._run = resharder, transport, run
+
+    @property
+    def fp8(self) -> bool:
+        """Whether engines get projections in blockwise FP8."""
+        return self._resharder.fp8
+
+    def push(self, version: int) -> SyncReport:
+        """Send all weights as `version`. Every rank must call this. Raises UserError where an engine refuses."""
+        started, nbytes, largest = time.monotonic(), 0, 0
+        if self._transport:
+            self._run(self._transport.begin())
+        for bucket in self._resharder.buckets():
+            if self._transport:
+                self._run(self._transport.send(bucket))
+            nbytes += bucket_bytes(bucket)
+            largest = max(largest, bucket_bytes(bucket))
+            bucket.clear()  # its memory is free before the next one is received
+        if self._transport:
+            self._run(self._transport.end(version))
+        return SyncReport(version, nbytes, len(self._resharder.plan.buckets), largest, time.monotonic() - started)
