@@ -26,16 +26,16 @@ from grpo_mp.errors import UserError
 from grpo_mp.evaluation.files import add_samples, write_scores
 from grpo_mp.evaluation.picture import draw, write_svg
 from grpo_mp.platform.device_check import check_device
-from grpo_mp.platform.warnings import hush_libraries
+from grpo_mp.platform.warnings import silence_known_warnings
 from grpo_mp.rewards.tally import as_tree as tally_as_tree
 from grpo_mp.rollout.ports import claim_port
 from grpo_mp.rollout.rollout import reads_weights
 from grpo_mp.train import synchronize
 from grpo_mp.trainer.command_line import Parser
-from grpo_mp.trainer.context import local_ranks, open_session
-from grpo_mp.trainer.engines_only import open_engines
+from grpo_mp.trainer.context import local_ranks, open_train_context
+from grpo_mp.trainer.engines_only import open_engines_only
 from grpo_mp.trainer.evaluation import Engines, Evaluation, evaluate
-from grpo_mp.trainer.exit import clean_end
+from grpo_mp.trainer.exit import exit_on_error
 from grpo_mp.trainer.preflight import Inputs, check_and_read_evaluation
 from grpo_mp.trainer.step_logger import PICTURE
 
@@ -63,8 +63,8 @@ class Wanted:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: `python -m grpo_mp.evaluate --help`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with clean_end():
-        hush_libraries()
+    with exit_on_error():
+        silence_known_warnings()
         wanted = read_command(_parser().parse_intermixed_args(arguments))
         with launched_or_alone():
             check_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -98,11 +98,11 @@ def run(wanted: Wanted, inputs: Inputs) -> None:
     )
     greeting = f"{wanted.name}: {problems}; starting the engines"
     if wanted.needs_policy:
-        with open_session(settings, inputs, wanted.checkpoint, greeting) as session:
+        with open_train_context(settings, inputs, wanted.checkpoint, greeting) as session:
             synchronize(session)
             report(wanted, session)
     else:
-        with open_engines(settings, inputs, greeting) as engines:
+        with open_engines_only(settings, inputs, greeting) as engines:
             report(wanted, engines)
 
 
@@ -113,13 +113,13 @@ def report(wanted: Wanted, session: Engines) -> None:
     mine.unlink(missing_ok=True)
     mine.touch()
     found = evaluate(session, wanted.step, partial(add_samples, mine))
-    dist.barrier(group=parallel.host)
+    dist.barrier(group=parallel.cpu_group)
     if parallel.rank == 0:
         _join([_samples_of(folder, rank) for rank in range(parallel.world_size)], folder / SAMPLES)
         _write(wanted, found, folder)
         session.progress.scores(str(wanted.name), found.scores)
         session.progress.note(f"Scores:  {folder / SCORES}\nSamples: {folder / SAMPLES}")
-    dist.barrier(group=parallel.host)
+    dist.barrier(group=parallel.cpu_group)
 
 
 @contextmanager

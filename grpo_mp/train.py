@@ -8,29 +8,29 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
 
 from grpo_mp.batching.step_batch import StepBatch, assemble
-from grpo_mp.checkpoint.run_state import FINAL, RunState
+from grpo_mp.checkpoint.run_state import FINAL, TrainState
 from grpo_mp.config import Settings
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.trainer.collect import Collected, collect
+from grpo_mp.trainer.collect import RolloutBatch, collect
 from grpo_mp.trainer.command_line import run_command
-from grpo_mp.trainer.context import Session, newest_checkpoint, open_session
+from grpo_mp.trainer.context import TrainContext, newest_checkpoint, open_train_context
 from grpo_mp.trainer.engine_check import check_engines
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, before_training, evaluate
-from grpo_mp.trainer.logprobs import fixed_values
+from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.trainer.save import export_hf, save
-from grpo_mp.trainer.step_logger import Recorder, StepRecord
-from grpo_mp.trainer.update import learn, refresh_reference
+from grpo_mp.trainer.step_logger import StepLogger, StepRecord
+from grpo_mp.trainer.update import train_step, refresh_reference
 from grpo_mp.weight_sync.compare import CheckReport
 from grpo_mp.weight_sync.update import SyncReport
 
 
-def train(session: Session) -> None:
+def train(session: TrainContext) -> None:
     """Generate groups, score them, turn rewards into advantages, update the policy, give engines its weights."""
     settings, scheduler = session.settings, session.scheduler
-    recorder = Recorder(session)
+    recorder = StepLogger(session)
     sync, check = synchronize(session)
     before = after = evaluate(session, session.state.step)
     scores = before_training(session, before)
@@ -48,9 +48,9 @@ def train(session: Session) -> None:
         with scheduler.phase(Phase.SCORE):
             batch = make_batch(session, collected, step)
         with scheduler.phase(Phase.LOGPROB):
-            updates = fixed_values(session, batch)
+            updates = compute_logprobs(session, batch)
         with scheduler.phase(Phase.TRAIN):
-            reports = learn(session, updates)
+            reports = train_step(session, updates)
             session.state = advanced(session.state, step, collected, reports)
             refresh_reference(session)
 
@@ -72,7 +72,7 @@ def train(session: Session) -> None:
     finish(session, replace(before, scores=scores), after)
 
 
-def make_batch(session: Session, collected: Collected, step: int) -> StepBatch:
+def make_batch(session: TrainContext, collected: RolloutBatch, step: int) -> StepBatch:
     """Rewards to advantages, and samples to the ranks that train on them."""
     return assemble(
         collected.groups,
@@ -85,7 +85,7 @@ def make_batch(session: Session, collected: Collected, step: int) -> StepBatch:
     )
 
 
-def advanced(state: RunState, step: int, collected: Collected, reports: Sequence[UpdateReport]) -> RunState:
+def advanced(state: TrainState, step: int, collected: RolloutBatch, reports: Sequence[UpdateReport]) -> TrainState:
     """Where the run stands after a step; what the updates adapted is in `state` already."""
     return replace(
         collected.state,
@@ -98,10 +98,10 @@ def advanced(state: RunState, step: int, collected: Collected, reports: Sequence
     )
 
 
-def synchronize(session: Session) -> tuple[SyncReport, CheckReport]:
+def synchronize(session: TrainContext) -> tuple[SyncReport, CheckReport]:
     """Push the policy's weights into every engine and check that the engines hold them."""
     with session.scheduler.phase(Phase.SYNC):
-        report = session.sync.push(session.state.optimizer_step)
+        report = session.sync.update_weights(session.state.optimizer_step)
     session.state = replace(session.state, weight_version=report.version)
     return report, check_engines(session)
 
@@ -111,7 +111,7 @@ def is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def finish(session: Session, before: Evaluation, after: Evaluation) -> None:
+def finish(session: TrainContext, before: Evaluation, after: Evaluation) -> None:
     """Leave the Hugging Face folder and the merged trace, and show before and after."""
     settings = session.settings
     if session.state.step < settings.run.steps:
@@ -126,7 +126,7 @@ def finish(session: Session, before: Evaluation, after: Evaluation) -> None:
 
 def run(settings: Settings, inputs: Inputs) -> None:
     """Train as one rank of a started job. Raises UserError for what a user can mend."""
-    with open_session(settings, inputs, newest_checkpoint(settings)) as session:
+    with open_train_context(settings, inputs, newest_checkpoint(settings)) as session:
         train(session)
 
 

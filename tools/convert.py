@@ -27,10 +27,10 @@ from rich.table import Table
 from grpo_mp.checkpoint.compare import compare
 from grpo_mp.checkpoint.describe import describe_hf, is_torch_dist
 from grpo_mp.checkpoint.resumable_writer import PART_BYTES
-from grpo_mp.checkpoint.worker_group import Team
+from grpo_mp.checkpoint.worker_group import WorkerGroup
 from grpo_mp.config import exit_with
 from grpo_mp.errors import USER_STATUS, UserError
-from grpo_mp.platform.warnings import hush_libraries
+from grpo_mp.platform.warnings import silence_known_warnings
 
 DIFFERENT = 1  # exit status
 LOGIT_TOLERANCE = 2e-6  # float32 rounding of either side
@@ -40,7 +40,7 @@ TOLERANCES = f"of values (default 0: bit for bit), of logits relative to the lar
 def main() -> None:
     """Command line; see the text above."""
     wanted = _parser().parse_args()
-    hush_libraries()
+    silence_known_warnings()
     try:
         status: int = wanted.run(wanted, Console(highlight=False, soft_wrap=True))
     except UserError as error:
@@ -105,19 +105,19 @@ def _to_hf(wanted: argparse.Namespace, console: Console) -> int:
 
 
 @contextmanager
-def _team() -> Iterator[Team]:
+def _team() -> Iterator[WorkerGroup]:
     """The processes that convert together. Only the first of them that finds a user's mistake says so."""
-    team = Team.of_job()
+    team = WorkerGroup.of_job()
     try:
         yield team
     except UserError:
-        if team.takes_the_word():
+        if team.elects_itself():
             raise
         raise SystemExit(USER_STATUS) from None
 
 
 @contextmanager
-def _progress(console: Console, destination: Path, team: Team) -> Iterator[Callable[[int, int], None]]:
+def _progress(console: Console, destination: Path, team: WorkerGroup) -> Iterator[Callable[[int, int], None]]:
     """A bar with speed and time left, and a last line that says where the result is; of the first rank."""
     if team.rank:
         yield lambda done, total: None

@@ -30,13 +30,13 @@ from grpo_mp.examples.arithmetic import (
 from grpo_mp.examples.cold_start import ColdStartStep, Recipe, cold_start
 from grpo_mp.examples.tiny_models import SHAPES, make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
-from grpo_mp.platform.warnings import hush_libraries
+from grpo_mp.platform.warnings import silence_known_warnings
 
 
 def main() -> None:
     """Command line; see the text above."""
     wanted = _parser().parse_args()
-    hush_libraries()
+    silence_known_warnings()
     torch.set_num_threads(wanted.threads)
     try:
         train, held_out = make_problems(wanted.train, wanted.eval, wanted.seed, wanted.largest, tuple(wanted.kinds))

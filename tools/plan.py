@@ -16,14 +16,14 @@ from grpo_mp.config import Settings, exit_with, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.planner.clusters import cluster_names, read_cluster
 from grpo_mp.planner.explain import explain
-from grpo_mp.planner.feasibility import judge
+from grpo_mp.planner.feasibility import check_fits
 from grpo_mp.planner.job import Job, make_job
 from grpo_mp.planner.meta_model import check_in_the_model
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.search import search
 from grpo_mp.planner.show import show_found, show_models, show_plan
-from grpo_mp.platform.warnings import hush_libraries
+from grpo_mp.platform.warnings import silence_known_warnings
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 
 DOES_NOT_FIT = 1  # exit status
@@ -34,7 +34,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     explains = arguments[:1] == ["explain"]
     wanted = _parser().parse_intermixed_args(arguments[explains:])
-    hush_libraries()
+    silence_known_warnings()
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     try:
         job = _job(wanted, console)
@@ -53,7 +53,7 @@ def main() -> None:
 def _plan(job: Job, ppo: bool, console: Console) -> int:
     check_in_the_model(job)
     plan = make_plan(job)
-    verdict = judge(plan)
+    verdict = check_fits(plan)
     show_plan(plan, verdict, console)
     if ppo:
         show_models(plan, console)

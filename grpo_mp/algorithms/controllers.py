@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from grpo_mp.algorithms.losses import Weights
+from grpo_mp.algorithms.losses import LossCoefficients
 from grpo_mp.algorithms.settings import Algorithm, Drift
 
 KL_GAIN = 0.1
@@ -11,13 +11,13 @@ LARGEST_ERROR = 0.2
 Controls = Mapping[str, float]
 
 
-def current_weights(controls: Controls, algorithm: Algorithm) -> Weights:
+def current_weights(controls: Controls, algorithm: Algorithm) -> LossCoefficients:
     """The weights of the next updates. The bonus acts only while the entropy is not above its target, as in TRL."""
     entropy = controls.get("entropy", algorithm.entropy.weight)
     target = algorithm.entropy.target
     if target is not None and controls.get("measured_entropy", float("inf")) > target:
         entropy = 0.0
-    return Weights(controls.get("kl", algorithm.kl.weight), entropy)
+    return LossCoefficients(controls.get("kl", algorithm.kl.weight), entropy)
 
 
 def adapted(controls: Controls, kl: float, entropy: float, algorithm: Algorithm) -> dict[str, float]:

@@ -7,7 +7,7 @@ from grpo_mp.algorithms.sequences import Sequences
 from grpo_mp.algorithms.settings import Correction
 
 
-def importance(old: Tensor, rollout: Tensor, sequences: Sequences, wanted: Correction) -> Tensor:
+def rollout_is_weights(old: Tensor, rollout: Tensor, sequences: Sequences, wanted: Correction) -> Tensor:
     """w = old / rollout of the token, or the product over the sequence, limited to [low, high].
 
     truncate: w is clamped (TIS, Yao et al. 2025). mask: outside w counts 0 (MIS, Liu et al. 2025; by token with
@@ -25,7 +25,7 @@ def importance(old: Tensor, rollout: Tensor, sequences: Sequences, wanted: Corre
     return w.where((w >= low) & (w <= high), 0.0)
 
 
-def on_policy_enough(
+def off_policy_mask(
     new: Tensor, rollout: Tensor, advantages: Tensor, sequences: Sequences, limit: float | None
 ) -> Tensor:
     """0 for tokens of sequences with a negative advantage and a mean of rollout - new above the limit, else 1.

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mp.algorithms.corrections import importance, on_policy_enough
+from grpo_mp.algorithms.corrections import rollout_is_weights, off_policy_mask
 from grpo_mp.algorithms.kl import ESTIMATORS
-from grpo_mp.algorithms.policy_losses import SURROGATES, Terms
+from grpo_mp.algorithms.policy_losses import POLICY_LOSSES, Terms
 from grpo_mp.algorithms.report import loss_report
 from grpo_mp.algorithms.sequences import Reduce, Sequences, alone
 from grpo_mp.algorithms.settings import Algorithm
@@ -20,7 +20,7 @@ LARGEST_LOG_RATIO = 700.0  # e^709 is the end of float64
 
 
 @dataclass(frozen=True)
-class Weights:
+class LossCoefficients:
     """Of the terms beside the surrogate, as their controllers have them now."""
 
     kl: float
@@ -28,35 +28,35 @@ class Weights:
 
     @staticmethod
     def of(algorithm: Algorithm) -> "Weights":
-        return Weights(algorithm.kl.weight, algorithm.entropy.weight)
+        return LossCoefficients(algorithm.kl.weight, algorithm.entropy.weight)
 
 
-def make_loss(algorithm: Algorithm, weights: Weights | None = None, reduce: Reduce = alone) -> LossFunction:
+def make_loss(algorithm: Algorithm, weights: LossCoefficients | None = None, reduce: Reduce = alone) -> LossFunction:
     """The loss of one micro-batch: its share of the update's loss, and sums for the metrics.
 
     `reduce` sums over the ranks that hold parts of the same sequences. Without `old_logprobs` this is the first
     update of a rollout: the old policy is the present one.
     """
-    weights = weights or Weights.of(algorithm)
+    weights = weights or LossCoefficients.of(algorithm)
     kl_weight = weights.kl if algorithm.kl.place == "loss" else 0.0
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         batch = responses_only(batch.to(logprobs.device))
         new, entropy = at_responses(logprobs, batch.mask), at_responses(entropy, batch.mask)
-        heard = batch.rollout_logprobs.isfinite()  # a token whose engine logprob is no number does not learn
+        has_rollout_logprob = batch.rollout_logprobs.isfinite()  # a token whose engine logprob is no number does not learn
         terms = _terms(new, batch, algorithm, Sequences.of_batch(batch, reduce))
-        decides = (entropy.detach() >= batch.entropy_floor) & heard
-        trusted = on_policy_enough(
+        decides = (entropy.detach() >= batch.entropy_floor) & has_rollout_logprob
+        trusted = off_policy_mask(
             new, batch.rollout_logprobs, batch.advantages, terms.sequences, algorithm.correction.off_policy_limit
         )
         correction = terms.correction if algorithm.surrogate != "vespo" else 1.0
-        surrogate = SURROGATES[algorithm.surrogate](terms, algorithm) * correction * trusted * decides
-        kl = _kl(terms, batch, algorithm, algorithm.kl.level) * heard
+        surrogate = POLICY_LOSSES[algorithm.surrogate](terms, algorithm) * correction * trusted * decides
+        kl = _kl(terms, batch, algorithm, algorithm.kl.level) * has_rollout_logprob
         policy_loss = (surrogate * batch.weights).sum()
         bonus = (entropy * decides * batch.mask).sum() * batch.entropy_weight
         kl_loss = kl_weight * (kl * batch.weights).sum() if kl_weight else 0.0  # a watched KL may be infinite
         total = policy_loss + kl_loss - weights.entropy * bonus
-        of_tokens = _kl(terms, batch, algorithm, "token").detach() * heard
+        of_tokens = _kl(terms, batch, algorithm, "token").detach() * has_rollout_logprob
         report = loss_report(batch, terms, entropy.detach(), of_tokens, trusted, algorithm)
         return total.to(logprobs.dtype), report | {"loss": total.detach(), "pg_loss": policy_loss.detach()}
 
@@ -74,7 +74,7 @@ def _terms(new: Tensor, batch: MicroBatch, algorithm: Algorithm, sequences: Sequ
         of_tokens,
         RATIOS[algorithm.ratio](of_tokens, sequences).clamp(max=LARGEST_LOG_RATIO),
         batch.advantages,
-        importance(old, rollout, sequences, algorithm.correction),
+        rollout_is_weights(old, rollout, sequences, algorithm.correction),
         sequences,
     )
 

@@ -79,7 +79,7 @@ def unclipped(terms: Terms, wanted: Algorithm) -> Tensor:
     return -terms.log_ratio.exp() * terms.advantages
 
 
-SURROGATES: dict[str, Callable[[Terms, Algorithm], Tensor]] = {
+POLICY_LOSSES: dict[str, Callable[[Terms, Algorithm], Tensor]] = {
     "clip": clip,
     "cispo": cispo,
     "sapo": sapo,

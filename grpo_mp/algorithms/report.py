@@ -66,8 +66,8 @@ def loss_report(
 
 def _mismatch(batch: MicroBatch, logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Engine against policy, over the tokens whose engine logprob is a number."""
-    heard = batch.rollout_logprobs.isfinite()
-    rollout = batch.rollout_logprobs.where(heard, logprobs)
+    has_rollout_logprob = batch.rollout_logprobs.isfinite()
+    rollout = batch.rollout_logprobs.where(has_rollout_logprob, logprobs)
     apart, engine, policy = (logprobs - rollout).abs() * mask, rollout.exp(), logprobs.exp()
 
     def total(values: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def _mismatch(batch: MicroBatch, logprobs: Tensor, mask: Tensor) -> dict[str, Te
         "policy_p2": total(policy**2),
         "both_p": total(engine * policy),
         "mismatch_max": apart.max(),
-        "unheard": total(~heard),
+        "unheard": total(~has_rollout_logprob),
     }
 
 

@@ -105,7 +105,7 @@ class Filter(Section):
     admit: Literal["launch", "finish"] = Field("launch", description="which of them are taken first")
 
 
-SURROGATES = ("clip", "cispo", "sapo", "gmpo", "vespo", "none")
+POLICY_LOSSES = ("clip", "cispo", "sapo", "gmpo", "vespo", "none")
 
 
 class Algorithm(Section):

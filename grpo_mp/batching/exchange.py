@@ -43,7 +43,7 @@ class SampleInfo:
         return self.prompt_tokens + self.response_tokens
 
 
-def share_infos(groups: Iterable[SampleGroup], group: dist.ProcessGroup) -> list[SampleInfo]:
+def all_gather_sample_info(groups: Iterable[SampleGroup], group: dist.ProcessGroup) -> list[SampleInfo]:
     """Numbers of all samples of the job in the order of (group id, index), the same on every rank."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     mine = [_info(sample, held, rank) for held in groups for sample in held.samples]
@@ -52,7 +52,7 @@ def share_infos(groups: Iterable[SampleGroup], group: dist.ProcessGroup) -> list
     return sorted((info for infos in everyone for info in infos), key=lambda info: info.key)
 
 
-def bring_groups(groups: Iterable[SampleGroup], wanted: Collection[int], group: dist.ProcessGroup) -> list[SampleGroup]:
+def gather_groups(groups: Iterable[SampleGroup], wanted: Collection[int], group: dist.ProcessGroup) -> list[SampleGroup]:
     """The wanted groups of all ranks with their texts, on rank 0, in the order of their ids; elsewhere an empty list.
 
     Every rank must call this.
@@ -63,7 +63,7 @@ def bring_groups(groups: Iterable[SampleGroup], wanted: Collection[int], group: 
     return sorted((one for held in everyone or () for one in held), key=lambda one: one.samples[0].group_id)
 
 
-def deliver(
+def redistribute(
     groups: Iterable[SampleGroup],
     wanted: Mapping[int, Sequence[tuple[int, int]]],
     group: dist.ProcessGroup,

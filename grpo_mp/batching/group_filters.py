@@ -13,7 +13,7 @@ SMALLEST_SHARE = 0.1  # of the launched groups that is counted on: bounds what o
 
 
 @dataclass(frozen=True)
-class Admission:
+class GroupSelection:
     """What became of the groups that were launched for a step, so far."""
 
     admitted: tuple[int, ...]  # group ids in launch order
@@ -25,7 +25,7 @@ class Admission:
         return wanted - len(self.admitted)
 
 
-def admit(infos: Sequence[SampleInfo], wanted: int, rule: Filter) -> Admission:
+def admit(infos: Sequence[SampleInfo], wanted: int, rule: Filter) -> GroupSelection:
     """Take the first `wanted` groups by launch or by finish, and none without difference where the rule drops them."""
     whole = [info for info in infos if info.finished]
     places = {info.group_id: info.finished if rule.admit == "finish" else info.group_id for info in whole}
@@ -37,7 +37,7 @@ def admit(infos: Sequence[SampleInfo], wanted: int, rule: Filter) -> Admission:
         same = set(groups_without_difference(values, [info.group_id for info in whole]))
     able = sorted(places.keys() - same, key=lambda group: (places[group], group))
     broken_off = len({info.group_id for info in infos}) - len(places)
-    return Admission(tuple(sorted(able[:wanted])), len(same), max(0, len(able) - wanted), broken_off)
+    return GroupSelection(tuple(sorted(able[:wanted])), len(same), max(0, len(able) - wanted), broken_off)
 
 
 def length_bias(infos: Sequence[SampleInfo], admitted: Collection[int]) -> float:
@@ -49,14 +49,14 @@ def length_bias(infos: Sequence[SampleInfo], admitted: Collection[int]) -> float
     return fmean(taken) / fmean(info.response_tokens for info in infos) if taken else 1.0
 
 
-def to_launch(missing: int, launched: int, so_far: Admission, rule: Filter) -> int:
+def to_launch(missing: int, launched: int, so_far: GroupSelection, rule: Filter) -> int:
     """Groups to launch for those that are missing: more, the smaller the share that taught something so far."""
     share = (len(so_far.admitted) + so_far.surplus) / launched if launched else 1.0
     return math.ceil(missing * rule.oversample / max(share, SMALLEST_SHARE))
 
 
 @dataclass(frozen=True)
-class Graduation:
+class PromptCurriculum:
     """Prompts whose samples were all right: how often in a row, and until which step they rest."""
 
     in_a_row: Mapping[int, int]
@@ -78,7 +78,7 @@ class Graduation:
         }
         done = {prompt for prompt, count in counts.items() if count >= rule.rest_after}
         resting = {prompt: last for prompt, last in self.resting.items() if last > step}
-        return Graduation(
+        return PromptCurriculum(
             {prompt: count for prompt, count in counts.items() if count and prompt not in done},
             resting | dict.fromkeys(done, step + rule.rest_steps),
         )

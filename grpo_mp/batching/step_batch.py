@@ -7,11 +7,11 @@ import torch
 
 from grpo_mp.algorithms.advantages import decoupled_advantages, outcome_advantages, process_advantages
 from grpo_mp.algorithms.aggregation import token_weights
-from grpo_mp.batching.exchange import SampleInfo, deliver
+from grpo_mp.batching.exchange import SampleInfo, redistribute
 from grpo_mp.batching.shared_prompts import PromptOf
 from grpo_mp.batching.updates import Update, microbatches, plan_updates, sample_order
 from grpo_mp.config import Settings
-from grpo_mp.distributed.coordinates import replica_ranks
+from grpo_mp.distributed.coordinates import model_parallel_ranks
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.types import MicroBatch, PerToken, SampleGroup
 
@@ -53,12 +53,12 @@ def assemble(
         sample_order(len(infos), settings.optimizer.shuffle, settings.run.seed, step),
         prompts_of(infos) if settings.optimizer.share_prompts else (),
     )
-    samples = deliver(
-        groups, _wanted(infos, plan, settings, parallel), parallel.host, parallel.replica, parallel.replica_source
+    samples = redistribute(
+        groups, _wanted(infos, plan, settings, parallel), parallel.cpu_group, parallel.replica, parallel.replica_source
     )
     at = {info.key: i for i, info in enumerate(infos)}
     mine = {at[key]: sample for key, sample in samples.items()}
-    here = parallel.here
+    coords = parallel.coords
     updates = tuple(
         tuple(
             replace(batch, entropy_weight=1.0 / max(1, _learning_tokens(update, infos, learns)))
@@ -68,8 +68,8 @@ def assemble(
                 advantages,
                 _weights(update, infos, learns, settings),
                 settings.layout,
-                here.data,
-                here.context,
+                coords.data,
+                coords.context,
             )
         )
         for update in plan
@@ -106,14 +106,14 @@ def _learning_tokens(update: Update, infos: Sequence[SampleInfo], learns: Sequen
     return sum(infos[i].response_tokens for i in update.samples if learns[i])
 
 
-def with_reference(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor]) -> list[MicroBatch]:
+def with_reference_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor]) -> list[MicroBatch]:
     """The micro-batches with the reference's logprobs; unchanged on stages that computed none."""
     if not outputs:
         return list(update)
     return [replace(batch, reference_logprobs=out[0].cpu()) for batch, out in zip(update, outputs, strict=True)]
 
 
-def with_old(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor]) -> list[MicroBatch]:
+def with_old_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor]) -> list[MicroBatch]:
     """The micro-batches with the logprobs of the policy before the step's first update."""
     if not outputs:
         return list(update)
@@ -124,7 +124,7 @@ def _wanted(
     infos: Sequence[SampleInfo], plan: Sequence[Update], settings: Settings, parallel: Parallel
 ) -> dict[int, list[tuple[int, int]]]:
     return {
-        replica_ranks(data, settings.layout, parallel.world_size)[0]: [
+        model_parallel_ranks(data, settings.layout, parallel.world_size)[0]: [
             infos[i].key for update in plan for i in update.samples_of(data)
         ]
         for data in range(parallel.data_parallel)

@@ -15,7 +15,7 @@ QUANTISED = "quantization_config"
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 
-def copy_others(like: Path, folder: Path, fp8: bool = False) -> None:
+def copy_aux_files(like: Path, folder: Path, fp8: bool = False) -> None:
     """Copy every file that is neither weights nor a record of a checkpoint.
 
     config.json says then whether the weights are blockwise FP8, and what it says in the names of transformers 5 in

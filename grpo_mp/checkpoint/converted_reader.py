@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_mp.checkpoint.describe import is_torch_dist
 from grpo_mp.checkpoint.hf_reader import HfReader, holds_weights
-from grpo_mp.checkpoint.non_policy_tensors import open_extras
+from grpo_mp.checkpoint.non_policy_tensors import open_non_policy_tensors
 from grpo_mp.checkpoint.to_megatron import Model
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
 from grpo_mp.models.mapping import unfuse
@@ -28,7 +28,7 @@ class ConvertedReader:
         self.folder = folder
         self._model, self._reader = Model.of(folder), TorchDistReader(folder, verify)
         self._reader.check_layers(self._model.hf.int("num_hidden_layers"))
-        self._extras = open_extras(folder, verify)
+        self._extras = open_non_policy_tensors(folder, verify)
         self._owners = {name: owner for owner, param in self._model.params.items() for name in param.hf}
         self._dtypes = {owner: self._reader.dtype(self._model.places[owner]) for owner in self._model.params}
         self._last: tuple[str, dict[str, Tensor]] = "", {}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from grpo_mp.checkpoint.aux_files import copy_others
+from grpo_mp.checkpoint.aux_files import copy_aux_files
 from grpo_mp.checkpoint.hf_reader import INDEX
 
 
@@ -24,7 +24,7 @@ def write_hf(
     building.mkdir(parents=True)
     files = _write_shards(building, tensors, shard_bytes)
     _number_shards(building, files)
-    copy_others(like, building)
+    copy_aux_files(like, building)
     shutil.rmtree(folder, ignore_errors=True)
     building.rename(folder)
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from grpo_mp.checkpoint.hf_reader import HfReader, holds_weights
 from grpo_mp.models.hf_config import HfConfig
 
-EXTRA = "extra_"  # a conversion's files of them begin so
+NON_POLICY = "extra_"  # a conversion's files of them begin so
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-def is_extra(name: str, hf: HfConfig) -> bool:
+def is_non_policy_tensor(name: str, hf: HfConfig) -> bool:
     """Whether a tensor is one of them."""
     layer = LAYER.match(name)
     return (layer is not None and int(layer.group(1)) >= hf.int("num_hidden_layers")) or name.endswith(".inv_freq")
@@ -34,19 +34,19 @@ def check_layers(names: Iterable[str], hf: HfConfig) -> None:
         )
 
 
-def open_extras(folder: Path, verify: bool = False) -> HfReader | None:
+def open_non_policy_tensors(folder: Path, verify: bool = False) -> HfReader | None:
     """A reader that has them, of a Hugging Face folder or of a converted one; None where there are no such files."""
     if holds_weights(folder):
         return HfReader(folder, verify=verify)
-    files = sorted(folder.glob(f"{EXTRA}*.safetensors"))
+    files = sorted(folder.glob(f"{NON_POLICY}*.safetensors"))
     return HfReader(folder, files=files, verify=verify) if files else None
 
 
-def read_extras(folder: Path, hf: HfConfig) -> Iterator[tuple[str, Tensor]]:
+def read_non_policy_tensors(folder: Path, hf: HfConfig) -> Iterator[tuple[str, Tensor]]:
     """Names and values, FP8 dequantised, one at a time."""
-    reader = open_extras(folder)
+    reader = open_non_policy_tensors(folder)
     if reader is None:
         return
     with reader:
-        for name in sorted(name for name in reader.names if is_extra(name, hf)):
+        for name in sorted(name for name in reader.names if is_non_policy_tensor(name, hf)):
             yield name, reader.read(name)

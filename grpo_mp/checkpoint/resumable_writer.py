@@ -25,12 +25,12 @@ from grpo_mp.checkpoint.manifest import (
     record_of,
     write_json,
 )
-from grpo_mp.checkpoint.worker_group import Team
+from grpo_mp.checkpoint.worker_group import WorkerGroup
 from grpo_mp.errors import UserError
 
 PART_BYTES = 2**29
-BEHIND = 2  # parts on their way to the disk
-MAKERS = 2  # parameters of one part that are read and cast at a time
+MAX_PENDING_WRITES = 2  # parts on their way to the disk
+NUM_READERS = 2  # parameters of one part that are read and cast at a time
 Made = TypeVar("Made")
 Finish = Callable[[Path], Sequence[str]]
 Watch = Callable[[int, int], None]  # bytes just written, bytes to write in all by this start
@@ -76,7 +76,7 @@ def build(
     write: Callable[[Path, Made], None],
     finish: Finish,
     watch: Watch,
-    team: Team | None = None,
+    team: WorkerGroup | None = None,
 ) -> None:
     """Make and write the parts that are not there yet, then `finish`, then rename; nothing where `final` is there.
 
@@ -85,7 +85,7 @@ def build(
     `team` divide the parts by bytes; the first finishes and watches. Raises UserError where `final` or its beginning
     are of another source, and where the disk is too small.
     """
-    team = team or Team()
+    team = team or WorkerGroup()
     folder = final.with_name(final.name + ".incomplete")
     names = team.agree(lambda: _prepare(final, folder, source, parts))
     if names is None:
@@ -105,7 +105,7 @@ def build(
 
 def each_in_threads(make: Callable[[str], Made], names: Sequence[str]) -> Iterator[Made]:
     """What `make` returns for each name, in order; some are made at a time."""
-    with ThreadPoolExecutor(MAKERS) as makers:
+    with ThreadPoolExecutor(NUM_READERS) as makers:
         yield from makers.map(make, names)
 
 
@@ -135,14 +135,14 @@ def _prepare(final: Path, folder: Path, source: str, parts: Sequence[Part]) -> l
 
 
 def _written(
-    folder: Path, parts: Iterable[Part], make: Callable[[Part], Made], write: Callable[[Path, Made], None], team: Team
+    folder: Path, parts: Iterable[Part], make: Callable[[Part], Made], write: Callable[[Path, Made], None], team: WorkerGroup
 ) -> Iterator[int]:
     """Yields the bytes that all ranks have written. One part is made while another is written and a third is synced."""
-    with ThreadPoolExecutor(BEHIND) as behind:
+    with ThreadPoolExecutor(MAX_PENDING_WRITES) as behind:
         flying: deque[Future[int]] = deque()
         for part in parts:
             made = make(part)
-            if len(flying) == BEHIND:
+            if len(flying) == MAX_PENDING_WRITES:
                 yield team.count(flying.popleft().result())
             flying.append(behind.submit(_put, folder, part, write, made))
             del made

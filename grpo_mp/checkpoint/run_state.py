@@ -19,7 +19,7 @@ WRITTEN_BY = re.compile(r"__([0-9]+)_[0-9]+\.distcp")  # Megatron's files of ten
 
 
 @dataclass(frozen=True)
-class RunState:
+class TrainState:
     """Where a run stands between two steps."""
 
     step: int = 0  # steps done
@@ -28,7 +28,7 @@ class RunState:
     weight_version: int = 0
     cursor: dict[str, Any] | None = None  # of the train prompts
     groups_launched: int = 0
-    right_in_a_row: dict[str, int] = field(default_factory=dict)  # by prompt index
+    solve_streak: dict[str, int] = field(default_factory=dict)  # by prompt index
     resting: dict[str, int] = field(default_factory=dict)  # prompt index -> step after which it is taken again
     controls: dict[str, float] = field(default_factory=dict)  # what adaptive weights have come to
     reference_refreshed: bool = False  # the checkpoint holds a reference of its own
@@ -47,7 +47,7 @@ def own_checksums(folder: Path, rank: int = 0, size: int = 1) -> Files:
     return checksums_of(folder, [file for file, by in owners.items() if (int(by[1]) % size if by else 0) == rank])
 
 
-def write_manifest(folder: Path, state: RunState, files: Files | None = None) -> None:
+def write_manifest(folder: Path, state: TrainState, files: Files | None = None) -> None:
     """Declare the checkpoint whole: the state, and size and checksum of every file, which must be on disk already.
 
     `files`: what `own_checksums` of all ranks found (default: found here).
@@ -61,7 +61,7 @@ def write_manifest(folder: Path, state: RunState, files: Files | None = None) ->
     temporary.rename(folder / MANIFEST)
 
 
-def read_manifest(folder: Path) -> RunState:
+def read_manifest(folder: Path) -> TrainState:
     """The state of a whole checkpoint.
 
     Raises UserError for a manifest that this version did not write, and where a file it names is missing or cut.
@@ -149,10 +149,10 @@ def _whole_checkpoints(run_folder: Path) -> list[Path]:
     return sorted(own, key=lambda path: numbers[path])
 
 
-def _read(folder: Path) -> tuple[RunState, Files]:
+def _read(folder: Path) -> tuple[TrainState, Files]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        state = RunState(**manifest["state"])
+        state = TrainState(**manifest["state"])
         files = {
             str(name): {"bytes": int(held["bytes"]), HASH: str(held[HASH])} for name, held in manifest["files"].items()
         }

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint.aux_files import copy_others
+from grpo_mp.checkpoint.aux_files import copy_aux_files
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader, holds_weights
-from grpo_mp.checkpoint.non_policy_tensors import is_extra, open_extras
+from grpo_mp.checkpoint.non_policy_tensors import is_non_policy_tensor, open_non_policy_tensors
 from grpo_mp.checkpoint.resumable_writer import (
     PART_BYTES,
     Part,
@@ -26,13 +26,13 @@ from grpo_mp.checkpoint.resumable_writer import (
 )
 from grpo_mp.checkpoint.to_megatron import Model, no_nan
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
-from grpo_mp.checkpoint.worker_group import Team
+from grpo_mp.checkpoint.worker_group import WorkerGroup
 from grpo_mp.models.fp8 import FP8, SCALE, quantise, requantise, scale_shape
 from grpo_mp.models.mapping import Param, unfuse
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorSpec:
     """A tensor of the result as its file will have it."""
 
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Back:
+class HfExporter:
     """One conversion: where tensors come from. `original` has FP8 bytes to keep, `extras` what is no policy's."""
 
     model: Model
@@ -53,7 +53,7 @@ class Back:
     extras: HfReader | None
     fp8: bool
 
-    def stored(self) -> dict[str, dict[str, Stored]]:
+    def stored(self) -> dict[str, dict[str, TensorSpec]]:
         """Tensors of the result by what they are made of: a parameter, or a tensor of `original` itself."""
         made = {name: self._stored_of(name) for name in self.model.params}
         return made | {name: self._stored_extra(name) for name in self._extra_names()}
@@ -76,13 +76,13 @@ class Back:
             weight, scale = quantise(tensor)
         yield from ((name, weight), (name + SCALE, scale))
 
-    def _stored_of(self, source: str) -> dict[str, Stored]:
+    def _stored_of(self, source: str) -> dict[str, TensorSpec]:
         param, dtype = self.model.params[source], self.reader.dtype(self.model.places[source])
-        stored: dict[str, Stored] = {}
+        stored: dict[str, TensorSpec] = {}
         for name, shape in zip(param.hf, param.shapes, strict=True):
             fp8 = self._is_fp8(param, name)
-            stored[name] = Stored(shape, FP8 if fp8 else dtype)
-            stored |= {name + SCALE: Stored(scale_shape(shape), torch.float32)} if fp8 else {}
+            stored[name] = TensorSpec(shape, FP8 if fp8 else dtype)
+            stored |= {name + SCALE: TensorSpec(scale_shape(shape), torch.float32)} if fp8 else {}
         return stored
 
     def _is_fp8(self, param: Param, name: str) -> bool:
@@ -94,10 +94,10 @@ class Back:
         return param.is_projection
 
     def _extra_names(self) -> list[str]:
-        return sorted(name for name in self.extras.names if is_extra(name, self.model.hf)) if self.extras else []
+        return sorted(name for name in self.extras.names if is_non_policy_tensor(name, self.model.hf)) if self.extras else []
 
-    def _stored_extra(self, name: str) -> dict[str, Stored]:
-        return {each: Stored(tuple(tensor.shape), tensor.dtype) for each, tensor in self._extra(name, meta=True)}
+    def _stored_extra(self, name: str) -> dict[str, TensorSpec]:
+        return {each: TensorSpec(tuple(tensor.shape), tensor.dtype) for each, tensor in self._extra(name, meta=True)}
 
     def _extra(self, name: str, meta: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Unchanged, but FP8 becomes values in a folder that has no FP8; `meta`: shapes and dtypes only."""
@@ -119,7 +119,7 @@ def to_hf(
     fp8: bool,
     watch: Watch,
     part_bytes: int = PART_BYTES,
-    team: Team | None = None,
+    team: WorkerGroup | None = None,
 ) -> None:
     """Convert a checkpoint, of a run or of `to_megatron`, to a Hugging Face folder.
 
@@ -132,10 +132,10 @@ def to_hf(
     model = Model.of(others)
     with ExitStack() as stack:
         original = stack.enter_context(HfReader(like, verify=True)) if like and holds_weights(like) else None
-        extras = open_extras(source, verify=True) or original
+        extras = open_non_policy_tensors(source, verify=True) or original
         reader = TorchDistReader(source, verify=True)
         reader.check_layers(model.hf.int("num_hidden_layers"))
-        back = Back(model, reader, original, extras, fp8)
+        back = HfExporter(model, reader, original, extras, fp8)
         stored = back.stored()
         runs = divide({name: sum(one.bytes for one in made.values()) for name, made in stored.items()}, part_bytes)
         parts = [Part(_file_name(number, len(runs)), *run) for number, run in enumerate(runs, start=1)]
@@ -148,7 +148,7 @@ def to_hf(
             save_file(tensors, file, metadata={"format": "pt"})
 
         def finish(folder: Path) -> Sequence[str]:
-            copy_others(others, folder, fp8)
+            copy_aux_files(others, folder, fp8)
             if len(parts) == 1:
                 return ()
             _write_index(folder, parts, stored)
@@ -163,7 +163,7 @@ def _file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def _write_index(folder: Path, parts: list[Part], stored: dict[str, dict[str, Stored]]) -> None:
+def _write_index(folder: Path, parts: list[Part], stored: dict[str, dict[str, TensorSpec]]) -> None:
     weight_map = {name: part.name for part in parts for source in part.params for name in stored[source]}
     total = sum(one.bytes for made in stored.values() for one in made.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint.aux_files import copy_others
+from grpo_mp.checkpoint.aux_files import copy_aux_files
 from grpo_mp.checkpoint.hf_reader import HfReader
-from grpo_mp.checkpoint.non_policy_tensors import EXTRA, check_layers, is_extra
+from grpo_mp.checkpoint.non_policy_tensors import NON_POLICY, check_layers, is_non_policy_tensor
 from grpo_mp.checkpoint.resumable_writer import (
     PART_BYTES,
     Part,
@@ -22,9 +22,9 @@ from grpo_mp.checkpoint.resumable_writer import (
     each_in_threads,
     fingerprint,
 )
-from grpo_mp.checkpoint.torch_dist import JOINT, Place, join_parts, place_of, write_part
+from grpo_mp.checkpoint.torch_dist import JOINT, CheckpointSlot, join_parts, slot_of, write_part
 from grpo_mp.checkpoint.validate import check_tensors
-from grpo_mp.checkpoint.worker_group import Team
+from grpo_mp.checkpoint.worker_group import WorkerGroup
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8
@@ -38,7 +38,7 @@ class Model:
 
     hf: HfConfig
     params: Mapping[str, Param]
-    places: Mapping[str, Place]
+    places: Mapping[str, CheckpointSlot]
 
     @classmethod
     def of(cls, folder: Path) -> "Model":
@@ -47,11 +47,11 @@ class Model:
         family = family_of(hf)
         params = {name: param for name, param in family.params(hf).items() if not param.alias}
         config = family.config(hf)
-        return cls(hf, params, {name: place_of(param, config) for name, param in params.items()})
+        return cls(hf, params, {name: slot_of(param, config) for name, param in params.items()})
 
 
 def to_megatron(
-    source: Path, final: Path, watch: Watch, part_bytes: int = PART_BYTES, team: Team | None = None
+    source: Path, final: Path, watch: Watch, part_bytes: int = PART_BYTES, team: WorkerGroup | None = None
 ) -> None:
     """Convert a Hugging Face folder; config and tokenizer go with the weights.
 
@@ -66,15 +66,15 @@ def to_megatron(
         runs = divide({name: _bytes(reader, param) for name, param in model.params.items()}, part_bytes)
         parts = [Part(f"part_{number:05d}", *run) for number, run in enumerate(runs)]
         extras = divide(_extra_sizes(reader, model.hf), part_bytes)
-        kept = [Part(f"{EXTRA}{number:05d}.safetensors", *run) for number, run in enumerate(extras)]
+        kept = [Part(f"{NON_POLICY}{number:05d}.safetensors", *run) for number, run in enumerate(extras)]
 
-        def make(part: Part) -> list[tuple[Place, Tensor]] | dict[str, Tensor]:
+        def make(part: Part) -> list[tuple[CheckpointSlot, Tensor]] | dict[str, Tensor]:
             if part in kept:
                 return {name: reader.read_stored(name) for name in part.params}
             fused = each_in_threads(lambda name: _fused(reader, model, name), part.params)
             return [(model.places[name], tensor) for name, tensor in zip(part.params, fused, strict=True)]
 
-        def write(path: Path, made: list[tuple[Place, Tensor]] | dict[str, Tensor]) -> None:
+        def write(path: Path, made: list[tuple[CheckpointSlot, Tensor]] | dict[str, Tensor]) -> None:
             if isinstance(made, dict):
                 save_file(made, path, metadata={"format": "pt"})
             else:
@@ -82,7 +82,7 @@ def to_megatron(
 
         def finish(folder: Path) -> Sequence[str]:
             join_parts(folder, [part.name for part in parts])
-            copy_others(source, folder)
+            copy_aux_files(source, folder)
             return JOINT
 
         made_of = fingerprint([*reader.files, source / "config.json"], "to-megatron", part_bytes)
@@ -95,7 +95,7 @@ def check_names(reader: HfReader, model: Model) -> None:
     check_layers(reader.names, model.hf)
     known = {name for param in model.params.values() for name in param.hf}
     tied = {"lm_head.weight"} if model.hf.tied else set()  # a copy of the embedding
-    unknown = sorted(name for name in reader.names - known - tied if not is_extra(name, model.hf))
+    unknown = sorted(name for name in reader.names - known - tied if not is_non_policy_tensor(name, model.hf))
     if unknown:
         raise UserError(f"{reader.folder}: the mapping of {model.hf.model_type} does not know the tensor {unknown[0]}")
 
@@ -108,7 +108,7 @@ def _bytes(reader: HfReader, param: Param) -> int:
 
 
 def _extra_sizes(reader: HfReader, hf: HfConfig) -> dict[str, int]:
-    names = sorted(name for name in reader.stored_names if is_extra(name, hf))
+    names = sorted(name for name in reader.stored_names if is_non_policy_tensor(name, hf))
     return {name: prod(reader.shape(name)) * reader.dtype(name).itemsize for name in names}
 
 

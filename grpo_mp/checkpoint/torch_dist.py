@@ -32,7 +32,7 @@ EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.weight)\d+$")
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointSlot:
     """A parameter's tensor in a checkpoint: `stacked` are (position, size) of the axes in front of its own."""
 
     key: str
@@ -48,7 +48,7 @@ class Place:
         return len(size) == len(whole) and size[0] >= whole[0] and size[1:] == whole[1:]
 
 
-def place_of(param: Param, config: Mapping[str, Any]) -> Place:
+def slot_of(param: Param, config: Mapping[str, Any]) -> CheckpointSlot:
     """Where Megatron keeps the whole parameter; `config`: the family's Megatron settings.
 
     Layers of one kind are one tensor with the layer as its first axis; so are the experts of a layer.
@@ -60,10 +60,10 @@ def place_of(param: Param, config: Mapping[str, Any]) -> Place:
     if param.expert is not None:
         key = EXPERT.sub(r".mlp.experts.experts.\1", key)
         stacked.append((param.expert, param.experts))
-    return Place(key, tuple(stacked), param.local_shape(1), param.vocabulary)
+    return CheckpointSlot(key, tuple(stacked), param.local_shape(1), param.vocabulary)
 
 
-def write_part(folder: Path, tensors: Iterable[tuple[Place, Tensor]]) -> None:
+def write_part(folder: Path, tensors: Iterable[tuple[CheckpointSlot, Tensor]]) -> None:
     """Write some tensors of a checkpoint, with metadata of their own, as a folder of it."""
     by_key: dict[str, list[CheckpointableShardedTensor]] = defaultdict(list)
     for place, tensor in tensors:
@@ -105,7 +105,7 @@ def _one_kind_of_layer(config: Mapping[str, Any]) -> bool:
     return isinstance(frequency, int) and frequency <= 1
 
 
-def chunk(place: Place, tensor: Tensor) -> CheckpointableShardedTensor:
+def chunk(place: CheckpointSlot, tensor: Tensor) -> CheckpointableShardedTensor:
     """The parameter as the planners of torch.distributed.checkpoint take it."""
     offsets = [(axis, position, size) for axis, (position, size) in enumerate(place.stacked)]
     data = tensor.view((1,) * len(offsets) + tuple(tensor.shape))

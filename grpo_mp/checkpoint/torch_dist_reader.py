@@ -15,7 +15,7 @@ from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.checkpoint.run_state import MANIFEST, checkpoint_checksums, read_manifest
 from grpo_mp.checkpoint.safe_metadata import SafeReader
 from grpo_mp.checkpoint.saved_tensor import read_into
-from grpo_mp.checkpoint.torch_dist import LAYER, Place, chunk
+from grpo_mp.checkpoint.torch_dist import LAYER, CheckpointSlot, chunk
 from grpo_mp.errors import UserError
 
 OPTIMIZER = "optimizer."
@@ -55,12 +55,12 @@ class TorchDistReader:
             if layer and int(layer[1]) >= count:
                 raise UserError(f"{self.folder}: {key} is there, but config.json has num_hidden_layers={count}")
 
-    def dtype(self, place: Place) -> torch.dtype:
+    def dtype(self, place: CheckpointSlot) -> torch.dtype:
         """Raises UserError where the checkpoint lacks the tensor or has it in another shape."""
         dtype: torch.dtype = self._held(place).properties.dtype
         return dtype
 
-    def read(self, place: Place) -> Tensor:
+    def read(self, place: CheckpointSlot) -> Tensor:
         """The whole parameter, without the padding of its vocabulary."""
         held = self._held(place)
         for piece in self._chunks_of(place, held):
@@ -77,7 +77,7 @@ class TorchDistReader:
         self._reader.read_data(planner.create_local_plan(), planner).wait()
         return tensor[: place.shape[0]]
 
-    def _read_plainly(self, place: Place, held: TensorStorageMetadata, tensor: Tensor) -> bool:
+    def _read_plainly(self, place: CheckpointSlot, held: TensorStorageMetadata, tensor: Tensor) -> bool:
         """Where one piece is the whole parameter, as `to_megatron` writes it."""
         chunks = self._chunks_of(place, held)
         if len(chunks) != 1:
@@ -87,7 +87,7 @@ class TorchDistReader:
         out = tensor.view(piece.sizes) if prod(piece.sizes) == tensor.numel() else tensor
         return read_into(self.folder / info.relative_path, info.offset, info.length, out)
 
-    def _chunks_of(self, place: Place, held: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
+    def _chunks_of(self, place: CheckpointSlot, held: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
         """Those of one parameter: torch would look at all layers and experts of the tensor, for each of them."""
         if place.key not in self._chunks:
             groups: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
@@ -99,7 +99,7 @@ class TorchDistReader:
             raise UserError(f"{self.folder}: pieces of {place.key} are missing: save or convert it again")
         return chunks
 
-    def _held(self, place: Place) -> TensorStorageMetadata:
+    def _held(self, place: CheckpointSlot) -> TensorStorageMetadata:
         held = self.metadata.state_dict_metadata.get(place.key)
         if not isinstance(held, TensorStorageMetadata):
             raise UserError(f"{self.folder}: the tensor {place.key} is missing: it is of another model")

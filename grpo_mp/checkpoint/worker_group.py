@@ -18,7 +18,7 @@ LIMIT_S = 1800.0  # without a byte from anyone
 POLL_S = 0.1
 
 
-class Team:
+class WorkerGroup:
     """This process among them."""
 
     def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None, limit_s: float = LIMIT_S) -> None:
@@ -62,7 +62,7 @@ class Team:
                     f"the other ranks wrote nothing for {self._limit_s:.0f} s: start again, what is written stays"
                 )
 
-    def takes_the_word(self) -> bool:
+    def elects_itself(self) -> bool:
         """Whether this rank is the first to explain why the job ends."""
         try:
             return self._store is None or self._store.add("word", 1) == 1

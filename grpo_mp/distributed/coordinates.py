@@ -10,7 +10,7 @@ from grpo_mp.config import Layout
 
 
 @dataclass(frozen=True)
-class Coordinates:
+class RankCoordinates:
     """Position of one rank; `expert_*` is the same rank seen by the expert parameters."""
 
     tensor: int
@@ -27,13 +27,13 @@ def data_parallel(layout: Layout, world_size: int) -> int:
     return world_size // (layout.tensor * layout.context * layout.pipeline)
 
 
-def coordinates(rank: int, layout: Layout, world_size: int) -> Coordinates:
+def coordinates(rank: int, layout: Layout, world_size: int) -> RankCoordinates:
     """Position of `rank` in a job of `world_size` ranks; the layout must have passed `check_layout`."""
     per_stage = world_size // layout.pipeline
     pipeline, inside = divmod(rank, per_stage)
     tensor, rest = inside % layout.tensor, inside // layout.tensor
     expert_tensor, expert_rest = inside % layout.expert_tensor, inside // layout.expert_tensor
-    return Coordinates(
+    return RankCoordinates(
         tensor=tensor,
         context=rest % layout.context,
         data=rest // layout.context,
@@ -44,6 +44,6 @@ def coordinates(rank: int, layout: Layout, world_size: int) -> Coordinates:
     )
 
 
-def replica_ranks(data: int, layout: Layout, world_size: int) -> tuple[int, ...]:
+def model_parallel_ranks(data: int, layout: Layout, world_size: int) -> tuple[int, ...]:
     """Ranks that train on the same samples: all tensor, context and pipeline coordinates of one data rank."""
     return tuple(rank for rank in range(world_size) if coordinates(rank, layout, world_size).data == data)

@@ -11,8 +11,8 @@ from megatron.core import parallel_state, tensor_parallel
 
 from grpo_mp import platform
 from grpo_mp.config import Layout
-from grpo_mp.distributed.coordinates import Coordinates, coordinates, data_parallel, replica_ranks
-from grpo_mp.distributed.rendezvous import meet
+from grpo_mp.distributed.coordinates import RankCoordinates, coordinates, data_parallel, model_parallel_ranks
+from grpo_mp.distributed.rendezvous import rendezvous
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class Parallel:
     layout: Layout
     rank: int
     world_size: int
-    here: Coordinates
+    coords: RankCoordinates
     data_parallel: int
     replica: dist.ProcessGroup  # host-memory group of the ranks that train on the same samples
-    host: dist.ProcessGroup  # host-memory group of all ranks
+    cpu_group: dist.ProcessGroup  # host-memory group of all ranks
     store: dist.Store  # small numbers known to the whole job
 
     @property
     def replica_source(self) -> int:
         """The rank that receives the replica's samples and passes them on."""
-        return replica_ranks(self.here.data, self.layout, self.world_size)[0]
+        return model_parallel_ranks(self.coords.data, self.layout, self.world_size)[0]
 
 
 def megatron_sizes(layout: Layout) -> dict[str, int | None]:
@@ -53,7 +53,7 @@ def start_parallel(layout: Layout, seed: int, timeout_s: float, name: str = "job
     they cannot meet.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
-    store, rank, world_size = meet(timeout)
+    store, rank, world_size = rendezvous(timeout)
     store = dist.PrefixStore(name, store)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
@@ -64,20 +64,20 @@ def start_parallel(layout: Layout, seed: int, timeout_s: float, name: str = "job
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     copies = data_parallel(layout, world_size)
     replicas = [
-        dist.new_group(list(replica_ranks(data, layout, world_size)), backend="gloo", timeout=timeout)
+        dist.new_group(list(model_parallel_ranks(data, layout, world_size)), backend="gloo", timeout=timeout)
         for data in range(copies)
     ]
     # NCCL connects all ranks in the first call, and what a sync sends is between some of them.
     dist.all_reduce(torch.zeros(1, device=platform.device()))
-    here = coordinates(rank, layout, world_size)
+    coords = coordinates(rank, layout, world_size)
     return Parallel(
         layout=layout,
         rank=rank,
         world_size=world_size,
-        here=here,
+        coords=coords,
         data_parallel=copies,
-        replica=replicas[here.data],
-        host=dist.new_group(backend="gloo", timeout=timeout),
+        replica=replicas[coords.data],
+        cpu_group=dist.new_group(backend="gloo", timeout=timeout),
         store=store,
     )
 

@@ -10,7 +10,7 @@ from grpo_mp import platform
 from grpo_mp.errors import UserError
 
 
-def meet(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
+def rendezvous(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
     """The job's store, this rank, and how many there are; this rank's device is chosen.
 
     Raises UserError where the ranks cannot meet.

@@ -6,7 +6,7 @@ from grpo_mp.config import Settings
 from grpo_mp.distributed.coordinates import data_parallel
 from grpo_mp.distributed.layout import describe
 from grpo_mp.errors import UserError
-from grpo_mp.rollout.placement import EnginePlace, engine_places
+from grpo_mp.rollout.placement import EnginePlacement, engine_placements
 
 
 def node_map(settings: Settings, nodes: Sequence[str], per_node: int) -> str:
@@ -19,7 +19,7 @@ def node_map(settings: Settings, nodes: Sequence[str], per_node: int) -> str:
             f"layout: tensor x context x pipeline = {model_parallel} needs {-(-model_parallel // per_node)} nodes of "
             f"{per_node} ranks, the allocation has {len(nodes)}: ask for more with sbatch --nodes"
         )
-    places = engine_places(world_size, per_node, settings.engine.gpus, settings.engine.count)
+    places = engine_placements(world_size, per_node, settings.engine.gpus, settings.engine.count)
     lines = [f"{world_size} ranks; layout: {describe(layout)}, data={data_parallel(layout, world_size)}"]
     for number, name in enumerate(nodes):
         ranks = range(number * per_node, (number + 1) * per_node)
@@ -27,11 +27,11 @@ def node_map(settings: Settings, nodes: Sequence[str], per_node: int) -> str:
     return "\n".join(lines)
 
 
-def _engines(places: Sequence[EnginePlace], ranks: range) -> str:
+def _engines(places: Sequence[EnginePlacement], ranks: range) -> str:
     here = [place for place in places if place.rank in ranks]
     return ", ".join(map(_engine, here)) or "no engine"
 
 
-def _engine(place: EnginePlace) -> str:
+def _engine(place: EnginePlacement) -> str:
     part = f", part {place.node_rank} of {place.nodes}" if place.nodes > 1 else ""
     return f"engine {place.engine} (started by rank {place.rank}{part})"

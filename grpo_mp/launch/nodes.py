@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from grpo_mp import platform
 from grpo_mp.config import exit_with
-from grpo_mp.distributed.rendezvous import meet
+from grpo_mp.distributed.rendezvous import rendezvous
 from grpo_mp.errors import UserError
 from grpo_mp.launch.node_report import NodeReport, bad_nodes, look_at_node
 from grpo_mp.launch.rates import measure
@@ -55,7 +55,7 @@ class NodeCheck:
     @classmethod
     def join(cls, attempt: Path, names: Sequence[str]) -> "NodeCheck":
         """Meet the other ranks. Raises UserError where that fails."""
-        store, rank, world_size = meet(LIMIT)
+        store, rank, world_size = rendezvous(LIMIT)
         return cls(attempt, names, store, rank, world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
 
     def run(self) -> int:

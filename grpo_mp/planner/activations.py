@@ -6,7 +6,7 @@ context shard, norms and routed experts those of the sequence shard; attention s
 
 from grpo_mp.planner.bytes_per_parameter import BYTES
 from grpo_mp.planner.job import Job
-from grpo_mp.planner.overheads import ASSUMED
+from grpo_mp.planner.overheads import OVERHEADS
 
 
 def activation_bytes(job: Job, stage: int) -> float:
@@ -16,10 +16,10 @@ def activation_bytes(job: Job, stage: int) -> float:
     working = max(saved.values(), default=0.0)
     if job.settings.optimizer.recompute == "full":
         kept = len(layers) * _entry_bytes(job)
-        working *= 1 + ASSUMED.gradients_of_activations
+        working *= 1 + OVERHEADS.gradients_of_activations
     else:
         kept = sum(saved.values())
-        working *= ASSUMED.gradients_of_activations
+        working *= OVERHEADS.gradients_of_activations
     return kept * _in_flight(job, stage) + working
 
 
@@ -63,7 +63,7 @@ def _tensor_elements(job: Job, layer: int) -> float:
         return tokens * (per_token + gathered + 3 * shape.dense_width / layout.tensor)
     shared = gathered + 3 * shape.shared_width / layout.tensor if shape.shared_width else 0
     router = 3 * shape.experts * 2 / layout.tensor  # in float32
-    received = shape.experts_per_token * layout.expert_tensor / layout.tensor * ASSUMED.imbalance
+    received = shape.experts_per_token * layout.expert_tensor / layout.tensor * OVERHEADS.imbalance
     routed = received * (4 * shape.hidden + 3 * shape.expert_width / layout.expert_tensor)
     return tokens * (per_token + shared + router + routed)
 

@@ -10,7 +10,7 @@ BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16"
 
 
 @dataclass(frozen=True)
-class Keeping:
+class BytesPerParameter:
     """Bytes per parameter. What the optimizer holds is divided over data parallel ranks; the rest is not."""
 
     weights: int
@@ -22,17 +22,17 @@ class Keeping:
     saved: int = 0  # float32 copies of one parameter's moments at a time, on the device, while they are saved
 
 
-def keeping(settings: Settings) -> Keeping:
+def bytes_per_parameter(settings: Settings) -> BytesPerParameter:
     """Of this trainer: distributed Adam, moved to the host between phases; one host copy of the weights.
 
     With full precision the optimizer works on the model's own weights, and nothing moves.
     """
     megatron = settings.optimizer.megatron
     if settings.model.dtype == "float32":
-        return Keeping(weights=4, gradients=4, optimizer=8)
+        return BytesPerParameter(weights=4, gradients=4, optimizer=8)
     reduce_in_fp32 = megatron.get("grad_reduce_in_fp32", True)
     aware = bool(megatron.get("use_precision_aware_optimizer"))
-    return Keeping(
+    return BytesPerParameter(
         weights=2,
         gradients=4 if reduce_in_fp32 else 2,
         optimizer=_aware(megatron) if aware else 12,

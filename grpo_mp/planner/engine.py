@@ -6,9 +6,9 @@ from grpo_mp.models.families import family_of
 from grpo_mp.models.mapping import Rule
 from grpo_mp.planner.bytes_per_parameter import BYTES
 from grpo_mp.planner.job import Job
-from grpo_mp.planner.overheads import ASSUMED
+from grpo_mp.planner.overheads import OVERHEADS
 from grpo_mp.planner.parameter_count import rule_count
-from grpo_mp.rollout.engine_parallelism import check_division
+from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
 from grpo_mp.rollout.precision import in_fp8
 
 
@@ -44,7 +44,7 @@ def engine_shape(job: Job) -> EngineShape:
     Raises UserError where they do not divide each other or the model, or cut a block of blockwise FP8.
     """
     engine = job.settings.engine
-    division = check_division(engine.gpus, engine.args, job.hf)
+    division = check_engine_parallelism(engine.gpus, engine.args, job.hf)
     fp8 = in_fp8(engine.args, job.hf, cpu=False)
     return EngineShape(
         division.gpus,
@@ -62,11 +62,11 @@ def engine_load(job: Job) -> EngineLoad:
     """Weights, and the cache that `mem_fraction_static` leaves beside them; a cache below 0 tokens holds none."""
     shape, args = engine_shape(job), job.settings.engine.args
     weights = weight_bytes(job, shape)
-    fraction = float(args.get("mem_fraction_static", ASSUMED.mem_fraction_static))
-    graphs = 0.0 if args.get("disable_cuda_graph") else ASSUMED.graphs
+    fraction = float(args.get("mem_fraction_static", OVERHEADS.mem_fraction_static))
+    graphs = 0.0 if args.get("disable_cuda_graph") else OVERHEADS.graphs
     cache = max(0.0, fraction * job.cluster.gpu_bytes - weights)
     token = token_bytes(job, shape)
-    groups = ASSUMED.engine_groups + (ASSUMED.all_to_all if args.get("moe_a2a_backend") == "deepep" else 0.0)
+    groups = OVERHEADS.engine_groups + (OVERHEADS.all_to_all if args.get("moe_a2a_backend") == "deepep" else 0.0)
     return EngineLoad(weights, cache, graphs, groups, token, int(cache / token) * shape.replicas)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from grpo_mp.distributed.layout import describe
 from grpo_mp.planner.engine import engine_shape
 from grpo_mp.planner.job import Job
-from grpo_mp.rollout.placement import engine_hosts, engine_places
+from grpo_mp.rollout.placement import engine_hosts, engine_placements
 
 # What the run sets for its processes; anything else is as it was found.
 ENVIRONMENT = (
@@ -60,7 +60,7 @@ def _places(job: Job) -> Iterator[str]:
         f"the optimizer of dense parameters over {job.dense_shards} ranks, of experts over {job.expert_shards}; "
         f" {', '.join(str(len(layers)) for layers in job.stages)}"
     )
-    hosts = engine_hosts(engine_places(job.world_size, job.gpus_per_node, engine.gpus, engine.count))
+    hosts = engine_hosts(engine_placements(job.world_size, job.gpus_per_node, engine.gpus, engine.count))
     yield (
         f"engines: {len(hosts)} of {engine.gpus} GPUs on the same devices, in turn with the trainer; servers are "
         f"started by rank{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}; "

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from grpo_mp.planner.clusters import GIB
-from grpo_mp.planner.memory import Stretch, total
+from grpo_mp.planner.memory import SubPhase, total
 from grpo_mp.planner.plan import Plan
 from grpo_mp.rollout.engine_parallelism import attention_replicas
 
@@ -13,7 +13,7 @@ class Need:
     """The most that any rank's device, or any node's host, holds: where, when, and its largest kind."""
 
     place: str
-    stretch: Stretch
+    stretch: SubPhase
     needed: float
     capacity: float
     kind: str
@@ -38,7 +38,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Feasibility:
     """`device` and `host`: the fullest. `complaint`: what does not fit beside memory, or nothing."""
 
     device: Need
@@ -58,15 +58,15 @@ class Verdict:
         return f"does not fit. {'. '.join([*needs, *filter(None, [self.complaint])])}."
 
 
-def judge(plan: Plan) -> Verdict:
+def check_fits(plan: Plan) -> Feasibility:
     """The verdict on a plan."""
-    return Verdict(_device(plan), _host(plan), _cache(plan))
+    return Feasibility(_device(plan), _host(plan), _cache(plan))
 
 
 def _device(plan: Plan) -> Need:
     per_stage = plan.job.world_size // len(plan.memory.device)
     stage, stretch = max(
-        ((stage, stretch) for stage in range(len(plan.memory.device)) for stretch in Stretch),
+        ((stage, stretch) for stage in range(len(plan.memory.device)) for stretch in SubPhase),
         key=lambda place: total(plan.memory.device[place[0]][place[1]]),
     )
     items = plan.memory.device[stage][stretch]
@@ -83,7 +83,7 @@ def _device(plan: Plan) -> Need:
 
 
 def _host(plan: Plan) -> Need:
-    stretch = max(Stretch, key=lambda one: total(plan.memory.host[one]))
+    stretch = max(SubPhase, key=lambda one: total(plan.memory.host[one]))
     items = plan.memory.host[stretch]
     kind = max(items, key=lambda name: items[name])
     return Need("a node's host", stretch, total(items), plan.job.cluster.host_bytes, kind, items[kind])

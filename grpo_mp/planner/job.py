@@ -10,9 +10,9 @@ from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import Cluster
 from grpo_mp.planner.packing import Lengths, Packing, pack_update
-from grpo_mp.planner.parameter_count import Count, rank_counts
+from grpo_mp.planner.parameter_count import Count, local_parameter_counts
 from grpo_mp.planner.stages import Stages, stage_layers
-from grpo_mp.rollout.placement import engine_places
+from grpo_mp.rollout.placement import engine_placements
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def make_job(
     values = family_of(hf).config(hf)
     megatron = settings.optimizer.megatron
     check_layout(layout, model_shape(values), world_size, uneven_pipeline=any("pipeline" in name for name in megatron))
-    engine_places(world_size, gpus_per_node, engine.gpus, engine.count)
+    engine_placements(world_size, gpus_per_node, engine.gpus, engine.count)
     stages = stage_layers(values["num_layers"], layout, megatron)
     return Job(
         settings=settings,
@@ -146,7 +146,7 @@ def make_job(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         stages=stages,
-        counts=rank_counts(hf, layout, stages),
+        counts=local_parameter_counts(hf, layout, stages),
         response_tokens=response_tokens or settings.rollout.max_response_tokens / 2,
     )
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
-from grpo_mp.planner.bytes_per_parameter import keeping
+from grpo_mp.planner.bytes_per_parameter import bytes_per_parameter
 from grpo_mp.planner.plan import Plan
 
 
@@ -35,7 +35,7 @@ def ppo_models(plan: Plan) -> tuple[Need, ...]:
 
 def _trained(plan: Plan, model: str) -> Need:
     """The critic's head has one column; everything else is the policy's."""
-    job, kept = plan.job, keeping(plan.job.settings)
+    job, kept = plan.job, bytes_per_parameter(plan.job.settings)
     device, host = 0.0, 0.0
     for stage, count in enumerate(job.counts):
         state = (count.dense / job.dense_shards + count.expert / job.expert_shards) * kept.optimizer
@@ -47,6 +47,6 @@ def _trained(plan: Plan, model: str) -> Need:
 
 
 def _frozen(plan: Plan, model: str) -> Need:
-    job, kept = plan.job, keeping(plan.job.settings)
+    job, kept = plan.job, bytes_per_parameter(plan.job.settings)
     device = max(count.total * kept.weights + forward_bytes(job, stage) for stage, count in enumerate(job.counts))
     return Need(model, False, device, job.gpus_per_node * max(count.total for count in job.counts) * kept.weights)

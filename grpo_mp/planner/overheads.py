@@ -6,7 +6,7 @@ from grpo_mp.planner.clusters import GIB
 
 
 @dataclass(frozen=True)
-class Assumed:
+class Overheads:
     """Bytes are of one process on one GPU, or of its share of a host."""
 
     context: float = 0.6 * GIB  # CUDA, cuBLAS and the kernels' code
@@ -26,4 +26,4 @@ class Assumed:
     bucket_s: float = 0.05  # one request to an engine
 
 
-ASSUMED = Assumed()
+OVERHEADS = Overheads()

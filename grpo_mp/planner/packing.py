@@ -8,7 +8,7 @@ from statistics import NormalDist, fmean
 from grpo_mp.batching.shared_prompts import PromptOf
 from grpo_mp.batching.updates import padded_size, plan_update
 from grpo_mp.config import Layout
-from grpo_mp.planner.overheads import ASSUMED
+from grpo_mp.planner.overheads import OVERHEADS
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def pack_update(lengths: Lengths, layout: Layout, data_parallel: int, max_tokens
 def responses(lengths: Lengths) -> tuple[int, ...]:
     """Equally likely lengths of a lognormal distribution that is cut off at the limit and has the wanted mean."""
     scores = [NormalDist().inv_cdf((number + 0.5) / lengths.samples) for number in range(lengths.samples)]
-    shapes = [exp(ASSUMED.length_spread * score) for score in scores]
+    shapes = [exp(OVERHEADS.length_spread * score) for score in scores]
 
     def cut(median: float) -> list[float]:
         return [min(float(lengths.limit), max(1.0, median * shape)) for shape in shapes]

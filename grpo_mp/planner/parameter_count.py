@@ -65,7 +65,7 @@ def make_table(hf: HfConfig, tensor: int, expert: int, expert_tensor: int) -> Ta
     return Table(layers, embedding, final, hf.tied)
 
 
-def rank_counts(hf: HfConfig, layout: Layout, stages: Stages) -> tuple[Count, ...]:
+def local_parameter_counts(hf: HfConfig, layout: Layout, stages: Stages) -> tuple[Count, ...]:
     """What one rank of each pipeline stage holds; all ranks of a stage hold equally many."""
     table = make_table(hf, layout.tensor, layout.expert, layout.expert_tensor)
     last = len(stages) - 1

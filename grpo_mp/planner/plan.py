@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo_mp.algorithms.settings import needs_old_logprobs
-from grpo_mp.planner.bytes_per_parameter import Keeping, keeping
+from grpo_mp.planner.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from grpo_mp.planner.generation import Generation, generate_work, plan_generation
 from grpo_mp.planner.job import Job
-from grpo_mp.planner.memory import Memory, Stretch, plan_memory
-from grpo_mp.planner.overheads import ASSUMED
+from grpo_mp.planner.memory import Memory, SubPhase, plan_memory
+from grpo_mp.planner.overheads import OVERHEADS
 from grpo_mp.planner.resource_use import Time, Work, time_of
 from grpo_mp.planner.training import logprob_work, optimizer_work, train_work
 
-ONCE = (Stretch.START, Stretch.LOAD)  # of a run; saving is counted by its share of a step
+ONCE = (SubPhase.START, SubPhase.LOAD)  # of a run; saving is counted by its share of a step
 
 
 @dataclass(frozen=True)
@@ -21,44 +21,44 @@ class Plan:
 
     job: Job
     memory: Memory
-    work: Mapping[Stretch, Work]
-    times: Mapping[Stretch, Time]
+    work: Mapping[SubPhase, Work]
+    times: Mapping[SubPhase, Time]
     generation: Generation
 
     @property
     def step_s(self) -> float:
-        return sum(self.times[stretch].expected_s * self.share(stretch) for stretch in Stretch)
+        return sum(self.times[stretch].expected_s * self.share(stretch) for stretch in SubPhase)
 
     @property
     def roofline_s(self) -> float:
-        return sum(self.times[stretch].roofline_s * self.share(stretch) for stretch in Stretch)
+        return sum(self.times[stretch].roofline_s * self.share(stretch) for stretch in SubPhase)
 
     @property
-    def costliest(self) -> tuple[Stretch, str, float]:
+    def costliest(self) -> tuple[SubPhase, str, float]:
         """The stretch and the item in it that takes most of a step, and its seconds."""
         found = [
             (stretch, name, seconds * self.share(stretch))
-            for stretch in Stretch
+            for stretch in SubPhase
             for name, seconds in self.times[stretch].parts.items()
         ]
         return max(found, key=lambda item: item[2])
 
-    def share(self, stretch: Stretch) -> float:
+    def share(self, stretch: SubPhase) -> float:
         """How often a stretch happens in a step."""
         every = self.job.settings.run.save_every
-        return 0.0 if stretch in ONCE else (1 / every if every else 0.0) if stretch is Stretch.SAVE else 1.0
+        return 0.0 if stretch in ONCE else (1 / every if every else 0.0) if stretch is SubPhase.SAVE else 1.0
 
 
-def make_plan(job: Job, kept: Keeping | None = None) -> Plan:
+def make_plan(job: Job, kept: BytesPerParameter | None = None) -> Plan:
     """`kept` stands in for how this trainer keeps its parameters."""
-    kept = kept or keeping(job.settings)
+    kept = kept or bytes_per_parameter(job.settings)
     memory = plan_memory(job, kept)
     work = _work(job, kept, memory)
     times = {stretch: time_of(one, job.cluster) for stretch, one in work.items()}
     return Plan(job, memory, work, times, plan_generation(job, memory.engine))
 
 
-def _work(job: Job, kept: Keeping, memory: Memory) -> dict[Stretch, Work]:
+def _work(job: Job, kept: BytesPerParameter, memory: Memory) -> dict[SubPhase, Work]:
     stage = max(range(len(job.counts)), key=lambda number: job.counts[number].total)
     count, engine = job.counts[stage], memory.engine
     algorithm = job.settings.algorithm
@@ -69,17 +69,17 @@ def _work(job: Job, kept: Keeping, memory: Memory) -> dict[Stretch, Work]:
     nodes = job.nodes
     whole = _whole_parameters(job)
     return {
-        Stretch.START: Work(),  # engines read no weights
-        Stretch.LOAD: Work(disk_bytes=count.total * 2 * job.gpus_per_node, host_link_bytes=count.total * 2),
-        Stretch.GENERATE: generate_work(job, engine),
-        Stretch.SCORE: Work(),
-        Stretch.LOGPROB: logprob_work(job, passes) + Work(host_link_bytes=swap),
-        Stretch.TRAIN: train_work(job),
-        Stretch.OPTIMIZER: optimizer_work(job, kept, stage),
-        Stretch.OFFLOAD: Work(host_link_bytes=2 * count.total * kept.weights * job.moves + state),
-        Stretch.SYNC: _sync(job, whole * kept.weights),
+        SubPhase.START: Work(),  # engines read no weights
+        SubPhase.LOAD: Work(disk_bytes=count.total * 2 * job.gpus_per_node, host_link_bytes=count.total * 2),
+        SubPhase.GENERATE: generate_work(job, engine),
+        SubPhase.SCORE: Work(),
+        SubPhase.LOGPROB: logprob_work(job, passes) + Work(host_link_bytes=swap),
+        SubPhase.TRAIN: train_work(job),
+        SubPhase.OPTIMIZER: optimizer_work(job, kept, stage),
+        SubPhase.OFFLOAD: Work(host_link_bytes=2 * count.total * kept.weights * job.moves + state),
+        SubPhase.SYNC: _sync(job, whole * kept.weights),
         # Written, then read for its checksums.
-        Stretch.SAVE: Work(disk_bytes=2 * whole * (12 + kept.weights) / nodes, host_copy_bytes=sharded * 12),
+        SubPhase.SAVE: Work(disk_bytes=2 * whole * (12 + kept.weights) / nodes, host_copy_bytes=sharded * 12),
     }
 
 
@@ -98,5 +98,5 @@ def _sync(job: Job, nbytes: float) -> Work:
         device_bytes=4 * nbytes,
         nvlink_bytes=nbytes * near,
         network_bytes=nbytes * max(0.0, 1 - near - mine),
-        latency_s=buckets * ASSUMED.bucket_s,
+        latency_s=buckets * OVERHEADS.bucket_s,
     )

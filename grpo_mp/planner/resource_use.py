@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from grpo_mp.planner.clusters import Cluster
-from grpo_mp.planner.overheads import ASSUMED
+from grpo_mp.planner.overheads import OVERHEADS
 
 GIGA = 1e9
 
@@ -79,4 +79,4 @@ def _seconds(work: Work, cluster: Cluster) -> dict[str, float]:
 
 def decode_latency_s(layers: int, collectives: int) -> float:
     """Of one token: launches of every layer, and its small collectives."""
-    return layers * (ASSUMED.kernels_s + collectives * ASSUMED.collective_s)
+    return layers * (OVERHEADS.kernels_s + collectives * OVERHEADS.collective_s)

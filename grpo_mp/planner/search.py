@@ -12,9 +12,9 @@ from grpo_mp.distributed.layout import broken_rules, model_shape
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.planner.balance import balanced_text
-from grpo_mp.planner.feasibility import judge
+from grpo_mp.planner.feasibility import check_fits
 from grpo_mp.planner.job import Job, make_job
-from grpo_mp.planner.memory import Stretch, total
+from grpo_mp.planner.memory import SubPhase, total
 from grpo_mp.planner.parameter_count import make_table
 from grpo_mp.planner.plan import Plan, make_plan
 from grpo_mp.planner.stages import FIRST, FREE, LAST
@@ -25,7 +25,7 @@ ATTENTION_TENSOR = 8  # the most that an engine divides attention by
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search saw: how many were valid, how many of them fit, and the best."""
 
     valid: int
@@ -33,7 +33,7 @@ class Found:
     best: tuple[Plan, ...]
 
 
-def search(job: Job, wanted: int = 5) -> Found:
+def search(job: Job, wanted: int = 5) -> SearchResult:
     """The best layouts for the job's machines, the first first. Nothing but layout and engine is changed.
 
     Raises UserError where the settings' own engine arguments leave no engine that holds the model.
@@ -48,7 +48,7 @@ def search(job: Job, wanted: int = 5) -> Found:
         for engine in engines[:ENGINES_WITH_EVERY_LAYOUT]
     ]
     best = sorted(filter(_fits, mixed), key=lambda plan: plan.step_s)[:wanted]
-    return Found(len(layouts) * len(engines), len(ranked) * len(engines), tuple(best))
+    return SearchResult(len(layouts) * len(engines), len(ranked) * len(engines), tuple(best))
 
 
 def valid_layouts(job: Job) -> Iterator[Layout]:
@@ -92,9 +92,9 @@ def _engines(job: Job) -> list[dict[str, Any]]:
             plan = make_plan(_with_engine(job, engine))
         except UserError:
             continue  # sizes that do not divide
-        held = total(plan.memory.device[0][Stretch.START])
-        if held <= job.cluster.gpu_bytes and not judge(plan).complaint:
-            found.append((plan.times[Stretch.GENERATE].expected_s, len(found), engine))
+        held = total(plan.memory.device[0][SubPhase.START])
+        if held <= job.cluster.gpu_bytes and not check_fits(plan).complaint:
+            found.append((plan.times[SubPhase.GENERATE].expected_s, len(found), engine))
     if not found:
         raise UserError("search: no engine of these GPUs holds the model and its longest sequence: use more of them")
     return [engine for _, _, engine in sorted(found)]
@@ -135,4 +135,4 @@ def _again(job: Job, settings: Settings) -> Job:
 
 
 def _fits(plan: Plan) -> bool:
-    return judge(plan).fits
+    return check_fits(plan).fits

@@ -7,16 +7,16 @@ from rich.table import Table
 
 from grpo_mp.distributed.layout import describe
 from grpo_mp.planner.clusters import GIB, describe_rates
-from grpo_mp.planner.feasibility import Verdict, judge
-from grpo_mp.planner.memory import Items, Stretch, total
+from grpo_mp.planner.feasibility import Feasibility, check_fits
+from grpo_mp.planner.memory import Items, SubPhase, total
 from grpo_mp.planner.models_needed import grpo_models, ppo_models
 from grpo_mp.planner.plan import Plan
-from grpo_mp.planner.search import Found, as_settings
+from grpo_mp.planner.search import SearchResult, as_settings
 
 GIGA = 1e9
 
 
-def show_plan(plan: Plan, verdict: Verdict, console: Console) -> None:
+def show_plan(plan: Plan, verdict: Feasibility, console: Console) -> None:
     """Everything: parameters, memory by kind, traffic and time by stretch, and the verdict last."""
     stage = fullest_stage(plan)
     device = plan.memory.device[stage]
@@ -39,13 +39,13 @@ def show_models(plan: Plan, console: Console) -> None:
         console.print(table_of(f"Models of {name}", columns, rows))
 
 
-def show_found(found: Found, console: Console) -> None:
+def show_found(found: SearchResult, console: Console) -> None:
     """The best layouts as settings, after a table that compares them."""
     console.print(
         f"{found.valid:,} valid combinations of layout and engine, {found.fitting:,} fit; by expected step time:"
     )
     for number, plan in enumerate(found.best, start=1):
-        verdict = judge(plan)
+        verdict = check_fits(plan)
         console.print(
             f"# {number}: {plan.step_s:,.0f} s a step ({plan.roofline_s:,.0f} s at the roofline); "
             f"{verdict.device.spare / GIB:.1f} GiB of a device, {verdict.host.spare / GIB:.0f} GiB of a host to spare"
@@ -80,7 +80,7 @@ def _parameters(plan: Plan) -> RenderableType:
     )
 
 
-def _memory(title: str, by_stretch: Iterable[tuple[Stretch, Items]]) -> Table:
+def _memory(title: str, by_stretch: Iterable[tuple[SubPhase, Items]]) -> Table:
     stretches = dict(by_stretch)
     kinds = list(dict.fromkeys(kind for items in stretches.values() for kind, size in items.items() if size))
     rows = [
@@ -92,7 +92,7 @@ def _memory(title: str, by_stretch: Iterable[tuple[Stretch, Items]]) -> Table:
 
 def _times(plan: Plan) -> Table:
     rows = []
-    for stretch in Stretch:
+    for stretch in SubPhase:
         work, time = plan.work[stretch], plan.times[stretch]
         costliest = max(time.parts, key=lambda name: time.parts[name], default="")
         moved = (work.nvlink_bytes, work.network_bytes, work.host_link_bytes + work.host_copy_bytes, work.disk_bytes)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from grpo_mp.models.families import family_of
-from grpo_mp.planner.bytes_per_parameter import Keeping
+from grpo_mp.planner.bytes_per_parameter import BytesPerParameter
 from grpo_mp.planner.job import Job
 from grpo_mp.planner.resource_use import Work
 
@@ -42,7 +42,7 @@ def train_work(job: Job) -> Work:
     return replace(travels, flops=forward.flops * (3 + again), idle=_idle(job))
 
 
-def optimizer_work(job: Job, kept: Keeping, stage: int) -> Work:
+def optimizer_work(job: Job, kept: BytesPerParameter, stage: int) -> Work:
     """The updates of a step: gradients summed over replicas, Adam, new weights gathered."""
     count, updates = job.counts[stage], job.settings.optimizer_steps_per_step
     layout = job.settings.layout

@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Way:
+class CellIndex:
     """Where tokens go: `token_of_cell` [cells] (any token for padding), `cell_of_token` [tokens]."""
 
     token_of_cell: Tensor
@@ -33,8 +33,8 @@ class Packing:
     """Buckets as (sequences, length, keys before), and the ways of this rank's queries and of all keys into them."""
 
     buckets: tuple[tuple[int, int, int], ...]
-    queries: Way
-    keys: Way
+    queries: CellIndex
+    keys: CellIndex
 
 
 def bucket_lengths(lengths: tuple[int, ...], before: tuple[int, ...] = ()) -> list[list[int]]:
@@ -96,17 +96,17 @@ def _cells(lengths: tuple[int, ...], first: list[int], cp: int, rank: int) -> Te
     return torch.cat([zigzag_positions(n, cp, rank) + c for n, c in zip(lengths, first, strict=True)])
 
 
-def _way(cell_of_token: Tensor, cells: int) -> Way:
+def _way(cell_of_token: Tensor, cells: int) -> CellIndex:
     token_of_cell = torch.zeros(cells, dtype=torch.long)
     token_of_cell[cell_of_token] = torch.arange(len(cell_of_token))
-    return Way(token_of_cell, cell_of_token)
+    return CellIndex(token_of_cell, cell_of_token)
 
 
 class _ToCells(torch.autograd.Function):
     """tokens [T, ...] -> cells [C, ...]. Cells without a token pass no gradient back: attention gives them 0."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, way: Way) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, way: CellIndex) -> Tensor:
         ctx.way = way
         return tokens.index_select(0, way.token_of_cell)
 
@@ -119,7 +119,7 @@ class _ToTokens(torch.autograd.Function):
     """cells [C, ...] -> tokens [T, ...]; cells that hold no token get gradient 0."""
 
     @staticmethod
-    def forward(ctx: Any, cells: Tensor, way: Way) -> Tensor:
+    def forward(ctx: Any, cells: Tensor, way: CellIndex) -> Tensor:
         ctx.way = way
         return cells.index_select(0, way.cell_of_token)
 

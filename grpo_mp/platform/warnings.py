@@ -25,7 +25,7 @@ MESSAGES = (
 )
 
 
-def hush_libraries() -> None:
+def silence_known_warnings() -> None:
     """Leave out the known notices of this process; errors, and warnings of anything else, stay."""
     for message, module in WARNINGS:
         warnings.filterwarnings("ignore", message, module=module)

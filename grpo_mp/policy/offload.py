@@ -80,14 +80,14 @@ def _optimizer_tensors(policy: Policy) -> Iterator[torch.Tensor]:
 
 def _stored_bytes(tensors: Iterable[torch.Tensor], but: Iterable[torch.Tensor] = ()) -> float:
     """Of those on the device, each stretch of memory once, without the memory of `but`."""
-    here = platform.device().type
+    coords = platform.device().type
     sizes = {
-        one.untyped_storage().data_ptr(): one.untyped_storage().size() for one in tensors if one.device.type == here
+        one.untyped_storage().data_ptr(): one.untyped_storage().size() for one in tensors if one.device.type == coords
     }
     return float(sum(sizes.values()) - sum(sizes.get(one.untyped_storage().data_ptr(), 0) for one in but))
 
 
-class PolicyResidency:
+class PolicyOffloader:
     """Moves weights, gradients and optimizer between device and host."""
 
     def __init__(self, policy: Policy, limit_s: float) -> None:

@@ -45,7 +45,7 @@ def fuse_weight_gradients(chunk: torch.nn.Module) -> None:
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
-def mark_divided(tensors: Mapping[str, torch.Tensor], params: Mapping[str, Param]) -> None:
+def mark_tensor_parallel(tensors: Mapping[str, torch.Tensor], params: Mapping[str, Param]) -> None:
     """Say which parameters tensor parallelism divides, so that the gradient norm counts every element once.
 
     Megatron says so when it initialises a weight; a weight that is read instead would count on one rank only.

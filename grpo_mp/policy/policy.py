@@ -21,9 +21,9 @@ from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction, forward_backward, forward_only
 from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel, build_chunks
-from grpo_mp.policy.optimizer import build_optimizer, mark_divided, wrap_for_training
+from grpo_mp.policy.optimizer import build_optimizer, mark_tensor_parallel, wrap_for_training
 from grpo_mp.policy.reference import Reference
-from grpo_mp.policy.weights import Parts, load_hf, local_tensors, tensor_part
+from grpo_mp.policy.weights import TpSizes, load_hf, local_tensors, tensor_part
 from grpo_mp.types import MicroBatch
 
 
@@ -41,7 +41,7 @@ class UpdateReport:
 class Policy:
     """Megatron model, optimizer and reference of this rank."""
 
-    def __init__(self, settings: Settings, parallel: Parallel, with_reference: bool) -> None:
+    def __init__(self, settings: Settings, parallel: Parallel, with_reference_logprobs: bool) -> None:
         """Build the model, read this rank's slices of the weights, make the optimizer.
 
         Raises UserError where a file of a converted folder differs from its checksum; ranks divide the files.
@@ -49,22 +49,22 @@ class Policy:
         self.parallel = parallel
         self.hf = HfConfig.read(settings.model.path)
         self.params = family_of(self.hf).params(self.hf)
-        self.parts = Parts(settings.layout.tensor, settings.layout.expert_tensor)
+        self.parts = TpSizes(settings.layout.tensor, settings.layout.expert_tensor)
         self.config = transformer_config(settings, self.hf)
         models = build_chunks(settings, self.hf, self.config)
         self.chunks = wrap_for_training(settings, self.config, models)
-        self.tensors = local_tensors(models, self.params, parallel.here, settings.layout.expert)
+        self.tensors = local_tensors(models, self.params, parallel.coords, settings.layout.expert)
         Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
         with open_weights(settings.model.path) as reader:
-            load_hf(self.tensors, self.params, reader, parallel.here, self.parts)
-        mark_divided(self.tensors, self.params)
+            load_hf(self.tensors, self.params, reader, parallel.coords, self.parts)
+        mark_tensor_parallel(self.tensors, self.params)
         self.optimizer, self.schedule = build_optimizer(settings, self.chunks)
         self.expert_load = ExpertLoad(models, self.config.num_layers, self.config.num_moe_experts or 0)
-        self.reference = Reference(self.tensors) if with_reference else None
+        self.reference = Reference(self.tensors) if with_reference_logprobs else None
 
     @property
     def is_last_stage(self) -> bool:
-        return self.parallel.here.pipeline == self.parallel.layout.pipeline - 1
+        return self.parallel.coords.pipeline == self.parallel.layout.pipeline - 1
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """[2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""
@@ -115,13 +115,13 @@ class Policy:
         models: list[PolicyModel] = unwrap_model(self.chunks)
         return models
 
-    def part_counts(self) -> dict[str, int]:
+    def tp_sizes(self) -> dict[str, int]:
         """How many tensor-parallel parts each parameter of the whole model has."""
         return {name: self.parts.count(param) if param.split is not None else 1 for name, param in self.params.items()}
 
-    def held_parts(self) -> dict[str, int]:
+    def local_shards(self) -> dict[str, int]:
         """Which part of which parameter this rank holds."""
-        return {name: tensor_part(self.params[name], self.parallel.here) for name in self.tensors}
+        return {name: tensor_part(self.params[name], self.parallel.coords) for name in self.tensors}
 
 
 def check_policy(settings: Settings, world_size: int) -> None:

@@ -81,8 +81,8 @@ def _forward_chunk(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> t
     if shard.group is not None:
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=shard.group)
     below = logits.sub_(top[:, None])
-    columns, here = _local(targets, shard, below.shape[1])
-    picked = below.gather(1, columns[:, None])[:, 0].where(here, 0.0)
+    columns, coords = _local(targets, shard, below.shape[1])
+    picked = below.gather(1, columns[:, None])[:, 0].where(coords, 0.0)
     weights = below.exp()
     sums = torch.stack([weights.sum(1), weights.mul_(below.clamp_(min=NO_PROBABILITY)).sum(1), picked])
     if shard.group is not None:
@@ -99,12 +99,12 @@ def _backward_chunk(
     p = log_p.exp()
     slope = (log_p.clamp_(min=NO_PROBABILITY) + entropy[:, None]).mul_(grad[1][:, None])
     result = slope.add_(grad[0][:, None]).mul_(p).neg_()
-    columns, here = _local(targets, shard, logits.shape[1])
-    result.scatter_add_(1, columns[:, None], grad[0].where(here, 0.0)[:, None])
+    columns, coords = _local(targets, shard, logits.shape[1])
+    result.scatter_add_(1, columns[:, None], grad[0].where(coords, 0.0)[:, None])
     return result
 
 
 def _local(targets: Tensor, shard: VocabularyShard, width: int) -> tuple[Tensor, Tensor]:
     columns = targets - shard.start
-    here = (columns >= 0) & (columns < width)
-    return columns.where(here, 0), here
+    coords = (columns >= 0) & (columns < width)
+    return columns.where(coords, 0), coords

@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from grpo_mp.checkpoint.hf_reader import Weights
 from grpo_mp.checkpoint.validate import check_shape
-from grpo_mp.distributed.coordinates import Coordinates
+from grpo_mp.distributed.coordinates import RankCoordinates
 from grpo_mp.errors import UserError
 from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.policy.model import PolicyModel
@@ -17,7 +17,7 @@ EXPERT = re.compile(r"(?<=\.weight)\d+$")
 
 
 def local_tensors(
-    chunks: Sequence[PolicyModel], params: dict[str, Param], here: Coordinates, expert_parallel: int
+    chunks: Sequence[PolicyModel], params: dict[str, Param], coords: RankCoordinates, expert_parallel: int
 ) -> dict[str, torch.Tensor]:
     """Every parameter (and persistent buffer that the mapping names) of this rank, by its whole-model name.
 
@@ -26,7 +26,7 @@ def local_tensors(
     tensors: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         for name, tensor in _named(chunk):
-            whole = _whole_name(name, chunk, params, here.expert, expert_parallel)
+            whole = _whole_name(name, chunk, params, coords.expert, expert_parallel)
             if whole in params:
                 tensors[whole] = tensor
             elif isinstance(tensor, torch.nn.Parameter):
@@ -34,16 +34,16 @@ def local_tensors(
     return tensors
 
 
-def tensor_part(param: Param, here: Coordinates) -> int:
+def tensor_part(param: Param, coords: RankCoordinates) -> int:
     """Which tensor-parallel part of `param` this rank holds; 0 where it is not split."""
     if param.split is None:
         return 0
-    return here.expert_tensor if param.expert is not None else here.tensor
+    return coords.expert_tensor if param.expert is not None else coords.tensor
 
 
 @torch.no_grad()
 def load_hf(
-    tensors: dict[str, torch.Tensor], params: dict[str, Param], reader: Weights, here: Coordinates, parts: "Parts"
+    tensors: dict[str, torch.Tensor], params: dict[str, Param], reader: Weights, coords: RankCoordinates, parts: "Parts"
 ) -> None:
     """Fill this rank's tensors from Hugging Face files, reading only the slices it holds.
 
@@ -51,7 +51,7 @@ def load_hf(
     """
     for name, tensor in tensors.items():
         param = params[name]
-        count, part = parts.count(param), tensor_part(param, here)
+        count, part = parts.count(param), tensor_part(param, coords)
         shards = [
             _read(reader, param, hf_name, shape, count, part)
             for hf_name, shape in zip(param.hf, param.shapes, strict=True)
@@ -63,7 +63,7 @@ def load_hf(
         tensor[: whole.shape[0]].copy_(whole)
 
 
-class Parts:
+class TpSizes:
     """How many tensor-parallel parts dense and expert parameters have."""
 
     def __init__(self, tensor: int, expert_tensor: int) -> None:

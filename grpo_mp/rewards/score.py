@@ -17,7 +17,7 @@ from grpo_mp.rewards.settings import Right, StepModel
 from grpo_mp.rewards.step_model import Decode, StepModelClient
 from grpo_mp.rewards.steps import Steps, checked_steps, fallback_steps
 from grpo_mp.rewards.tally import Tally
-from grpo_mp.rewards.terms import BuiltIn, Part
+from grpo_mp.rewards.terms import BuiltIn, RewardTerm
 from grpo_mp.rewards.timeouts import RewardError, Values, run_limited
 from grpo_mp.types import SampleGroup
 
@@ -207,7 +207,7 @@ class Scorer:
             self._tally.log(name, number)
 
 
-def _without_extras(part: Part) -> PartCall:
+def _without_extras(part: RewardTerm) -> PartCall:
     return lambda group, step, _: part.values(group, step)
 
 

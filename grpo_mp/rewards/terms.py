@@ -17,7 +17,7 @@ EQUALITY_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Part:
+class RewardTerm:
     """One named reward: values for a group, at a step."""
 
     name: str
@@ -35,13 +35,13 @@ class BuiltIn:
         self._model = ModelClient(settings.model) if settings.model else None
         rules = _rules(settings, max_response_tokens)
         says_right = settings.right.part if settings.right else None  # watched at weight 0, too
-        parts = [Part("answer", settings.answer, self._answers), *rules]
+        parts = [RewardTerm("answer", settings.answer, self._answers), *rules]
         if settings.model and self._model:
-            parts.append(Part("model", settings.model.weight, self._model.values))
+            parts.append(RewardTerm("model", settings.model.weight, self._model.values))
         wants_code = settings.code and (settings.code.weight or says_right == "code")
         self._code = CodeTests(settings.code) if settings.code and wants_code else None
         if settings.code and self._code:
-            parts.append(Part("code", settings.code.weight, self._code.values))
+            parts.append(RewardTerm("code", settings.code.weight, self._code.values))
         self.parts = [part for part in parts if part.weight or part.name == says_right]
 
     @property
@@ -68,7 +68,7 @@ class BuiltIn:
         return [answer_part(sample.text, answer, self.equality, self._which) for sample in group.samples]
 
 
-def _rules(settings: RewardSettings, limit: int) -> list[Part]:
+def _rules(settings: RewardSettings, limit: int) -> list[RewardTerm]:
     overlong, repetition = settings.overlong, settings.repetition
     buffer = overlong.buffer_tokens or max(1, limit // 5)
     return [
@@ -81,8 +81,8 @@ def _rules(settings: RewardSettings, limit: int) -> list[Part]:
     ]
 
 
-def _rule(name: str, weight: float, value: Callable[[Sample], float]) -> Part:
+def _rule(name: str, weight: float, value: Callable[[Sample], float]) -> RewardTerm:
     def values(group: SampleGroup, step: int) -> Values:
         return [value(sample) for sample in group.samples]
 
-    return Part(name, weight, values)
+    return RewardTerm(name, weight, values)

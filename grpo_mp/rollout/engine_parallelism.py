@@ -21,7 +21,7 @@ TOKENS_STAY = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfe
 
 
 @dataclass(frozen=True)
-class EngineDivision:
+class EngineParallelism:
     """GPUs of an engine, and over how many of them each kind of matrix is divided."""
 
     gpus: int
@@ -55,7 +55,7 @@ def attention_replicas(args: Mapping[str, Any]) -> int:
     return int(args.get("attn_dp_size", old))
 
 
-def engine_division(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineDivision:
+def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:
     """From engine.gpus and engine.args. Raises UserError where they do not divide each other or the model."""
     replicas, expert = attention_replicas(args), int(args.get("ep_size", 1))
     if int(args.get("dp_size", 1)) > 1 and not args.get("enable_dp_attention"):
@@ -75,19 +75,19 @@ def engine_division(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineD
             near = max(part for part in range(1, whole + 1) if whole % part == 0 and part <= max(1, size))
             raise UserError(f"engine.args.{name}: {size} does not divide {whole}, the {what}: the nearest is {near}")
     shared = 1 if args.get("moe_a2a_backend") in TOKENS_STAY else gpus
-    return EngineDivision(gpus, replicas, expert, int(args.get("moe_dense_tp_size") or gpus), shared)
+    return EngineParallelism(gpus, replicas, expert, int(args.get("moe_dense_tp_size") or gpus), shared)
 
 
-def check_division(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineDivision:
+def check_engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:
     """The division of an engine on GPUs. Raises UserError also where it cuts a block of blockwise FP8."""
-    division = engine_division(gpus, args, hf)
+    division = engine_parallelism(gpus, args, hf)
     misfit = _first_misfit(division, hf) if in_fp8(args, hf, cpu=False) else None
     if misfit:
         raise UserError(f"engine.args.quantization=fp8: {misfit}: {_remedy(gpus, args, hf)}")
     return division
 
 
-def _first_misfit(division: EngineDivision, hf: HfConfig) -> str | None:
+def _first_misfit(division: EngineParallelism, hf: HfConfig) -> str | None:
     """The first tensor whose part on a GPU is not whole blocks, in words."""
     for param in _matrices(hf):
         count, setting = division.parts(param)
@@ -120,7 +120,7 @@ def _remedy(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> str:
     """The settings that change least and fit."""
     for changed in _nearby(gpus, args):
         try:
-            division = engine_division(changed["gpus"], {**args, **changed["args"]}, hf)
+            division = engine_parallelism(changed["gpus"], {**args, **changed["args"]}, hf)
         except UserError:
             continue
         if not _first_misfit(division, hf):

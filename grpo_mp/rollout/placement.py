@@ -6,7 +6,7 @@ from grpo_mp.errors import UserError
 
 
 @dataclass(frozen=True)
-class EnginePlace:
+class EnginePlacement:
     """One process of an engine: the ranks of one node that it spans. `node_rank` 0 is the engine host."""
 
     engine: int
@@ -19,7 +19,7 @@ class EnginePlace:
         return self.node_rank == 0
 
 
-def engine_places(world_size: int, ranks_per_node: int, gpus: int, count: int | None) -> tuple[EnginePlace, ...]:
+def engine_placements(world_size: int, ranks_per_node: int, gpus: int, count: int | None) -> tuple[EnginePlacement, ...]:
     """Engine e spans the ranks [e * gpus, (e + 1) * gpus); one process for each node it touches.
 
     Raises UserError where an engine does not fit the job or would straddle nodes unevenly.
@@ -33,12 +33,12 @@ def engine_places(world_size: int, ranks_per_node: int, gpus: int, count: int | 
         raise UserError(f"engine.gpus={gpus} and the {ranks_per_node} ranks of a node do not divide each other")
     nodes = max(1, gpus // ranks_per_node)
     return tuple(
-        EnginePlace(engine, engine * gpus + node * ranks_per_node, node, nodes)
+        EnginePlacement(engine, engine * gpus + node * ranks_per_node, node, nodes)
         for engine in range(engines)
         for node in range(nodes)
     )
 
 
-def engine_hosts(places: tuple[EnginePlace, ...]) -> tuple[int, ...]:
+def engine_hosts(places: tuple[EnginePlacement, ...]) -> tuple[int, ...]:
     """The ranks that talk to an engine, in engine order."""
     return tuple(place.rank for place in places if place.is_host)

@@ -16,7 +16,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.client import EngineClient, Sampling
 from grpo_mp.rollout.engine_args import EngineSpec
-from grpo_mp.rollout.placement import EnginePlace, engine_hosts, engine_places
+from grpo_mp.rollout.placement import EnginePlacement, engine_hosts, engine_placements
 from grpo_mp.rollout.ports import own_address
 from grpo_mp.rollout.precision import precision_arguments
 from grpo_mp.rollout.queue import WorkQueue
@@ -44,7 +44,7 @@ class Rollout:
         self._settings, self._tokenizer, self._scorer = settings, tokenizer, scorer
         self._own_weights = own_weights
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        places = engine_places(world_size, per_node, settings.engine.gpus, settings.engine.count)
+        places = engine_placements(world_size, per_node, settings.engine.gpus, settings.engine.count)
         self.hosts = engine_hosts(places)
         self.place = next((place for place in places if place.rank == rank), None)
         self._process = self._make_process(self.place) if self.place else None
@@ -146,7 +146,7 @@ class Rollout:
         wanted = self._settings.rollout
         return Sampling(wanted.max_response_tokens, wanted.temperature, wanted.top_p, wanted.stop)
 
-    def _make_process(self, place: EnginePlace) -> EngineProcess:
+    def _make_process(self, place: EnginePlacement) -> EngineProcess:
         settings, cpu = self._settings, not platform.on_cuda()
         first_gpu = 0 if cpu else int(os.environ.get("LOCAL_RANK", 0))
         spec = engine_spec(settings, HfConfig.read(settings.model.path), place, cpu, first_gpu, self._own_weights)
@@ -154,7 +154,7 @@ class Rollout:
 
 
 def engine_spec(
-    settings: Settings, hf: HfConfig, place: EnginePlace, cpu: bool, first_gpu: int = 0, own_weights: bool = False
+    settings: Settings, hf: HfConfig, place: EnginePlacement, cpu: bool, first_gpu: int = 0, own_weights: bool = False
 ) -> EngineSpec:
     """The engine at a place as the settings want it; `first_gpu` is a device number of its node.
 

@@ -7,7 +7,7 @@ from grpo_mp import platform
 
 
 @dataclass(frozen=True)
-class Footprint:
+class MemoryUsage:
     """Bytes at the end of a phase, and the highest of the device inside it."""
 
     host_bytes: int
@@ -15,11 +15,11 @@ class Footprint:
     peak_device_bytes: int
 
 
-class Ledger:
+class MemoryTracker:
     """The largest footprint of each phase since the last `take`."""
 
     def __init__(self) -> None:
-        self._phases: dict[str, Footprint] = {}
+        self._phases: dict[str, MemoryUsage] = {}
 
     def begin(self) -> None:
         """Start measuring the peak of a phase."""
@@ -27,16 +27,16 @@ class Ledger:
 
     def end(self, phase: str) -> None:
         """Record the phase that ends now."""
-        found = Footprint(platform.host_bytes(), platform.device_bytes(), platform.peak_device_bytes())
+        found = MemoryUsage(platform.host_bytes(), platform.device_bytes(), platform.peak_device_bytes())
         self._phases[phase] = largest([found, self._phases.get(phase, found)])
 
-    def take(self) -> dict[str, Footprint]:
+    def take(self) -> dict[str, MemoryUsage]:
         """Footprints by phase since the last call."""
         taken, self._phases = self._phases, {}
         return taken
 
 
-def largest(footprints: Iterable[Footprint]) -> Footprint:
+def largest(footprints: Iterable[MemoryUsage]) -> MemoryUsage:
     """Field by field the largest; needs at least one."""
     first, *rest = footprints
     for other in rest:

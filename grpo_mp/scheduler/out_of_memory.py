@@ -21,7 +21,7 @@ Items = Callable[[], Mapping[str, float]]  # bytes on the device, by what they a
 
 
 @contextmanager
-def naming_what_is_full(rank: int, phase: str, items: Items) -> Iterator[None]:
+def explain_out_of_memory(rank: int, phase: str, items: Items) -> Iterator[None]:
     """Turn the allocator's error into one sentence (UserError)."""
     try:
         yield

@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
-from grpo_mp.scheduler.memory_tracker import Ledger
-from grpo_mp.scheduler.out_of_memory import Items, naming_what_is_full
+from grpo_mp.scheduler.memory_tracker import MemoryTracker
+from grpo_mp.scheduler.out_of_memory import Items, explain_out_of_memory
 from grpo_mp.scheduler.phases import RESIDENT, Phase, Residency, moves
 
-Mover = Callable[[bool], None]  # True: come to the device; False: leave it
+OffloadFunction = Callable[[bool], None]  # True: come to the device; False: leave it
 
 
-class Scheduler:
+class PhaseManager:
     """The phases of one rank. Without movers nothing leaves the device: on a CPU host and device are one."""
 
     def __init__(
@@ -22,12 +22,12 @@ class Scheduler:
         watchdog: Watchdog,
         progress: Progress,
         limit_s: float,
-        movers: Mapping[str, Mover] | None = None,
+        movers: Mapping[str, OffloadFunction] | None = None,
         resident: Residency | None = None,
         items: Items = dict,
     ) -> None:
         """`movers` by field of Residency; `resident` is what is on the device now; `items` says what fills it."""
-        self.ledger = Ledger()
+        self.ledger = MemoryTracker()
         self._timeline, self._watchdog, self._progress, self._limit_s = timeline, watchdog, progress, limit_s
         self._movers, self._items = movers or {}, items
         self._resident = resident or Residency()
@@ -36,7 +36,7 @@ class Scheduler:
     def phase(self, phase: Phase, detail: str = "") -> Iterator[None]:
         """The body computes in `phase`."""
         with self._watchdog.phase(phase, self._limit_s), self._progress.phase(phase, detail):
-            with naming_what_is_full(self._watchdog.rank, phase, self._items):
+            with explain_out_of_memory(self._watchdog.rank, phase, self._items):
                 self._move(RESIDENT[phase])
                 self.ledger.begin()
                 with self._timeline.span(phase):

@@ -3,18 +3,18 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from grpo_mp.batching.exchange import SampleInfo, share_infos
-from grpo_mp.batching.group_filters import Admission, Graduation, admit, length_bias, to_launch
-from grpo_mp.checkpoint.run_state import RunState
+from grpo_mp.batching.exchange import SampleInfo, all_gather_sample_info
+from grpo_mp.batching.group_filters import GroupSelection, PromptCurriculum, admit, length_bias, to_launch
+from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.data.cursor import take
 from grpo_mp.errors import UserError
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.trainer.context import Session
+from grpo_mp.trainer.context import TrainContext
 from grpo_mp.types import Prompt, SampleGroup
 
 
 @dataclass(frozen=True)
-class Collected:
+class RolloutBatch:
     """What a step trains on. `launched` holds all samples that were generated for it, admitted or not."""
 
     groups: list[SampleGroup]  # admitted, of this rank's engine
@@ -23,7 +23,7 @@ class Collected:
     dropped: Counter[str]
     rounds: int
     length_bias: float  # mean length admitted over mean length launched
-    state: RunState  # cursor and counters behind this step's prompts
+    state: TrainState  # cursor and counters behind this step's prompts
 
     @property
     def scored(self) -> tuple[SampleInfo, ...]:
@@ -31,14 +31,14 @@ class Collected:
         return tuple(info for info in self.launched if info.finished)
 
 
-def collect(session: Session, step: int) -> Collected:
+def collect(session: TrainContext, step: int) -> RolloutBatch:
     """Generate the step's groups. Every rank must call this; the small numbers are the same on all.
 
     Raises UserError where `filter.no_difference: refill` finds too few groups within `filter.most_tries` rounds.
     """
     wanted, rule = session.settings.rollout.prompts_per_step, session.settings.algorithm.filter
     state, held, infos = session.state, list[SampleGroup](), list[SampleInfo]()
-    admission, rounds, launched = Admission((), 0, 0, 0), 0, 0
+    admission, rounds, launched = GroupSelection((), 0, 0, 0), 0, 0
     while admission.missing(wanted) > 0:
         if rounds == rule.most_tries:
             raise UserError(_cannot_fill(session, step, admission, launched))
@@ -55,13 +55,13 @@ def collect(session: Session, step: int) -> Collected:
             )
         state = replace(state, groups_launched=state.groups_launched + len(prompts))
         with session.scheduler.phase(Phase.SCORE):
-            infos += share_infos(groups, session.parallel.host)
+            infos += all_gather_sample_info(groups, session.parallel.cpu_group)
         held, rounds = held + groups, rounds + 1
         admission, launched = admit(infos, wanted, rule), len({info.group_id for info in infos})
         if rule.no_difference != "refill":
             break
     admitted = set(admission.admitted)
-    return Collected(
+    return RolloutBatch(
         groups=[group for group in held if group.samples[0].group_id in admitted],
         infos=tuple(info for info in infos if info.group_id in admitted),
         launched=tuple(infos),
@@ -74,7 +74,7 @@ def collect(session: Session, step: int) -> Collected:
     )
 
 
-def _next_prompts(session: Session, state: RunState, count: int, step: int) -> tuple[list[Prompt], RunState]:
+def _next_prompts(session: TrainContext, state: TrainState, count: int, step: int) -> tuple[list[Prompt], TrainState]:
     """The next prompts that do not rest; where nearly all rest, those that do."""
     prompts, shuffle = session.inputs.train, session.settings.data.shuffle
     graduation, cursor = _graduation(state), session.cursor_of(state)
@@ -88,20 +88,20 @@ def _next_prompts(session: Session, state: RunState, count: int, step: int) -> t
     return [prompts[index] for index in (*taken, *rest)], replace(state, cursor=cursor.to_dict())
 
 
-def _graduation(state: RunState) -> Graduation:
+def _graduation(state: TrainState) -> PromptCurriculum:
     """JSON knows only text as keys."""
-    return Graduation(
-        *({int(key): value for key, value in side.items()} for side in (state.right_in_a_row, state.resting))
+    return PromptCurriculum(
+        *({int(key): value for key, value in side.items()} for side in (state.solve_streak, state.resting))
     )
 
 
-def _graduated(state: RunState, infos: list[SampleInfo], step: int, session: Session) -> RunState:
+def _graduated(state: TrainState, infos: list[SampleInfo], step: int, session: TrainContext) -> TrainState:
     after = _graduation(state).after(infos, step, session.settings.algorithm.filter)
     in_a_row, resting = ({str(key): value for key, value in side.items()} for side in (after.in_a_row, after.resting))
-    return replace(state, right_in_a_row=in_a_row, resting=resting)
+    return replace(state, solve_streak=in_a_row, resting=resting)
 
 
-def _cannot_fill(session: Session, step: int, admission: Admission, launched: int) -> str:
+def _cannot_fill(session: TrainContext, step: int, admission: GroupSelection, launched: int) -> str:
     settings = session.settings
     differ = "rewards that differ" if settings.algorithm.filter.metric == "reward" else "right and wrong answers"
     return (

@@ -10,10 +10,10 @@ from typing import NoReturn
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.platform.device_check import check_device
-from grpo_mp.platform.warnings import hush_libraries
+from grpo_mp.platform.warnings import silence_known_warnings
 from grpo_mp.trainer.context import local_ranks
 from grpo_mp.trainer.dry_run import describe_run
-from grpo_mp.trainer.exit import clean_end
+from grpo_mp.trainer.exit import exit_on_error
 from grpo_mp.trainer.preflight import Inputs, check_and_read
 
 
@@ -27,8 +27,8 @@ class Parser(argparse.ArgumentParser):
 def run_command(train: Callable[[Settings, Inputs], None], arguments: Sequence[str] | None = None) -> None:
     """Carry a command line out; `train` gets checked settings and what was read for them."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # train.py leaves the imports to the default action
-    with clean_end():
-        hush_libraries()
+    with exit_on_error():
+        silence_known_warnings()
         command = _parser().parse_intermixed_args(arguments)
         settings = load_settings(command.config, command.overrides)
         if command.dry_run:

@@ -22,7 +22,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import build_chunks
-from grpo_mp.policy.weights import Parts, load_hf, local_tensors
+from grpo_mp.policy.weights import TpSizes, load_hf, local_tensors
 
 SEQUENCES, LENGTH = 4, 32
 COPIES = 2  # of the weights: as they are read, and in the model
@@ -82,9 +82,9 @@ def _by_megatron(folder: Path, tokens: Tensor) -> Tensor:
         parallel = start_parallel(settings.layout, 0, ALONE_TIMEOUT_S)
         try:
             (model,) = build_chunks(settings, hf, transformer_config(settings, hf))
-            tensors = local_tensors([model], params, parallel.here, 1)
+            tensors = local_tensors([model], params, parallel.coords, 1)
             with open_weights(folder, verify=True) as reader:
-                load_hf(tensors, params, reader, parallel.here, Parts(1, 1))
+                load_hf(tensors, params, reader, parallel.coords, TpSizes(1, 1))
             return torch.stack([sequence_logits(model, row)[:, : hf.int("vocab_size")] for row in tokens])
         finally:
             stop_parallel()

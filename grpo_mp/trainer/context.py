@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from grpo_mp import platform
 from grpo_mp.checkpoint.run_state import (
-    RunState,
+    TrainState,
     checkpoint_checksums,
     claim_run_folder,
     latest_checkpoint,
@@ -30,11 +30,11 @@ from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.rollout.rollout import Rollout
-from grpo_mp.scheduler.out_of_memory import naming_what_is_full
-from grpo_mp.scheduler.phase_manager import Scheduler
-from grpo_mp.trainer.exit import ignore_more_interrupts, one_voice
-from grpo_mp.trainer.offload import AFTER_START, device_movers, start_alone, things_move
-from grpo_mp.trainer.preemption import StopRequest
+from grpo_mp.scheduler.out_of_memory import explain_out_of_memory
+from grpo_mp.scheduler.phase_manager import PhaseManager
+from grpo_mp.trainer.exit import ignore_more_interrupts, report_error_once
+from grpo_mp.trainer.offload import AFTER_START, offload_functions, start_engines_first, offload_enabled
+from grpo_mp.trainer.preemption import PreemptionHandler
 from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.weight_sync.ipc import IpcTransport
 from grpo_mp.weight_sync.reshard import Resharder
@@ -43,7 +43,7 @@ from grpo_mp.weight_sync.update import WeightSync, make_plan
 
 
 @dataclass
-class Session:
+class TrainContext:
     """The parts of a running job on this rank. `state` is where the run stands."""
 
     settings: Settings
@@ -52,11 +52,11 @@ class Session:
     policy: Policy
     rollout: Rollout
     sync: WeightSync
-    scheduler: Scheduler
+    scheduler: PhaseManager
     timeline: Timeline
     progress: Progress
-    stop: StopRequest
-    state: RunState
+    stop: PreemptionHandler
+    state: TrainState
 
     @property
     def is_first(self) -> bool:
@@ -66,29 +66,29 @@ class Session:
     def should_stop(self) -> bool:
         """Whether any rank was asked to stop; the slowest rank is waited for here. Every rank must call this."""
         with self.scheduler.waiting():
-            return self.stop.agreed(self.parallel.host)
+            return self.stop.agreed(self.parallel.cpu_group)
 
-    def cursor_of(self, state: RunState) -> Cursor:
+    def cursor_of(self, state: TrainState) -> Cursor:
         """Where a state stands in the train prompts."""
         return Cursor.from_dict(state.cursor) if state.cursor else Cursor(seed=self.settings.run.seed)
 
 
 @contextmanager
-def open_session(
+def open_train_context(
     settings: Settings, inputs: Inputs, checkpoint: Path | None = None, greeting: str = ""
-) -> Iterator[Session]:
+) -> Iterator[TrainContext]:
     """Join the job, start this rank's engine, build the policy, go on from `checkpoint` where there is one.
 
     Engines end when the body does, however it ends.
     """
     with ExitStack() as stack:
         parallel = start_parallel(settings.layout, settings.run.seed, settings.monitor.phase_timeout_s)
-        stack.enter_context(one_voice(parallel.rank, parallel.store))
+        stack.enter_context(report_error_once(parallel.rank, parallel.store))
         if parallel.rank == 0:
             claim_run_folder(settings.run.folder, dump_settings(settings))
-        dist.barrier(group=parallel.host)
-        stop = StopRequest()
-        state = read_manifest(checkpoint) if checkpoint else RunState()
+        dist.barrier(group=parallel.cpu_group)
+        stop = PreemptionHandler()
+        state = read_manifest(checkpoint) if checkpoint else TrainState()
         rollout = stack.enter_context(
             Rollout(settings, inputs.tokenizer, inputs.scorer, parallel.rank, parallel.world_size)
         )
@@ -101,22 +101,22 @@ def open_session(
         timeline = Timeline(settings.run.folder, parallel.rank)
         stack.callback(timeline.close)
         stack.callback(inputs.scorer.close)
-        stack.push(ignore_more_interrupts)
+        stack.update_weights(ignore_more_interrupts)
         for note in (greeting or _greeting(settings, parallel, state), *_start_notes(inputs, parallel, not greeting)):
             progress.note(note)
         with watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
             rollout.start(parallel.store)
-            alone = things_move(settings)
+            alone = offload_enabled(settings)
             if alone:
-                start_alone(rollout, parallel.host)
-            with naming_what_is_full(parallel.rank, "START", dict):
+                start_engines_first(rollout, parallel.cpu_group)
+            with explain_out_of_memory(parallel.rank, "START", dict):
                 policy = build_policy(settings, parallel, state, checkpoint)
             if not alone:
                 rollout.wait_ready()
-            dist.barrier(group=parallel.host)
+            dist.barrier(group=parallel.cpu_group)
         if rollout.client:
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
-        session = Session(
+        session = TrainContext(
             settings=settings,
             inputs=inputs,
             parallel=parallel,
@@ -139,11 +139,11 @@ def newest_checkpoint(settings: Settings) -> Path | None:
     return latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
 
 
-def build_policy(settings: Settings, parallel: Parallel, state: RunState, folder: Path | None) -> Policy:
-    policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.measured_share > 0)
+def build_policy(settings: Settings, parallel: Parallel, state: TrainState, folder: Path | None) -> Policy:
+    policy = Policy(settings, parallel, with_reference_logprobs=settings.algorithm.kl.measured_share > 0)
     if folder:
         checkpoint_checksums(folder).check_share(parallel.rank, parallel.world_size)
-        dist.barrier(group=parallel.host)  # what one rank finds, no other must read
+        dist.barrier(group=parallel.cpu_group)  # what one rank finds, no other must read
         load_policy(policy, folder / "policy")
         if state.reference_refreshed and policy.reference:
             load_reference(policy, folder / "reference")
@@ -152,24 +152,24 @@ def build_policy(settings: Settings, parallel: Parallel, state: RunState, folder
 
 def _build_scheduler(
     settings: Settings, policy: Policy, rollout: Rollout, monitors: tuple[Timeline, Watchdog, Progress]
-) -> Scheduler:
-    movers = device_movers(settings, policy, rollout)
+) -> PhaseManager:
+    movers = offload_functions(settings, policy, rollout)
     resident, items = AFTER_START if movers else None, partial(device_items, policy)
-    return Scheduler(*monitors, settings.monitor.phase_timeout_s, movers, resident, items)
+    return PhaseManager(*monitors, settings.monitor.phase_timeout_s, movers, resident, items)
 
 
 def _build_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout: Rollout) -> WeightSync:
     targets = rollout.ranks if over_ipc(settings.sync) else rollout.hosts
     plan = make_plan(
         policy.params,
-        policy.held_parts(),
+        policy.local_shards(),
         targets,
         settings.sync.bucket_bytes,
         DTYPES[settings.model.dtype],
-        parallel.host,
+        parallel.cpu_group,
     )
     fp8 = in_fp8(settings.engine.args, policy.hf, cpu=not platform.on_cuda())
-    resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), parallel.rank in targets, fp8)
+    resharder = Resharder(plan, policy.params, policy.tensors, policy.tp_sizes(), parallel.rank in targets, fp8)
     return WeightSync(resharder, _transport(settings, parallel, rollout), rollout.call)
 
 
@@ -195,7 +195,7 @@ def _start_notes(inputs: Inputs, parallel: Parallel, trains: bool) -> list[str]:
     return [*(inputs.overlaps() if trains else []), *(f"warning: {text}" for text in inputs.warnings)]
 
 
-def _greeting(settings: Settings, parallel: Parallel, state: RunState) -> str:
+def _greeting(settings: Settings, parallel: Parallel, state: TrainState) -> str:
     rollout = settings.rollout
     start = f"goes on after step {state.step}" if state.step else "starts"
     return (

@@ -3,14 +3,14 @@
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.distributed.coordinates import data_parallel
 from grpo_mp.distributed.layout import describe
-from grpo_mp.rollout.placement import engine_hosts, engine_places
+from grpo_mp.rollout.placement import engine_hosts, engine_placements
 from grpo_mp.trainer.preflight import Inputs
 
 
 def describe_run(settings: Settings, inputs: Inputs, world_size: int, ranks_per_node: int) -> str:
     """Resolved settings, then the facts that follow from them."""
     rollout, optimizer = settings.rollout, settings.optimizer
-    hosts = engine_hosts(engine_places(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count))
+    hosts = engine_hosts(engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count))
     copies = data_parallel(settings.layout, world_size)
     samples = {name: one.samples for name, one in settings.data.eval.items()}
     evals = ", ".join(_eval_set(name, len(one), samples[name]) for name, one in inputs.evals.items()) or "none"

@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from grpo_mp.errors import UserError
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.trainer.context import Session
-from grpo_mp.trainer.sequence_logprobs import policy_scores
+from grpo_mp.trainer.context import TrainContext
+from grpo_mp.trainer.sequence_logprobs import sequence_logprobs
 from grpo_mp.weight_sync.compare import TOLERANCE, WIDER_SETS, CheckReport, compare, fixed_sequences, pooled, worst
 from grpo_mp.weight_sync.diagnose import describe_difference
 
@@ -19,7 +19,7 @@ class EngineDisagreesError(UserError):
     """An engine's logprobs are not the policy's."""
 
 
-def check_engines(session: Session) -> CheckReport:
+def check_engines(session: TrainContext) -> CheckReport:
     """The worst engine's distance from the policy. Every rank must call this.
 
     Raises EngineDisagreesError on every rank when the mean of an engine is beyond the tolerance on the fixed tokens,
@@ -41,23 +41,23 @@ def check_engines(session: Session) -> CheckReport:
     return worst(engines)
 
 
-def _distances(session: Session, number: int) -> list[CheckReport]:
+def _distances(session: TrainContext, number: int) -> list[CheckReport]:
     """Every engine's report on one set of sequences, known to every rank."""
     parallel, rollout = session.parallel, session.rollout
     sequences = _sequences(session, number)
     with session.scheduler.phase(Phase.SYNC, "policy logprobs"):
-        expected = policy_scores(session.policy, sequences)
+        expected = sequence_logprobs(session.policy, sequences)
     everyone = torch.zeros(parallel.world_size, 2, dtype=torch.float64)
     with session.scheduler.phase(Phase.CHECK):
         if rollout.client:
             mine = compare(rollout.call(rollout.client.score(sequences)), expected)
             everyone[parallel.rank] = torch.tensor([mine.mean, mine.largest], dtype=torch.float64)
-        dist.all_reduce(everyone, group=parallel.host)
+        dist.all_reduce(everyone, group=parallel.cpu_group)
     tokens = sum(map(len, expected))
     return [CheckReport(float(everyone[rank, 0]), float(everyone[rank, 1]), tokens) for rank in rollout.hosts]
 
 
-def _sequences(session: Session, number: int) -> Sequence[tuple[int, ...]]:
+def _sequences(session: TrainContext, number: int) -> Sequence[tuple[int, ...]]:
     """Set 0 holds real prompts as well."""
     wanted = session.settings.rollout
     return fixed_sequences(
@@ -68,12 +68,12 @@ def _sequences(session: Session, number: int) -> Sequence[tuple[int, ...]]:
     )
 
 
-def _find_wrong_tensor(session: Session) -> str:
+def _find_wrong_tensor(session: TrainContext) -> str:
     """Push again and look which of an engine's tensors change. Every rank must call this; all get the answer."""
     parallel, rollout, version = session.parallel, session.rollout, session.state.weight_version
 
-    def push() -> dict[str, str]:
-        session.sync.push(version)
+    def update_weights() -> dict[str, str]:
+        session.sync.update_weights(version)
         return checksums()
 
     def checksums() -> dict[str, str]:
@@ -81,11 +81,11 @@ def _find_wrong_tensor(session: Session) -> str:
 
     with session.scheduler.phase(Phase.SYNC, "looking for the wrong tensor"):
         before = checksums()
-        again = push()
+        again = update_weights()
         if rollout.client:
             rollout.call(rollout.client.overwrite_weights())
-        restored = push()
+        restored = update_weights()
     mine = describe_difference(before, again, restored) if rollout.client else ""
     found: list[str] = [""] * parallel.world_size
-    dist.all_gather_object(found, mine, group=parallel.host)
+    dist.all_gather_object(found, mine, group=parallel.cpu_group)
     return "; ".join(f"engine {engine}: {found[rank]}" for engine, rank in enumerate(rollout.hosts))

@@ -13,33 +13,33 @@ from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.rollout.rollout import Rollout
-from grpo_mp.scheduler.phase_manager import Scheduler
-from grpo_mp.trainer.exit import ignore_more_interrupts, one_voice
+from grpo_mp.scheduler.phase_manager import PhaseManager
+from grpo_mp.trainer.exit import ignore_more_interrupts, report_error_once
 from grpo_mp.trainer.preflight import Inputs
 
 
 @dataclass(frozen=True)
-class EnginesAlone:
+class EnginesOnly:
     """The parts of the job on this rank. Engines keep the weights that they loaded, and the device."""
 
     settings: Settings
     inputs: Inputs
     parallel: Parallel
     rollout: Rollout
-    scheduler: Scheduler
+    scheduler: PhaseManager
     progress: Progress
 
 
 @contextmanager
-def open_engines(settings: Settings, inputs: Inputs, greeting: str) -> Iterator[EnginesAlone]:
+def open_engines_only(settings: Settings, inputs: Inputs, greeting: str) -> Iterator[EnginesOnly]:
     """Join the job and start this rank's engine on `model.path`; engines end when the body does, however it ends."""
     folder, limit_s = settings.run.folder, settings.monitor.phase_timeout_s
     with ExitStack() as stack:
         parallel = start_parallel(Layout(), settings.run.seed, limit_s)
-        stack.enter_context(one_voice(parallel.rank, parallel.store))
+        stack.enter_context(report_error_once(parallel.rank, parallel.store))
         if parallel.rank == 0:
             claim_run_folder(folder, dump_settings(settings))
-        dist.barrier(group=parallel.host)
+        dist.barrier(group=parallel.cpu_group)
         rollout = stack.enter_context(
             Rollout(settings, inputs.tokenizer, inputs.scorer, parallel.rank, parallel.world_size, own_weights=True)
         )
@@ -48,13 +48,13 @@ def open_engines(settings: Settings, inputs: Inputs, greeting: str) -> Iterator[
         timeline = Timeline(folder, parallel.rank)
         stack.callback(timeline.close)
         stack.callback(inputs.scorer.close)
-        stack.push(ignore_more_interrupts)
+        stack.update_weights(ignore_more_interrupts)
         for note in (greeting, *(f"warning: {text}" for text in inputs.warnings)):
             progress.note(note)
         with watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
             rollout.start(parallel.store)
             rollout.wait_ready()
-            dist.barrier(group=parallel.host)
-        scheduler = Scheduler(timeline, watchdog, progress, limit_s)
-        yield EnginesAlone(settings, inputs, parallel, rollout, scheduler, progress)
+            dist.barrier(group=parallel.cpu_group)
+        scheduler = PhaseManager(timeline, watchdog, progress, limit_s)
+        yield EnginesOnly(settings, inputs, parallel, rollout, scheduler, progress)
         stop_parallel()

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from grpo_mp.batching.exchange import SampleInfo, bring_groups, share_infos
+from grpo_mp.batching.exchange import SampleInfo, gather_groups, all_gather_sample_info
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.evaluation.files import read_scores, step_file
@@ -18,9 +18,9 @@ from grpo_mp.monitor.screen import AnswerPair
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rewards.tally import Tally
 from grpo_mp.rollout.rollout import Rollout
-from grpo_mp.scheduler.phase_manager import Scheduler
+from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.trainer.context import Session
+from grpo_mp.trainer.context import TrainContext
 from grpo_mp.trainer.metrics import eval_reward_metrics, total_tally
 from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.types import SampleGroup
@@ -40,7 +40,7 @@ class Engines(Protocol):
     @property
     def rollout(self) -> Rollout: ...
     @property
-    def scheduler(self) -> Scheduler: ...
+    def scheduler(self) -> PhaseManager: ...
     @property
     def progress(self) -> Progress: ...
 
@@ -61,11 +61,11 @@ def evaluate(session: Engines, step: int, keep: Keep | None = None) -> Evaluatio
 
     `keep` gets each set's name and the groups of this rank's engine.
     """
-    result, group = Evaluation(), session.parallel.host
+    result, group = Evaluation(), session.parallel.cpu_group
     for name, prompts in session.inputs.evals.items():
         with session.scheduler.phase(Phase.EVAL, name):
             groups = session.rollout.evaluate(prompts.prompts, name, step, session.parallel.store)
-            infos: list[SampleInfo] = share_infos(groups, group)
+            infos: list[SampleInfo] = all_gather_sample_info(groups, group)
             votes = _share_votes(groups, session.inputs.scorer, group) if session.inputs.scorer.has_answers else None
         tally = total_tally(session.inputs.scorer.take_tally(), session.parallel)
         result.tallies[name] = tally
@@ -81,13 +81,13 @@ def evaluate(session: Engines, step: int, keep: Keep | None = None) -> Evaluatio
     return result
 
 
-def before_training(session: Session, now: Evaluation) -> dict[str, EvalScore]:
+def before_training(session: TrainContext, now: Evaluation) -> dict[str, EvalScore]:
     """The scores before the first step: `now`, or what an earlier start of this run found and left in its folder."""
     file = step_file(session.settings.run.folder, 0)
     return read_scores(file) if session.state.step and session.is_first and file.exists() else now.scores
 
 
-def answer_pairs(session: Session, before: Evaluation, after: Evaluation, count: int = 2) -> list[AnswerPair]:
+def answer_pairs(session: TrainContext, before: Evaluation, after: Evaluation, count: int = 2) -> list[AnswerPair]:
     """Questions that this rank's engine answered before and after, a changed answer first."""
     expected = {prompt.text: prompt.answer for prompts in session.inputs.evals.values() for prompt in prompts}
     both = sorted(
@@ -100,7 +100,7 @@ def _some_answers(session: Engines, name: str, groups: list[SampleGroup], infos:
     """Answers to some questions of the set, the same questions each time, under their metric name."""
     kept = session.settings.monitor.samples_per_step
     chosen = spread(sorted({info.group_id for info in infos}), kept) if kept else []
-    shown = bring_groups(groups, chosen, session.parallel.host)
+    shown = gather_groups(groups, chosen, session.parallel.cpu_group)
     return {fill("eval/{set}/samples", set=name): markdown(shown)} if shown else {}
 
 

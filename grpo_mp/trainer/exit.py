@@ -15,19 +15,19 @@ from grpo_mp.config import exit_with
 from grpo_mp.distributed.exit_marks import mark_end
 from grpo_mp.errors import UserError
 
-PEER_LOST_STATUS = 1
+PEER_FAILED_STATUS = 1
 INTERRUPT_STATUS = 128 + signal.SIGINT
 FIRST_RANK_LIMIT_S = 30.0  # what every rank finds wrong, rank 0 says: so long the others leave the word to it
 # What gloo, NCCL and the store say when the process at the other end is gone.
 GONE = re.compile(r"Connection (was likely )?(closed|reset)|Broken pipe|remote process exited|failed to recv")
 
 
-class PeerLostError(Exception):
+class PeerFailedError(Exception):
     """Another rank ended before this one; its message says why."""
 
 
 @contextmanager
-def one_voice(rank: int, store: dist.Store) -> Iterator[None]:
+def report_error_once(rank: int, store: dist.Store) -> Iterator[None]:
     """Of the ranks that end in the body, only one explains a user's mistake; the others raise PeerLostError.
 
     The first to come takes the word. A rank that is merely cut off from its peers never does.
@@ -51,7 +51,7 @@ def ignore_more_interrupts(kind: type[BaseException] | None, *_: object) -> None
 
 
 @contextmanager
-def clean_end() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """Turn what the body raises into the end of this process; an unexpected error keeps its trace.
 
     Raises SystemExit: 2 for a user's mistake, 1 for a lost peer, 130 for Ctrl-C.
@@ -66,10 +66,10 @@ def clean_end() -> Iterator[None]:
         _ignore_launcher()
         _tell_launcher(f"error: {error}")
         exit_with(error)
-    except PeerLostError as lost:
+    except PeerFailedError as lost:
         _ignore_launcher()
         sys.stderr.write(f"{lost}\n")
-        raise SystemExit(PEER_LOST_STATUS) from None
+        raise SystemExit(PEER_FAILED_STATUS) from None
     except KeyboardInterrupt as interrupt:
         if rank == 0:
             sys.stderr.write(f"{_where(rank, interrupt)}: stopped by Ctrl-C\n")
@@ -95,8 +95,8 @@ def _takes_the_word(store: dist.Store) -> bool:
         return True  # the store is gone: a sentence too many is better than none
 
 
-def _peer_lost(rank: int, error: BaseException) -> PeerLostError:
-    return PeerLostError(f"{_where(rank, error)}: another rank ended; its message says why")
+def _peer_lost(rank: int, error: BaseException) -> PeerFailedError:
+    return PeerFailedError(f"{_where(rank, error)}: another rank ended; its message says why")
 
 
 def _where(rank: int, error: BaseException) -> str:

@@ -23,7 +23,7 @@ def watched(counts: Sequence[int], share: float, block: int, seed: str) -> list[
     ]
 
 
-def with_watched_reference(
+def with_sampled_reference_logprobs(
     updates: Sequence[Sequence[MicroBatch]], policy: Policy, share: float, seed: str
 ) -> list[list[MicroBatch]]:
     """The step's micro-batches, some with the reference's logprobs. Every rank must call this."""

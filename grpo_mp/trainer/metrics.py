@@ -17,8 +17,8 @@ from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.monitor.metrics import fill
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.rewards.tally import Tally, total
-from grpo_mp.scheduler.memory_tracker import Footprint, largest
-from grpo_mp.trainer.collect import Collected
+from grpo_mp.scheduler.memory_tracker import MemoryUsage, largest
+from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.types import MicroBatch, PerToken
 
 
@@ -72,7 +72,7 @@ def reward_metrics(tally: Tally) -> dict[str, float]:
 def total_tally(mine: Tally, parallel: Parallel) -> Tally:
     """What the rewards of all ranks met. Every rank must call this."""
     everyone = [mine] * parallel.world_size
-    dist.all_gather_object(everyone, mine, group=parallel.host)
+    dist.all_gather_object(everyone, mine, group=parallel.cpu_group)
     return total(everyone)
 
 
@@ -127,18 +127,18 @@ def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) 
     Every rank must call this.
     """
     count = torch.zeros((), dtype=torch.float64)
-    if parallel.here.tensor == 0 and parallel.here.pipeline == parallel.layout.pipeline - 1:
+    if parallel.coords.tensor == 0 and parallel.coords.pipeline == parallel.layout.pipeline - 1:
         for one in (one for update in updates for one in update):
             forwards = (one.old_logprobs is not None) + (one.reference_logprobs is not None)
             count += forwards * (one.sequence >= 0).sum()
-    dist.all_reduce(count, group=parallel.host)
+    dist.all_reduce(count, group=parallel.cpu_group)
     return float(count)
 
 
-def memory_metrics(footprints: Mapping[str, Footprint], parallel: Parallel) -> dict[str, float]:
+def memory_metrics(footprints: Mapping[str, MemoryUsage], parallel: Parallel) -> dict[str, float]:
     """The largest footprint of each phase over all ranks. Every rank must call this with the same phases."""
-    everyone: list[Mapping[str, Footprint]] = [{}] * parallel.world_size
-    dist.all_gather_object(everyone, dict(footprints), group=parallel.host)
+    everyone: list[Mapping[str, MemoryUsage]] = [{}] * parallel.world_size
+    dist.all_gather_object(everyone, dict(footprints), group=parallel.cpu_group)
     return {
         fill(f"memory/{{phase}}/{kind}", phase=phase.lower()): float(value)
         for phase in footprints
@@ -158,7 +158,7 @@ def eval_reward_metrics(name: str, tally: Tally) -> dict[str, float]:
     return logged | {fill("eval/{set}/failures", set=name): sum(tally.failures.values())}
 
 
-def collect_metrics(collected: Collected) -> dict[str, float]:
+def collect_metrics(collected: RolloutBatch) -> dict[str, float]:
     """What became of the groups that were launched."""
     return {
         "rollout/launched_groups": len({info.group_id for info in collected.launched}),
@@ -196,8 +196,8 @@ def _parts(infos: Sequence[SampleInfo]) -> dict[str, float]:
 
 def reduce_report(report: UpdateReport, parallel: Parallel) -> dict[str, float]:
     """Sums and maxima of one update over the whole job. Every rank must call this."""
-    counts = bool(report.losses) and parallel.here.tensor == 0  # tensor ranks report the same tokens
+    counts = bool(report.losses) and parallel.coords.tensor == 0  # tensor ranks report the same tokens
     sums, maxima = merge(report.losses if counts else [])
-    dist.all_reduce(sums, group=parallel.host)
-    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.host)
+    dist.all_reduce(sums, group=parallel.cpu_group)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.cpu_group)
     return dict(zip((*SUMS, *MAXIMA), torch.cat([sums, maxima]).tolist(), strict=True))

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from grpo_mp import platform
 from grpo_mp.config import Settings
 from grpo_mp.errors import UserError
-from grpo_mp.policy.offload import PolicyResidency
+from grpo_mp.policy.offload import PolicyOffloader
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
-from grpo_mp.scheduler.phase_manager import Mover
+from grpo_mp.scheduler.phase_manager import OffloadFunction
 from grpo_mp.scheduler.phases import Residency
 
 HINT = "where it ran out of device memory, lower engine.args.mem_fraction_static"
@@ -18,7 +18,7 @@ ENGINE_TAGS = {"engine_weights": ("weights",), "engine_cache": ("kv_cache", "cud
 AFTER_START = Residency(policy_weights=True, gradients=True, optimizer=True)
 
 
-def things_move(settings: Settings) -> bool:
+def offload_enabled(settings: Settings) -> bool:
     """Whether policy and engine leave the device for each other.
 
     Full-precision policies stay: their optimizer works on views of the model's own weights.
@@ -26,21 +26,21 @@ def things_move(settings: Settings) -> bool:
     return platform.on_cuda() and settings.model.dtype == "bfloat16"
 
 
-def start_alone(rollout: Rollout, group: dist.ProcessGroup) -> None:
+def start_engines_first(rollout: Rollout, group: dist.ProcessGroup) -> None:
     """Wait for the engines, which measure the memory they find, and put them to sleep: the policy comes next."""
     rollout.wait_ready()
     for tags in ENGINE_TAGS.values():
         _move_engine(rollout, group, tags, wake=False)
 
 
-def device_movers(settings: Settings, policy: Policy, rollout: Rollout) -> dict[str, Mover]:
+def offload_functions(settings: Settings, policy: Policy, rollout: Rollout) -> dict[str, OffloadFunction]:
     """Movers by field of Residency; empty where nothing moves."""
-    if not things_move(settings):
+    if not offload_enabled(settings):
         return {}
-    residency = PolicyResidency(policy, settings.sync.timeout_s)
+    residency = PolicyOffloader(policy, settings.sync.timeout_s)
 
     def move_engine(tags: tuple[str, ...], wake: bool) -> None:
-        _move_engine(rollout, policy.parallel.host, tags, wake)
+        _move_engine(rollout, policy.parallel.cpu_group, tags, wake)
 
     parts = ("policy_weights", "gradients", "optimizer")
     return {

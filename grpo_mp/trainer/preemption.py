@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 
-class StopRequest:
+class PreemptionHandler:
     """Remembers the signal instead of dying of it."""
 
     def __init__(self) -> None:

@@ -14,8 +14,8 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
-from grpo_mp.rollout.engine_parallelism import check_division
-from grpo_mp.rollout.placement import engine_places
+from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
+from grpo_mp.rollout.placement import engine_placements
 from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.trainer.start_warnings import start_warnings
 from grpo_mp.weight_sync.transport import over_ipc
@@ -69,7 +69,7 @@ def check_and_read_evaluation(settings: Settings, world_size: int, ranks_per_nod
 def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
     """Run folder, engines, device and sizes; the model's tokenizer."""
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
-    places = engine_places(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
+    places = engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
     if places[0].nodes > 1 and not over_ipc(settings.sync):
         raise UserError(
             f"engine.gpus={settings.engine.gpus} spans {places[0].nodes} nodes of {ranks_per_node} ranks, but through "
@@ -106,7 +106,7 @@ def check_engine(settings: Settings, hf: HfConfig, cpu: bool) -> None:
     """Raises UserError for a precision that cannot be kept in step, or GPUs that do not divide the model."""
     in_fp8(settings.engine.args, hf, cpu)
     if not cpu:
-        check_division(settings.engine.gpus, settings.engine.args, hf)
+        check_engine_parallelism(settings.engine.gpus, settings.engine.args, hf)
 
 
 def _check_export(settings: Settings) -> None:

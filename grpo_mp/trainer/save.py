@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from grpo_mp.checkpoint.hf_writer import write_hf
 from grpo_mp.checkpoint.manifest import Files
-from grpo_mp.checkpoint.non_policy_tensors import read_extras
+from grpo_mp.checkpoint.non_policy_tensors import read_non_policy_tensors
 from grpo_mp.checkpoint.run_state import (
     begin_checkpoint,
     checkpoint_folder,
@@ -21,12 +21,12 @@ from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.policy.checkpoint import save_policy, save_reference
 from grpo_mp.policy.policy import Policy
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.trainer.context import Session
+from grpo_mp.trainer.context import TrainContext
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import make_plan
 
 
-def save(session: Session) -> Path:
+def save(session: TrainContext) -> Path:
     """Save the run as it stands between two steps; the checkpoint counts once its manifest is written."""
     folder = checkpoint_folder(session.settings.run.folder, session.state.step)
     with session.scheduler.phase(Phase.SAVE):
@@ -35,11 +35,11 @@ def save(session: Session) -> Path:
             (folder / "policy").mkdir()
             if session.state.reference_refreshed:
                 (folder / "reference").mkdir()
-        dist.barrier(group=session.parallel.host)
+        dist.barrier(group=session.parallel.cpu_group)
         save_policy(session.policy, folder / "policy")
         if session.state.reference_refreshed:
             save_reference(session.policy, folder / "reference")
-        dist.barrier(group=session.parallel.host)
+        dist.barrier(group=session.parallel.cpu_group)
         files = _checksums(folder, session.parallel)
         if session.is_first:
             write_manifest(folder, session.state, files)
@@ -51,11 +51,11 @@ def _checksums(folder: Path, parallel: Parallel) -> Files:
     """Of every file of a checkpoint, on the first rank; each rank reads its own. Every rank must call this."""
     found: list[Files] | None = [{}] * parallel.world_size if parallel.rank == 0 else None
     mine = own_checksums(folder, parallel.rank, parallel.world_size)
-    dist.gather_object(mine, found, dst=0, group=parallel.host)
+    dist.gather_object(mine, found, dst=0, group=parallel.cpu_group)
     return {name: held for files in found or () for name, held in files.items()}
 
 
-def export_hf(session: Session, folder: Path) -> None:
+def export_hf(session: TrainContext, folder: Path) -> None:
     """Write the session's policy as a Hugging Face folder."""
     settings = session.settings
     with session.scheduler.phase(Phase.SAVE, "export"):
@@ -68,13 +68,13 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int) -
 
     Every rank must call this; the first writes, a bucket at a time.
     """
-    group, is_first = policy.parallel.host, policy.parallel.rank == 0
+    group, is_first = policy.parallel.cpu_group, policy.parallel.rank == 0
     dtype = policy.config.params_dtype
-    plan = make_plan(policy.params, policy.held_parts(), (0,), bucket_bytes, dtype, group)
-    resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), is_first)
+    plan = make_plan(policy.params, policy.local_shards(), (0,), bucket_bytes, dtype, group)
+    resharder = Resharder(plan, policy.params, policy.tensors, policy.tp_sizes(), is_first)
     tensors = (pair for bucket in resharder.buckets() for pair in _on_host(bucket))
     if is_first:
-        write_hf(folder, chain(tensors, read_extras(like, policy.hf)), like=like)
+        write_hf(folder, chain(tensors, read_non_policy_tensors(like, policy.hf)), like=like)
     else:
         for _ in tensors:  # this rank's shards travel as the first rank asks for them
             raise AssertionError("only the first rank receives tensors")

@@ -14,7 +14,7 @@ from grpo_mp.types import Sample
 Sequences = Sequence[tuple[int, ...]]
 
 
-def policy_scores(policy: Policy, sequences: Sequences) -> list[list[float]]:
+def sequence_logprobs(policy: Policy, sequences: Sequences) -> list[list[float]]:
     """Logprob at temperature 1 of every token after the first of each sequence. Every rank must call this."""
     parallel, layout = policy.parallel, policy.parallel.layout
     align = alignment(layout)
@@ -22,14 +22,14 @@ def policy_scores(policy: Policy, sequences: Sequences) -> list[list[float]]:
     lengths = tuple(-(-len(tokens) // align) * align for tokens in sequences)
     nothing = [0.0] * len(sequences)
     whole = pack(samples, nothing, nothing, MicroBatchPlan(tuple(samples), lengths), align)
-    mine = slice_context(whole, layout.context, parallel.here.context)
+    mine = slice_context(whole, layout.context, parallel.coords.context)
     repeat = layout.pipeline if layout.virtual_pipeline else 1  # an interleaved schedule needs that many
     with policy.at_temperature(1.0):
         outputs = policy.logprobs([mine] * repeat)
     values = torch.zeros(whole.total_tokens)
-    if outputs and parallel.here.tensor == parallel.here.data == 0:
-        values[context_index(whole.lengths, layout.context, parallel.here.context)] = outputs[0][0].cpu()
-    dist.all_reduce(values, group=parallel.host)
+    if outputs and parallel.coords.tensor == parallel.coords.data == 0:
+        values[context_index(whole.lengths, layout.context, parallel.coords.context)] = outputs[0][0].cpu()
+    dist.all_reduce(values, group=parallel.cpu_group)
     return [response.tolist() for response in gather_responses(values, whole)]
 
 

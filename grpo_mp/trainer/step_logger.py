@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from grpo_mp.batching.exchange import bring_groups
+from grpo_mp.batching.exchange import gather_groups
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.evaluation.files import step_file, write_scores
 from grpo_mp.evaluation.picture import draw, write_svg
@@ -18,8 +18,8 @@ from grpo_mp.monitor.writer import MetricWriter
 from grpo_mp.policy.expert_load import heat_map, over_mean, worst_ratio
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.rewards.tally import Tally
-from grpo_mp.trainer.collect import Collected
-from grpo_mp.trainer.context import Session
+from grpo_mp.trainer.collect import RolloutBatch
+from grpo_mp.trainer.context import TrainContext
 from grpo_mp.trainer.metrics import (
     collect_metrics,
     distributions,
@@ -48,10 +48,10 @@ class StepRecord:
 PICTURE = "pass_at_k.svg"
 
 
-class Recorder:
+class StepLogger:
     """Collects one step's numbers over all ranks; rank 0 writes them."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: TrainContext) -> None:
         self._session = session
         folder, done = session.settings.run.folder, session.state.step
         first = done + 1 if done else 0
@@ -71,12 +71,12 @@ class Recorder:
         timeline, parallel = self._session.timeline, self._session.parallel
         mine = summarise(timeline.take(), self._start_ns, timeline.now_ns())
         everyone: list[StepSummary] = [mine] * parallel.world_size
-        dist.all_gather_object(everyone, mine, group=parallel.host)
+        dist.all_gather_object(everyone, mine, group=parallel.cpu_group)
         return over_ranks(everyone)
 
     def step_record(
         self,
-        collected: Collected,
+        collected: RolloutBatch,
         batch: StepBatch,
         updates: Sequence[Sequence[MicroBatch]],
         reports: Sequence[UpdateReport],
@@ -105,7 +105,7 @@ class Recorder:
             **distributions(collected.scored, batch.advantages),
         }
         texts: dict[str, str] = {}
-        load = session.policy.expert_load.take(parallel.host)
+        load = session.policy.expert_load.take(parallel.cpu_group)
         if load is not None and (worst := worst_ratio(load)) is not None:
             scalars["train/expert_load/max_over_mean"] = worst
             histograms["train/expert_load/values"] = over_mean(load)
@@ -156,7 +156,7 @@ class Recorder:
             self._writer.close()
 
     def _speed(
-        self, collected: Collected, batch: StepBatch, summary: StepSummary, fixed_tokens: float
+        self, collected: RolloutBatch, batch: StepBatch, summary: StepSummary, fixed_tokens: float
     ) -> dict[str, float]:
         tokens, seconds = sum(info.total_tokens for info in batch.infos), summary.seconds
         response_tokens = sum(info.response_tokens for info in collected.launched)
@@ -169,12 +169,12 @@ class Recorder:
             "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / ranks,
         }
 
-    def _shown(self, collected: Collected) -> list[SampleGroup]:
+    def _shown(self, collected: RolloutBatch) -> list[SampleGroup]:
         """Some groups of the step, whatever rank's engine generated them. Every rank must call this."""
         if not self._kept:
             return []
         ids = sorted({info.group_id for info in collected.infos})
-        return bring_groups(collected.groups, spread(ids, self._kept), self._session.parallel.host)
+        return gather_groups(collected.groups, spread(ids, self._kept), self._session.parallel.cpu_group)
 
     def _complain(self, tally: Tally) -> None:
         """Say of each part of the reward once how it failed, where a failing call does not stop the run."""

@@ -9,12 +9,12 @@ from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import metrics
 from grpo_mp.distributed.process_groups import context_reduction
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.trainer.context import Session
+from grpo_mp.trainer.context import TrainContext
 from grpo_mp.trainer.metrics import reduce_report
 from grpo_mp.types import MicroBatch
 
 
-def learn(session: Session, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateReport]:
+def train_step(session: TrainContext, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateReport]:
     """Update the policy, `optimizer.epochs` times over the step's parts, unless it drifts too far from its samples.
 
     Adaptive weights move after every update. Every rank must call this.
@@ -33,7 +33,7 @@ def learn(session: Session, updates: Sequence[Sequence[MicroBatch]]) -> list[Upd
     return reports
 
 
-def refresh_reference(session: Session) -> None:
+def refresh_reference(session: TrainContext) -> None:
     """Where it is due, the reference takes a share of the policy: mix x policy + (1 - mix) x reference."""
     wanted, reference = session.settings.algorithm.kl, session.policy.reference
     if reference and wanted.refresh_every and session.state.step % wanted.refresh_every == 0:

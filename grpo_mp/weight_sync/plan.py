@@ -12,7 +12,7 @@ from grpo_mp.models.mapping import Param
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class LocalShard:
     """One rank holds tensor-parallel part `part` of the parameter `name`."""
 
     name: str
@@ -52,7 +52,7 @@ class SyncPlan:
 
 def plan_sync(
     params: Mapping[str, Param],
-    holdings: Iterable[Holding],
+    holdings: Iterable[LocalShard],
     targets: Sequence[int],
     bucket_bytes: int,
     itemsize: Mapping[str, int],
@@ -98,7 +98,7 @@ def _atoms(params: Mapping[str, Param]) -> list[list[str]]:
     return list(atoms.values())
 
 
-def _holders(params: Mapping[str, Param], holdings: Iterable[Holding]) -> dict[str, dict[int, list[int]]]:
+def _holders(params: Mapping[str, Param], holdings: Iterable[LocalShard]) -> dict[str, dict[int, list[int]]]:
     holders: dict[str, dict[int, list[int]]] = {name: {} for name in params}
     for held in holdings:
         holders[held.name].setdefault(held.part, []).append(held.rank)

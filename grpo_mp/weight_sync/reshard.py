@@ -7,16 +7,16 @@ import torch.distributed as dist
 
 from grpo_mp.models.fp8 import SCALE, quantise_at_once
 from grpo_mp.models.mapping import Param, join, unfuse
-from grpo_mp.weight_sync.plan import Bucket, Holding, SyncPlan
+from grpo_mp.weight_sync.plan import Bucket, LocalShard, SyncPlan
 
 Named = list[tuple[str, torch.Tensor]]
 
 
-def gather_holdings(mine: Mapping[str, int], group: dist.ProcessGroup) -> list[Holding]:
+def all_gather_shards(mine: Mapping[str, int], group: dist.ProcessGroup) -> list[LocalShard]:
     """What every rank holds, known to all; `mine`: parameter name -> part on this rank."""
     everyone: list[dict[str, int]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, dict(mine), group=group)
-    return [Holding(name, part, rank) for rank, held in enumerate(everyone) for name, part in held.items()]
+    return [LocalShard(name, part, rank) for rank, held in enumerate(everyone) for name, part in held.items()]
 
 
 class Resharder:
@@ -27,15 +27,15 @@ class Resharder:
         plan: SyncPlan,
         params: Mapping[str, Param],
         tensors: Mapping[str, torch.Tensor],
-        part_counts: Mapping[str, int],
+        tp_sizes: Mapping[str, int],
         is_target: bool,
         fp8: bool = False,
     ) -> None:
-        """`tensors`: this rank's shards by whole-model name; `part_counts`: how many parts each parameter has.
+        """`tensors`: this rank's shards by whole-model name; `tp_sizes`: how many parts each parameter has.
 
         `fp8`: the targets take projections in blockwise FP8.
         """
-        self.plan, self.params, self.tensors, self.part_counts = plan, params, tensors, part_counts
+        self.plan, self.params, self.tensors, self.tp_sizes = plan, params, tensors, tp_sizes
         self.is_target, self.fp8 = is_target, fp8
         self.rank = dist.get_rank()
 
@@ -68,13 +68,13 @@ class Resharder:
     def _empty_shard(self, name: str) -> torch.Tensor:
         like = next(iter(self.tensors.values()))
         dtype = torch.float32 if self.params[name].keep_float32 else like.dtype
-        return torch.empty(self.params[name].local_shape(self.part_counts[name]), dtype=dtype, device=like.device)
+        return torch.empty(self.params[name].local_shape(self.tp_sizes[name]), dtype=dtype, device=like.device)
 
     def _assemble(self, bucket: Bucket, shards: dict[tuple[str, int], torch.Tensor]) -> Named:
         named: Named = []
         for name in bucket.names:
             param = self.params[name]
-            parts = range(self.part_counts[name] if param.split is not None else 1)
+            parts = range(self.tp_sizes[name] if param.split is not None else 1)
             wholes = join(param, [unfuse(param, shards.pop((name, part))) for part in parts])
             for hf, whole in zip(param.hf, wholes, strict=True):
                 named += _in_fp8(hf, whole) if self.fp8 and param.is_projection else [(hf, whole.contiguous())]

@@ -19,8 +19,8 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 @contextmanager
-def lend(bucket: Named) -> Iterator[torch.Tensor]:
-    """Inside, processes of this user on this machine can `borrow` the bucket by the note given here (uint8, [n])."""
+def export_tensors(bucket: Named) -> Iterator[torch.Tensor]:
+    """Inside, processes of this user on this machine can `open_tensors` the bucket by the note given here (uint8, [n])."""
     starts = [0]
     for _, tensor in bucket:
         starts.append(starts[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
@@ -39,7 +39,7 @@ def lend(bucket: Named) -> Iterator[torch.Tensor]:
         os.close(descriptor)
 
 
-def borrow(note: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def open_tensors(note: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The lent tensors, without a copy. They may be kept, and a change to them is seen by no other process."""
     lent = json.loads(bytes(note.tolist()))
     memory = torch.from_file(lent["path"], shared=False, size=lent["nbytes"], dtype=torch.uint8)
@@ -50,7 +50,7 @@ def borrow(note: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 def load_bucket(model: Any, named_tensors: Named) -> None:
     """Called by SGLang in each process that holds weights; the only tensor is the note."""
     ((_, note),) = named_tensors
-    model.load_weights(borrow(note))
+    model.load_weights(open_tensors(note))
 
 
 def _view(memory: torch.Tensor, dtype: str, shape: list[int], start: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Protocol
 from grpo_mp import platform
 from grpo_mp.config import Sync
 from grpo_mp.weight_sync.reshard import Named
-from grpo_mp.weight_sync.shared_memory import LOADER, lend
+from grpo_mp.weight_sync.shared_memory import LOADER, export_tensors
 
 
 class WeightClient(Protocol):
@@ -44,7 +44,7 @@ class HostTransport:
         await self._client.begin_weight_update()
 
     async def send(self, bucket: Named) -> None:
-        with lend(bucket) as note:
+        with export_tensors(bucket) as note:
             payload = base64.b64encode(pickle.dumps([("note", note)])).decode()
             await self._client.update_weights_from_tensor([payload] * self._engine_ranks, load_format=LOADER)
 

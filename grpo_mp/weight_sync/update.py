@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from grpo_mp.models.mapping import Param
 from grpo_mp.weight_sync.plan import SyncPlan, plan_sync
-from grpo_mp.weight_sync.reshard import Resharder, gather_holdings
+from grpo_mp.weight_sync.reshard import Resharder, all_gather_shards
 from grpo_mp.weight_sync.transport import Transport, bucket_bytes
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -29,15 +29,15 @@ class SyncReport:
 
 def make_plan(
     params: Mapping[str, Param],
-    held_parts: Mapping[str, int],
+    local_shards: Mapping[str, int],
     targets: tuple[int, ...],
     bucket_bytes: int,
     dtype: torch.dtype,
     group: dist.ProcessGroup,
 ) -> SyncPlan:
-    """The plan that all ranks share; every rank must call this. `held_parts`: what this rank holds."""
+    """The plan that all ranks share; every rank must call this. `local_shards`: what this rank holds."""
     owned = {name: param for name, param in params.items() if not param.alias}
-    holdings = [held for held in gather_holdings(held_parts, group) if held.name in owned]
+    holdings = [held for held in all_gather_shards(local_shards, group) if held.name in owned]
     itemsize = {name: 4 if param.keep_float32 else dtype.itemsize for name, param in owned.items()}
     return plan_sync(owned, holdings, targets, bucket_bytes, itemsize)
 
@@ -54,7 +54,7 @@ class WeightSync:
         """Whether engines get projections in blockwise FP8."""
         return self._resharder.fp8
 
-    def push(self, version: int) -> SyncReport:
+    def update_weights(self, version: int) -> SyncReport:
         """Send all weights as `version`. Every rank must call this. Raises UserError where an engine refuses."""
         started, nbytes, largest = time.monotonic(), 0, 0
         if self._transport:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mp.algorithms.losses import Weights, make_loss
+from grpo_mp.algorithms.losses import LossCoefficients, make_loss
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.batching.packing import gather_responses
@@ -107,7 +107,7 @@ def test_equal_to_the_objective(shape: str, apart: float, name: str) -> None:
     algorithm = algorithm_of(name)
     apart = min(apart, KNOWN_TO.get(name, apart))
     for seed, first in enumerate((False, False, True)):
-        drawn = draw(lengths, groups, seed, apart, first, kl=algorithm.kl.weight > 0, heard=min(apart, 1.0))
+        drawn = draw(lengths, groups, seed, apart, first, kl=algorithm.kl.weight > 0, has_rollout_logprob=min(apart, 1.0))
         check(drawn, algorithm, WHOLE)
 
 
@@ -115,7 +115,7 @@ def test_equal_to_the_objective(shape: str, apart: float, name: str) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_micro_batches_sum_to_the_same(max_tokens: int, name: str) -> None:
     algorithm = algorithm_of(name)
-    drawn = draw(LENGTHS, PAIRS, seed=5, apart=0.3, first=False, kl=algorithm.kl.weight > 0, heard=0.2)
+    drawn = draw(LENGTHS, PAIRS, seed=5, apart=0.3, first=False, kl=algorithm.kl.weight > 0, has_rollout_logprob=0.2)
     check(drawn, algorithm, max_tokens)
 
 
@@ -176,7 +176,7 @@ def test_weights_of_the_controllers_count_and_not_those_of_the_settings() -> Non
     algorithm = Algorithm.model_validate({"kl": {"weight": 0.1}})
     drawn = draw(LENGTHS, PAIRS, seed=4, apart=0.3, first=False, kl=True)
     (batch,), (logprobs,) = as_microbatches(drawn, algorithm, WHOLE)
-    found, _ = make_loss(algorithm, Weights(kl=0.7, entropy=0.0))(logprobs, torch.ones_like(logprobs), batch)
+    found, _ = make_loss(algorithm, LossCoefficients(kl=0.7, entropy=0.0))(logprobs, torch.ones_like(logprobs), batch)
     heavier = Algorithm.model_validate({"kl": {"weight": 0.7}})
     assert found.item() == pytest.approx(write_out(drawn, heavier).loss, rel=1e-6)
 

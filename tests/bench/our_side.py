@@ -11,7 +11,7 @@ from pathlib import Path
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.rollout.client import EngineClient, Generated, Sampling
 from grpo_mp.train import train
-from grpo_mp.trainer.context import local_ranks, newest_checkpoint, open_session
+from grpo_mp.trainer.context import local_ranks, newest_checkpoint, open_train_context
 from grpo_mp.trainer.preflight import check_and_read
 from tests.bench import workload as w
 
@@ -65,7 +65,7 @@ def main() -> None:
     settings = make_settings(given.folder, given.run_folder, given.steps)
     inputs = check_and_read(settings, *local_ranks())
     lengths = w.read_lengths(given.folder)
-    with open_session(settings, inputs, newest_checkpoint(settings)) as session:
+    with open_train_context(settings, inputs, newest_checkpoint(settings)) as session:
         if session.rollout.client:
             by_tokens = {prompt.tokens: lengths[prompt.text] for prompt in inputs.train}
             session.rollout.client = ExactLengths(session.rollout.client, by_tokens)

@@ -27,7 +27,7 @@ from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
-from grpo_mp.planner.memory import Memory, Stretch, plan_memory, total
+from grpo_mp.planner.memory import Memory, SubPhase, plan_memory, total
 from grpo_mp.policy.checkpoint import load_policy, save_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.types import MicroBatch
@@ -74,13 +74,13 @@ def _plan(settings: Settings) -> Memory:
     return plan_memory(make_job(settings, HfConfig.read(settings.model.path), read_cluster("h100-80"), 1, 1))
 
 
-def _planned(memory: Memory, stretch: Stretch) -> float:
+def _planned(memory: Memory, stretch: SubPhase) -> float:
     device = {kind: size for kind, size in memory.device[0][stretch].items() if kind not in OTHERS}
-    gathered = device["weights"] if stretch is Stretch.OPTIMIZER else 0.0
+    gathered = device["weights"] if stretch is SubPhase.OPTIMIZER else 0.0
     return total(device) + memory.host[stretch].get("checkpoint", 0.0) + gathered
 
 
-def _measure(settings: Settings) -> Mapping[Stretch, float]:
+def _measure(settings: Settings) -> Mapping[SubPhase, float]:
     """Highest resident bytes of each stretch above those before the policy."""
     parallel = start_parallel(settings.layout, 0, 60.0)
     with asyncio.Runner() as runner:
@@ -91,19 +91,19 @@ def _measure(settings: Settings) -> Mapping[Stretch, float]:
     return {stretch: peak - before for stretch, peak in phases.items()}
 
 
-def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> dict[Stretch, int]:
-    policy = Policy(settings, parallel, with_reference=False)
+def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> dict[SubPhase, int]:
+    policy = Policy(settings, parallel, with_reference_logprobs=False)
     batch = [_batch(TOKENS)]
     policy.update(batch, negative_log_likelihood)  # moments are there from the first update on
     sync = build_sync(settings, parallel, policy, HostTransport(StandIn(), 1), runner)
     with tempfile.TemporaryDirectory() as folder:
         peaks = {
-            Stretch.LOGPROB: _peak(lambda: policy.logprobs(batch)),
-            Stretch.TRAIN: _peak(lambda: policy.gradients(batch, negative_log_likelihood)),
-            Stretch.OPTIMIZER: _peak(policy.optimizer.step),
-            Stretch.SYNC: _peak(lambda: sync.push(1)),
-            Stretch.SAVE: _peak(lambda: save_policy(policy, Path(folder))),
-            Stretch.LOAD: _peak(lambda: load_policy(policy, Path(folder))),
+            SubPhase.LOGPROB: _peak(lambda: policy.logprobs(batch)),
+            SubPhase.TRAIN: _peak(lambda: policy.gradients(batch, negative_log_likelihood)),
+            SubPhase.OPTIMIZER: _peak(policy.optimizer.step),
+            SubPhase.SYNC: _peak(lambda: sync.push(1)),
+            SubPhase.SAVE: _peak(lambda: save_policy(policy, Path(folder))),
+            SubPhase.LOAD: _peak(lambda: load_policy(policy, Path(folder))),
         }
     return peaks
 

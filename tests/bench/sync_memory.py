@@ -34,7 +34,7 @@ from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.shared_memory import borrow
+from grpo_mp.weight_sync.shared_memory import open_tensors
 from grpo_mp.weight_sync.transport import HostTransport, WeightClient
 from grpo_mp.weight_sync.update import WeightSync, make_plan
 
@@ -72,14 +72,14 @@ def run_rank(folder: Path, layout: str, engines: bool) -> None:
     parallel = start_parallel(settings.layout, settings.run.seed, LIMIT_S)
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
-        policy = Policy(settings, parallel, with_reference=False)
+        policy = Policy(settings, parallel, with_reference_logprobs=False)
         watched, client = {f"rank {parallel.rank}": psutil.Process()}, StandIn()
         if engines:
             scheduler, client = stack.enter_context(running_engine(folder, parallel.rank))
             watched[f"engine {parallel.rank}"] = scheduler
         sync = build_sync(settings, parallel, policy, HostTransport(client, 1), runner)
         for version in range(PUSHES):
-            dist.barrier(group=parallel.host)
+            dist.barrier(group=parallel.cpu_group)
             for line in measure_push(sync, version, policy, settings.sync.bucket_bytes, watched):
                 print(f"{layout:8}{line}", flush=True)
     stop_parallel()
@@ -123,8 +123,8 @@ def build_sync(
     """As a run puts it together: every rank hosts an engine."""
     dtype, bucket = DTYPES[settings.model.dtype], settings.sync.bucket_bytes
     ranks = tuple(range(parallel.world_size))
-    plan = make_plan(policy.params, policy.held_parts(), ranks, bucket, dtype, parallel.host)
-    resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), is_target=True)
+    plan = make_plan(policy.params, policy.local_shards(), ranks, bucket, dtype, parallel.cpu_group)
+    resharder = Resharder(plan, policy.params, policy.tensors, policy.tp_sizes(), is_target=True)
     return WeightSync(resharder, transport, runner.run)
 
 
@@ -139,7 +139,7 @@ class StandIn:
     async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
         for payload in payloads:
             ((_, note),) = pickle.loads(base64.b64decode(payload))
-            dict(borrow(note))
+            dict(open_tensors(note))
 
     async def end_weight_update(self, version: int) -> None: ...
 

@@ -21,7 +21,7 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.trainer.sequence_logprobs import policy_scores
+from grpo_mp.trainer.sequence_logprobs import sequence_logprobs
 from grpo_mp.weight_sync.compare import fixed_sequences
 from tests.conftest import TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun, finished_settings
@@ -117,7 +117,7 @@ def first_policy(settings: Settings) -> Iterator[Policy]:
             patch.setitem(os.environ, name, value)
         alone = settings.model_copy(update={"layout": settings.layout.model_copy(update={"expert": 1})})
         parallel = start_parallel(alone.layout, seed=0, timeout_s=60.0)
-        yield Policy(alone, parallel, with_reference=False)
+        yield Policy(alone, parallel, with_reference_logprobs=False)
         stop_parallel()
 
 
@@ -126,7 +126,7 @@ def saved_scores(run: Path, first_policy: Policy) -> tuple[list[tuple[int, ...]]
     """Fixed sequences, and their logprobs by the policy of the last checkpoint: one rank loads what two saved."""
     load_policy(first_policy, checkpoint_folder(run, LAST_STEP) / "policy")
     sequences = list(fixed_sequences(first_policy.hf.int("vocab_size"), longest=48, seed=1))
-    return sequences, policy_scores(first_policy, sequences)
+    return sequences, sequence_logprobs(first_policy, sequences)
 
 
 def test_a_policy_can_be_saved_before_its_first_update(first_policy: Policy, tmp_path: Path) -> None:

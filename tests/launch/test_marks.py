@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.distributed.exit_marks import FOLDER, mark_end, unmarked
-from grpo_mp.trainer.exit import clean_end
+from grpo_mp.trainer.exit import exit_on_error
 from tests.conftest import TinyRun
 from tests.e2e.jobs import LAUNCH
 
@@ -41,7 +41,7 @@ def test_an_exit_of_the_trainer_itself(
     status: int, left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(os.environ, FOLDER, str(tmp_path))
-    with pytest.raises(SystemExit), clean_end():
+    with pytest.raises(SystemExit), exit_on_error():
         raise SystemExit(status)
     assert unmarked(tmp_path, 1) == left
 

@@ -17,7 +17,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.meta_model import built_on_meta
 from grpo_mp.planner.model_configs import find_config
-from grpo_mp.policy.weights import Parts, local_tensors
+from grpo_mp.policy.weights import TpSizes, local_tensors
 from tests.models.published import PUBLISHED
 from tests.planner.jobs import settings_of
 
@@ -62,7 +62,7 @@ def check(settings: Settings, hf: HfConfig) -> None:
 def stages(settings: Settings, hf: HfConfig, tensor: int, params: dict[str, Param]) -> list[set[str]]:
     """Names that the ranks of each pipeline stage hold; experts of all ranks, each of which must hold its own."""
     layout = settings.layout
-    parts = Parts(layout.tensor, layout.expert_tensor)
+    parts = TpSizes(layout.tensor, layout.expert_tensor)
     per_stage = max(layout.tensor * layout.context, layout.expert_tensor * layout.expert)
     found = []
     for first in range(0, per_stage * layout.pipeline, per_stage):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from grpo_mp.checkpoint.aux_files import copy_others
+from grpo_mp.checkpoint.aux_files import copy_aux_files
 from grpo_mp.checkpoint.non_policy_tensors import check_layers
 from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.errors import UserError
@@ -115,7 +115,7 @@ def test_logits_of_either_form(family: str, tmp_path: Path) -> None:
 def test_what_an_export_writes_says_both(tmp_path: Path) -> None:
     saved_by_transformers_5(family_values("qwen3_moe") | {"dtype": "bfloat16"}, tmp_path / "like")
     (tmp_path / "out").mkdir()
-    copy_others(tmp_path / "like", tmp_path / "out")
+    copy_aux_files(tmp_path / "like", tmp_path / "out")
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (values["num_experts"], values["num_local_experts"]) == (8, 8)
     assert (values["rope_theta"], values["rope_parameters"]["rope_theta"]) == (THETA, THETA)

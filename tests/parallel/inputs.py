@@ -146,7 +146,7 @@ def step_microbatches(given: Given, settings: Settings, parallel: Parallel) -> l
         lengths = [len(samples[i].tokens) for i in update.samples]
         limit = settings.rollout.max_response_tokens
         weights = token_weights(lengths, [True] * len(lengths), settings.algorithm, limit)
-        coordinates = (parallel.here.data, parallel.here.context)
+        coordinates = (parallel.coords.data, parallel.coords.context)
         batches = microbatches(update, samples, given.advantages, weights, settings.layout, *coordinates)
         updates.append([_with_fixed(batch) for batch in batches])
     return updates

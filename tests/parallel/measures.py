@@ -14,11 +14,11 @@ from torch import Tensor
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import metrics
 from grpo_mp.algorithms.settings import Algorithm
-from grpo_mp.batching.exchange import share_infos
+from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import assemble
 from grpo_mp.checkpoint.compare import compare_folders
 from grpo_mp.checkpoint.hf_reader import HfReader
-from grpo_mp.checkpoint.run_state import RunState
+from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.checkpoint.to_hf import to_hf
 from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.config import Settings
@@ -26,10 +26,10 @@ from grpo_mp.distributed.process_groups import Parallel, context_reduction
 from grpo_mp.policy.checkpoint import load_policy, save_policy
 from grpo_mp.policy.forward import packed_sequences
 from grpo_mp.policy.policy import Policy, UpdateReport
-from grpo_mp.trainer.context import Session
-from grpo_mp.trainer.logprobs import fixed_values
+from grpo_mp.trainer.context import TrainContext
+from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import reduce_report
-from grpo_mp.trainer.sequence_logprobs import policy_scores
+from grpo_mp.trainer.sequence_logprobs import sequence_logprobs
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import make_plan
@@ -53,12 +53,12 @@ class Bench:
     @cached_property
     def policy(self) -> Policy:
         """A policy that keeps its weights. Without the distributed optimizer gradients are whole on every rank."""
-        return self._policy(with_reference=False)
+        return self._policy(with_reference_logprobs=False)
 
     @cached_property
     def policy_with_reference(self) -> Policy:
         """The reference has all weights a little larger."""
-        policy = self._policy(with_reference=True)
+        policy = self._policy(with_reference_logprobs=True)
         assert policy.reference
         with torch.no_grad():
             for tensor in policy.tensors.values():
@@ -68,11 +68,11 @@ class Bench:
                 tensor.div_(1.02)
         return policy
 
-    def _policy(self, with_reference: bool) -> Policy:
+    def _policy(self, with_reference_logprobs: bool) -> Policy:
         optimizer = self.settings.optimizer
         whole = optimizer.model_copy(update={"megatron": {"use_distributed_optimizer": False}})
         settings = self.settings.model_copy(update={"optimizer": whole})
-        return Policy(settings, self.parallel, with_reference)
+        return Policy(settings, self.parallel, with_reference_logprobs)
 
     @cached_property
     def updates(self) -> list[list[MicroBatch]]:
@@ -95,8 +95,8 @@ def _ranks(bench: Bench) -> range:
 def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
     policy, parallel = bench.policy, bench.parallel
     size = bench.settings.sync.bucket_bytes
-    plan = make_plan(policy.params, policy.held_parts(), targets, size, torch.float32, parallel.host)
-    resharder = Resharder(plan, policy.params, policy.tensors, policy.part_counts(), parallel.rank in targets)
+    plan = make_plan(policy.params, policy.local_shards(), targets, size, torch.float32, parallel.cpu_group)
+    resharder = Resharder(plan, policy.params, policy.tensors, policy.tp_sizes(), parallel.rank in targets)
     names, wrong = [], []
     with HfReader(bench.settings.model.path) as reader:
         for bucket in resharder.buckets():
@@ -118,7 +118,7 @@ def logits(bench: Bench) -> Result:
         with torch.no_grad():
             values = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=packed)
         rows.append(_at(batch, batch.sequence >= 0, logits=values))
-    return _joined(rows) | {"tensor": bench.parallel.here.tensor}
+    return _joined(rows) | {"tensor": bench.parallel.coords.tensor}
 
 
 def logprobs(bench: Bench) -> Result:
@@ -142,20 +142,20 @@ def _joined(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def scores(bench: Bench) -> Result:
     """What the engine check compares with: logprobs of given sequences, known to every rank."""
-    return {"scores": policy_scores(bench.policy, [bench.given.sequence(i) for i in bench.given.first_update])}
+    return {"scores": sequence_logprobs(bench.policy, [bench.given.sequence(i) for i in bench.given.first_update])}
 
 
 def gradient(bench: Bench) -> Result:
     """The whole gradient of this rank's parameters, the sum of its losses; the metrics and loads of the whole job."""
     policy, parallel = bench.policy, bench.parallel
-    policy.expert_load.take(parallel.host)
+    policy.expert_load.take(parallel.cpu_group)
     losses = policy.gradients(bench.updates[0], make_loss(bench.settings.algorithm))
     return {
         "shards": _gradients(policy),
         "held": _held(policy),
         "loss": sum(float(report["loss"]) for report in losses),
         "metrics": metrics(reduce_report(UpdateReport(losses, 0.0, 0.0, skipped=False), parallel)),
-        "load": policy.expert_load.take(parallel.host),
+        "load": policy.expert_load.take(parallel.cpu_group),
     }
 
 
@@ -166,7 +166,7 @@ def _gradients(policy: Policy) -> dict[str, Tensor]:
 
 def updates(bench: Bench) -> Result:
     """Weights after every update of the step; and is the reference then still the policy before it, exactly?"""
-    policy, loss = Policy(bench.settings, bench.parallel, with_reference=True), make_loss(bench.settings.algorithm)
+    policy, loss = Policy(bench.settings, bench.parallel, with_reference_logprobs=True), make_loss(bench.settings.algorithm)
     weights, reports = [], []
     for number, batches in enumerate(bench.updates, start=1):
         reports.append(policy.update(batches, loss))
@@ -184,13 +184,13 @@ def _save(bench: Bench, policy: Policy) -> None:
     folder = bench.checkpoints / bench.case.name
     if bench.parallel.rank == 0:
         folder.mkdir(parents=True)
-    dist.barrier(group=bench.parallel.host)
+    dist.barrier(group=bench.parallel.cpu_group)
     save_policy(policy, folder)
 
 
 def resumed(bench: Bench) -> Result:
     """Weights as another layout saved them after its second update, and after the third."""
-    policy = Policy(bench.settings, bench.parallel, with_reference=False)
+    policy = Policy(bench.settings, bench.parallel, with_reference_logprobs=False)
     load_policy(policy, bench.checkpoints / bench.case.loads)
     weights = [_copy(policy.tensors)]
     report = policy.update(bench.updates[2], make_loss(bench.settings.algorithm))
@@ -212,15 +212,15 @@ def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _held(policy: Policy) -> Result:
-    return {"parts": policy.held_parts(), "counts": policy.part_counts()}
+    return {"parts": policy.local_shards(), "counts": policy.tp_sizes()}
 
 
 def exchange(bench: Bench) -> Result:
     """Every rank holds some groups; do the samples that it trains on arrive?"""
     parallel, groups = bench.parallel, _groups(bench, bench.given.samples)
-    batch = assemble(groups, share_infos(groups, parallel.host), {}, bench.settings, parallel, SMALL["hidden_size"], 1)
+    batch = assemble(groups, all_gather_sample_info(groups, parallel.cpu_group), {}, bench.settings, parallel, SMALL["hidden_size"], 1)
     packed = [list(update) for update in batch.updates]
-    return {"packed": packed, "expected": bench.updates, "data": parallel.here.data}
+    return {"packed": packed, "expected": bench.updates, "data": parallel.coords.data}
 
 
 def _groups(bench: Bench, samples: Sequence[Sample]) -> list[SampleGroup]:
@@ -236,15 +236,15 @@ def family(bench: Bench) -> Result:
     """The gradient of one update by every algorithm, through all that happens between groups and loss."""
     policy, parallel = bench.policy_with_reference, bench.parallel
     groups = _groups(bench, [bench.given.samples[i] for i in bench.given.first_update])
-    infos = share_infos(groups, parallel.host)
+    infos = all_gather_sample_info(groups, parallel.cpu_group)
     gradients = {}
     for name, tree in FAMILY.items():
         algorithm = Algorithm.model_validate(tree)
         optimizer = bench.settings.optimizer.model_copy(update={"updates_per_step": 1})
         settings = bench.settings.model_copy(update={"algorithm": algorithm, "optimizer": optimizer})
         batch = assemble(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1)
-        session = cast(Session, SimpleNamespace(policy=policy, settings=settings, parallel=parallel, state=RunState()))
-        (update,) = fixed_values(session, batch)
+        session = cast(TrainContext, SimpleNamespace(policy=policy, settings=settings, parallel=parallel, state=TrainState()))
+        (update,) = compute_logprobs(session, batch)
         update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]
         policy.gradients(update, make_loss(algorithm, reduce=context_reduction(parallel)))
         gradients[name] = {"shards": _gradients(policy), "held": _held(policy)}
@@ -255,19 +255,19 @@ def broken(bench: Bench) -> Result:
     """The last rank raises while the others wait for it."""
     if bench.parallel.rank == bench.parallel.world_size - 1:
         raise ZeroDivisionError("broken on purpose")
-    dist.barrier(group=bench.parallel.host)
+    dist.barrier(group=bench.parallel.cpu_group)
     return {}
 
 
 def converted(bench: Bench) -> Result:
     """A policy started from a converted folder, what Megatron loads of it, and a checkpoint converted back."""
-    policy = Policy(bench.settings, bench.parallel, with_reference=False)
+    policy = Policy(bench.settings, bench.parallel, with_reference_logprobs=False)
     direct = copies(policy)
     folder, model = bench.checkpoints / bench.case.name, bench.settings.model.path
     if bench.parallel.rank == 0:
         to_megatron(model, folder / "converted", _unwatched, part_bytes=100_000)
         (folder / "saved").mkdir()
-    dist.barrier(group=bench.parallel.host)
+    dist.barrier(group=bench.parallel.cpu_group)
     save_policy(policy, folder / "saved")
     for tensor in policy.tensors.values():
         tensor.detach().fill_(7.0)
@@ -275,7 +275,7 @@ def converted(bench: Bench) -> Result:
     wrong = unequal(policy, direct)
     there = bench.settings.model.model_copy(update={"path": folder / "converted"})
     settings = bench.settings.model_copy(update={"model": there})
-    wrong += unequal(Policy(settings, bench.parallel, with_reference=False), direct)
+    wrong += unequal(Policy(settings, bench.parallel, with_reference_logprobs=False), direct)
     if bench.parallel.rank == 0:
         to_hf(folder / "saved", folder / "back", model, False, _unwatched)
         wrong += [each.name for each in compare_folders(model, folder / "back")]

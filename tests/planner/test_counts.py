@@ -11,7 +11,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.balance import balanced, pipeline_text
 from grpo_mp.planner.meta_model import counted
 from grpo_mp.planner.model_configs import published
-from grpo_mp.planner.parameter_count import rank_counts
+from grpo_mp.planner.parameter_count import local_parameter_counts
 from grpo_mp.planner.stages import stage_layers
 from tests.models.published import PUBLISHED
 from tests.planner.jobs import settings_of
@@ -40,13 +40,13 @@ def test_the_closed_form_is_what_megatron_builds(
     settings = settings_of(layout=sizes, optimizer={"megatron": megatron})
     hf = published(name)
     stages = stage_layers(hf.int("num_hidden_layers"), settings.layout, megatron)
-    assert rank_counts(hf, settings.layout, stages) == counted(settings, hf, ranks)
+    assert local_parameter_counts(hf, settings.layout, stages) == counted(settings, hf, ranks)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_one_rank_holds_the_whole_model(name: str) -> None:
     hf = HfConfig(Path(name), PUBLISHED[name][0])
-    (count,) = rank_counts(hf, Layout(), (tuple(range(hf.int("num_hidden_layers"))),))
+    (count,) = local_parameter_counts(hf, Layout(), (tuple(range(hf.int("num_hidden_layers"))),))
     assert count.total == pytest.approx(PUBLISHED[name][1], rel=0.01)
 
 

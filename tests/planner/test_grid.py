@@ -8,7 +8,7 @@ import pytest
 from megatron.core.parallel_state import RankGenerator, initialize_model_parallel
 
 from grpo_mp.config import Layout
-from grpo_mp.distributed.coordinates import Coordinates, coordinates, data_parallel, replica_ranks
+from grpo_mp.distributed.coordinates import RankCoordinates, coordinates, data_parallel, model_parallel_ranks
 
 WORLD_SIZES = (1, 2, 4, 6, 8, 12)
 
@@ -21,7 +21,7 @@ def layouts(world_size: int) -> Iterator[Layout]:
             yield Layout(tensor=tensor, context=context, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor)
 
 
-def counted(layout: Layout, world_size: int) -> list[Coordinates]:
+def counted(layout: Layout, world_size: int) -> list[RankCoordinates]:
     """Every rank's position: loops from the slowest dimension to the fastest."""
     stages = range(layout.pipeline)
     copies = range(world_size // layout.tensor // layout.context // layout.pipeline)
@@ -29,7 +29,7 @@ def counted(layout: Layout, world_size: int) -> list[Coordinates]:
     dense = product(stages, copies, range(layout.context), range(layout.tensor))
     sparse = product(stages, expert_copies, range(layout.expert), range(layout.expert_tensor))
     return [
-        Coordinates(
+        RankCoordinates(
             tensor=tensor,
             context=context,
             data=data,
@@ -91,6 +91,6 @@ def test_coordinates_are_places_in_megatron_s_groups(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_replicas_are_megatron_s_model_parallel_groups(world_size: int) -> None:
     for layout in layouts(world_size):
-        replicas = [replica_ranks(data, layout, world_size) for data in range(data_parallel(layout, world_size))]
+        replicas = [model_parallel_ranks(data, layout, world_size) for data in range(data_parallel(layout, world_size))]
         groups = generators(layout, world_size)[0].get_ranks("tp-cp-pp")
         assert sorted(replicas) == sorted(tuple(sorted(group)) for group in groups)

@@ -6,12 +6,12 @@ import pytest
 
 from grpo_mp.config import load_settings
 from grpo_mp.planner.activations import logits_bytes
-from grpo_mp.planner.bytes_per_parameter import Keeping, keeping
+from grpo_mp.planner.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from grpo_mp.planner.clusters import GIB, read_cluster
 from grpo_mp.planner.engine import engine_load
-from grpo_mp.planner.feasibility import judge
+from grpo_mp.planner.feasibility import check_fits
 from grpo_mp.planner.job import Job, make_job
-from grpo_mp.planner.memory import Stretch, plan_memory
+from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import published
 from grpo_mp.planner.plan import make_plan
 from tests.planner.jobs import job_of, settings_of
@@ -24,12 +24,12 @@ AWARE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "ex
 def test_bytes_of_a_dense_model_on_eight_replicas() -> None:
     memory = plan_memory(job_of("qwen2.5-7b", "h100-80", 1))
     (device,) = memory.device
-    train = device[Stretch.TRAIN]
+    train = device[SubPhase.TRAIN]
     assert train["weights"] == QWEN * 2
     assert train["gradients"] == QWEN * 4
     assert train["optimizer"] == QWEN * 12 / 8
-    assert memory.host[Stretch.GENERATE]["weights"] == QWEN * 2 * 8
-    assert memory.host[Stretch.GENERATE]["optimizer"] == QWEN * 12
+    assert memory.host[SubPhase.GENERATE]["weights"] == QWEN * 2 * 8
+    assert memory.host[SubPhase.GENERATE]["optimizer"] == QWEN * 12
     # 28 layers of 4 key and 4 value heads of 128 in bfloat16
     assert memory.engine.token_bytes == 28 * 2 * 4 * 128 * 2
     assert memory.engine.weights == pytest.approx(QWEN * 2, rel=1e-4)
@@ -47,38 +47,38 @@ def test_a_latent_cache_keeps_576_numbers_of_a_token_in_a_layer() -> None:
 
 
 def test_what_settings_keep() -> None:
-    def of(megatron: dict[str, object], dtype: str = "bfloat16") -> Keeping:
-        return keeping(settings_of(model={"path": "x", "dtype": dtype}, optimizer={"lr": 1e-6, "megatron": megatron}))
+    def of(megatron: dict[str, object], dtype: str = "bfloat16") -> BytesPerParameter:
+        return bytes_per_parameter(settings_of(model={"path": "x", "dtype": dtype}, optimizer={"lr": 1e-6, "megatron": megatron}))
 
-    assert of({}) == Keeping(2, 4, 12, host_copies=2)
+    assert of({}) == BytesPerParameter(2, 4, 12, host_copies=2)
     assert of(AWARE).saved == 4 + 4
     assert of(AWARE | {"exp_avg_dtype": "float32"}).saved == 4
     assert of(AWARE).optimizer == 2 + 2 + 2
     assert of(AWARE | {"store_param_remainders": False}).optimizer == 4 + 2 + 2
     assert of({"use_precision_aware_optimizer": True}).optimizer == 2 + 4 + 4
-    assert of({"grad_reduce_in_fp32": False}) == Keeping(2, 2, 12, update=4, host_copies=2)
-    assert of({}, "float32") == Keeping(4, 4, 8)
+    assert of({"grad_reduce_in_fp32": False}) == BytesPerParameter(2, 2, 12, update=4, host_copies=2)
+    assert of({}, "float32") == BytesPerParameter(4, 4, 8)
 
 
 def test_each_phase_holds_what_the_scheduler_leaves_there() -> None:
     (device,) = plan_memory(job_of("qwen2.5-7b", "h100-80", 1)).device
-    assert {"engine weights", "KV cache"} <= device[Stretch.GENERATE].keys()
-    assert not {"weights", "gradients", "optimizer"} & device[Stretch.GENERATE].keys()
-    assert not {"engine weights", "KV cache"} & device[Stretch.TRAIN].keys()
-    assert {"weights", "engine weights", "sync bucket"} <= device[Stretch.SYNC].keys()
-    assert "KV cache" not in device[Stretch.SYNC]
+    assert {"engine weights", "KV cache"} <= device[SubPhase.GENERATE].keys()
+    assert not {"weights", "gradients", "optimizer"} & device[SubPhase.GENERATE].keys()
+    assert not {"engine weights", "KV cache"} & device[SubPhase.TRAIN].keys()
+    assert {"weights", "engine weights", "sync bucket"} <= device[SubPhase.SYNC].keys()
+    assert "KV cache" not in device[SubPhase.SYNC]
 
 
 def test_a_float32_policy_and_its_engine_stay_together() -> None:
     (device,) = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, model={"dtype": "float32"})).device
-    assert {"weights", "optimizer", "engine weights", "KV cache"} <= device[Stretch.TRAIN].keys()
+    assert {"weights", "optimizer", "engine weights", "KV cache"} <= device[SubPhase.TRAIN].keys()
 
 
 def test_buckets_of_gradients_spare_the_host_a_gather() -> None:
     def saving(overlap: bool) -> float:
         megatron = AWARE | {"overlap_grad_reduce": overlap}
         job = job_of("qwen2.5-7b", "h100-80", 1, optimizer={"lr": 1e-6, "megatron": megatron})
-        return plan_memory(job).host[Stretch.SAVE]["checkpoint"]
+        return plan_memory(job).host[SubPhase.SAVE]["checkpoint"]
 
     assert saving(True) == QWEN * 16
     assert saving(False) == QWEN * (12 * 2 + 8)  # one rank has all of it, eight have an eighth of what they send
@@ -96,33 +96,33 @@ def test_a_watched_reference_is_kept_like_any_and_costs_its_share_of_a_forward()
         return job_of("qwen2.5-7b", "h100-80", 1, algorithm={"kl": kl})
 
     def reference_bytes(**kl: float) -> float:
-        return plan_memory(job(**kl)).host[Stretch.TRAIN]["reference"]
+        return plan_memory(job(**kl)).host[SubPhase.TRAIN]["reference"]
 
     assert (reference_bytes(), reference_bytes(watch_share=0.1)) == (0, QWEN * 2 * 8)
     assert reference_bytes(watch_share=0.1) == reference_bytes(weight=0.1)
-    watched, whole = (make_plan(job(**kl)).work[Stretch.LOGPROB] for kl in ({"watch_share": 0.1}, {"weight": 0.1}))
+    watched, whole = (make_plan(job(**kl)).work[SubPhase.LOGPROB] for kl in ({"watch_share": 0.1}, {"weight": 0.1}))
     assert watched.flops == pytest.approx(whole.flops / 10)
     assert watched.host_link_bytes == whole.host_link_bytes > 0
 
 
 def test_the_pinned_copy_of_the_optimizer_stays_on_the_host_but_for_a_checkpoint() -> None:
     host = plan_memory(job_of("qwen2.5-7b", "h100-80", 1)).host
-    held = {stretch: host[stretch].get("optimizer", 0) for stretch in Stretch}
+    held = {stretch: host[stretch].get("optimizer", 0) for stretch in SubPhase}
     assert {stretch for stretch, size in held.items() if size != QWEN * 12} == {
-        Stretch.START,
-        Stretch.LOAD,
-        Stretch.SAVE,
+        SubPhase.START,
+        SubPhase.LOAD,
+        SubPhase.SAVE,
     }
 
 
 def test_saving_widens_the_moments_of_one_parameter_at_a_time() -> None:
     job = job_of("qwen2.5-7b", "h100-80", 1, optimizer={"lr": 1e-6, "megatron": AWARE})
     (device,) = plan_memory(job).device
-    assert device[Stretch.SAVE]["moments in float32"] == 152064 * 3584 * 8
-    assert device[Stretch.SAVE]["optimizer"] == QWEN * 6 / 8
+    assert device[SubPhase.SAVE]["moments in float32"] == 152064 * 3584 * 8
+    assert device[SubPhase.SAVE]["optimizer"] == QWEN * 6 / 8
 
 
 def test_moe_671b_leaves_a_device_room_for_what_is_not_known() -> None:
     settings = load_settings(ROOT / "configs" / "moe_671b.yaml")
     job = make_job(settings, published("deepseek-r1"), read_cluster("h100-80"), 16)
-    assert judge(make_plan(job)).device.spare > 10 * GIB
+    assert check_fits(make_plan(job)).device.spare > 10 * GIB

@@ -15,9 +15,9 @@ from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.planner.clusters import cluster_names, read_cluster
 from grpo_mp.planner.explain import explain
-from grpo_mp.planner.feasibility import judge
+from grpo_mp.planner.feasibility import check_fits
 from grpo_mp.planner.job import make_job
-from grpo_mp.planner.memory import Stretch
+from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.meta_model import check_in_the_model
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.models_needed import grpo_models, ppo_models
@@ -41,7 +41,7 @@ def test_each_recipe_fits_the_machines_that_its_comment_names(path: Path) -> Non
     hf, _ = find_config(settings.model.path)
     job = make_job(settings, hf, read_cluster(found[2]), int(found[3]))
     check_in_the_model(job)
-    assert judge(make_plan(job)).fits
+    assert check_fits(make_plan(job)).fits
 
 
 @pytest.mark.parametrize("name", cluster_names())
@@ -133,7 +133,7 @@ def test_a_search_finds_valid_layouts_that_fit_the_fastest_first() -> None:
     assert [one.step_s for one in found.best] == sorted(one.step_s for one in found.best)
     shape = model_shape(family_of(job.hf).config(job.hf))
     for one in found.best:
-        assert judge(one).fits
+        assert check_fits(one).fits
         assert not list(broken_rules(one.job.settings.layout, shape, 16, uneven_pipeline=True))
         check_in_the_model(one.job)
         assert "layout: {tensor:" in as_settings(one)
@@ -148,18 +148,18 @@ def test_ppo_trains_two_models_and_keeps_two_more() -> None:
 
 
 def test_passes_over_the_samples_cost_what_they_compute() -> None:
-    def seconds(stretch: Stretch, algorithm: dict[str, str] | None = None, **optimizer: int) -> float:
+    def seconds(stretch: SubPhase, algorithm: dict[str, str] | None = None, **optimizer: int) -> float:
         wanted = {"lr": 1e-6, "updates_per_step": 4} | optimizer
         job = job_of("qwen2.5-7b", "h100-80", 1, algorithm=algorithm or {}, optimizer=wanted)
         return make_plan(job).times[stretch].expected_s
 
-    assert seconds(Stretch.LOGPROB) > 1
-    assert seconds(Stretch.LOGPROB, {"old_logprobs": "engine"}) == 0
-    assert seconds(Stretch.LOGPROB, updates_per_step=1) == 0
-    whole = seconds(Stretch.LOGPROB)  # packed otherwise, in parts
-    assert seconds(Stretch.LOGPROB, updates_per_step=1, epochs=2) == pytest.approx(whole, rel=0.01)
-    assert seconds(Stretch.TRAIN, epochs=2) == pytest.approx(2 * seconds(Stretch.TRAIN))
-    assert seconds(Stretch.OPTIMIZER, epochs=2) == pytest.approx(2 * seconds(Stretch.OPTIMIZER))
+    assert seconds(SubPhase.LOGPROB) > 1
+    assert seconds(SubPhase.LOGPROB, {"old_logprobs": "engine"}) == 0
+    assert seconds(SubPhase.LOGPROB, updates_per_step=1) == 0
+    whole = seconds(SubPhase.LOGPROB)  # packed otherwise, in parts
+    assert seconds(SubPhase.LOGPROB, updates_per_step=1, epochs=2) == pytest.approx(whole, rel=0.01)
+    assert seconds(SubPhase.TRAIN, epochs=2) == pytest.approx(2 * seconds(SubPhase.TRAIN))
+    assert seconds(SubPhase.OPTIMIZER, epochs=2) == pytest.approx(2 * seconds(SubPhase.OPTIMIZER))
 
 
 def test_words_of_a_small_job() -> None:

@@ -1,24 +1,24 @@
 """Two published recipes for DeepSeek-R1: this planner's bytes against those that their authors state.
 
-Both keep more than this trainer does. What they keep is stated here as the planner's `Keeping`: it describes their
+Both keep more than this trainer does. What they keep is stated here as the planner's `BytesPerParameter`: it describes their
 trainers, not settings of this one.
 """
 
 import pytest
 
-from grpo_mp.planner.bytes_per_parameter import Keeping
+from grpo_mp.planner.bytes_per_parameter import BytesPerParameter
 from grpo_mp.planner.clusters import GIB
-from grpo_mp.planner.feasibility import judge
-from grpo_mp.planner.memory import Stretch, total
+from grpo_mp.planner.feasibility import check_fits
+from grpo_mp.planner.memory import SubPhase, total
 from grpo_mp.planner.plan import make_plan
 from tests.planner.jobs import job_of
 
 TB = 1e12
 # Adam on the host: float32 main weights and moments, and pinned gradients. Beside it two copies of the policy, of which
 # one has its gradients, and the reference.
-SLIME = Keeping(weights=2, gradients=4, optimizer=0, host_optimizer=12 + 4, host_copies=2 + (2 + 4) + 2)
+SLIME = BytesPerParameter(weights=2, gradients=4, optimizer=0, host_optimizer=12 + 4, host_copies=2 + (2 + 4) + 2)
 # The same Adam; one pinned copy of the policy, and the reference: its offload_megatron_model_to_cpu frees gradients.
-VERL = Keeping(weights=2, gradients=4, optimizer=0, host_optimizer=12 + 4, host_copies=2 + 2)
+VERL = BytesPerParameter(weights=2, gradients=4, optimizer=0, host_optimizer=12 + 4, host_copies=2 + 2)
 WHOLE = {"moe_a2a_backend": "deepep", "moe_dense_tp_size": 1}  # dense and shared MLPs, which FP8 blocks do not divide
 ENGINE = {"gpus": 64, "args": {"quantization": "fp8", "ep_size": 64, "attn_dp_size": 8, **WHOLE}}
 ROLLOUT = {"max_prompt_tokens": 2048, "max_response_tokens": 32768}
@@ -41,8 +41,8 @@ def test_128_gpus_of_80_gb() -> None:
         "deepseek-r1", "h100-80", 16, layout=layout, engine=ENGINE, rollout=ROLLOUT, optimizer=optimizer(13, 16384)
     )
     plan = make_plan(job, SLIME)
-    assert total(plan.memory.host[Stretch.TRAIN]) == pytest.approx(1.45 * TB, rel=0.15)
-    assert judge(plan).device.spare > 0
+    assert total(plan.memory.host[SubPhase.TRAIN]) == pytest.approx(1.45 * TB, rel=0.15)
+    assert check_fits(plan).device.spare > 0
 
 
 def test_96_gpus_of_96_gb() -> None:
@@ -54,9 +54,9 @@ def test_96_gpus_of_96_gb() -> None:
         "deepseek-r1", "h20-96", 12, layout=layout, engine=engine, rollout=rollout, optimizer=optimizer(6, 10240)
     )
     plan = make_plan(job, VERL)
-    device = max(total(items[Stretch.TRAIN]) for items in plan.memory.device)
+    device = max(total(items[SubPhase.TRAIN]) for items in plan.memory.device)
     assert device == pytest.approx(66e9, rel=0.15)
-    assert total(plan.memory.host[Stretch.TRAIN]) == pytest.approx(1.5 * TB, rel=0.15)
+    assert total(plan.memory.host[SubPhase.TRAIN]) == pytest.approx(1.5 * TB, rel=0.15)
 
 
 def test_64_gpus_of_80_gb_do_not_hold_float32_gradients() -> None:
@@ -65,11 +65,11 @@ def test_64_gpus_of_80_gb_do_not_hold_float32_gradients() -> None:
     job = job_of(
         "deepseek-r1", "h100-80", 8, layout=layout, engine=ENGINE, rollout=ROLLOUT, optimizer=optimizer(13, 16384)
     )
-    peer = judge(make_plan(job, SLIME))
+    peer = check_fits(make_plan(job, SLIME))
     assert not peer.fits
-    assert (peer.device.stretch, peer.device.kind) == (Stretch.TRAIN, "gradients")
+    assert (peer.device.stretch, peer.device.kind) == (SubPhase.TRAIN, "gradients")
     assert peer.device.kind_bytes / GIB > 38
     assert "the largest item is gradients" in peer.sentence
-    ours = judge(make_plan(job))
+    ours = check_fits(make_plan(job))
     assert ours.device.needed > peer.device.needed
     assert ours.device.kind == "optimizer"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo_mp.platform.warnings import LOGGERS, hush_libraries
+from grpo_mp.platform.warnings import LOGGERS, silence_known_warnings
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +14,7 @@ def _hushed() -> Iterator[None]:
     levels = {name: logging.getLogger(name).level for name in LOGGERS}
     with warnings.catch_warnings():
         warnings.resetwarnings()
-        hush_libraries()
+        silence_known_warnings()
         yield
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)

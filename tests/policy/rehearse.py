@@ -20,7 +20,7 @@ from grpo_mp import platform
 from grpo_mp.config import load_settings
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import Job, make_job
-from grpo_mp.planner.memory import Stretch, plan_memory
+from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.platform import fake_cuda as cuda_stand_ins
 from tests.policy.te_python import load_python_parts
@@ -96,7 +96,7 @@ def _found(job: Job, stage: int, chunks: Sequence[Any], optimizer: Any) -> Found
     gradients = [buffer.grad_data for buffer in buffers]
     parts = optimizer.chained_optimizers
     kept = _bytes(weights + gradients)
-    planned = plan_memory(job).device[stage][Stretch.TRAIN]
+    planned = plan_memory(job).device[stage][SubPhase.TRAIN]
     linear = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "fuse_wgrad_accumulation")]
     with state_in_place(parts):
         save = _allocated(lambda: [part.state_dict() for part in parts])

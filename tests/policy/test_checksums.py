@@ -9,7 +9,7 @@ import pytest
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import describe_hf
 from grpo_mp.checkpoint.manifest import RECORD
-from grpo_mp.checkpoint.run_state import RunState, checkpoint_folder, write_manifest
+from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, write_manifest
 from grpo_mp.checkpoint.to_hf import to_hf
 from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
@@ -40,7 +40,7 @@ def build(model: Path, run: Path) -> None:
     with alone():
         parallel = start_parallel(settings.layout, 0, 600.0)
         try:
-            build_policy(settings, parallel, RunState(), newest_checkpoint(settings))
+            build_policy(settings, parallel, TrainState(), newest_checkpoint(settings))
         finally:
             stop_parallel()
 
@@ -124,9 +124,9 @@ def test_a_run_does_not_go_on_from_a_changed_checkpoint(model: Path, tmp_path: P
     (step / "policy").mkdir(parents=True)
     with alone():
         parallel = start_parallel(settings.layout, 0, 600.0)
-        save_policy(Policy(settings, parallel, with_reference=False), step / "policy")
+        save_policy(Policy(settings, parallel, with_reference_logprobs=False), step / "policy")
         stop_parallel()
-    write_manifest(step, RunState(step=20))
+    write_manifest(step, TrainState(step=20))
     assert "policy/.metadata" in json.loads((step / "manifest.json").read_text())["files"]
     build(model, tmp_path / "run")
     file = largest(step, "*.distcp")

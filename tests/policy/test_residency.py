@@ -5,7 +5,7 @@ from typing import cast
 
 import torch
 
-from grpo_mp.policy.offload import HostCopies, PolicyResidency, device_items, move_optimizer
+from grpo_mp.policy.offload import HostCopies, PolicyOffloader, device_items, move_optimizer
 from grpo_mp.policy.policy import Policy
 
 
@@ -46,7 +46,7 @@ def test_the_host_copies_are_given_back_before_a_checkpoint_and_kept_otherwise()
     policy = SimpleNamespace(
         optimizer=SimpleNamespace(chained_optimizers=[SimpleNamespace()]), chunks=[], parallel=SimpleNamespace(rank=0)
     )
-    residency = PolicyResidency(cast(Policy, policy), limit_s=1.0)
+    residency = PolicyOffloader(cast(Policy, policy), limit_s=1.0)
     (copies,) = residency._copies
     kept: list[str] = []
     copies.release = lambda: kept.append("released")  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mp.batching.exchange import SampleInfo, _decode, _floats, _integers, bring_groups, deliver, share_infos
+from grpo_mp.batching.exchange import SampleInfo, _decode, _floats, _integers, gather_groups, redistribute, all_gather_sample_info
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 TOKENS = st.lists(st.integers(0, 2**31), min_size=1, max_size=8)
@@ -61,13 +61,13 @@ def group(group_id: int) -> SampleGroup:
 
 def test_numbers_and_samples_in_a_job_of_one_rank(alone: dist.ProcessGroup) -> None:
     groups = [group(7), group(3)]
-    infos = share_infos(groups, alone)
+    infos = all_gather_sample_info(groups, alone)
     assert [info.key for info in infos] == [(3, 0), (3, 1), (7, 0), (7, 1)]
     parts = {"answer": 1.0}
     assert infos[0] == SampleInfo(3, 0, 0, 2, 3, 1.5, True, oldest_version=2, reward_parts=parts, versions_sum=9)
     assert infos[0].total_tokens == 5
-    assert bring_groups(groups, {3, 8}, alone) == [groups[1]]
+    assert gather_groups(groups, {3, 8}, alone) == [groups[1]]
     wanted = {0: [(7, 1), (3, 0)]}
-    found = deliver(groups, wanted, alone, alone, 0)
+    found = redistribute(groups, wanted, alone, alone, 0)
     expected = {(7, 1): groups[0].samples[0], (3, 0): groups[1].samples[1]}
     assert found == {key: replace(one, text="", reward=0.0, reward_parts={}) for key, one in expected.items()}

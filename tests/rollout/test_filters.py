@@ -5,7 +5,7 @@ import pytest
 
 from grpo_mp.algorithms.settings import Filter
 from grpo_mp.batching.exchange import SampleInfo
-from grpo_mp.batching.group_filters import Admission, Graduation, admit, length_bias, to_launch
+from grpo_mp.batching.group_filters import GroupSelection, PromptCurriculum, admit, length_bias, to_launch
 
 
 def infos(*groups: tuple[float, ...], first: int = 10) -> list[SampleInfo]:
@@ -63,7 +63,7 @@ def test_the_first_launched_are_taken_and_the_rest_is_surplus() -> None:
 
 def test_the_next_round_launches_as_many_as_the_share_that_teaches_demands() -> None:
     def launch(missing: int, launched: int, taught: int, **values: Any) -> int:
-        return to_launch(missing, launched, Admission(tuple(range(taught)), launched - taught, 0, 0), rule(**values))
+        return to_launch(missing, launched, GroupSelection(tuple(range(taught)), launched - taught, 0, 0), rule(**values))
 
     assert launch(32, 0, 0) == 32
     assert launch(3, 0, 0, oversample=1.5) == 5
@@ -90,7 +90,7 @@ def test_the_length_bias_of_what_is_admitted() -> None:
 
 def test_a_prompt_rests_after_being_all_right_in_a_row_and_begins_anew() -> None:
     wanted = rule(rest_after=2, rest_steps=3)
-    state = Graduation({}, {})
+    state = PromptCurriculum({}, {})
     state = state.after(infos(SAME, MIXED), 1, wanted)
     assert (state.in_a_row, state.resting) == ({100: 1}, {})
     state = state.after(infos(SAME, SAME), 2, wanted)
@@ -105,8 +105,8 @@ def test_a_prompt_rests_after_being_all_right_in_a_row_and_begins_anew() -> None
 def test_a_prompt_whose_answers_are_not_said_to_be_right_never_rests(right: bool | None) -> None:
     """Whatever its reward: a boxed wrong answer may well have one above 0."""
     unsure = [replace(one, right=right) for one in infos(SAME)]
-    assert Graduation({}, {}).after(unsure, 1, rule(rest_after=1)) == Graduation({}, {})
+    assert PromptCurriculum({}, {}).after(unsure, 1, rule(rest_after=1)) == PromptCurriculum({}, {})
 
 
 def test_without_the_rule_nothing_is_remembered() -> None:
-    assert Graduation({}, {}).after(infos(SAME), 1, rule()) == Graduation({}, {})
+    assert PromptCurriculum({}, {}).after(infos(SAME), 1, rule()) == PromptCurriculum({}, {})

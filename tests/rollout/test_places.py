@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from grpo_mp.errors import UserError
-from grpo_mp.rollout.placement import EnginePlace, engine_hosts, engine_places
+from grpo_mp.rollout.placement import EnginePlacement, engine_hosts, engine_placements
 
 JOBS = [
     (nodes * ranks_per_node, ranks_per_node, gpus)
@@ -18,7 +18,7 @@ JOBS = [
 def test_engines_span_consecutive_ranks_with_one_process_for_each_node(
     world_size: int, ranks_per_node: int, gpus: int
 ) -> None:
-    places = engine_places(world_size, ranks_per_node, gpus, None)
+    places = engine_placements(world_size, ranks_per_node, gpus, None)
     spans = [range(engine * gpus, (engine + 1) * gpus) for engine in range(world_size // gpus)]
     for engine, span in enumerate(spans):
         starters = [place for place in places if place.engine == engine]
@@ -34,25 +34,25 @@ def test_engines_span_consecutive_ranks_with_one_process_for_each_node(
 
 
 def test_two_engines_over_two_nodes_each() -> None:
-    assert engine_places(16, 4, 8, None) == (
-        EnginePlace(0, 0, 0, 2),
-        EnginePlace(0, 4, 1, 2),
-        EnginePlace(1, 8, 0, 2),
-        EnginePlace(1, 12, 1, 2),
+    assert engine_placements(16, 4, 8, None) == (
+        EnginePlacement(0, 0, 0, 2),
+        EnginePlacement(0, 4, 1, 2),
+        EnginePlacement(1, 8, 0, 2),
+        EnginePlacement(1, 12, 1, 2),
     )
 
 
 def test_fewer_engines_than_fit_may_be_asked_for() -> None:
-    assert engine_hosts(engine_places(8, 8, 2, 3)) == (0, 2, 4)
+    assert engine_hosts(engine_placements(8, 8, 2, 3)) == (0, 2, 4)
 
 
 @pytest.mark.parametrize(("gpus", "count"), [(4, 3), (16, None), (1, 9)])
 def test_engines_that_do_not_fit_are_refused(gpus: int, count: int | None) -> None:
     with pytest.raises(UserError, match=rf"engines of engine.gpus={gpus} do not fit the 8 ranks"):
-        engine_places(8, 8, gpus, count)
+        engine_placements(8, 8, gpus, count)
 
 
 @pytest.mark.parametrize(("ranks_per_node", "gpus"), [(4, 3), (3, 2), (4, 6)])
 def test_an_engine_that_would_straddle_nodes_unevenly_is_refused(ranks_per_node: int, gpus: int) -> None:
     with pytest.raises(UserError, match=rf"engine.gpus={gpus} and the {ranks_per_node} ranks of a node"):
-        engine_places(12, ranks_per_node, gpus, None)
+        engine_placements(12, ranks_per_node, gpus, None)

@@ -21,8 +21,8 @@ from grpo_mp.planner.engine import engine_shape, weight_bytes
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.model_configs import find_config, published
 from grpo_mp.rollout.engine_args import ENGINE_SITE, MEETING_PORTS, engine_arguments, ports_needed
-from grpo_mp.rollout.engine_parallelism import check_division
-from grpo_mp.rollout.placement import EnginePlace
+from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
+from grpo_mp.rollout.placement import EnginePlacement
 from grpo_mp.rollout.ports import claim_ports
 from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.rollout.rollout import engine_spec
@@ -64,7 +64,7 @@ def arguments_on_cuda(settings: Settings, hf: HfConfig, folder: Path) -> dict[st
     (folder / INDEX).write_text(json.dumps({"weight_map": {}}))
     nodes = max(1, settings.engine.gpus // GPUS_PER_NODE)
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": folder})})
-    spec = engine_spec(settings, hf, EnginePlace(0, 0, 0, nodes), cpu=False)
+    spec = engine_spec(settings, hf, EnginePlacement(0, 0, 0, nodes), cpu=False)
     claim = claim_ports(ports_needed(spec))
     claim.release()
     meeting = f"127.0.0.1:{claim.port + 1}" if nodes > 1 else None
@@ -125,7 +125,7 @@ def test_a_recipe_is_divided_and_quantised_as_planned(rehearsed: Facts, name: st
     """The planner counts a GPU's weights from the parameter mapping, SGLang allocates them."""
     settings, facts = load_settings(CONFIGS / f"{name}.yaml"), rehearsed[name]
     hf, _ = find_config(settings.model.path)
-    division = check_division(settings.engine.gpus, settings.engine.args, hf)
+    division = check_engine_parallelism(settings.engine.gpus, settings.engine.args, hf)
     assert facts["attn_dp_size"] == division.replicas
     assert facts["attn_tp_size"] == division.attention_tensor
     assert facts["moe_ep_size"] == division.expert
@@ -149,7 +149,7 @@ def test_a_division_is_refused_where_sglang_refuses_it(rehearsed: Facts, number:
 
 def refused(gpus: int, args: dict[str, Any], model: str) -> str:
     try:
-        check_division(gpus, {"quantization": "fp8", **args}, published(model))
+        check_engine_parallelism(gpus, {"quantization": "fp8", **args}, published(model))
     except UserError as refusal:
         return str(refusal)
     return ""
@@ -164,4 +164,4 @@ def check_remedy(sentence: str, gpus: int, args: dict[str, Any], model: str) -> 
     named = {name: int(value) for name, value in (setting.split("=") for setting in settings.split(", "))}
     gpus = named.pop("engine.gpus", gpus)
     changed = {name.removeprefix("engine.args."): value for name, value in named.items()}
-    check_division(gpus, {"quantization": "fp8", **args, **changed}, published(model))
+    check_engine_parallelism(gpus, {"quantization": "fp8", **args, **changed}, published(model))

@@ -3,12 +3,12 @@ from collections.abc import Iterator
 import pytest
 
 from grpo_mp import platform
-from grpo_mp.scheduler.memory_tracker import Footprint, Ledger, largest
+from grpo_mp.scheduler.memory_tracker import MemoryUsage, MemoryTracker, largest
 
 
 def test_largest_field_by_field() -> None:
-    assert largest([Footprint(1, 9, 3), Footprint(4, 2, 3), Footprint(2, 2, 7)]) == Footprint(4, 9, 7)
-    assert largest(iter([Footprint(1, 2, 3)])) == Footprint(1, 2, 3)
+    assert largest([MemoryUsage(1, 9, 3), MemoryUsage(4, 2, 3), MemoryUsage(2, 2, 7)]) == MemoryUsage(4, 9, 7)
+    assert largest(iter([MemoryUsage(1, 2, 3)])) == MemoryUsage(1, 2, 3)
 
 
 def test_the_largest_of_a_phase_is_kept_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,18 +16,18 @@ def test_the_largest_of_a_phase_is_kept_until_it_is_taken(monkeypatch: pytest.Mo
     monkeypatch.setattr(platform, "host_bytes", lambda: next(hosts))
     monkeypatch.setattr(platform, "device_bytes", lambda: 2)
     monkeypatch.setattr(platform, "peak_device_bytes", lambda: 3)
-    ledger = Ledger()
+    ledger = MemoryTracker()
     for phase in ("TRAIN", "TRAIN", "GENERATE"):
         ledger.begin()
         ledger.end(phase)
-    assert ledger.take() == {"TRAIN": Footprint(30, 2, 3), "GENERATE": Footprint(20, 2, 3)}
+    assert ledger.take() == {"TRAIN": MemoryUsage(30, 2, 3), "GENERATE": MemoryUsage(20, 2, 3)}
     assert ledger.take() == {}
     ledger.end("TRAIN")
-    assert ledger.take() == {"TRAIN": Footprint(5, 2, 3)}
+    assert ledger.take() == {"TRAIN": MemoryUsage(5, 2, 3)}
 
 
 def test_it_measures_this_process() -> None:
-    ledger = Ledger()
+    ledger = MemoryTracker()
     ledger.begin()
     ledger.end("TRAIN")
     found = ledger.take()["TRAIN"]

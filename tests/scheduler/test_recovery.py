@@ -12,7 +12,7 @@ from grpo_mp.checkpoint import run_state as recovery
 from grpo_mp.checkpoint.run_state import (
     MANIFEST,
     SETTINGS,
-    RunState,
+    TrainState,
     begin_checkpoint,
     check_run_folder,
     checkpoint_checksums,
@@ -29,8 +29,8 @@ from grpo_mp.errors import UserError
 RESOLVED = "run:\n  steps: 10\n  save_every: 2\n  resume: auto\noptimizer:\n  lr: 1.0e-06\n"
 
 
-def state(step: int) -> RunState:
-    return RunState(
+def state(step: int) -> TrainState:
+    return TrainState(
         step=step,
         optimizer_step=2 * step,
         samples_seen=64 * step,
@@ -53,8 +53,8 @@ def test_the_state_comes_back(tmp_path: Path) -> None:
     assert read_manifest(save(tmp_path, 7)) == state(7)
     folder = checkpoint_folder(tmp_path, 8)
     begin_checkpoint(folder)
-    write_manifest(folder, RunState())
-    assert read_manifest(folder) == RunState()
+    write_manifest(folder, TrainState())
+    assert read_manifest(folder) == TrainState()
 
 
 def test_a_folder_counts_once_its_manifest_is_there(tmp_path: Path) -> None:

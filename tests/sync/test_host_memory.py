@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mp.weight_sync.shared_memory import lend
+from grpo_mp.weight_sync.shared_memory import export_tensors
 
 READER = """
 import json, sys, torch
@@ -35,7 +35,7 @@ def make_bucket() -> list[tuple[str, torch.Tensor]]:
 
 def test_another_process_reads_what_was_lent() -> None:
     bucket = make_bucket()
-    with lend(bucket) as note:
+    with export_tensors(bucket) as note:
         run = subprocess.run(
             [sys.executable, "-c", READER],
             input=json.dumps(note.tolist()),
@@ -51,6 +51,6 @@ def test_another_process_reads_what_was_lent() -> None:
 
 def test_a_loan_leaves_no_descriptor_open() -> None:
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(ZeroDivisionError), lend(make_bucket()):
+    with pytest.raises(ZeroDivisionError), export_tensors(make_bucket()):
         raise ZeroDivisionError
     assert os.listdir("/proc/self/fd") == before

@@ -12,7 +12,7 @@ from grpo_mp.config import Layout
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.models.mapping import Param, Rule, expand
 from grpo_mp.platform import spared_collections
-from grpo_mp.weight_sync.plan import Holding, SyncPlan, Transfer, plan_sync, whole_bytes
+from grpo_mp.weight_sync.plan import LocalShard, SyncPlan, Transfer, plan_sync, whole_bytes
 
 LAYERS, EXPERTS = 2, 4
 RULES = [
@@ -36,20 +36,20 @@ LAYOUTS = [
 ]
 
 
-def held(world_size: int, layout: Layout) -> list[Holding]:
+def held(world_size: int, layout: Layout) -> list[LocalShard]:
     """Layers by stage, experts by expert rank, everything split by its tensor rank; replicas hold the same."""
     holdings = []
     for rank, (name, param) in product(range(world_size), PARAMS.items()):
-        here = coordinates(rank, layout, world_size)
-        first, last = here.pipeline == 0, here.pipeline == layout.pipeline - 1
-        if param.layer is not None and param.layer * layout.pipeline // LAYERS != here.pipeline:
+        coords = coordinates(rank, layout, world_size)
+        first, last = coords.pipeline == 0, coords.pipeline == layout.pipeline - 1
+        if param.layer is not None and param.layer * layout.pipeline // LAYERS != coords.pipeline:
             continue
         if (name == "embedding" and not first) or (name in ("norm", "output") and not last):
             continue
-        if param.expert is not None and param.expert * layout.expert // EXPERTS != here.expert:
+        if param.expert is not None and param.expert * layout.expert // EXPERTS != coords.expert:
             continue
-        part = here.tensor if param.expert is None else here.expert_tensor
-        holdings.append(Holding(name, part if param.split is not None else 0, rank))
+        part = coords.tensor if param.expert is None else coords.expert_tensor
+        holdings.append(LocalShard(name, part if param.split is not None else 0, rank))
     return holdings
 
 
@@ -57,7 +57,7 @@ def atom(param: Param) -> object:
     return (param.layer, param.expert) if param.layer is not None else param.name
 
 
-def check(plan: SyncPlan, holdings: Sequence[Holding], targets: Sequence[int], bucket_bytes: int) -> None:
+def check(plan: SyncPlan, holdings: Sequence[LocalShard], targets: Sequence[int], bucket_bytes: int) -> None:
     holders = {(held.name, held.part, held.rank) for held in holdings}
     ranks = {rank for _, _, rank in holders}
     parts = {(name, part) for name, part, _ in holders}
@@ -88,7 +88,7 @@ def test_every_layout_target_set_and_bucket_size(world_size: int, layout: Layout
 
 
 def test_buckets_are_filled_in_order_and_a_large_atom_stands_alone() -> None:
-    holdings = [Holding(name, 0, 0) for name in PARAMS]
+    holdings = [LocalShard(name, 0, 0) for name in PARAMS]
     everything = plan_sync(PARAMS, holdings, (0,), 10**6, ITEMSIZE)
     assert len(everything.buckets) == 1
     single = plan_sync(PARAMS, holdings, (0,), 1, ITEMSIZE)
@@ -100,7 +100,7 @@ def test_buckets_are_filled_in_order_and_a_large_atom_stands_alone() -> None:
 
 
 def test_replicas_share_the_work_and_a_holder_takes_its_own() -> None:
-    holdings = [Holding(name, 0, rank) for name in PARAMS for rank in (0, 1)]
+    holdings = [LocalShard(name, 0, rank) for name in PARAMS for rank in (0, 1)]
     moves = plan_sync(PARAMS, holdings, (0, 2, 3, 4, 5), 10**6, ITEMSIZE).buckets[0].transfers
     sources = {target: {move.source for move in moves if move.target == target} for target in (0, 2, 3, 4, 5)}
     assert sources == {0: {0}, 2: {1}, 3: {0}, 4: {1}, 5: {0}}
@@ -112,10 +112,10 @@ def test_bytes_are_those_of_the_whole_tensors() -> None:
 
 
 def test_a_parameter_without_a_holder_and_a_hole_in_its_parts_are_refused() -> None:
-    holdings = [Holding(name, 0, 0) for name in PARAMS]
+    holdings = [LocalShard(name, 0, 0) for name in PARAMS]
     with pytest.raises(ValueError, match="no rank holds norm"):
         plan_sync(PARAMS, [one for one in holdings if one.name != "norm"], (0,), 10, ITEMSIZE)
-    holes = [Holding("embedding", 2, 1) if one.name == "embedding" else one for one in holdings]
+    holes = [LocalShard("embedding", 2, 1) if one.name == "embedding" else one for one in holdings]
     with pytest.raises(ValueError, match=r"embedding: parts \[2\] are held, one is missing"):
         plan_sync(PARAMS, holes, (0,), 10, ITEMSIZE)
 

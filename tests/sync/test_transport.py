@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mp.weight_sync.shared_memory import LOADER, borrow, lend, load_bucket
+from grpo_mp.weight_sync.shared_memory import LOADER, open_tensors, export_tensors, load_bucket
 from grpo_mp.weight_sync.transport import HostTransport, bucket_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
 
 
-class Recorder:
+class StepLogger:
     """A client whose engine keeps every tensor it is given, by engine rank."""
 
     def __init__(self) -> None:
@@ -46,16 +46,16 @@ class Recorder:
         return weights
 
 
-def sent(bucket: list[tuple[str, Tensor]], engine_ranks: int = 1) -> Recorder:
-    async def push() -> Recorder:
-        client = Recorder()
+def sent(bucket: list[tuple[str, Tensor]], engine_ranks: int = 1) -> StepLogger:
+    async def update_weights() -> StepLogger:
+        client = StepLogger()
         transport = HostTransport(client, engine_ranks)
         await transport.begin()
         await transport.send(bucket)
         await transport.end(7)
         return client
 
-    return asyncio.run(push())
+    return asyncio.run(update_weights())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,9 +88,9 @@ def test_a_slice_travels_without_the_storage_it_looks_into() -> None:
 
 def test_what_is_borrowed_stays_and_is_a_copy_of_one_s_own() -> None:
     tensor = torch.arange(5.0)
-    with lend([("a", tensor)]) as note:
-        (_, kept), *_ = borrow(note)
-        (_, changed), *_ = borrow(note)
+    with export_tensors([("a", tensor)]) as note:
+        (_, kept), *_ = open_tensors(note)
+        (_, changed), *_ = open_tensors(note)
         changed.zero_()
     tensor.fill_(9.0)
     assert kept.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]

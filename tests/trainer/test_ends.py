@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from grpo_mp.errors import UserError
 from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.trainer import exit as ends
-from grpo_mp.trainer.exit import PeerLostError, clean_end, ignore_more_interrupts, one_voice
+from grpo_mp.trainer.exit import PeerFailedError, exit_on_error, ignore_more_interrupts, report_error_once
 
 # What torch says of a peer that is gone: gloo twice, NCCL, and the store of a launcher that was killed, twice.
 GONE = (
@@ -39,24 +39,24 @@ def _signals() -> Iterator[None]:
 
 
 def test_the_first_mistake_of_a_job_is_said_and_no_other(store: dist.Store) -> None:
-    with pytest.raises(UserError, match="engine 1 ended"), one_voice(1, store):
+    with pytest.raises(UserError, match="engine 1 ended"), report_error_once(1, store):
         raise UserError("engine 1 ended")
-    with pytest.raises(PeerLostError, match=r"^rank 0: another rank ended; its message says why$"), one_voice(0, store):
+    with pytest.raises(PeerFailedError, match=r"^rank 0: another rank ended; its message says why$"), report_error_once(0, store):
         raise UserError("engine 0 ended")
 
 
 @pytest.mark.parametrize("said", GONE)
 def test_a_rank_that_lost_its_peers_names_its_phase_only(store: dist.Store, tmp_path: Path, said: str) -> None:
     with Watchdog(1, tmp_path) as watchdog:
-        with pytest.raises(PeerLostError) as lost, one_voice(1, store), watchdog.phase("TRAIN", 60.0):
+        with pytest.raises(PeerFailedError) as lost, report_error_once(1, store), watchdog.phase("TRAIN", 60.0):
             raise RuntimeError(said)
         assert str(lost.value) == "rank 1 in TRAIN: another rank ended; its message says why"
-    with pytest.raises(UserError), one_voice(0, store):  # the word is still free
+    with pytest.raises(UserError), report_error_once(0, store):  # the word is still free
         raise UserError("the cause")
 
 
 def test_an_unexpected_error_stays_what_it_is(store: dist.Store) -> None:
-    with pytest.raises(RuntimeError, match="shapes"), one_voice(0, store):
+    with pytest.raises(RuntimeError, match="shapes"), report_error_once(0, store):
         raise RuntimeError("shapes do not match")
 
 
@@ -64,12 +64,12 @@ def test_a_mistake_is_said_where_the_store_is_gone() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     del server
-    with pytest.raises(UserError, match="the cause"), one_voice(1, client):
+    with pytest.raises(UserError, match="the cause"), report_error_once(1, client):
         raise UserError("the cause")
 
 
 def test_a_mistake_ends_with_its_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, clean_end():
+    with pytest.raises(SystemExit) as ended, exit_on_error():
         raise UserError("no such file")
     assert (ended.value.code, capsys.readouterr().err) == (2, "error: no such file\n")
 
@@ -81,15 +81,15 @@ def test_what_every_rank_finds_another_than_the_first_says_only_when_that_one_do
     monkeypatch.setenv("RANK", "11")
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(ends.time, "sleep", lambda seconds: waited.append(seconds))
-    with pytest.raises(SystemExit) as ended, clean_end():
+    with pytest.raises(SystemExit) as ended, exit_on_error():
         raise UserError("no such file on this node")
     assert waited == [ends.FIRST_RANK_LIMIT_S + 3]
     assert (ended.value.code, capsys.readouterr().err) == (2, "error: no such file on this node\n")
 
 
 def test_a_lost_peer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, clean_end():
-        raise PeerLostError("rank 1: another rank ended; its message says why")
+    with pytest.raises(SystemExit) as ended, exit_on_error():
+        raise PeerFailedError("rank 1: another rank ended; its message says why")
     assert (ended.value.code, capsys.readouterr().err) == (1, "rank 1: another rank ended; its message says why\n")
 
 
@@ -101,7 +101,7 @@ def test_ctrl_c_is_said_once(
     with (
         Watchdog(int(rank), tmp_path) as watchdog,
         pytest.raises(SystemExit) as ended,
-        clean_end(),
+        exit_on_error(),
         watchdog.phase("SYNC", 60.0),
     ):
         raise KeyboardInterrupt
@@ -122,7 +122,7 @@ def test_a_second_ctrl_c_does_not_break_off_what_the_first_began() -> None:
 def test_a_rank_that_is_ending_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher answers the end of one rank with SIGTERM to the others."""
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SystemExit), clean_end():
+    with pytest.raises(SystemExit), exit_on_error():
         raise UserError("no such file")
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
@@ -133,7 +133,7 @@ def test_torchrun_shows_the_sentence_as_the_root_cause(
 ) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    with pytest.raises((SystemExit, ValueError)), clean_end():
+    with pytest.raises((SystemExit, ValueError)), exit_on_error():
         raise error
     knows = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(file))
     lost = ProcessFailure(local_rank=0, pid=2, exitcode=1, error_file="")

@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.settings import needs_old_logprobs
-from grpo_mp.batching.exchange import share_infos
+from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import assemble
-from grpo_mp.checkpoint.run_state import RunState
+from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Layout, Settings, load_settings
 from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
 from grpo_mp.examples.cold_start import alone
 from grpo_mp.policy.policy import Policy
-from grpo_mp.trainer.context import Session
-from grpo_mp.trainer.logprobs import Updates, fixed_values
-from grpo_mp.trainer.update import learn
+from grpo_mp.trainer.context import TrainContext
+from grpo_mp.trainer.logprobs import Updates, compute_logprobs
+from grpo_mp.trainer.update import train_step
 from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 
@@ -48,27 +48,27 @@ def groups() -> list[SampleGroup]:
     return [SampleGroup(prompt, tuple(sample(group, index) for index in range(4))) for group in range(4)]
 
 
-def a_session(tiny_run: TinyRun, parallel: Parallel, *overrides: str) -> Session:
+def a_session(tiny_run: TinyRun, parallel: Parallel, *overrides: str) -> TrainContext:
     settings = load_settings(tiny_run.config, [*SETTINGS, *overrides])
-    policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.weight > 0)
-    return cast(Session, SimpleNamespace(settings=settings, policy=policy, parallel=parallel, state=RunState()))
+    policy = Policy(settings, parallel, with_reference_logprobs=settings.algorithm.kl.weight > 0)
+    return cast(TrainContext, SimpleNamespace(settings=settings, policy=policy, parallel=parallel, state=TrainState()))
 
 
-def micro_batches(session: Session) -> Updates:
-    infos = share_infos(groups(), dist.group.WORLD)
+def micro_batches(session: TrainContext) -> Updates:
+    infos = all_gather_sample_info(groups(), dist.group.WORLD)
     batch = assemble(groups(), infos, {}, session.settings, session.parallel, 64, step=1)
-    return fixed_values(session, batch)
+    return compute_logprobs(session, batch)
 
 
-def planned(session: Session) -> Updates:
+def planned(session: TrainContext) -> Updates:
     """The step's micro-batches before anything is computed for them."""
     batch = assemble(
-        groups(), share_infos(groups(), dist.group.WORLD), {}, session.settings, session.parallel, 64, step=1
+        groups(), all_gather_sample_info(groups(), dist.group.WORLD), {}, session.settings, session.parallel, 64, step=1
     )
     return [list(update) for update in batch.updates]
 
 
-def weights(session: Session) -> list[torch.Tensor]:
+def weights(session: TrainContext) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in session.policy.tensors.values()]
 
 
@@ -77,7 +77,7 @@ def test_epochs_pass_over_the_same_samples_with_the_old_logprobs_of_the_first(
 ) -> None:
     session = a_session(tiny_run, parallel, "optimizer.epochs=2")
     updates = micro_batches(session)
-    reports = learn(session, updates)
+    reports = train_step(session, updates)
     ratios = [report.measured["train/ratio/max"] for report in reports]
     assert len(reports) == 4
     assert ratios[0] == pytest.approx(1.0, abs=1e-5)  # nothing has moved yet
@@ -137,7 +137,7 @@ def test_the_engine_s_logprobs_are_the_old_ones(tiny_run: TinyRun, parallel: Par
     assert not rest
     mask = update[0].mask.bool()
     ratios = (outputs[0][mask].double() - update[0].rollout_logprobs[mask].double()).exp()
-    report = learn(session, [update])[0]
+    report = train_step(session, [update])[0]
     assert report.measured["train/ratio/mean"] == pytest.approx(float(ratios.mean()), rel=1e-5)
 
 
@@ -145,7 +145,7 @@ def test_shuffled_samples_are_spread_over_the_updates_alike_on_every_rank(
     tiny_run: TinyRun, parallel: Parallel
 ) -> None:
     shuffled = a_session(tiny_run, parallel, "optimizer.shuffle=true")
-    infos = share_infos(groups(), dist.group.WORLD)
+    infos = all_gather_sample_info(groups(), dist.group.WORLD)
 
     def parts(step: int, settings: Settings) -> list[set[int]]:
         batch = assemble(groups(), infos, {}, settings, parallel, 64, step)

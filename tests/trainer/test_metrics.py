@@ -19,7 +19,7 @@ from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.monitor.metrics import find
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.rewards.tally import Tally
-from grpo_mp.scheduler.memory_tracker import Footprint
+from grpo_mp.scheduler.memory_tracker import MemoryUsage
 from grpo_mp.trainer.metrics import (
     distributions,
     eval_reward_metrics,
@@ -186,7 +186,7 @@ def test_histograms_hold_every_sample_and_every_token_s_advantage() -> None:
 
 
 def test_memory_of_each_phase(alone: Parallel) -> None:
-    found = memory_metrics({"TRAIN": Footprint(1, 2, 3), "GENERATE": Footprint(4, 5, 6)}, alone)
+    found = memory_metrics({"TRAIN": MemoryUsage(1, 2, 3), "GENERATE": MemoryUsage(4, 5, 6)}, alone)
     assert found == {
         "memory/train/host_bytes": 1.0,
         "memory/train/device_bytes": 2.0,

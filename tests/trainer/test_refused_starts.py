@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from grpo_mp.checkpoint.run_state import RunState, begin_checkpoint, checkpoint_folder, claim_run_folder, write_manifest
+from grpo_mp.checkpoint.run_state import TrainState, begin_checkpoint, checkpoint_folder, claim_run_folder, write_manifest
 from grpo_mp.config import dump_settings, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.planner.model_configs import published
@@ -307,7 +307,7 @@ def saved_run(tiny_run: TinyRun, tmp_path: Path) -> Path:
     begin_checkpoint(checkpoint)
     (checkpoint / "policy").mkdir()
     (checkpoint / "policy" / "__0_0.distcp").write_bytes(b"weights")
-    write_manifest(checkpoint, RunState(step=2))
+    write_manifest(checkpoint, TrainState(step=2))
     return run
 
 

@@ -12,20 +12,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from grpo_mp.batching.exchange import share_infos
+from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import StepBatch, assemble
-from grpo_mp.checkpoint.run_state import RunState
+from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
 from grpo_mp.examples.cold_start import alone
 from grpo_mp.policy.expert_load import heat_map, over_mean, worst_ratio
 from grpo_mp.policy.policy import Policy
-from grpo_mp.trainer.context import Session
+from grpo_mp.trainer.context import TrainContext
 from grpo_mp.trainer.kl_watch import watched
-from grpo_mp.trainer.logprobs import fixed_values
+from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import logprob_tokens, update_metrics
 from grpo_mp.trainer.save import export_policy
-from grpo_mp.trainer.update import learn
+from grpo_mp.trainer.update import train_step
 from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 
@@ -54,7 +54,7 @@ def parallel(tiny_run: TinyRun) -> Iterator[Parallel]:
 class Step:
     """A step on one rank without its engine: the samples are made up, all else is the trainer's own."""
 
-    session: Session
+    session: TrainContext
     batch: StepBatch
     samples: list[Sample]  # in the order of the step
 
@@ -67,23 +67,23 @@ class Step:
 def make_step(tiny_run: TinyRun, parallel: Parallel) -> Callable[..., Step]:
     def make(*overrides: str) -> Step:
         settings = load_settings(tiny_run.config, [*SETTINGS, *overrides])
-        policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.measured_share > 0)
+        policy = Policy(settings, parallel, with_reference_logprobs=settings.algorithm.kl.measured_share > 0)
         samples = made_up(np.random.default_rng(0), policy.hf.int("vocab_size"), tiny_run.model)
         prompt = Prompt(0, "", samples[0].prompt_tokens)
         groups = [SampleGroup(prompt, tuple(samples[i : i + SIZE])) for i in range(0, len(samples), SIZE)]
-        infos = share_infos(groups, parallel.host)
+        infos = all_gather_sample_info(groups, parallel.cpu_group)
         batch = assemble(groups, infos, {}, settings, parallel, policy.config.hidden_size, step=1)
         return Step(session_of(settings, parallel, policy), batch, samples)
 
     return make
 
 
-def session_of(settings: Settings, parallel: Parallel, policy: Policy) -> Session:
+def session_of(settings: Settings, parallel: Parallel, policy: Policy) -> TrainContext:
     """Without engine, data and screen, which the updates of a step do not touch."""
     absent: dict[str, Any] = dict.fromkeys(
         ("inputs", "rollout", "sync", "scheduler", "timeline", "progress", "stop"), None
     )
-    return Session(settings=settings, parallel=parallel, policy=policy, state=RunState(), **absent)
+    return TrainContext(settings=settings, parallel=parallel, policy=policy, state=TrainState(), **absent)
 
 
 def made_up(random: np.random.Generator, vocabulary: int, model: Path) -> list[Sample]:
@@ -211,7 +211,7 @@ def test_every_training_metric_of_a_step(make_step: Callable[..., Step], tiny_ru
     step = make_step(f"algorithm.kl.weight={KL}")
     policy, per_update = step.policy, GROUPS * SIZE // UPDATES
     parts = [slice(0, per_update), slice(per_update, None)]
-    fixed = fixed_values(step.session, step.batch)
+    fixed = compute_logprobs(step.session, step.batch)
     first, gains = scored_all(tiny_run.model, step.samples), advantages(step.samples)
 
     updates, reports = [], []
@@ -220,7 +220,7 @@ def test_every_training_metric_of_a_step(make_step: Callable[..., Step], tiny_ru
         export_policy(policy, folder, tiny_run.model, 2**20)
         now = scored_all(folder, step.samples[part])
         updates.append(expected(step.samples[part], gains[part], now, first[part]))
-        reports += learn(step.session, [microbatches])
+        reports += train_step(step.session, [microbatches])
     both = {name: np.mean([one[name] for one in updates]) for name in updates[0]}
     both |= {name: value for name, value in updates[0].items() if name.startswith("mismatch/")}
     both["train/ratio/max"] = max(one["train/ratio/max"] for one in updates)
@@ -247,9 +247,9 @@ def test_every_training_metric_of_a_step(make_step: Callable[..., Step], tiny_ru
 
 def test_the_load_of_experts_is_what_transformers_routes(make_step: Callable[..., Step], tiny_run: TinyRun) -> None:
     step = make_step()
-    host = step.session.parallel.host
-    (mine,) = fixed_values(step.session, step.batch)[:1]
-    learn(step.session, [mine])
+    host = step.session.parallel.cpu_group
+    (mine,) = compute_logprobs(step.session, step.batch)[:1]
+    train_step(step.session, [mine])
     load_here = step.policy.expert_load.take(host)
     assert load_here is not None
 
@@ -294,13 +294,13 @@ def test_the_kl_is_watched_at_weight_0_and_moves_nothing(make_step: Callable[...
     with torch.no_grad():
         for tensor in [*step.policy.tensors.values(), *plain.policy.tensors.values()]:
             tensor.mul_(1.02)  # the policy has left its reference
-    fixed = fixed_values(step.session, step.batch)
+    fixed = compute_logprobs(step.session, step.batch)
     every = [one for update in fixed for one in update]
     measured = [one for one in every if one.reference_logprobs is not None]
     assert len(measured) == -(-3 * len(every) // 10) < len(every)
 
-    reports = learn(step.session, fixed[:1])
-    expected_reports = learn(plain.session, fixed_values(plain.session, plain.batch)[:1])
+    reports = train_step(step.session, fixed[:1])
+    expected_reports = train_step(plain.session, compute_logprobs(plain.session, plain.batch)[:1])
     assert reports[0].grad_norm == expected_reports[0].grad_norm
     assert all(torch.equal(one, plain.policy.tensors[name]) for name, one in step.policy.tensors.items())
     assert "train/kl_loss" not in expected_reports[0].measured
