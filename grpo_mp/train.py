@@ -22,7 +22,7 @@ from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.trainer.save import export_hf, save
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord
-from grpo_mp.trainer.update import train_step, refresh_reference
+from grpo_mp.trainer.update import refresh_reference, train_step
 from grpo_mp.weight_sync.compare import CheckReport
 from grpo_mp.weight_sync.update import SyncReport
 

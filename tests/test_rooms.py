@@ -5,8 +5,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "grpo_mp"
 ROOMS = {
-    "megatron": ("policy/", "platform/", "planner/meta_model.py"),
-    "sglang": ("rollout/", "sync/", "platform/"),
+    "megatron": ("policy/", "checkpoint/", "distributed/", "platform/", "planner/meta_model.py"),
+    "sglang": ("rollout/", "weight_sync/", "platform/"),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mp.algorithms.corrections import rollout_is_weights, off_policy_mask
+from grpo_mp.algorithms.corrections import off_policy_mask, rollout_is_weights
 from grpo_mp.algorithms.kl import ESTIMATORS
 from grpo_mp.algorithms.policy_losses import POLICY_LOSSES, Terms
 from grpo_mp.algorithms.report import loss_report
@@ -27,7 +27,7 @@ class LossCoefficients:
     entropy: float
 
     @staticmethod
-    def of(algorithm: Algorithm) -> "Weights":
+    def of(algorithm: Algorithm) -> "LossCoefficients":
         return LossCoefficients(algorithm.kl.weight, algorithm.entropy.weight)
 
 
@@ -43,7 +43,8 @@ def make_loss(algorithm: Algorithm, weights: LossCoefficients | None = None, red
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         batch = responses_only(batch.to(logprobs.device))
         new, entropy = at_responses(logprobs, batch.mask), at_responses(entropy, batch.mask)
-        has_rollout_logprob = batch.rollout_logprobs.isfinite()  # a token whose engine logprob is no number does not learn
+        # A token whose engine logprob is no number does not learn.
+        has_rollout_logprob = batch.rollout_logprobs.isfinite()
         terms = _terms(new, batch, algorithm, Sequences.of_batch(batch, reduce))
         decides = (entropy.detach() >= batch.entropy_floor) & has_rollout_logprob
         trusted = off_policy_mask(

@@ -15,7 +15,7 @@ HEAD = """# algorithms
 `algorithm: dapo` in a settings file, or `algorithm=dapo` on the command line, takes a preset; any part can be set over
 it: `algorithm: {preset: dapo, clip: {high: 0.3}}`. The run folder's settings.yaml then says every constant. A preset is
 a choice of parts in presets.py, never a branch in code: advantage (advantages.py), ratio and surrogate (surrogates.py),
-aggregation (aggregation.py), KL (kl.py), correction for the engine (corrections.py), filters (batching/group_filters.py).
+aggregation (aggregation.py), KL (kl.py), correction for the engine (corrections.py), filters (group_filters.py).
 
 ## Which preset when
 

@@ -52,7 +52,9 @@ def all_gather_sample_info(groups: Iterable[SampleGroup], group: dist.ProcessGro
     return sorted((info for infos in everyone for info in infos), key=lambda info: info.key)
 
 
-def gather_groups(groups: Iterable[SampleGroup], wanted: Collection[int], group: dist.ProcessGroup) -> list[SampleGroup]:
+def gather_groups(
+    groups: Iterable[SampleGroup], wanted: Collection[int], group: dist.ProcessGroup
+) -> list[SampleGroup]:
     """The wanted groups of all ranks with their texts, on rank 0, in the order of their ids; elsewhere an empty list.
 
     Every rank must call this.

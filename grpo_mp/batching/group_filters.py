@@ -66,7 +66,7 @@ class PromptCurriculum:
         """Whether a prompt is left out of `step`."""
         return self.resting.get(prompt, 0) >= step
 
-    def after(self, infos: Sequence[SampleInfo], step: int, rule: Filter) -> "Graduation":
+    def after(self, infos: Sequence[SampleInfo], step: int, rule: Filter) -> "PromptCurriculum":
         """The state after a step. A prompt that returns from its rest begins anew."""
         if not rule.rest_after:
             return self

@@ -135,7 +135,11 @@ def _prepare(final: Path, folder: Path, source: str, parts: Sequence[Part]) -> l
 
 
 def _written(
-    folder: Path, parts: Iterable[Part], make: Callable[[Part], Made], write: Callable[[Path, Made], None], team: WorkerGroup
+    folder: Path,
+    parts: Iterable[Part],
+    make: Callable[[Part], Made],
+    write: Callable[[Path, Made], None],
+    team: WorkerGroup,
 ) -> Iterator[int]:
     """Yields the bytes that all ranks have written. One part is made while another is written and a third is synced."""
     with ThreadPoolExecutor(MAX_PENDING_WRITES) as behind:

@@ -94,7 +94,11 @@ class HfExporter:
         return param.is_projection
 
     def _extra_names(self) -> list[str]:
-        return sorted(name for name in self.extras.names if is_non_policy_tensor(name, self.model.hf)) if self.extras else []
+        return (
+            sorted(name for name in self.extras.names if is_non_policy_tensor(name, self.model.hf))
+            if self.extras
+            else []
+        )
 
     def _stored_extra(self, name: str) -> dict[str, TensorSpec]:
         return {each: TensorSpec(tuple(tensor.shape), tensor.dtype) for each, tensor in self._extra(name, meta=True)}

@@ -27,7 +27,7 @@ class WorkerGroup:
         self._store, self._limit_s, self._count = store, limit_s, 0
 
     @classmethod
-    def of_job(cls) -> "Team":
+    def of_job(cls) -> "WorkerGroup":
         """As the environment says; one process where no launcher started it."""
         if int(os.environ.get("WORLD_SIZE", 1)) == 1:
             return cls()

@@ -63,7 +63,7 @@ def cold_start(
     train, held_out = examples[: -recipe.held_out], examples[-recipe.held_out :]
     with alone():
         parallel = start_parallel(settings.layout, seed, ALONE_TIMEOUT_S)
-        policy = Policy(settings, parallel, with_reference_logprobs=False)
+        policy = Policy(settings, parallel, with_reference=False)
         for step in supervise(policy, settings, train, held_out, recipe.batch, target):
             watch(step)
         export_policy(policy, result, random, settings.sync.bucket_bytes)

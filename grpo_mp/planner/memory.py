@@ -160,7 +160,9 @@ def _node(job: Job, kept: BytesPerParameter, ranks: tuple[tuple[int, bool, bool]
     }
 
 
-def _rank_host(job: Job, count: Count, kept: BytesPerParameter, dense: bool, expert: bool) -> dict[SubPhase, dict[str, float]]:
+def _rank_host(
+    job: Job, count: Count, kept: BytesPerParameter, dense: bool, expert: bool
+) -> dict[SubPhase, dict[str, float]]:
     base = {
         "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process,
         "weights": count.total * kept.host_copies,

@@ -41,7 +41,7 @@ class UpdateReport:
 class Policy:
     """Megatron model, optimizer and reference of this rank."""
 
-    def __init__(self, settings: Settings, parallel: Parallel, with_reference_logprobs: bool) -> None:
+    def __init__(self, settings: Settings, parallel: Parallel, with_reference: bool) -> None:
         """Build the model, read this rank's slices of the weights, make the optimizer.
 
         Raises UserError where a file of a converted folder differs from its checksum; ranks divide the files.
@@ -60,7 +60,7 @@ class Policy:
         mark_tensor_parallel(self.tensors, self.params)
         self.optimizer, self.schedule = build_optimizer(settings, self.chunks)
         self.expert_load = ExpertLoad(models, self.config.num_layers, self.config.num_moe_experts or 0)
-        self.reference = Reference(self.tensors) if with_reference_logprobs else None
+        self.reference = Reference(self.tensors) if with_reference else None
 
     @property
     def is_last_stage(self) -> bool:

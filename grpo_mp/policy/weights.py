@@ -43,7 +43,11 @@ def tensor_part(param: Param, coords: RankCoordinates) -> int:
 
 @torch.no_grad()
 def load_hf(
-    tensors: dict[str, torch.Tensor], params: dict[str, Param], reader: Weights, coords: RankCoordinates, parts: "Parts"
+    tensors: dict[str, torch.Tensor],
+    params: dict[str, Param],
+    reader: Weights,
+    coords: RankCoordinates,
+    parts: "TpSizes",
 ) -> None:
     """Fill this rank's tensors from Hugging Face files, reading only the slices it holds.
 

@@ -19,7 +19,9 @@ class EnginePlacement:
         return self.node_rank == 0
 
 
-def engine_placements(world_size: int, ranks_per_node: int, gpus: int, count: int | None) -> tuple[EnginePlacement, ...]:
+def engine_placements(
+    world_size: int, ranks_per_node: int, gpus: int, count: int | None
+) -> tuple[EnginePlacement, ...]:
     """Engine e spans the ranks [e * gpus, (e + 1) * gpus); one process for each node it touches.
 
     Raises UserError where an engine does not fit the job or would straddle nodes unevenly.

@@ -33,7 +33,7 @@ from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.out_of_memory import explain_out_of_memory
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.exit import ignore_more_interrupts, report_error_once
-from grpo_mp.trainer.offload import AFTER_START, offload_functions, start_engines_first, offload_enabled
+from grpo_mp.trainer.offload import AFTER_START, offload_enabled, offload_functions, start_engines_first
 from grpo_mp.trainer.preemption import PreemptionHandler
 from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.weight_sync.ipc import IpcTransport
@@ -101,7 +101,7 @@ def open_train_context(
         timeline = Timeline(settings.run.folder, parallel.rank)
         stack.callback(timeline.close)
         stack.callback(inputs.scorer.close)
-        stack.update_weights(ignore_more_interrupts)
+        stack.push(ignore_more_interrupts)
         for note in (greeting or _greeting(settings, parallel, state), *_start_notes(inputs, parallel, not greeting)):
             progress.note(note)
         with watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
@@ -140,7 +140,7 @@ def newest_checkpoint(settings: Settings) -> Path | None:
 
 
 def build_policy(settings: Settings, parallel: Parallel, state: TrainState, folder: Path | None) -> Policy:
-    policy = Policy(settings, parallel, with_reference_logprobs=settings.algorithm.kl.measured_share > 0)
+    policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.measured_share > 0)
     if folder:
         checkpoint_checksums(folder).check_share(parallel.rank, parallel.world_size)
         dist.barrier(group=parallel.cpu_group)  # what one rank finds, no other must read

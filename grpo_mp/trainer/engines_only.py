@@ -48,7 +48,7 @@ def open_engines_only(settings: Settings, inputs: Inputs, greeting: str) -> Iter
         timeline = Timeline(folder, parallel.rank)
         stack.callback(timeline.close)
         stack.callback(inputs.scorer.close)
-        stack.update_weights(ignore_more_interrupts)
+        stack.push(ignore_more_interrupts)
         for note in (greeting, *(f"warning: {text}" for text in inputs.warnings)):
             progress.note(note)
         with watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):

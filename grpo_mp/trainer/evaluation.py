@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from grpo_mp.batching.exchange import SampleInfo, gather_groups, all_gather_sample_info
+from grpo_mp.batching.exchange import SampleInfo, all_gather_sample_info, gather_groups
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.evaluation.files import read_scores, step_file

@@ -20,7 +20,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 @contextmanager
 def export_tensors(bucket: Named) -> Iterator[torch.Tensor]:
-    """Inside, processes of this user on this machine can `open_tensors` the bucket by the note given here (uint8, [n])."""
+    """Let processes of this user on this machine open the bucket, while the body runs, by its note (uint8, [n])."""
     starts = [0]
     for _, tensor in bucket:
         starts.append(starts[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)

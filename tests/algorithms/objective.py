@@ -41,9 +41,15 @@ class Drawn:
 
 
 def draw(
-    lengths: Sequence[int], groups: Sequence[int], seed: int, apart: float, first: bool, kl: bool, has_rollout_logprob: float = 0.01
+    lengths: Sequence[int],
+    groups: Sequence[int],
+    seed: int,
+    apart: float,
+    first: bool,
+    kl: bool,
+    engine_apart: float = 0.01,
 ) -> Drawn:
-    """`apart`: standard deviation of the log-ratios to the old policy and to the reference; `has_rollout_logprob`: to the engine."""
+    """`apart`: standard deviation of log-ratios to old policy and reference; `engine_apart`: to the engine."""
     generator = np.random.default_rng(seed)
 
     def near(centre: Sequence[Values], by: float) -> list[Values]:
@@ -54,7 +60,7 @@ def draw(
         groups=groups,
         rewards=generator.choice([0.0, 0.5, 1.5], len(lengths)).tolist(),
         logprobs=logprobs,
-        rollout=near(logprobs, has_rollout_logprob),
+        rollout=near(logprobs, engine_apart),
         old=None if first else near(logprobs, apart),
         reference=near(logprobs, apart) if kl else None,
     )

@@ -107,7 +107,7 @@ def test_equal_to_the_objective(shape: str, apart: float, name: str) -> None:
     algorithm = algorithm_of(name)
     apart = min(apart, KNOWN_TO.get(name, apart))
     for seed, first in enumerate((False, False, True)):
-        drawn = draw(lengths, groups, seed, apart, first, kl=algorithm.kl.weight > 0, has_rollout_logprob=min(apart, 1.0))
+        drawn = draw(lengths, groups, seed, apart, first, kl=algorithm.kl.weight > 0, engine_apart=min(apart, 1.0))
         check(drawn, algorithm, WHOLE)
 
 
@@ -115,7 +115,7 @@ def test_equal_to_the_objective(shape: str, apart: float, name: str) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_micro_batches_sum_to_the_same(max_tokens: int, name: str) -> None:
     algorithm = algorithm_of(name)
-    drawn = draw(LENGTHS, PAIRS, seed=5, apart=0.3, first=False, kl=algorithm.kl.weight > 0, has_rollout_logprob=0.2)
+    drawn = draw(LENGTHS, PAIRS, seed=5, apart=0.3, first=False, kl=algorithm.kl.weight > 0, engine_apart=0.2)
     check(drawn, algorithm, max_tokens)
 
 

@@ -187,7 +187,7 @@ class Trl:
 def compare(parts: dict[str, Any], first: bool = False, seed: int = 3, **attributes: Any) -> tuple[dict, dict]:
     """Assert equal loss and gradient; returns our metrics and what TRL logged."""
     algorithm = Algorithm.model_validate(parts)
-    drawn = draw(LENGTHS, GROUPS, seed=seed, apart=0.3, first=first, kl=algorithm.kl.weight > 0, has_rollout_logprob=0.2)
+    drawn = draw(LENGTHS, GROUPS, seed=seed, apart=0.3, first=first, kl=algorithm.kl.weight > 0, engine_apart=0.2)
     advantages = outcome_advantages(drawn.rewards, GROUPS, Advantage())
     (batch,), (logprobs,) = as_microbatches(drawn, algorithm, 10_000, advantages)
     entropies = [torch.rand(n, generator=torch.Generator().manual_seed(n + i)) for i, n in enumerate(LENGTHS)]

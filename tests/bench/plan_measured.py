@@ -92,7 +92,7 @@ def _measure(settings: Settings) -> Mapping[SubPhase, float]:
 
 
 def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> dict[SubPhase, int]:
-    policy = Policy(settings, parallel, with_reference_logprobs=False)
+    policy = Policy(settings, parallel, with_reference=False)
     batch = [_batch(TOKENS)]
     policy.update(batch, negative_log_likelihood)  # moments are there from the first update on
     sync = build_sync(settings, parallel, policy, HostTransport(StandIn(), 1), runner)

@@ -72,7 +72,7 @@ def run_rank(folder: Path, layout: str, engines: bool) -> None:
     parallel = start_parallel(settings.layout, settings.run.seed, LIMIT_S)
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
-        policy = Policy(settings, parallel, with_reference_logprobs=False)
+        policy = Policy(settings, parallel, with_reference=False)
         watched, client = {f"rank {parallel.rank}": psutil.Process()}, StandIn()
         if engines:
             scheduler, client = stack.enter_context(running_engine(folder, parallel.rank))

@@ -117,7 +117,7 @@ def first_policy(settings: Settings) -> Iterator[Policy]:
             patch.setitem(os.environ, name, value)
         alone = settings.model_copy(update={"layout": settings.layout.model_copy(update={"expert": 1})})
         parallel = start_parallel(alone.layout, seed=0, timeout_s=60.0)
-        yield Policy(alone, parallel, with_reference_logprobs=False)
+        yield Policy(alone, parallel, with_reference=False)
         stop_parallel()
 
 

@@ -53,12 +53,12 @@ class Bench:
     @cached_property
     def policy(self) -> Policy:
         """A policy that keeps its weights. Without the distributed optimizer gradients are whole on every rank."""
-        return self._policy(with_reference_logprobs=False)
+        return self._policy(with_reference=False)
 
     @cached_property
     def policy_with_reference(self) -> Policy:
         """The reference has all weights a little larger."""
-        policy = self._policy(with_reference_logprobs=True)
+        policy = self._policy(with_reference=True)
         assert policy.reference
         with torch.no_grad():
             for tensor in policy.tensors.values():
@@ -68,11 +68,11 @@ class Bench:
                 tensor.div_(1.02)
         return policy
 
-    def _policy(self, with_reference_logprobs: bool) -> Policy:
+    def _policy(self, with_reference: bool) -> Policy:
         optimizer = self.settings.optimizer
         whole = optimizer.model_copy(update={"megatron": {"use_distributed_optimizer": False}})
         settings = self.settings.model_copy(update={"optimizer": whole})
-        return Policy(settings, self.parallel, with_reference_logprobs)
+        return Policy(settings, self.parallel, with_reference)
 
     @cached_property
     def updates(self) -> list[list[MicroBatch]]:
@@ -166,7 +166,10 @@ def _gradients(policy: Policy) -> dict[str, Tensor]:
 
 def updates(bench: Bench) -> Result:
     """Weights after every update of the step; and is the reference then still the policy before it, exactly?"""
-    policy, loss = Policy(bench.settings, bench.parallel, with_reference_logprobs=True), make_loss(bench.settings.algorithm)
+    policy, loss = (
+        Policy(bench.settings, bench.parallel, with_reference=True),
+        make_loss(bench.settings.algorithm),
+    )
     weights, reports = [], []
     for number, batches in enumerate(bench.updates, start=1):
         reports.append(policy.update(batches, loss))
@@ -190,7 +193,7 @@ def _save(bench: Bench, policy: Policy) -> None:
 
 def resumed(bench: Bench) -> Result:
     """Weights as another layout saved them after its second update, and after the third."""
-    policy = Policy(bench.settings, bench.parallel, with_reference_logprobs=False)
+    policy = Policy(bench.settings, bench.parallel, with_reference=False)
     load_policy(policy, bench.checkpoints / bench.case.loads)
     weights = [_copy(policy.tensors)]
     report = policy.update(bench.updates[2], make_loss(bench.settings.algorithm))
@@ -218,7 +221,15 @@ def _held(policy: Policy) -> Result:
 def exchange(bench: Bench) -> Result:
     """Every rank holds some groups; do the samples that it trains on arrive?"""
     parallel, groups = bench.parallel, _groups(bench, bench.given.samples)
-    batch = assemble(groups, all_gather_sample_info(groups, parallel.cpu_group), {}, bench.settings, parallel, SMALL["hidden_size"], 1)
+    batch = assemble(
+        groups,
+        all_gather_sample_info(groups, parallel.cpu_group),
+        {},
+        bench.settings,
+        parallel,
+        SMALL["hidden_size"],
+        1,
+    )
     packed = [list(update) for update in batch.updates]
     return {"packed": packed, "expected": bench.updates, "data": parallel.coords.data}
 
@@ -243,7 +254,9 @@ def family(bench: Bench) -> Result:
         optimizer = bench.settings.optimizer.model_copy(update={"updates_per_step": 1})
         settings = bench.settings.model_copy(update={"algorithm": algorithm, "optimizer": optimizer})
         batch = assemble(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1)
-        session = cast(TrainContext, SimpleNamespace(policy=policy, settings=settings, parallel=parallel, state=TrainState()))
+        session = cast(
+            TrainContext, SimpleNamespace(policy=policy, settings=settings, parallel=parallel, state=TrainState())
+        )
         (update,) = compute_logprobs(session, batch)
         update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]
         policy.gradients(update, make_loss(algorithm, reduce=context_reduction(parallel)))
@@ -261,7 +274,7 @@ def broken(bench: Bench) -> Result:
 
 def converted(bench: Bench) -> Result:
     """A policy started from a converted folder, what Megatron loads of it, and a checkpoint converted back."""
-    policy = Policy(bench.settings, bench.parallel, with_reference_logprobs=False)
+    policy = Policy(bench.settings, bench.parallel, with_reference=False)
     direct = copies(policy)
     folder, model = bench.checkpoints / bench.case.name, bench.settings.model.path
     if bench.parallel.rank == 0:
@@ -275,7 +288,7 @@ def converted(bench: Bench) -> Result:
     wrong = unequal(policy, direct)
     there = bench.settings.model.model_copy(update={"path": folder / "converted"})
     settings = bench.settings.model_copy(update={"model": there})
-    wrong += unequal(Policy(settings, bench.parallel, with_reference_logprobs=False), direct)
+    wrong += unequal(Policy(settings, bench.parallel, with_reference=False), direct)
     if bench.parallel.rank == 0:
         to_hf(folder / "saved", folder / "back", model, False, _unwatched)
         wrong += [each.name for each in compare_folders(model, folder / "back")]

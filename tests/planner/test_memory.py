@@ -48,7 +48,9 @@ def test_a_latent_cache_keeps_576_numbers_of_a_token_in_a_layer() -> None:
 
 def test_what_settings_keep() -> None:
     def of(megatron: dict[str, object], dtype: str = "bfloat16") -> BytesPerParameter:
-        return bytes_per_parameter(settings_of(model={"path": "x", "dtype": dtype}, optimizer={"lr": 1e-6, "megatron": megatron}))
+        return bytes_per_parameter(
+            settings_of(model={"path": "x", "dtype": dtype}, optimizer={"lr": 1e-6, "megatron": megatron})
+        )
 
     assert of({}) == BytesPerParameter(2, 4, 12, host_copies=2)
     assert of(AWARE).saved == 4 + 4

@@ -1,7 +1,7 @@
 """Two published recipes for DeepSeek-R1: this planner's bytes against those that their authors state.
 
-Both keep more than this trainer does. What they keep is stated here as the planner's `BytesPerParameter`: it describes their
-trainers, not settings of this one.
+Both keep more than this trainer does. What they keep is stated here as the planner's `BytesPerParameter`: it describes
+their trainers, not settings of this one.
 """
 
 import pytest

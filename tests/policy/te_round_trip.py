@@ -111,7 +111,7 @@ def _policy(model: Path, megatron: dict[str, Any]) -> Iterator[Any]:
     with alone():
         parallel = start_parallel(settings.layout, 0, 600.0)
         try:
-            yield Policy(settings, parallel, with_reference_logprobs=False)
+            yield Policy(settings, parallel, with_reference=False)
         finally:
             stop_parallel()
 

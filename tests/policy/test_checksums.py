@@ -124,7 +124,7 @@ def test_a_run_does_not_go_on_from_a_changed_checkpoint(model: Path, tmp_path: P
     (step / "policy").mkdir(parents=True)
     with alone():
         parallel = start_parallel(settings.layout, 0, 600.0)
-        save_policy(Policy(settings, parallel, with_reference_logprobs=False), step / "policy")
+        save_policy(Policy(settings, parallel, with_reference=False), step / "policy")
         stop_parallel()
     write_manifest(step, TrainState(step=20))
     assert "policy/.metadata" in json.loads((step / "manifest.json").read_text())["files"]

@@ -40,7 +40,7 @@ def ignore(done: int, total: int) -> None:
 
 
 @contextmanager
-def policy_of(model: Path, dtype: str, with_reference_logprobs: bool = False) -> Iterator[Policy]:
+def policy_of(model: Path, dtype: str, with_reference: bool = False) -> Iterator[Policy]:
     tree = {
         "run": {"folder": model.parent, "steps": 1},
         "model": {"path": model, "dtype": dtype},
@@ -53,7 +53,7 @@ def policy_of(model: Path, dtype: str, with_reference_logprobs: bool = False) ->
     with alone():
         parallel = start_parallel(settings.layout, 0, 600.0)
         try:
-            yield Policy(settings, parallel, with_reference_logprobs)
+            yield Policy(settings, parallel, with_reference)
         finally:
             stop_parallel()
 
@@ -75,7 +75,7 @@ def test_the_policy_starts_from_what_was_converted(
             tensor.detach().fill_(7.0)
         load_by_megatron(policy, tmp_path / "megatron")
         assert unequal(policy, direct) == []
-    with policy_of(tmp_path / "megatron", dtype, with_reference_logprobs=True) as policy:
+    with policy_of(tmp_path / "megatron", dtype, with_reference=True) as policy:
         assert unequal(policy, direct) == []
         for before, after in zip(main, main_parameters(policy), strict=True):
             assert torch.equal(after, before)

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from grpo_mp.checkpoint.run_state import TrainState, begin_checkpoint, checkpoint_folder, claim_run_folder, write_manifest
+from grpo_mp.checkpoint.run_state import (
+    TrainState,
+    begin_checkpoint,
+    checkpoint_folder,
+    claim_run_folder,
+    write_manifest,
+)
 from grpo_mp.config import dump_settings, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.planner.model_configs import published

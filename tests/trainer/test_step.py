@@ -67,7 +67,7 @@ class Step:
 def make_step(tiny_run: TinyRun, parallel: Parallel) -> Callable[..., Step]:
     def make(*overrides: str) -> Step:
         settings = load_settings(tiny_run.config, [*SETTINGS, *overrides])
-        policy = Policy(settings, parallel, with_reference_logprobs=settings.algorithm.kl.measured_share > 0)
+        policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.measured_share > 0)
         samples = made_up(np.random.default_rng(0), policy.hf.int("vocab_size"), tiny_run.model)
         prompt = Prompt(0, "", samples[0].prompt_tokens)
         groups = [SampleGroup(prompt, tuple(samples[i : i + SIZE])) for i in range(0, len(samples), SIZE)]

@@ -63,7 +63,9 @@ def test_the_first_launched_are_taken_and_the_rest_is_surplus() -> None:
 
 def test_the_next_round_launches_as_many_as_the_share_that_teaches_demands() -> None:
     def launch(missing: int, launched: int, taught: int, **values: Any) -> int:
-        return to_launch(missing, launched, GroupSelection(tuple(range(taught)), launched - taught, 0, 0), rule(**values))
+        return to_launch(
+            missing, launched, GroupSelection(tuple(range(taught)), launched - taught, 0, 0), rule(**values)
+        )
 
     assert launch(32, 0, 0) == 32
     assert launch(3, 0, 0, oversample=1.5) == 5

@@ -9,7 +9,15 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mp.batching.exchange import SampleInfo, _decode, _floats, _integers, gather_groups, redistribute, all_gather_sample_info
+from grpo_mp.batching.exchange import (
+    SampleInfo,
+    _decode,
+    _floats,
+    _integers,
+    all_gather_sample_info,
+    gather_groups,
+    redistribute,
+)
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 TOKENS = st.lists(st.integers(0, 2**31), min_size=1, max_size=8)

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from grpo_mp import platform
-from grpo_mp.scheduler.memory_tracker import MemoryUsage, MemoryTracker, largest
+from grpo_mp.scheduler.memory_tracker import MemoryTracker, MemoryUsage, largest
 
 
 def test_largest_field_by_field() -> None:

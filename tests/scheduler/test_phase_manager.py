@@ -51,7 +51,9 @@ def test_movers_run_before_the_body_and_leave_before_they_come(monitors: Monitor
 
 def test_inside_each_phase_what_it_needs_is_resident(monitors: Monitors) -> None:
     resident: dict[str, bool] = dict.fromkeys(vars(Residency()), False)
-    movers: dict[str, OffloadFunction] = {name: lambda wake, name=name: resident.update({name: wake}) for name in resident}
+    movers: dict[str, OffloadFunction] = {
+        name: lambda wake, name=name: resident.update({name: wake}) for name in resident
+    }
     scheduler = PhaseManager(*monitors, 60.0, movers)
     for one in Phase:
         for other in Phase:

@@ -41,7 +41,10 @@ def _signals() -> Iterator[None]:
 def test_the_first_mistake_of_a_job_is_said_and_no_other(store: dist.Store) -> None:
     with pytest.raises(UserError, match="engine 1 ended"), report_error_once(1, store):
         raise UserError("engine 1 ended")
-    with pytest.raises(PeerFailedError, match=r"^rank 0: another rank ended; its message says why$"), report_error_once(0, store):
+    with (
+        pytest.raises(PeerFailedError, match=r"^rank 0: another rank ended; its message says why$"),
+        report_error_once(0, store),
+    ):
         raise UserError("engine 0 ended")
 
 

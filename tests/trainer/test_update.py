@@ -50,7 +50,7 @@ def groups() -> list[SampleGroup]:
 
 def a_session(tiny_run: TinyRun, parallel: Parallel, *overrides: str) -> TrainContext:
     settings = load_settings(tiny_run.config, [*SETTINGS, *overrides])
-    policy = Policy(settings, parallel, with_reference_logprobs=settings.algorithm.kl.weight > 0)
+    policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.weight > 0)
     return cast(TrainContext, SimpleNamespace(settings=settings, policy=policy, parallel=parallel, state=TrainState()))
 
 

@@ -37,7 +37,7 @@ def test_projections_arrive_as_the_converter_writes_them(family: str, parallel: 
     to_megatron(model, tmp_path / "megatron", lambda done, total: None)
     to_hf(tmp_path / "megatron", tmp_path / "fp8", None, True, lambda done, total: None)
 
-    policy = Policy(check_settings(BASE | {"model": {"path": model}}, "test"), parallel, with_reference_logprobs=False)
+    policy = Policy(check_settings(BASE | {"model": {"path": model}}, "test"), parallel, with_reference=False)
     plan = make_plan(policy.params, policy.local_shards(), (0,), 2**20, torch.bfloat16, parallel.cpu_group)
     resharder = Resharder(plan, policy.params, policy.tensors, policy.tp_sizes(), is_target=True, fp8=True)
     sent = {name: tensor for bucket in resharder.buckets() for name, tensor in bucket}
