@@ -23,8 +23,9 @@ from grpo_mp.algorithms.settings import KL
 from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.errors import UserError
-from grpo_mp.evaluation.files import add_samples, write_scores
+from grpo_mp.evaluation.files import write_scores
 from grpo_mp.evaluation.picture import draw, write_svg
+from grpo_mp.monitor.samples import add_samples
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.platform.warnings import silence_known_warnings
 from grpo_mp.rewards.tally import as_tree as tally_as_tree

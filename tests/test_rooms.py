@@ -30,3 +30,63 @@ def test_each_library_stays_in_its_rooms() -> None:
     ]
     assert not outside
     assert all(any(library in names for names in held.values()) for library in ROOMS)
+
+
+# A room imports rooms that stand before it, and nothing else of this package.
+ORDER = (
+    "errors",
+    "section",
+    "types",
+    "algorithms",
+    "rewards",
+    "evaluation",
+    "models",
+    "config",
+    "data",
+    "platform",
+    "distributed",
+    "batching",
+    "checkpoint",
+    "monitor",
+    "policy",
+    "weight_sync",
+    "rollout",
+    "scheduler",
+    "planner",
+    "trainer",
+    "examples",
+    "train",
+    "evaluate",
+    "launch",
+)
+
+
+def imported_rooms(file: Path) -> set[str]:
+    """Rooms of this package that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == PACKAGE.name:
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            package, _, rest = node.module.partition(".")
+            found |= {rest.partition(".")[0]} if package == PACKAGE.name else set()
+        elif isinstance(node, ast.Import):
+            names = (alias.name.split(".") for alias in node.names)
+            found |= {parts[1] for parts in names if parts[0] == PACKAGE.name and len(parts) > 1}
+    return found
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def test_imports_go_one_way() -> None:
+    files = [file for file in PACKAGE.rglob("*.py") if file != PACKAGE / "__init__.py"]
+    assert {room_of(file) for file in files} == set(ORDER)
+    upward = [
+        f"{file.relative_to(PACKAGE)} imports {room}"
+        for file in files
+        for room in imported_rooms(file) - {room_of(file)}
+        if ORDER.index(room) > ORDER.index(room_of(file))
+    ]
+    assert not upward

@@ -5,42 +5,13 @@ from their holder to the replica that wants them, as flat integer and float tens
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from grpo_mp.types import Sample, SampleGroup
+from grpo_mp.types import Sample, SampleGroup, SampleInfo
 
 HEADER = 5  # group id, index, prompt tokens, response tokens, truncated
-
-
-@dataclass(frozen=True)
-class SampleInfo:
-    """The small numbers of one sample, known to every rank."""
-
-    group_id: int
-    index: int
-    holder: int
-    prompt_tokens: int
-    response_tokens: int
-    reward: float
-    truncated: bool
-    oldest_version: int
-    reward_parts: dict[str, float] = field(default_factory=dict)
-    step_rewards: tuple[tuple[int, float], ...] = ()
-    prompt: int = 0  # index in the prompt set
-    finished: int = 1  # place of its group in the order of finishing; 0: broken off
-    versions_sum: int = 0  # over its response tokens
-    right: bool | None = None  # by the part that `reward.right` names; None: that part says nothing about it
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.group_id, self.index
-
-    @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.response_tokens
 
 
 def all_gather_sample_info(groups: Iterable[SampleGroup], group: dist.ProcessGroup) -> list[SampleInfo]:

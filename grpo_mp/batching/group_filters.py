@@ -7,7 +7,7 @@ from statistics import fmean
 
 from grpo_mp.algorithms.advantages import groups_without_difference
 from grpo_mp.algorithms.settings import Filter
-from grpo_mp.batching.exchange import SampleInfo
+from grpo_mp.types import SampleInfo
 
 SMALLEST_SHARE = 0.1  # of the launched groups that is counted on: bounds what one round launches
 

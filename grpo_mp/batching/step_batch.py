@@ -7,13 +7,13 @@ import torch
 
 from grpo_mp.algorithms.advantages import decoupled_advantages, outcome_advantages, process_advantages
 from grpo_mp.algorithms.aggregation import token_weights
-from grpo_mp.batching.exchange import SampleInfo, redistribute
+from grpo_mp.batching.exchange import redistribute
 from grpo_mp.batching.shared_prompts import PromptOf
 from grpo_mp.batching.updates import Update, microbatches, plan_updates, sample_order
 from grpo_mp.config import Settings
 from grpo_mp.distributed.coordinates import model_parallel_ranks
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.types import MicroBatch, PerToken, SampleGroup
+from grpo_mp.types import MicroBatch, PerToken, SampleGroup, SampleInfo
 
 
 @dataclass(frozen=True)

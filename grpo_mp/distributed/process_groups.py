@@ -1,7 +1,10 @@
 """Process groups: torch.distributed for the job, Megatron's groups for the layout, one group per replica."""
 
 import datetime
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -94,6 +97,24 @@ def sum_over_context(values: torch.Tensor, parallel: Parallel) -> torch.Tensor:
 def context_reduction(parallel: Parallel) -> Callable[[torch.Tensor], torch.Tensor]:
     """`sum_over_context` of this job."""
     return partial(sum_over_context, parallel=parallel)
+
+
+@contextmanager
+def single_process_group() -> Iterator[None]:
+    """Make this process a job of one rank while the body runs, whatever started it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    before = {name: os.environ.get(name) for name in job}
+    os.environ.update(job)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def stop_parallel() -> None:

@@ -1,14 +1,12 @@
 """The files that an evaluation leaves: scores as JSON, samples as JSON lines."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.score import EvalScore, as_tree, of_tree
-from grpo_mp.monitor.samples import lines_of
-from grpo_mp.types import SampleGroup
 
 
 def step_file(run_folder: Path, step: int) -> Path:
@@ -32,9 +30,3 @@ def read_scores(file: Path) -> dict[str, EvalScore]:
         return {name: of_tree(tree) for name, tree in sets.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file}: no scores of an evaluation ({error!r}): remove it") from error
-
-
-def add_samples(file: Path, name: str, groups: Iterable[SampleGroup]) -> None:
-    """Append every sample of a set, one JSON object a line."""
-    with file.open("a", encoding="utf-8") as lines:
-        lines.writelines(lines_of(groups, set=name))

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from grpo_mp.batching.exchange import SampleInfo
 from grpo_mp.evaluation.pass_at_k import Estimate, maj_at_k, over_problems, pass_at_k, sizes
-from grpo_mp.monitor.metrics import fill
+from grpo_mp.types import SampleInfo
 
 Votes = Mapping[tuple[int, int], int | None]  # sample -> number of its answer, unique in its problem; None: no answer
 
@@ -51,22 +50,6 @@ def score(infos: Sequence[SampleInfo], votes: Votes | None = None) -> EvalScore:
         pass_at=_pass_at(judged, samples) if several else {},
         maj_at=_maj_at(judged, samples, votes) if several and votes is not None else {},
     )
-
-
-def eval_metrics(name: str, of_set: EvalScore) -> dict[str, float]:
-    """A score under the names of the metric dictionary; figures that are not known are left out."""
-    values = {
-        "accuracy": of_set.accuracy,
-        "accuracy_se": of_set.accuracy_error,
-        "reward": of_set.reward,
-        "length": of_set.length,
-        "truncated_ratio": of_set.truncated_ratio,
-    }
-    found = {fill(f"eval/{{set}}/{kind}", set=name): value for kind, value in values.items() if value is not None}
-    for kind, estimates in (("pass", of_set.pass_at), ("maj", of_set.maj_at)):
-        for k, estimate in estimates.items():
-            found[fill(f"eval/{{set}}/{kind}_at_{{k}}", set=name, k=str(k))] = estimate.value
-    return found
 
 
 def as_tree(of_set: EvalScore) -> dict[str, Any]:

@@ -1,9 +1,6 @@
 """Supervised steps on worked examples: what a policy needs before rewards can teach it anything (R1, section 2.3.1)."""
 
-import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +12,13 @@ from grpo_mp.batching.packing import gather_responses
 from grpo_mp.batching.updates import Update, microbatches, plan_updates
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.data.cursor import Cursor, take
-from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.errors import UserError
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.types import MicroBatch, Sample
 
-ALONE_TIMEOUT_S = 600.0
+LIMIT_S = 600.0  # of a wait in a job of one rank
 
 
 @dataclass(frozen=True)
@@ -61,8 +58,8 @@ def cold_start(
     tokenizer = AutoTokenizer.from_pretrained(str(random))
     examples = [make_example(i, prompt, response, tokenizer) for i, (prompt, response) in enumerate(problems)]
     train, held_out = examples[: -recipe.held_out], examples[-recipe.held_out :]
-    with alone():
-        parallel = start_parallel(settings.layout, seed, ALONE_TIMEOUT_S)
+    with single_process_group():
+        parallel = start_parallel(settings.layout, seed, LIMIT_S)
         policy = Policy(settings, parallel, with_reference=False)
         for step in supervise(policy, settings, train, held_out, recipe.batch, target):
             watch(step)
@@ -110,24 +107,6 @@ def negative_log_likelihood(logprobs: Tensor, entropy: Tensor, batch: MicroBatch
     """Token mean of -log p over the responses; the weights carry the denominator."""
     loss = -(logprobs * batch.to(logprobs.device).weights).sum()
     return loss, loss.detach()
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Inside, this process is a job of one rank, whatever started it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    before = {name: os.environ.get(name) for name in job}
-    os.environ.update(job)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _settings(model: Path, seed: int, recipe: Recipe) -> Settings:

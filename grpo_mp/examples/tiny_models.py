@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from grpo_mp.models.hf_versions import TRANSFORMERS_NAMES
+
 BASE: dict[str, Any] = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -82,7 +84,6 @@ RELEASED: dict[str, dict[str, Any]] = {
     "kimi_k2": SIGMOID | {"model_type": "kimi_k2"},
     "glm4_moe": {"partial_rotary_factor": 0.5, "num_nextn_predict_layers": 0},
 }
-CODE = {"kimi_k2": "deepseek_v3"}  # families that transformers computes under another name
 
 
 def make_tiny(
@@ -95,7 +96,7 @@ def make_tiny(
     values = SHAPES[family] | {"vocab_size": _padded(len(tokenizer)), "eos_token_id": tokenizer.eos_token_id}
     values |= {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None} | shape
     torch.manual_seed(seed)
-    code = CODE.get(family, family)
+    code = TRANSFORMERS_NAMES.get(family, family)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(code, **values), dtype=torch.float32)
     _randomise(model)
     model.save_pretrained(folder)

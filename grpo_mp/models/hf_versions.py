@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 EXPERTS = ("num_experts", "num_local_experts")  # of Qwen3-MoE: its name in 4, in 5
+TRANSFORMERS_NAMES = {"kimi_k2": "deepseek_v3"}  # model types that transformers computes under another name
 OUTSIDE = ("rope_theta", "partial_rotary_factor")  # stand beside rope_scaling in 4, in rope_parameters in 5
 
 

@@ -46,6 +46,12 @@ def spread(items: Sequence[T], count: int) -> list[T]:
     return [items[index * len(items) // count] for index in range(count)]
 
 
+def add_samples(file: Path, name: str, groups: Iterable[SampleGroup]) -> None:
+    """Append every sample of a set, one JSON object a line."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.writelines(lines_of(groups, set=name))
+
+
 def lines_of(groups: Iterable[SampleGroup], **said: Any) -> Iterator[str]:
     """Every sample as a line of JSON; what JSON does not know, such as a user's own objects, as text."""
     for group in groups:

@@ -3,14 +3,14 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from grpo_mp.batching.exchange import SampleInfo, all_gather_sample_info
+from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.group_filters import GroupSelection, PromptCurriculum, admit, length_bias, to_launch
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.data.cursor import take
 from grpo_mp.errors import UserError
 from grpo_mp.scheduler.phases import Phase
 from grpo_mp.trainer.context import TrainContext
-from grpo_mp.types import Prompt, SampleGroup
+from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 
 
 @dataclass(frozen=True)

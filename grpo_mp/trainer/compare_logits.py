@@ -13,12 +13,11 @@ from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import count_parameters
 from grpo_mp.checkpoint.hf_reader import HfReader, holds_weights
 from grpo_mp.config import Settings, check_settings
-from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.errors import UserError
-from grpo_mp.examples.cold_start import ALONE_TIMEOUT_S, alone
-from grpo_mp.examples.tiny_models import CODE
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.hf_versions import TRANSFORMERS_NAMES
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import build_chunks
@@ -27,6 +26,7 @@ from grpo_mp.policy.weights import TpSizes, load_hf, local_tensors
 SEQUENCES, LENGTH = 4, 32
 COPIES = 2  # of the weights: as they are read, and in the model
 GIB = 2**30
+LIMIT_S = 600.0  # of a wait in a job of one rank
 
 
 def compare_logits(one: Path, other: Path, seed: int = 0) -> float:
@@ -64,7 +64,7 @@ def _check_memory(folder: Path) -> None:
 def _by_transformers(folder: Path, tokens: Tensor) -> Tensor:
     values = {key: value for key, value in HfConfig.read(folder).values.items() if key != QUANTISED}
     kind = values.pop("model_type")
-    config = AutoConfig.for_model(CODE.get(kind, kind), **values)
+    config = AutoConfig.for_model(TRANSFORMERS_NAMES.get(kind, kind), **values)
     with HfReader(folder, fp8_as=torch.float32, verify=True) as reader:
         state = {name: reader.read(name).float() for name in reader.names}
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
@@ -78,8 +78,8 @@ def _by_transformers(folder: Path, tokens: Tensor) -> Tensor:
 def _by_megatron(folder: Path, tokens: Tensor) -> Tensor:
     settings, hf = _settings(folder), HfConfig.read(folder)
     params = family_of(hf).params(hf)
-    with alone():
-        parallel = start_parallel(settings.layout, 0, ALONE_TIMEOUT_S)
+    with single_process_group():
+        parallel = start_parallel(settings.layout, 0, LIMIT_S)
         try:
             (model,) = build_chunks(settings, hf, transformer_config(settings, hf))
             tensors = local_tensors([model], params, parallel.coords, 1)

@@ -6,11 +6,11 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from grpo_mp.batching.exchange import SampleInfo, all_gather_sample_info, gather_groups
+from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.evaluation.files import read_scores, step_file
-from grpo_mp.evaluation.score import EvalScore, Votes, eval_metrics, score
+from grpo_mp.evaluation.score import EvalScore, Votes, score
 from grpo_mp.monitor.metrics import fill
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import markdown, spread
@@ -21,9 +21,9 @@ from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.scheduler.phases import Phase
 from grpo_mp.trainer.context import TrainContext
-from grpo_mp.trainer.metrics import eval_reward_metrics, total_tally
+from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics, total_tally
 from grpo_mp.trainer.preflight import Inputs
-from grpo_mp.types import SampleGroup
+from grpo_mp.types import SampleGroup, SampleInfo
 
 Keep = Callable[[str, Sequence[SampleGroup]], None]
 

@@ -11,15 +11,15 @@ import torch.distributed as dist
 
 from grpo_mp.algorithms.advantages import groups_without_difference
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge
-from grpo_mp.batching.exchange import SampleInfo
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import fill
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.rewards.tally import Tally, total
 from grpo_mp.scheduler.memory_tracker import MemoryUsage, largest
 from grpo_mp.trainer.collect import RolloutBatch
-from grpo_mp.types import MicroBatch, PerToken
+from grpo_mp.types import MicroBatch, PerToken, SampleInfo
 
 
 def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
@@ -150,6 +150,22 @@ def accuracy(infos: Sequence[SampleInfo]) -> float | None:
     """Share of right answers; None where the reward says of no answer whether it is right."""
     said = [info.right for info in infos if info.right is not None]
     return statistics.fmean(said) if said else None
+
+
+def eval_metrics(name: str, of_set: EvalScore) -> dict[str, float]:
+    """A score under the names of the metric dictionary; figures that are not known are left out."""
+    values = {
+        "accuracy": of_set.accuracy,
+        "accuracy_se": of_set.accuracy_error,
+        "reward": of_set.reward,
+        "length": of_set.length,
+        "truncated_ratio": of_set.truncated_ratio,
+    }
+    found = {fill(f"eval/{{set}}/{kind}", set=name): value for kind, value in values.items() if value is not None}
+    for kind, estimates in (("pass", of_set.pass_at), ("maj", of_set.maj_at)):
+        for k, estimate in estimates.items():
+            found[fill(f"eval/{{set}}/{kind}_at_{{k}}", set=name, k=str(k))] = estimate.value
+    return found
 
 
 def eval_reward_metrics(name: str, tally: Tally) -> dict[str, float]:

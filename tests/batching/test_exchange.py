@@ -9,16 +9,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mp.batching.exchange import (
-    SampleInfo,
-    _decode,
-    _floats,
-    _integers,
-    all_gather_sample_info,
-    gather_groups,
-    redistribute,
-)
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.batching.exchange import _decode, _floats, _integers, all_gather_sample_info, gather_groups, redistribute
+from grpo_mp.types import Prompt, Sample, SampleGroup, SampleInfo
 
 TOKENS = st.lists(st.integers(0, 2**31), min_size=1, max_size=8)
 

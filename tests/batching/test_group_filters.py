@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from grpo_mp.algorithms.settings import Filter
-from grpo_mp.batching.exchange import SampleInfo
 from grpo_mp.batching.group_filters import GroupSelection, PromptCurriculum, admit, length_bias, to_launch
+from grpo_mp.types import SampleInfo
 
 
 def infos(*groups: tuple[float, ...], first: int = 10) -> list[SampleInfo]:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.batching.exchange import SampleInfo
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.files import read_scores, step_file, write_scores
 from grpo_mp.evaluation.pass_at_k import Estimate
 from grpo_mp.evaluation.picture import draw, write_svg
-from grpo_mp.evaluation.score import EvalScore, Votes, eval_metrics, score
+from grpo_mp.evaluation.score import EvalScore, Votes, score
 from grpo_mp.monitor.metrics import find
+from grpo_mp.trainer.metrics import eval_metrics
+from grpo_mp.types import SampleInfo
 
 
 def samples(*problems: str) -> tuple[list[SampleInfo], Votes]:

@@ -11,11 +11,11 @@ from grpo_mp.checkpoint.aux_files import copy_aux_files
 from grpo_mp.checkpoint.non_policy_tensors import check_layers
 from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.errors import UserError
-from grpo_mp.examples.tiny_models import CODE, SHAPES, make_tiny
+from grpo_mp.examples.tiny_models import SHAPES, make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.families import FAMILIES, family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.hf_versions import in_both_forms
+from grpo_mp.models.hf_versions import TRANSFORMERS_NAMES, in_both_forms
 from grpo_mp.trainer.compare_logits import compare_logits
 from tests.models.published import PUBLISHED
 
@@ -33,7 +33,7 @@ ROPES["deepseek_v2"] = ROPES["deepseek_v3"]
 
 
 def saved_by_transformers_5(values: dict[str, Any], folder: Path) -> HfConfig:
-    kind = CODE.get(values["model_type"], values["model_type"])
+    kind = TRANSFORMERS_NAMES.get(values["model_type"], values["model_type"])
     rest = {key: value for key, value in values.items() if key != "model_type"}
     AutoConfig.for_model(kind, **json.loads(json.dumps(rest))).save_pretrained(folder)
     hf = HfConfig.read(folder)
@@ -73,7 +73,7 @@ def family_values(family: str) -> dict[str, Any]:
     """Of the tiny shape, with a rotation that no default is."""
     rope = {"rope_theta": THETA, "rope_type": "default"} | ROPES.get(family, {})
     shape = {name: value for name, value in SHAPES[family].items() if name not in ("rope_theta", "rope_scaling")}
-    return shape | {"rope_parameters": rope, "vocab_size": 128, "model_type": CODE.get(family, family)}
+    return shape | {"rope_parameters": rope, "vocab_size": 128, "model_type": TRANSFORMERS_NAMES.get(family, family)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

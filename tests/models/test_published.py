@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_mp.examples.tiny_models import CODE
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.hf_versions import TRANSFORMERS_NAMES
 from grpo_mp.models.mapping import Param
 from tests.models.published import PUBLISHED
 
@@ -25,7 +25,7 @@ def params_of(values: dict[str, Any]) -> list[Param]:
 
 def elements_of_transformers(values: dict[str, Any]) -> int:
     """Of the module and its buffers that files hold."""
-    kind = CODE.get(values["model_type"], values["model_type"])
+    kind = TRANSFORMERS_NAMES.get(values["model_type"], values["model_type"])
     rest = {key: value for key, value in values.items() if key != "model_type"}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **rest))

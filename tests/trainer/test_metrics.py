@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.algorithms.report import MAXIMA, SUMS, metrics
-from grpo_mp.batching.exchange import SampleInfo
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.batching.updates import plan_updates
 from grpo_mp.config import Layout
@@ -31,6 +30,7 @@ from grpo_mp.trainer.metrics import (
     total_tally,
     update_metrics,
 )
+from grpo_mp.types import SampleInfo
 
 
 def info(group_id: int, index: int, reward: float, response: int, version: int = 4, **parts: float) -> SampleInfo:

@@ -16,8 +16,7 @@ from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import StepBatch, assemble
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings, load_settings
-from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
-from grpo_mp.examples.cold_start import alone
+from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
 from grpo_mp.policy.expert_load import heat_map, over_mean, worst_ratio
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.context import TrainContext
@@ -45,7 +44,7 @@ Values = NDArray[np.float64]
 
 @pytest.fixture(scope="module")
 def parallel(tiny_run: TinyRun) -> Iterator[Parallel]:
-    with alone():
+    with single_process_group():
         yield start_parallel(load_settings(tiny_run.config, list(SETTINGS)).layout, 0, 60.0)
         stop_parallel()
 

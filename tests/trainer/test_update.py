@@ -14,8 +14,7 @@ from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import assemble
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Layout, Settings, load_settings
-from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
-from grpo_mp.examples.cold_start import alone
+from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.context import TrainContext
 from grpo_mp.trainer.logprobs import Updates, compute_logprobs
@@ -28,7 +27,7 @@ SETTINGS = ("layout={}", "optimizer.updates_per_step=2", "algorithm.kl.weight=0.
 
 @pytest.fixture(scope="module")
 def parallel() -> Iterator[Parallel]:
-    with alone():
+    with single_process_group():
         yield start_parallel(Layout(), 0, 60.0)
         stop_parallel()
 

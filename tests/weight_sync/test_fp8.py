@@ -11,8 +11,7 @@ from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.checkpoint.to_hf import to_hf
 from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.config import check_settings
-from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
-from grpo_mp.examples.cold_start import alone
+from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.policy.policy import Policy
@@ -23,7 +22,7 @@ from tests.planner.jobs import BASE
 
 @pytest.fixture(scope="module")
 def parallel() -> Iterator[Parallel]:
-    with alone():
+    with single_process_group():
         yield start_parallel(check_settings(BASE, "test").layout, 0, 60.0)
         stop_parallel()
 
