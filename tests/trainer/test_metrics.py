@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from grpo_mp.algorithms.report import MAXIMA, SUMS, metrics
 from grpo_mp.config import Layout
-from grpo_mp.data.updates import plan_updates
+from grpo_mp.data.shared_prompts import PromptOf
+from grpo_mp.data.updates import microbatches, plan_updates
 from grpo_mp.monitor.metrics import find
 from grpo_mp.planner.grid import coordinates
 from grpo_mp.policy.parallel import Parallel
@@ -23,7 +24,9 @@ from grpo_mp.trainer.batch import StepBatch
 from grpo_mp.trainer.metrics import (
     distributions,
     eval_reward_metrics,
+    logprob_tokens,
     memory_metrics,
+    packed_tokens,
     reduce_report,
     reward_metrics,
     rollout_metrics,
@@ -31,6 +34,7 @@ from grpo_mp.trainer.metrics import (
     total_tally,
     update_metrics,
 )
+from grpo_mp.types import Sample
 
 
 def info(group_id: int, index: int, reward: float, response: int, version: int = 4, **parts: float) -> SampleInfo:
@@ -143,6 +147,25 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(alone: Paral
     assert found["train/padding_ratio"] == pytest.approx(1 - sum(lengths) / padded)
     for name in found:
         assert find(name, "scalar")
+
+
+def test_a_shared_prompt_is_one_packed_prompt() -> None:
+    infos = [replace(info, group_id=7, prompt_tokens=11) for info in INFOS]
+    lengths = [info.total_tokens for info in infos]
+    plan = plan_updates(lengths, 1, Layout(), 1, 4096, 64, prompts=[PromptOf(7, 11)] * len(infos))
+    batch = StepBatch(tuple(infos), (True,) * len(infos), (), plan, ())
+    assert packed_tokens(batch) == 10 + sum(info.response_tokens + 1 for info in infos)
+    (rank,) = plan[0].schedule.ranks
+    assert packed_tokens(batch) == sum(one.tokens for one in rank)  # nothing is padded
+
+
+def test_logprobs_of_a_shared_prompt_are_computed_once(alone: Parallel) -> None:
+    nothing = {"rollout_logprobs": (0.0,) * 5, "weight_versions": (0,) * 5, "truncated": False}
+    samples = [Sample(7, index, tuple(range(11)), tuple(range(5)), **nothing) for index in range(3)]
+    (update,) = plan_updates([16] * 3, 1, Layout(), 1, 4096, 64, prompts=[PromptOf(7, 11)] * 3)
+    (batch,) = microbatches(update, dict(enumerate(samples)), [1.0] * 3, [1.0] * 3, Layout(), 0, 0)
+    assert logprob_tokens([[batch]], alone) == 0
+    assert logprob_tokens([[replace(batch, old_logprobs=batch.rollout_logprobs)]], alone) == 10 + 3 * 6
 
 
 def test_kl_is_the_mean_over_the_updates_that_measured_it(alone: Parallel) -> None:
