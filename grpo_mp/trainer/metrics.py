@@ -94,7 +94,6 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
     tokens = sum(
         len(plan.samples) and plan.tokens for update in batch.plan for rank in update.schedule.ranks for plan in rank
     )
-    real = sum(info.total_tokens for info in batch.infos)
     return {
         **_means(named),
         # Engine and policy hold the same weights only in the first update of the step.
@@ -111,8 +110,15 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
             for i in update.samples
             if batch.learns[i] and not report.skipped
         ),
-        "train/padding_ratio": 1 - real / tokens,
+        "train/padding_ratio": 1 - packed_tokens(batch) / tokens,
     }
+
+
+def packed_tokens(batch: StepBatch) -> int:
+    """Tokens of the step's micro-batches without padding: those of all samples, a prompt that some share once."""
+    plans = [plan for update in batch.plan for rank in update.schedule.ranks for plan in rank]
+    saved = sum((prompt.samples - 1) * prompt.tokens for plan in plans for prompt in plan.prompts)
+    return sum(info.total_tokens for info in batch.infos) - saved
 
 
 def _means(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -130,7 +136,8 @@ def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) 
     if parallel.coords.tensor == 0 and parallel.coords.pipeline == parallel.layout.pipeline - 1:
         for one in (one for update in updates for one in update):
             forwards = (one.old_logprobs is not None) + (one.reference_logprobs is not None)
-            count += forwards * (one.sequence >= 0).sum()
+            shared = sum(rows.count for rows in set(one.prompts))
+            count += forwards * ((one.sequence >= 0).sum() + shared)
     dist.all_reduce(count, group=parallel.cpu_group)
     return float(count)
 

@@ -25,6 +25,7 @@ from grpo_mp.trainer.metrics import (
     distributions,
     logprob_tokens,
     memory_metrics,
+    packed_tokens,
     reward_metrics,
     rollout_metrics,
     total_tally,
@@ -163,7 +164,7 @@ class StepLogger:
         ranks = self._session.parallel.world_size
         return {
             "speed/generate_tokens_per_s": response_tokens / seconds["GENERATE"],
-            "speed/train_tokens_per_s": tokens / seconds["TRAIN"],
+            "speed/train_tokens_per_s": packed_tokens(batch) / seconds["TRAIN"],
             **({"speed/logprob_tokens_per_s": fixed_tokens / seconds["LOGPROB"]} if fixed_tokens else {}),
             "speed/samples_per_s": len(collected.launched) / summary.wall_s,
             "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / ranks,

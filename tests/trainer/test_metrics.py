@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.algorithms.report import MAXIMA, SUMS, metrics
+from grpo_mp.batching.shared_prompts import PromptOf
 from grpo_mp.batching.step_batch import StepBatch
-from grpo_mp.batching.updates import plan_updates
+from grpo_mp.batching.updates import microbatches, plan_updates
 from grpo_mp.config import Layout
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.process_groups import Parallel
@@ -22,7 +23,9 @@ from grpo_mp.scheduler.memory_tracker import MemoryUsage
 from grpo_mp.trainer.metrics import (
     distributions,
     eval_reward_metrics,
+    logprob_tokens,
     memory_metrics,
+    packed_tokens,
     reduce_report,
     reward_metrics,
     rollout_metrics,
@@ -30,7 +33,7 @@ from grpo_mp.trainer.metrics import (
     total_tally,
     update_metrics,
 )
-from grpo_mp.types import SampleInfo
+from grpo_mp.types import Sample, SampleInfo
 
 
 def info(group_id: int, index: int, reward: float, response: int, version: int = 4, **parts: float) -> SampleInfo:
@@ -64,7 +67,7 @@ def alone() -> Iterator[Parallel]:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     group, layout = dist.group.WORLD, Layout()
-    yield Parallel(layout, 0, 1, coordinates(0, layout, 1), 1, replica=group, host=group, store=store)
+    yield Parallel(layout, 0, 1, coordinates(0, layout, 1), 1, replica=group, cpu_group=group, store=store)
     dist.destroy_process_group()
 
 
@@ -143,6 +146,25 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(alone: Paral
     assert found["train/padding_ratio"] == pytest.approx(1 - sum(lengths) / padded)
     for name in found:
         assert find(name, "scalar")
+
+
+def test_a_shared_prompt_is_one_packed_prompt() -> None:
+    infos = [replace(info, group_id=7, prompt_tokens=11) for info in INFOS]
+    lengths = [info.total_tokens for info in infos]
+    plan = plan_updates(lengths, 1, Layout(), 1, 4096, 64, prompts=[PromptOf(7, 11)] * len(infos))
+    batch = StepBatch(tuple(infos), (True,) * len(infos), (), plan, ())
+    assert packed_tokens(batch) == 10 + sum(info.response_tokens + 1 for info in infos)
+    (rank,) = plan[0].schedule.ranks
+    assert packed_tokens(batch) == sum(one.tokens for one in rank)  # nothing is padded
+
+
+def test_logprobs_of_a_shared_prompt_are_computed_once(alone: Parallel) -> None:
+    nothing = {"rollout_logprobs": (0.0,) * 5, "weight_versions": (0,) * 5, "truncated": False}
+    samples = [Sample(7, index, tuple(range(11)), tuple(range(5)), **nothing) for index in range(3)]
+    (update,) = plan_updates([16] * 3, 1, Layout(), 1, 4096, 64, prompts=[PromptOf(7, 11)] * 3)
+    (batch,) = microbatches(update, dict(enumerate(samples)), [1.0] * 3, [1.0] * 3, Layout(), 0, 0)
+    assert logprob_tokens([[batch]], alone) == 0
+    assert logprob_tokens([[replace(batch, old_logprobs=batch.rollout_logprobs)]], alone) == 10 + 3 * 6
 
 
 def test_kl_is_the_mean_over_the_updates_that_measured_it(alone: Parallel) -> None:
