@@ -1,1 +1,8 @@
-"""Checkpoints as files: Hugging Face folders, Megatron's torch_dist, conversion between them, checksums."""
+"""Checkpoints as files: Hugging Face folders, Megatron's torch_dist, conversion between them, checksums.
+
+Importing this package prepares the platform, so that Megatron may be imported by its modules on any machine.
+"""
+
+from grpo_mp import platform
+
+platform.prepare()
