@@ -19,7 +19,7 @@ from grpo_mp.rewards.settings import Reward
 from grpo_mp.section import Section, as_bytes
 
 
-class Run(Section):
+class RunConfig(Section):
     folder: Path
     seed: int = 0
     steps: int = Field(gt=0)
@@ -30,7 +30,7 @@ class Run(Section):
     export: bool = Field(True, description="write a Hugging Face folder at the end")
 
 
-class Model(Section):
+class ModelConfig(Section):
     path: Path = Field(description="a Hugging Face folder; the architecture comes from its config.json")
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
@@ -82,7 +82,7 @@ class Data(Section):
         return {name: {"path": one} if isinstance(one, str) else one for name, one in value.items()}
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     prompts_per_step: int = Field(gt=0)
     group_size: int = Field(gt=0)
     max_prompt_tokens: int = Field(gt=0)
@@ -140,11 +140,11 @@ class Monitor(Section):
 
 
 class Settings(Section):
-    run: Run
-    model: Model
+    run: RunConfig
+    model: ModelConfig
     layout: Layout = Layout()
     data: Data
-    rollout: Rollout
+    rollout: RolloutConfig
     engine: Engine = Engine()
     reward: Reward
     algorithm: Algorithm = Algorithm()
