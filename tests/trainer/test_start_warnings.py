@@ -9,7 +9,7 @@ from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.config import Settings, check_settings, load_settings
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.precision import in_fp8
-from grpo_mp.trainer.start_warnings import start_warnings
+from grpo_mp.trainer.preflight import start_warnings
 from tests.least import LEAST
 
 CONFIGS = Path(__file__).parents[2] / "configs"
