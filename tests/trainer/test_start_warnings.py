@@ -67,5 +67,5 @@ def test_no_recipe_is_warned_of(path: Path) -> None:
     fp8 = in_fp8(settings.engine.args, PUBLISHED, cpu=False)
     assert start_warnings(settings, fp8) == ()
     if fp8:
-        wanted = settings.algorithm.correction
-        assert (wanted.kind, wanted.level, wanted.high) == ("truncate", "token", 2.0)
+        correction = settings.algorithm.correction
+        assert (correction.kind, correction.level, correction.high) == ("truncate", "token", 2.0)
