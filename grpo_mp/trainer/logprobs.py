@@ -37,7 +37,7 @@ def compute_logprobs(
     if needs_old_logprobs(algorithm, len(updates) * epochs):
         updates = [_with_old(update, policy.logprobs(update), algorithm, parallel) for update in updates]
     if kl.weight:
-        with policy.at_reference():  # the weights change places once, not with every update
+        with policy.at_reference():  # the weights are swapped once, not for every update
             updates = [with_reference_logprobs(update, policy.logprobs(update)) for update in updates]
     elif kl.watch_share:
         updates = _with_sampled_reference_logprobs(updates, policy, kl.watch_share, seed)
@@ -141,7 +141,7 @@ def _with_advantages(batch: MicroBatch, advantages: Tensor) -> MicroBatch:
 
 
 def _kl(batch: MicroBatch, algorithm: Algorithm) -> Tensor:
-    """[T] in float64, zero at prompts and padding, where the engine gave no number, and on stages without logprobs."""
+    """Return the KL [T] in float64; zero where a logprob is missing and at prompts and padding."""
     old = batch.rollout_logprobs if algorithm.old_logprobs == "engine" else batch.old_logprobs
     if batch.reference_logprobs is None or old is None:
         return torch.zeros_like(batch.advantages)
@@ -151,12 +151,12 @@ def _kl(batch: MicroBatch, algorithm: Algorithm) -> Tensor:
 
 
 def _sample_of_token(batch: MicroBatch, plan: Update) -> Tensor:
-    """[T]: which sample of the step a token belongs to; padding names any."""
+    """Return [T], the index in the step of each token's sample; arbitrary at padding."""
     return torch.tensor([plan.samples[i] for i in batch.sample_ids] or [0])[batch.sequence.clamp(min=0)]
 
 
 def _sum_to_end(values: Tensor, batch: MicroBatch, parallel: Parallel) -> Tensor:
-    """[T]: the sum of `values` from a token to the end of its sequence, wherever context parallelism put them."""
+    """Return [T], the sum of `values` from each token to the end of its sequence, over all context ranks."""
     index = context_index(batch.lengths, parallel.layout.context, parallel.coords.context)
     packed = torch.zeros(sum(batch.lengths), dtype=values.dtype).index_copy(0, index, values)
     packed = sum_over_context(packed, parallel)
@@ -165,7 +165,7 @@ def _sum_to_end(values: Tensor, batch: MicroBatch, parallel: Parallel) -> Tensor
 
 
 def _whiten(updates: Updates, parallel: Parallel) -> Updates:
-    """(A - mean) / (std + 1e-8) over all response tokens of the step (REINFORCE++, eq. 8)."""
+    """Set advantages to (A - mean) / (std + 1e-8) over all response tokens of the step (REINFORCE++, eq. 8)."""
     sums = torch.zeros(3, dtype=torch.float64)
     if is_reporting_rank(parallel):
         for batch in (batch for update in updates for batch in update):

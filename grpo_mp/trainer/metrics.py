@@ -1,4 +1,4 @@
-"""A step's numbers under the names of the metric dictionary."""
+"""Compute a step's metrics, under the names of the metric dictionary."""
 
 import statistics
 from collections import defaultdict
@@ -24,7 +24,7 @@ from grpo_mp.types import MicroBatch, PerToken, SampleInfo
 
 
 def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
-    """Rewards and lengths of all samples of a step."""
+    """Summarise rewards and lengths of all samples of a step."""
     rewards, lengths = [info.reward for info in infos], [info.response_tokens for info in infos]
     by_group: dict[int, list[float]] = defaultdict(list)
     for info in infos:
@@ -53,7 +53,7 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
 
 
 def solve_rates(infos: Sequence[SampleInfo]) -> list[float]:
-    """Share of right answers in each group; a group of which the reward does not say it has none."""
+    """Return the share of right answers in each group whose reward says what is right."""
     groups: dict[int, list[SampleInfo]] = defaultdict(list)
     for info in infos:
         groups[info.group_id].append(info)
@@ -61,7 +61,7 @@ def solve_rates(infos: Sequence[SampleInfo]) -> list[float]:
 
 
 def reward_metrics(tally: Tally) -> dict[str, float]:
-    """What the rewards of all ranks met in a step, and what they logged."""
+    """Return failures of the rewards of all ranks in a step, and what they logged."""
     return {
         "reward/failures": sum(tally.failures.values()),
         "reward/unscored": tally.unscored,
@@ -71,14 +71,14 @@ def reward_metrics(tally: Tally) -> dict[str, float]:
 
 
 def total_tally(local_tally: Tally, parallel: Parallel) -> Tally:
-    """Sum what the rewards of all ranks met. Every rank must call this."""
+    """Sum the tallies of the rewards of all ranks. Every rank must call this."""
     tallies = [local_tally] * parallel.world_size
     dist.all_gather_object(tallies, local_tally, group=parallel.cpu_group)
     return total(tallies)
 
 
 def distributions(infos: Sequence[SampleInfo], advantages: Sequence[PerToken]) -> dict[str, Sequence[float]]:
-    """Histograms over all samples of all ranks; advantages are those of the samples that were trained on."""
+    """Return histograms over all samples of all ranks; advantages are of the samples that were trained on."""
     return {
         "reward/values": [info.reward for info in infos],
         "rollout/response_length/values": [float(info.response_tokens) for info in infos],
@@ -88,7 +88,7 @@ def distributions(infos: Sequence[SampleInfo], advantages: Sequence[PerToken]) -
 
 
 def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: int) -> dict[str, float]:
-    """Means over the step's updates, of which `planned` were to be made, of what the losses measured."""
+    """Average what the losses measured over the step's updates, of which `planned` were to be made."""
     by_update = [report.measured for report in reports]
     if not by_update:
         return {"train/updates": 0}
@@ -116,7 +116,7 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
 
 
 def packed_tokens(batch: StepBatch) -> int:
-    """Tokens of the step's micro-batches without padding: those of all samples, a prompt that some share once."""
+    """Count the tokens of the step's micro-batches without padding; a shared prompt counts once."""
     plans = [plan for update in batch.plan for rank in update.schedule.ranks for plan in rank]
     saved = sum((prompt.samples - 1) * prompt.tokens for plan in plans for prompt in plan.prompts)
     return sum(info.total_tokens for info in batch.infos) - saved
@@ -177,13 +177,13 @@ def eval_metrics(name: str, score: EvalScore) -> dict[str, float]:
 
 
 def eval_reward_metrics(name: str, tally: Tally) -> dict[str, float]:
-    """What the rewards met on one eval set, and what they logged."""
+    """Return failures of the rewards on one eval set, and what they logged."""
     logged = {fill("eval/{set}/log/{name}", set=name, name=key): value for key, value in tally.logged.items()}
     return logged | {fill("eval/{set}/failures", set=name): sum(tally.failures.values())}
 
 
 def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
-    """What became of the groups that were launched."""
+    """Count what became of the groups that were launched."""
     return {
         "rollout/launched_groups": len({info.group_id for info in rollouts.launched}),
         "rollout/rounds": rollouts.rounds,
@@ -194,7 +194,7 @@ def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 def _solve_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
-    """How much of the step is right; nothing where the reward says of no answer whether it is."""
+    """Return how much of the step is right; nothing where the reward says of no answer whether it is."""
     right, rates = accuracy(infos), solve_rates(infos)
     if right is None:
         return {}
@@ -203,7 +203,7 @@ def _solve_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
 
 
 def _lengths_by_answer(infos: Sequence[SampleInfo]) -> dict[str, float]:
-    """The length bias that Dr. GRPO names: wrong answers growing while right ones do not."""
+    """Compare lengths of right and wrong answers: the bias of Dr. GRPO is that only wrong ones grow."""
     by_answer: dict[str, list[int]] = defaultdict(list)
     for info in (info for info in infos if info.right is not None):
         by_answer["right" if info.right else "wrong"].append(info.response_tokens)
@@ -219,9 +219,9 @@ def _reward_part_means(infos: Sequence[SampleInfo]) -> dict[str, float]:
 
 
 def reduce_report(report: UpdateReport, parallel: Parallel) -> dict[str, float]:
-    """Sums and maxima of one update over the whole job. Every rank must call this."""
-    counts = bool(report.losses) and parallel.coords.tensor == 0  # tensor ranks report the same tokens
-    sums, maxima = merge(report.losses if counts else [])
+    """Reduce sums and maxima of one update over the whole job. Every rank must call this."""
+    reports_losses = bool(report.losses) and parallel.coords.tensor == 0  # tensor ranks report the same tokens
+    sums, maxima = merge(report.losses if reports_losses else [])
     dist.all_reduce(sums, group=parallel.cpu_group)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.cpu_group)
     return dict(zip((*SUMS, *MAXIMA), torch.cat([sums, maxima]).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Checkpoints and the final Hugging Face folder."""
+"""Save checkpoints and the final Hugging Face folder."""
 
 from itertools import chain
 from pathlib import Path

@@ -108,7 +108,7 @@ class StepLogger:
         tally = total_tally(self._scorer.take_tally(), self._parallel)
         self._warn_of_failures(tally)
         scalars = {
-            # The samples were drawn before this step's updates moved the version on.
+            # The samples were drawn before this step's updates, each of which raises the version by 1.
             **rollout_metrics(rollouts.scored, sync.version - len(reports)),
             **reward_metrics(tally),
             **collect_metrics(rollouts),
