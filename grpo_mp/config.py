@@ -1,7 +1,7 @@
-"""Settings: one YAML file and `section.key=value` overrides in, frozen typed settings out.
+"""Settings: read a YAML file and `section.key=value` overrides into frozen typed settings.
 
 Numbers may be written 1e-6 (text to YAML 1.1): pydantic reads numeric text as a number.
-Every section refuses unknown names and says which known one is nearest. Units stand in the names.
+Every section refuses unknown names and suggests the nearest known one. Units are part of the names.
 """
 
 import sys
@@ -19,7 +19,7 @@ from grpo_mp.rewards.settings import Reward
 from grpo_mp.section import Section, as_bytes
 
 
-class Run(Section):
+class RunConfig(Section):
     folder: Path
     seed: int = 0
     steps: int = Field(gt=0)
@@ -30,7 +30,7 @@ class Run(Section):
     export: bool = Field(True, description="write a Hugging Face folder at the end")
 
 
-class Model(Section):
+class ModelConfig(Section):
     path: Path = Field(description="a Hugging Face folder; the architecture comes from its config.json")
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
@@ -45,7 +45,7 @@ class Layout(Section):
 
 
 class EvalSet(Section):
-    """A held-out set, and how its answers are drawn; null: as the rollout draws."""
+    """A held-out set, and how its answers are sampled; null: as in the rollout."""
 
     path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
     samples: int = Field(
@@ -57,7 +57,7 @@ class EvalSet(Section):
     prompts: int | None = Field(None, gt=0, description="the first that many; null: data.eval_prompts")
 
     @model_validator(mode="after")
-    def _samples_can_differ(self) -> "EvalSet":
+    def _check_samples_can_differ(self) -> "EvalSet":
         if self.temperature == 0 and self.samples > 1:
             raise ValueError(
                 f"at temperature 0 the {self.samples} samples of a problem are all the same: set samples=1"
@@ -76,13 +76,13 @@ class Data(Section):
 
     @field_validator("eval", mode="before")
     @classmethod
-    def _by_path(cls, value: Any) -> Any:
+    def _expand_path(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {name: {"path": one} if isinstance(one, str) else one for name, one in value.items()}
+        return {name: {"path": item} if isinstance(item, str) else item for name, item in value.items()}
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     prompts_per_step: int = Field(gt=0)
     group_size: int = Field(gt=0)
     max_prompt_tokens: int = Field(gt=0)
@@ -129,7 +129,7 @@ class Sync(Section):
     check_tolerance: float | None = Field(None, gt=0, description="nats between engine and policy; null: by dtype")
     timeout_s: float = Field(600.0, gt=0)
 
-    _unit = field_validator("bucket_bytes", mode="before")(as_bytes)
+    _parse_unit = field_validator("bucket_bytes", mode="before")(as_bytes)
 
 
 class Monitor(Section):
@@ -140,11 +140,11 @@ class Monitor(Section):
 
 
 class Settings(Section):
-    run: Run
-    model: Model
+    run: RunConfig
+    model: ModelConfig
     layout: Layout = Layout()
     data: Data
-    rollout: Rollout
+    rollout: RolloutConfig
     engine: Engine = Engine()
     reward: Reward
     algorithm: Algorithm = Algorithm()
@@ -153,7 +153,7 @@ class Settings(Section):
     monitor: Monitor = Monitor()
 
     @model_validator(mode="after")
-    def _updates_divide_samples(self) -> "Settings":
+    def _check_updates_divide_samples(self) -> "Settings":
         samples, updates = self.samples_per_step, self.optimizer.updates_per_step
         if samples % updates:
             raise ValueError(
@@ -163,7 +163,7 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
-    def _prompts_can_be_shared(self) -> "Settings":
+    def _check_prompts_can_be_shared(self) -> "Settings":
         if self.optimizer.share_prompts and self.layout.context > 1:
             raise ValueError(
                 f"optimizer.share_prompts needs sequences that are whole on a rank, and layout.context="
@@ -172,8 +172,8 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
-    def _waits_fit_into_each_other(self) -> "Settings":
-        """A wait inside another ends first: its error says more."""
+    def _check_timeouts(self) -> "Settings":
+        """Check that an inner wait ends before the outer one, because its error says more."""
         request, phase = "engine.request_timeout_s", "monitor.phase_timeout_s"
         limits = {
             "rollout.group_timeout_s": self.rollout.group_timeout_s,
@@ -192,7 +192,7 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
-    def _groups_can_be_compared(self) -> "Settings":
+    def _check_group_size(self) -> "Settings":
         if self.rollout.group_size == 1 and self.algorithm.advantage.baseline != "none":
             raise ValueError(
                 f"rollout.group_size=1 leaves algorithm.advantage.baseline={self.algorithm.advantage.baseline} nothing "
@@ -201,7 +201,7 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
-    def _right_is_known(self) -> "Settings":
+    def _check_right_is_known(self) -> "Settings":
         if self.algorithm.filter.rest_after and self.reward.says_right is None:
             raise ValueError(
                 "algorithm.filter.rest_after rests prompts that are answered right, and nothing says what right means: "
@@ -216,7 +216,7 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
-    def _buffer_inside_response(self) -> "Settings":
+    def _check_overlong_buffer(self) -> "Settings":
         overlong, limit = self.reward.overlong, self.rollout.max_response_tokens
         if overlong.weight and overlong.buffer_tokens is not None and overlong.buffer_tokens >= limit:
             raise ValueError(
@@ -226,7 +226,7 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
-    def _steps_are_rewarded_and_used(self) -> "Settings":
+    def _check_step_rewards(self) -> "Settings":
         process = self.algorithm.advantage.level == "process"
         if process and not self.reward.steps:
             raise ValueError("advantage.level=process has no step rewards: set reward.steps, or level=outcome")
@@ -238,34 +238,35 @@ class Settings(Section):
 
     @property
     def samples_per_step(self) -> int:
+        """Return the samples of one step."""
         return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
     def optimizer_steps_per_step(self) -> int:
-        """Optimizer updates of one step: its parts, as often as its samples are passed over."""
+        """Return the optimizer updates of one step: its parts times the epochs over them."""
         return self.optimizer.updates_per_step * self.optimizer.epochs
 
     def eval_set(self, name: str) -> EvalSet:
-        """A held-out set with the sampling that it gets: its own, or the rollout's where it says nothing."""
-        wanted, usual = self.data.eval[name], self.rollout
-        return wanted.model_copy(
+        """Return a held-out set with its sampling settings; the rollout's where it has none of its own."""
+        eval_set, rollout = self.data.eval[name], self.rollout
+        return eval_set.model_copy(
             update={
-                "temperature": usual.temperature if wanted.temperature is None else wanted.temperature,
-                "top_p": wanted.top_p or usual.top_p,
-                "max_response_tokens": wanted.max_response_tokens or usual.max_response_tokens,
-                "prompts": wanted.prompts or self.data.eval_prompts,
+                "temperature": rollout.temperature if eval_set.temperature is None else eval_set.temperature,
+                "top_p": eval_set.top_p or rollout.top_p,
+                "max_response_tokens": eval_set.max_response_tokens or rollout.max_response_tokens,
+                "prompts": eval_set.prompts or self.data.eval_prompts,
             }
         )
 
     @property
     def longest_response(self) -> int:
-        """Tokens of the longest response that an engine is asked for, in a step or in an evaluation."""
-        evals = (self.eval_set(name).max_response_tokens for name in self.data.eval)
-        return max(filter(None, [self.rollout.max_response_tokens, *evals]))
+        """Return the tokens of the longest response that is sampled, in a step or in an evaluation."""
+        limits = (self.eval_set(name).max_response_tokens for name in self.data.eval)
+        return max(filter(None, [self.rollout.max_response_tokens, *limits]))
 
 
 def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
-    """Read a YAML file, lay `section.key=value` overrides over it, and check every name and value.
+    """Read a YAML file, apply `section.key=value` overrides, and check every name and value.
 
     Raises UserError: file missing, not YAML, unknown setting (with the nearest known), bad value.
     """
@@ -278,31 +279,31 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected sections (run:, model:, ...), found {type(tree).__name__}")
     for override in overrides or []:
-        _lay_over(tree, override)
+        _apply_override(tree, override)
     return check_settings(tree, str(path))
 
 
 def check_settings(tree: dict[str, Any], where: str) -> Settings:
-    """Validate a plain dictionary; raises UserError with all complaints in one sentence each."""
+    """Validate a plain dictionary. Raises UserError with a sentence for each invalid setting."""
     try:
         return Settings.model_validate(with_preset(tree))
     except ValidationError as error:
-        raise UserError("; ".join(_sentence(where, item) for item in error.errors())) from error
+        raise UserError("; ".join(_format_error(where, item) for item in error.errors())) from error
 
 
 def dump_settings(settings: Settings) -> str:
-    """The resolved file: every setting with its value, as YAML that `load_settings` reads back equal."""
+    """Return every setting with its value as YAML, which `load_settings` reads back equal."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
 
 
-def _lay_over(tree: dict[str, Any], override: str) -> None:
+def _apply_override(tree: dict[str, Any], override: str) -> None:
     name, equals, value = override.partition("=")
     if not equals or ("." not in name and name not in Settings.model_fields):
         raise UserError(f"override {override!r}: write section.key=value, e.g. rollout.group_size=16")
     *sections, key = name.split(".")
     for depth, section in enumerate(sections):
         if not isinstance(tree.get(section), dict):
-            tree[section] = _spelt_out(sections[:depth], section, tree.get(section))
+            tree[section] = _expand_shorthand(sections[:depth], section, tree.get(section))
         tree = tree[section]
     try:
         tree[key] = yaml.safe_load(value)
@@ -310,31 +311,31 @@ def _lay_over(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"override {override!r}: the value is not valid YAML") from error
 
 
-def _spelt_out(above: list[str], section: str, word: Any) -> dict[str, Any]:
-    """A section that stands there as one word, or not at all."""
-    if section == "algorithm" and word is not None:
-        return {"preset": word}
-    return {"path": word} if above == ["data", "eval"] and isinstance(word, str) else {}
+def _expand_shorthand(parents: list[str], section: str, value: Any) -> dict[str, Any]:
+    """Return the mapping for a section that was given as a single value, or not at all."""
+    if section == "algorithm" and value is not None:
+        return {"preset": value}
+    return {"path": value} if parents == ["data", "eval"] and isinstance(value, str) else {}
 
 
-def _sentence(where: str, item: Any) -> str:
+def _format_error(where: str, item: Any) -> str:
     name = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return f"{where}: unknown setting {name}{_nearest_setting(item['loc'])}"
+        return f"{where}: unknown setting {name}{_suggest_setting(item['loc'])}"
     if item["type"] == "missing":
         return f"{where}: setting {name} is missing"
     message = item["msg"].removeprefix("Value error, ")
     return f"{where}: {name}: {message}" if name else f"{where}: {message}"
 
 
-def _nearest_setting(location: tuple[Any, ...]) -> str:
+def _suggest_setting(location: tuple[Any, ...]) -> str:
     section: type[Section] | None = Settings
     parts = iter(location[:-1])
     for part in parts:
         field = section.model_fields.get(part) if section else None
-        section = _section_of(field.annotation) if field else None
+        section = _section_type(field.annotation) if field else None
         if field and get_origin(field.annotation) is dict:
-            next(parts, None)  # a name that the user gave
+            next(parts, None)  # a name that the user chose
     if section is None:
         return ""
     prefix = ".".join(str(part) for part in location[:-1])
@@ -342,13 +343,13 @@ def _nearest_setting(location: tuple[Any, ...]) -> str:
     return hint.replace("mean ", f"mean {prefix}.") if prefix else hint
 
 
-def _section_of(annotation: Any) -> type[Section] | None:
-    """The section that an annotation `X` or `X | None` names."""
-    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
-    return next((kind for kind in kinds if issubclass(kind, Section)), None)
+def _section_type(annotation: Any) -> type[Section] | None:
+    """Return the section type in an annotation `X` or `X | None`."""
+    types = [item for item in (annotation, *get_args(annotation)) if isinstance(item, type)]
+    return next((item for item in types if issubclass(item, Section)), None)
 
 
 def exit_with(error: UserError) -> NoReturn:
-    """End the process as a user's mistake ends: one sentence on stderr, status 2."""
+    """Exit with status 2 and the error's sentence on stderr."""
     sys.stderr.write(f"error: {error}\n")
     raise SystemExit(USER_STATUS)

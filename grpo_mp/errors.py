@@ -3,15 +3,15 @@
 import difflib
 from collections.abc import Iterable
 
-USER_STATUS = 2  # exit status of a process that a user's mistake ended
+USER_STATUS = 2  # exit status of a process that ended with a UserError
 
 
 class UserError(Exception):
-    """A mistake the user can mend: the message says what is wrong, where, and what to do."""
+    """A mistake that the user can correct; the message says what is wrong, where, and what to do."""
 
 
 class PhaseTimeout(UserError):  # noqa: N818
-    """A wait passed its limit; the message names rank, engine and phase."""
+    """A wait timed out; the message names rank, engine and phase."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

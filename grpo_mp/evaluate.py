@@ -31,11 +31,10 @@ from grpo_mp.platform.warnings import silence_known_warnings
 from grpo_mp.rewards.tally import as_tree as tally_as_tree
 from grpo_mp.rollout.ports import claim_port
 from grpo_mp.rollout.rollout import reads_weights
-from grpo_mp.train import synchronize
+from grpo_mp.train import sync_weights
 from grpo_mp.trainer.command_line import Parser
-from grpo_mp.trainer.context import local_ranks, open_train_context
-from grpo_mp.trainer.engines_only import open_engines_only
-from grpo_mp.trainer.evaluation import Engines, Evaluation, evaluate
+from grpo_mp.trainer.context import local_ranks, open_engines_only, open_train_context
+from grpo_mp.trainer.evaluation import Evaluation, Evaluator
 from grpo_mp.trainer.exit import exit_on_error
 from grpo_mp.trainer.preflight import Inputs, check_and_read_evaluation
 from grpo_mp.trainer.step_logger import PICTURE
@@ -44,7 +43,7 @@ SCORES, SAMPLES = "eval.json", "samples.jsonl"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EvaluationJob:
     """What is evaluated. `settings.run.folder` is where the results go."""
 
     settings: Settings
@@ -53,11 +52,12 @@ class Wanted:
 
     @property
     def name(self) -> Path:
+        """Return the folder that is evaluated."""
         return self.checkpoint or self.settings.model.path
 
     @property
     def needs_policy(self) -> bool:
-        """Whether the engines cannot load the weights themselves."""
+        """Tell whether the engines cannot load the weights themselves."""
         return self.checkpoint is not None or not reads_weights(self.settings)
 
 
@@ -66,101 +66,104 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with exit_on_error():
         silence_known_warnings()
-        wanted = read_command(_parser().parse_intermixed_args(arguments))
-        with launched_or_alone():
+        job = read_command(_parser().parse_intermixed_args(arguments))
+        with single_process_job():
             check_device(int(os.environ.get("LOCAL_RANK", 0)))
-            inputs = check_and_read_evaluation(wanted.settings, *local_ranks(), wanted.needs_policy)
-            run(wanted, inputs)
+            inputs = check_and_read_evaluation(job.settings, *local_ranks(), job.needs_policy)
+            run(job, inputs)
 
 
-def read_command(command: argparse.Namespace) -> Wanted:
-    """The settings with what the command lays over them. Raises UserError."""
-    settings, checkpoint = load_settings(command.config, command.overrides), command.checkpoint
+def read_command(args: argparse.Namespace) -> EvaluationJob:
+    """Return the job of a command line. Raises UserError."""
+    settings, checkpoint = load_settings(args.config, args.overrides), args.checkpoint
     if not settings.data.eval:
-        raise UserError(f"{command.config}: data.eval names no set: add one, as data.eval.NAME=FILE")
+        raise UserError(f"{args.config}: data.eval names no set: add one, as data.eval.NAME=FILE")
     if checkpoint and not (checkpoint / MANIFEST).is_file():
         raise UserError(f"{checkpoint}: no whole checkpoint, {MANIFEST} is missing: give RUN/checkpoints/step_N")
-    model = command.model or settings.model.path
-    out = command.out or settings.run.folder / "evaluate" / (checkpoint or model).absolute().name
-    changed = {
+    model = args.model or settings.model.path
+    out = args.out or settings.run.folder / "evaluate" / (checkpoint or model).absolute().name
+    updates = {
         "run": settings.run.model_copy(update={"folder": out}),
         "model": settings.model.model_copy(update={"path": model}),
         # No reference is needed.
         "algorithm": settings.algorithm.model_copy(update={"kl": KL()}),
     }
-    return Wanted(settings.model_copy(update=changed), checkpoint, read_manifest(checkpoint).step if checkpoint else 0)
+    step = read_manifest(checkpoint).step if checkpoint else 0
+    return EvaluationJob(settings.model_copy(update=updates), checkpoint, step)
 
 
-def run(wanted: Wanted, inputs: Inputs) -> None:
+def run(job: EvaluationJob, inputs: Inputs) -> None:
     """Evaluate as one rank of a started job, and leave the results. Raises UserError for what a user can mend."""
-    settings = wanted.settings
+    settings = job.settings
     problems = ", ".join(
-        f"{len(inputs.evals[name])} problems of {name} x {one.samples}" for name, one in settings.data.eval.items()
+        f"{len(inputs.evals[name])} problems of {name} x {eval_set.samples}"
+        for name, eval_set in settings.data.eval.items()
     )
-    greeting = f"{wanted.name}: {problems}; starting the engines"
-    if wanted.needs_policy:
-        with open_train_context(settings, inputs, wanted.checkpoint, greeting) as session:
-            synchronize(session)
-            report(wanted, session)
+    greeting = f"{job.name}: {problems}; starting the engines"
+    if job.needs_policy:
+        with open_train_context(settings, inputs, job.checkpoint, greeting) as ctx:
+            sync_weights(ctx)
+            evaluate_and_report(job, ctx.evaluator)
     else:
-        with open_engines_only(settings, inputs, greeting) as engines:
-            report(wanted, engines)
+        with open_engines_only(settings, inputs, greeting) as evaluator:
+            evaluate_and_report(job, evaluator)
 
 
-def report(wanted: Wanted, session: Engines) -> None:
-    """Answer every set; scores, samples and picture go into the folder, a table to the screen."""
-    folder, parallel = wanted.settings.run.folder, session.parallel
-    mine = _samples_of(folder, parallel.rank)
-    mine.unlink(missing_ok=True)
-    mine.touch()
-    found = evaluate(session, wanted.step, partial(add_samples, mine))
+def evaluate_and_report(job: EvaluationJob, evaluator: Evaluator) -> None:
+    """Evaluate every set; write scores, samples and picture into the folder, and show a table."""
+    folder, parallel, progress = job.settings.run.folder, evaluator.parallel, evaluator.progress
+    samples = _samples_file(folder, parallel.rank)
+    samples.unlink(missing_ok=True)
+    samples.touch()
+    evaluation = evaluator.evaluate(job.step, partial(add_samples, samples))
     dist.barrier(group=parallel.cpu_group)
     if parallel.rank == 0:
-        _join([_samples_of(folder, rank) for rank in range(parallel.world_size)], folder / SAMPLES)
-        _write(wanted, found, folder)
-        session.progress.scores(str(wanted.name), found.scores)
-        session.progress.note(f"Scores:  {folder / SCORES}\nSamples: {folder / SAMPLES}")
+        _join_files([_samples_file(folder, rank) for rank in range(parallel.world_size)], folder / SAMPLES)
+        _write_results(job, evaluation)
+        progress.scores(str(job.name), evaluation.scores)
+        progress.note(f"Scores:  {folder / SCORES}\nSamples: {folder / SAMPLES}")
     dist.barrier(group=parallel.cpu_group)
 
 
 @contextmanager
-def launched_or_alone() -> Iterator[None]:
-    """Where no launcher started this process, it is a job of its own."""
+def single_process_job() -> Iterator[None]:
+    """Make this process a job of one rank where no launcher started it."""
     if "RANK" in os.environ:
         yield
         return
     claim = claim_port()
-    place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": claim.port}
-    os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": claim.port}
+    os.environ.update({name: str(value) for name, value in environment.items()} | {"MASTER_ADDR": "127.0.0.1"})
     try:
         yield
     finally:
-        for name in (*place, "MASTER_ADDR"):
+        for name in (*environment, "MASTER_ADDR"):
             del os.environ[name]
         claim.release()
 
 
-def _write(wanted: Wanted, found: Evaluation, folder: Path) -> None:
-    said = {
-        "model": str(wanted.settings.model.path),
-        "checkpoint": str(wanted.checkpoint) if wanted.checkpoint else None,
-        "step": wanted.step,
-        "settings": {name: wanted.settings.eval_set(name).model_dump(mode="json") for name in found.scores},
-        "rewards": {name: tally_as_tree(tally) for name, tally in found.tallies.items()},
+def _write_results(job: EvaluationJob, evaluation: Evaluation) -> None:
+    folder = job.settings.run.folder
+    description = {
+        "model": str(job.settings.model.path),
+        "checkpoint": str(job.checkpoint) if job.checkpoint else None,
+        "step": job.step,
+        "settings": {name: job.settings.eval_set(name).model_dump(mode="json") for name in evaluation.scores},
+        "rewards": {name: tally_as_tree(tally) for name, tally in evaluation.tallies.items()},
     }
-    write_scores(folder / SCORES, found.scores, **said)
+    write_scores(folder / SCORES, evaluation.scores, **description)
     (folder / PICTURE).unlink(missing_ok=True)
-    figure = draw({}, found.scores)
+    figure = draw({}, evaluation.scores)
     if figure:
         write_svg(figure, folder / PICTURE)
 
 
-def _samples_of(folder: Path, rank: int) -> Path:
+def _samples_file(folder: Path, rank: int) -> Path:
     return folder / f"samples_rank_{rank}.jsonl"
 
 
-def _join(parts: Sequence[Path], whole: Path) -> None:
-    with whole.open("wb") as file:
+def _join_files(parts: Sequence[Path], target: Path) -> None:
+    with target.open("wb") as file:
         for part in parts:
             file.write(part.read_bytes())
             part.unlink()
@@ -170,9 +173,9 @@ def _parser() -> Parser:
     parser = Parser(prog="grpo_mp.evaluate", description="Answer the held-out problems of data.eval, without training.")
     parser.add_argument("config", type=Path, help="settings file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file's")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", type=Path, help="a Hugging Face or converted folder (default: model.path)")
-    what.add_argument("--checkpoint", type=Path, help="RUN/checkpoints/step_N of a run of these settings")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", type=Path, help="a Hugging Face or converted folder (default: model.path)")
+    source.add_argument("--checkpoint", type=Path, help="RUN/checkpoints/step_N of a run of these settings")
     parser.add_argument("--out", type=Path, help="folder for the results (default: run.folder/evaluate/NAME)")
     return parser
 

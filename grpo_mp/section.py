@@ -1,4 +1,4 @@
-"""What every section of the settings is, and how a number of bytes is written in one."""
+"""Base class of the settings' sections, and parsing of byte sizes."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class Section(BaseModel):
-    """Frozen; an unknown name is refused."""
+    """A frozen section of the settings that refuses unknown names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 def parse_bytes(text: str) -> int:
-    """'512MiB' -> 536870912. Raises ValueError for another unit."""
+    """Parse a byte size: '512MiB' -> 536870912. Raises ValueError for an unknown unit."""
     for unit, size in UNITS.items():
         if text.endswith(unit):
             return int(float(text.removesuffix(unit)) * size)
@@ -24,5 +24,5 @@ def parse_bytes(text: str) -> int:
 
 
 def as_bytes(value: Any) -> Any:
-    """Text with a unit as a number; anything else is left to the type of the field."""
+    """Parse text with a unit as bytes; leave any other value to the type of the field."""
     return parse_bytes(value) if isinstance(value, str) else value

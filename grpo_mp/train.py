@@ -1,7 +1,7 @@
 """The GRPO loop. `torchrun ... -m grpo_mp.train CONFIG section.key=value ...`; `--dry-run` only checks."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 if __name__ == "__main__":
@@ -13,121 +13,155 @@ from grpo_mp.config import Settings
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.trainer.collect import RolloutBatch, collect
+from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.context import TrainContext, newest_checkpoint, open_train_context
-from grpo_mp.trainer.engine_check import check_engines
-from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, before_training, evaluate
-from grpo_mp.trainer.logprobs import compute_logprobs
+from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, scores_before_training
+from grpo_mp.trainer.logprobs import Updates, compute_logprobs
 from grpo_mp.trainer.preflight import Inputs
-from grpo_mp.trainer.save import export_hf, save
-from grpo_mp.trainer.step_logger import StepLogger, StepRecord
+from grpo_mp.trainer.save import export_policy, save_checkpoint
+from grpo_mp.trainer.step_logger import StepLogger, StepRecord, sync_metrics
 from grpo_mp.trainer.update import refresh_reference, train_step
 from grpo_mp.weight_sync.compare import CheckReport
 from grpo_mp.weight_sync.update import SyncReport
 
 
-def train(session: TrainContext) -> None:
-    """Generate groups, score them, turn rewards into advantages, update the policy, give engines its weights."""
-    settings, scheduler = session.settings, session.scheduler
-    recorder = StepLogger(session)
-    sync, check = synchronize(session)
-    before = after = evaluate(session, session.state.step)
-    scores = before_training(session, before)
-    if session.state.step == 0:
-        recorder.write(0, StepRecord(before.metrics | recorder.sync_metrics(sync, check), texts=before.texts))
-    recorder.evaluated(session.state.step, scores, before.scores)
-    saved_step = session.state.step
-    while session.state.step < settings.run.steps and not session.should_stop():
-        step = session.state.step + 1
-        recorder.begin_step()
+def train(ctx: TrainContext) -> None:
+    """Run GRPO: generate groups, score them, turn rewards into advantages, update the policy, sync the engines."""
+    run, logger = ctx.settings.run, make_logger(ctx)
+    sync, check = sync_weights(ctx)
+    first = last = ctx.evaluator.evaluate(ctx.state.step)
+    initial_scores = scores_before_training(run.folder, ctx.state.step, first)
+    if ctx.state.step == 0:
+        logger.write(0, StepRecord(first.metrics | sync_metrics(sync, check), texts=first.texts))
+    logger.write_scores(ctx.state.step, initial_scores, first.scores)
+    saved_step = ctx.state.step
+    while ctx.state.step < run.steps and not ctx.should_stop():
+        step = ctx.state.step + 1
+        logger.begin_step()
 
-        collected = collect(session, step)
-        if session.should_stop():
+        rollouts = ctx.collector.collect(ctx.state, step)  # generate and score
+        if ctx.should_stop():
             break  # the step is done anew after a restart
-        with scheduler.phase(Phase.SCORE):
-            batch = make_batch(session, collected, step)
-        with scheduler.phase(Phase.LOGPROB):
-            updates = compute_logprobs(session, batch)
-        with scheduler.phase(Phase.TRAIN):
-            reports = train_step(session, updates)
-            session.state = advanced(session.state, step, collected, reports)
-            refresh_reference(session)
+        batch = compute_advantages(ctx, rollouts, step)
+        updates = compute_old_and_reference_logprobs(ctx, batch)
+        reports = update_policy(ctx, rollouts, updates, step)
+        sync, check = sync_weights(ctx)
 
-        sync, check = synchronize(session)
-        record = recorder.step_record(collected, batch, updates, reports, (sync, check))
-        if is_due(step, settings.run.eval_every, settings.run.steps):
-            after = evaluate(session, step)
-            record.scalars.update(after.metrics)
-            record.texts.update(after.texts)
-            recorder.evaluated(step, scores, after.scores)
-        recorder.write(step, record)
-        session.progress.step(step, record.scalars, record.scalars.get("rollout/accuracy"))
-        if is_due(step, settings.run.save_every, settings.run.steps):
-            save(session)
+        record = logger.step_record(ctx.state, rollouts, batch, updates, reports, sync, check)
+        if is_due(step, run.eval_every, run.steps):
+            last = ctx.evaluator.evaluate(step)
+            record.scalars.update(last.metrics)
+            record.texts.update(last.texts)
+            logger.write_scores(step, initial_scores, last.scores)
+        logger.write(step, record)
+        ctx.progress.step(step, record.scalars, record.scalars.get("rollout/accuracy"))
+        if is_due(step, run.save_every, run.steps):
+            save(ctx)
             saved_step = step
-    recorder.close()
-    if saved_step < session.state.step:
-        save(session)
-    finish(session, replace(before, scores=scores), after)
+    logger.close()
+    if saved_step < ctx.state.step:
+        save(ctx)
+    finish(ctx, replace(first, scores=initial_scores), last)
 
 
-def make_batch(session: TrainContext, collected: RolloutBatch, step: int) -> StepBatch:
-    """Rewards to advantages, and samples to the ranks that train on them."""
-    return assemble(
-        collected.groups,
-        collected.infos,
-        session.inputs.scorer.weights,
-        session.settings,
-        session.parallel,
-        session.policy.config.hidden_size,
-        step,
+def make_logger(ctx: TrainContext) -> StepLogger:
+    """Make the logger of the run's steps, which goes on after the steps that are done."""
+    return StepLogger(
+        ctx.settings,
+        ctx.parallel,
+        ctx.timeline,
+        ctx.progress,
+        ctx.inputs.scorer,
+        ctx.scheduler.ledger,
+        ctx.policy.expert_load,
+        ctx.state.step,
     )
 
 
-def advanced(state: TrainState, step: int, collected: RolloutBatch, reports: Sequence[UpdateReport]) -> TrainState:
-    """Where the run stands after a step; what the updates adapted is in `state` already."""
+def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:
+    """Turn rewards into advantages, and bring samples to the ranks that train on them, packed in micro-batches."""
+    weights, hidden_size = ctx.inputs.scorer.weights, ctx.policy.config.hidden_size
+    with ctx.scheduler.phase(Phase.SCORE):
+        return assemble(rollouts.groups, rollouts.infos, weights, ctx.settings, ctx.parallel, hidden_size, step)
+
+
+def compute_old_and_reference_logprobs(ctx: TrainContext, batch: StepBatch) -> Updates:
+    """Return the micro-batches of each update with the logprobs that its loss needs."""
+    settings, state = ctx.settings, ctx.state
+    seed = f"{settings.run.seed}/{state.step}"
+    with ctx.scheduler.phase(Phase.LOGPROB):
+        return compute_logprobs(ctx.policy, batch, settings.algorithm, settings.optimizer.epochs, state.controls, seed)
+
+
+def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: Updates, step: int) -> list[UpdateReport]:
+    """Make the step's optimizer updates, refresh the reference where that is due, and advance the state."""
+    algorithm, epochs = ctx.settings.algorithm, ctx.settings.optimizer.epochs
+    with ctx.scheduler.phase(Phase.TRAIN):
+        reports, controls = train_step(ctx.policy, updates, algorithm, epochs, ctx.state.controls)
+        refreshed = refresh_reference(ctx.policy.reference, algorithm.kl, step)
+    ctx.state = state_after_step(ctx.state, step, rollouts, len(reports), controls, refreshed)
+    return reports
+
+
+def state_after_step(
+    state: TrainState,
+    step: int,
+    rollouts: RolloutBatch,
+    updates_done: int,
+    controls: Mapping[str, float],
+    reference_refreshed: bool,
+) -> TrainState:
+    """Return the state after a step; cursor and curriculum are those that the rollouts left."""
     return replace(
-        collected.state,
+        rollouts.state,
         step=step,
-        optimizer_step=state.optimizer_step + len(reports),
-        samples_seen=state.samples_seen + len(collected.infos),
+        optimizer_step=state.optimizer_step + updates_done,
+        samples_seen=state.samples_seen + len(rollouts.infos),
         weight_version=state.weight_version,
-        controls=state.controls,
-        reference_refreshed=state.reference_refreshed,
+        controls=dict(controls),
+        reference_refreshed=state.reference_refreshed or reference_refreshed,
     )
 
 
-def synchronize(session: TrainContext) -> tuple[SyncReport, CheckReport]:
+def sync_weights(ctx: TrainContext) -> tuple[SyncReport, CheckReport]:
     """Push the policy's weights into every engine and check that the engines hold them."""
-    with session.scheduler.phase(Phase.SYNC):
-        report = session.sync.update_weights(session.state.optimizer_step)
-    session.state = replace(session.state, weight_version=report.version)
-    return report, check_engines(session)
+    with ctx.scheduler.phase(Phase.SYNC):
+        report = ctx.weight_sync.update_weights(ctx.state.optimizer_step)
+    ctx.state = replace(ctx.state, weight_version=report.version)
+    return report, ctx.engine_check.run(report.version)
+
+
+def save(ctx: TrainContext) -> None:
+    """Save a checkpoint of the run as it stands."""
+    with ctx.scheduler.phase(Phase.SAVE):
+        save_checkpoint(ctx.settings.run, ctx.policy, ctx.state)
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Every `every` steps (0: never), and at the last."""
+    """Tell whether `step` is the last, or one of those that come `every` steps (0: never)."""
     return step == last or (every > 0 and step % every == 0)
 
 
-def finish(session: TrainContext, before: Evaluation, after: Evaluation) -> None:
-    """Leave the Hugging Face folder and the merged trace, and show before and after."""
-    settings = session.settings
-    if session.state.step < settings.run.steps:
-        session.progress.note(f"stopped after step {session.state.step}: start again to go on")
+def finish(ctx: TrainContext, first: Evaluation, last: Evaluation) -> None:
+    """Export the Hugging Face folder, merge the traces, and show the first and the last evaluation."""
+    settings = ctx.settings
+    if ctx.state.step < settings.run.steps:
+        ctx.progress.note(f"stopped after step {ctx.state.step}: start again to go on")
         return
     if settings.run.export:
-        export_hf(session, settings.run.folder / FINAL)
-    if session.is_first:
+        with ctx.scheduler.phase(Phase.SAVE, "export"):
+            export_policy(ctx.policy, settings.run.folder / FINAL, settings.model.path, settings.sync.bucket_bytes)
+    if ctx.parallel.rank == 0:
         merge_traces(settings.run.folder)
-        session.progress.finish(before.scores, after.scores, answer_pairs(session, before, after))
+        pairs = answer_pairs(ctx.inputs.evals.values(), first, last)
+        ctx.progress.finish(first.scores, last.scores, pairs)
 
 
 def run(settings: Settings, inputs: Inputs) -> None:
     """Train as one rank of a started job. Raises UserError for what a user can mend."""
-    with open_train_context(settings, inputs, newest_checkpoint(settings)) as session:
-        train(session)
+    with open_train_context(settings, inputs, newest_checkpoint(settings)) as ctx:
+        train(ctx)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -226,6 +226,6 @@ def test_what_is_no_number_of_bytes(text: str) -> None:
 
 
 def test_a_mistake_ends_the_process_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         exit_with(UserError("x is wrong"))
-    assert (ended.value.code, capsys.readouterr().err) == (2, "error: x is wrong\n")
+    assert (raised.value.code, capsys.readouterr().err) == (2, "error: x is wrong\n")

@@ -12,24 +12,24 @@ ROOMS = {
 
 def imports(file: Path) -> set[str]:
     """First names of all modules that a file imports, anywhere in it."""
-    found = set()
+    libraries = set()
     for node in ast.walk(ast.parse(file.read_text())):
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        found |= {name.partition(".")[0] for name in names}
-    return found
+        libraries |= {name.partition(".")[0] for name in names}
+    return libraries
 
 
 def test_each_library_stays_in_its_rooms() -> None:
-    held = {str(file.relative_to(PACKAGE)): imports(file) for file in PACKAGE.rglob("*.py")}
+    imported = {str(file.relative_to(PACKAGE)): imports(file) for file in PACKAGE.rglob("*.py")}
     outside = [
         f"{file} imports {library}"
         for library, rooms in ROOMS.items()
-        for file, names in held.items()
+        for file, names in imported.items()
         if library in names and not file.startswith(rooms)
     ]
     assert not outside
-    assert all(any(library in names for names in held.values()) for library in ROOMS)
+    assert all(any(library in names for names in imported.values()) for library in ROOMS)
 
 
 # A room imports rooms that stand before it, and nothing else of this package.
@@ -48,10 +48,10 @@ ORDER = (
     "batching",
     "checkpoint",
     "monitor",
+    "scheduler",
     "policy",
     "weight_sync",
     "rollout",
-    "scheduler",
     "planner",
     "trainer",
     "examples",
@@ -63,17 +63,17 @@ ORDER = (
 
 def imported_rooms(file: Path) -> set[str]:
     """Rooms of this package that a file imports, anywhere in it."""
-    found = set()
+    rooms = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == PACKAGE.name:
-            found |= {alias.name for alias in node.names}
+            rooms |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             package, _, rest = node.module.partition(".")
-            found |= {rest.partition(".")[0]} if package == PACKAGE.name else set()
+            rooms |= {rest.partition(".")[0]} if package == PACKAGE.name else set()
         elif isinstance(node, ast.Import):
             names = (alias.name.split(".") for alias in node.names)
-            found |= {parts[1] for parts in names if parts[0] == PACKAGE.name and len(parts) > 1}
-    return found
+            rooms |= {parts[1] for parts in names if parts[0] == PACKAGE.name and len(parts) > 1}
+    return rooms
 
 
 def room_of(file: Path) -> str:

@@ -1,1 +1,1 @@
-"""What stands between the loop and the rooms: putting a run together, a step's batch, its metrics, its state."""
+"""The parts of the training loop: start and end of a job, a step's rollouts, logprobs, updates, metrics, saves."""

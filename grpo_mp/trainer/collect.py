@@ -1,4 +1,4 @@
-"""The groups of a step: prompts from the cursor, generated and scored until enough of them teach something."""
+"""Collect the groups of a step: take prompts, generate and score until enough groups are admitted."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -6,10 +6,14 @@ from dataclasses import dataclass, replace
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.group_filters import GroupSelection, PromptCurriculum, admit, length_bias, to_launch
 from grpo_mp.checkpoint.run_state import TrainState
-from grpo_mp.data.cursor import take
+from grpo_mp.config import Settings
+from grpo_mp.data.cursor import Cursor, take
+from grpo_mp.data.prompts import PromptSet
+from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.errors import UserError
+from grpo_mp.rollout.rollout import Rollout
+from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.trainer.context import TrainContext
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 
 
@@ -27,86 +31,95 @@ class RolloutBatch:
 
     @property
     def scored(self) -> tuple[SampleInfo, ...]:
-        """Those that were not broken off."""
+        """Return the launched samples that were not broken off."""
         return tuple(info for info in self.launched if info.finished)
 
 
-def collect(session: TrainContext, step: int) -> RolloutBatch:
-    """Generate the step's groups. Every rank must call this; the small numbers are the same on all.
+@dataclass(frozen=True)
+class RolloutCollector:
+    """Generates the groups of each step from the train prompts."""
 
-    Raises UserError where `filter.no_difference: refill` finds too few groups within `filter.most_tries` rounds.
-    """
-    wanted, rule = session.settings.rollout.prompts_per_step, session.settings.algorithm.filter
-    state, held, infos = session.state, list[SampleGroup](), list[SampleInfo]()
-    admission, rounds, launched = GroupSelection((), 0, 0, 0), 0, 0
-    while admission.missing(wanted) > 0:
-        if rounds == rule.most_tries:
-            raise UserError(_cannot_fill(session, step, admission, launched))
-        missing = admission.missing(wanted)
-        prompts, state = _next_prompts(session, state, to_launch(missing, launched, admission, rule), step)
-        with session.scheduler.phase(Phase.GENERATE):
-            groups = session.rollout.generate(
-                prompts,
-                state.groups_launched,
-                step,
-                session.parallel.store,
-                name=f"step/{step}/{rounds}",
-                enough=missing if rule.admit == "finish" else None,
-            )
-        state = replace(state, groups_launched=state.groups_launched + len(prompts))
-        with session.scheduler.phase(Phase.SCORE):
-            infos += all_gather_sample_info(groups, session.parallel.cpu_group)
-        held, rounds = held + groups, rounds + 1
-        admission, launched = admit(infos, wanted, rule), len({info.group_id for info in infos})
-        if rule.no_difference != "refill":
-            break
-    admitted = set(admission.admitted)
-    return RolloutBatch(
-        groups=[group for group in held if group.samples[0].group_id in admitted],
-        infos=tuple(info for info in infos if info.group_id in admitted),
-        launched=tuple(infos),
-        dropped=Counter(
-            no_difference=admission.no_difference, surplus=admission.surplus, unfinished=admission.unfinished
-        ),
-        length_bias=length_bias(infos, admitted),
-        rounds=rounds,
-        state=_graduated(state, [info for info in infos if info.finished], step, session),
-    )
+    settings: Settings
+    prompts: PromptSet
+    rollout: Rollout
+    parallel: Parallel
+    scheduler: PhaseManager
+
+    def collect(self, state: TrainState, step: int) -> RolloutBatch:
+        """Generate and score the step's groups. Every rank must call this; the sample infos are the same on all.
+
+        Raises UserError where `filter.no_difference: refill` finds too few groups within `filter.most_tries` rounds.
+        """
+        prompts_per_step, rule = self.settings.rollout.prompts_per_step, self.settings.algorithm.filter
+        groups, infos = list[SampleGroup](), list[SampleInfo]()
+        selection, rounds, launched = GroupSelection((), 0, 0, 0), 0, 0
+        while (missing := selection.missing(prompts_per_step)) > 0:
+            if rounds == rule.most_tries:
+                raise UserError(self._too_few_groups(step, selection, launched))
+            prompts, state = self._next_prompts(state, to_launch(missing, launched, selection, rule), step)
+            with self.scheduler.phase(Phase.GENERATE):
+                new_groups = self.rollout.generate(
+                    prompts,
+                    state.groups_launched,
+                    step,
+                    self.parallel.store,
+                    name=f"step/{step}/{rounds}",
+                    enough=missing if rule.admit == "finish" else None,
+                )
+            state = replace(state, groups_launched=state.groups_launched + len(prompts))
+            with self.scheduler.phase(Phase.SCORE):
+                infos += all_gather_sample_info(new_groups, self.parallel.cpu_group)
+            groups, rounds = groups + new_groups, rounds + 1
+            selection, launched = admit(infos, prompts_per_step, rule), len({info.group_id for info in infos})
+            if rule.no_difference != "refill":
+                break
+        admitted = set(selection.admitted)
+        curriculum = _curriculum(state).after([info for info in infos if info.finished], step, rule)
+        return RolloutBatch(
+            groups=[group for group in groups if group.samples[0].group_id in admitted],
+            infos=tuple(info for info in infos if info.group_id in admitted),
+            launched=tuple(infos),
+            dropped=Counter(
+                no_difference=selection.no_difference, surplus=selection.surplus, unfinished=selection.unfinished
+            ),
+            length_bias=length_bias(infos, admitted),
+            rounds=rounds,
+            state=_with_curriculum(state, curriculum),
+        )
+
+    def _next_prompts(self, state: TrainState, count: int, step: int) -> tuple[list[Prompt], TrainState]:
+        """Take the next prompts that do not rest, where nearly all rest also those that do; and the state after."""
+        prompts, shuffle, curriculum = self.prompts, self.settings.data.shuffle, _curriculum(state)
+        cursor = Cursor.from_dict(state.cursor) if state.cursor else Cursor(seed=self.settings.run.seed)
+        taken: list[int] = []
+        for _ in range(max(1, len(prompts) // count)):
+            indices, cursor = take(cursor, len(prompts), count - len(taken), shuffle)
+            taken += [index for index in indices if not curriculum.rests(prompts[index].index, step)]
+            if len(taken) == count:
+                break
+        resting, cursor = take(cursor, len(prompts), count - len(taken), shuffle)
+        return [prompts[index] for index in (*taken, *resting)], replace(state, cursor=cursor.to_dict())
+
+    def _too_few_groups(self, step: int, selection: GroupSelection, launched: int) -> str:
+        settings, rule = self.settings, self.settings.algorithm.filter
+        differ = "rewards that differ" if rule.metric == "reward" else "right and wrong answers"
+        return (
+            f"step {step}: of {launched} groups in {rule.most_tries} rounds only "
+            f"{len(selection.admitted)} have {differ}, {settings.rollout.prompts_per_step} are needed: take "
+            "data that is neither too easy nor too hard, raise algorithm.filter.most_tries or rollout.group_size, or "
+            "set algorithm.filter.no_difference=keep"
+        )
 
 
-def _next_prompts(session: TrainContext, state: TrainState, count: int, step: int) -> tuple[list[Prompt], TrainState]:
-    """The next prompts that do not rest; where nearly all rest, those that do."""
-    prompts, shuffle = session.inputs.train, session.settings.data.shuffle
-    graduation, cursor = _graduation(state), session.cursor_of(state)
-    taken: list[int] = []
-    for _ in range(max(1, len(prompts) // count)):
-        indices, cursor = take(cursor, len(prompts), count - len(taken), shuffle)
-        taken += [index for index in indices if not graduation.rests(prompts[index].index, step)]
-        if len(taken) == count:
-            break
-    rest, cursor = take(cursor, len(prompts), count - len(taken), shuffle)
-    return [prompts[index] for index in (*taken, *rest)], replace(state, cursor=cursor.to_dict())
-
-
-def _graduation(state: TrainState) -> PromptCurriculum:
-    """JSON knows only text as keys."""
+def _curriculum(state: TrainState) -> PromptCurriculum:
+    """Read the curriculum from a state, whose keys are text as in JSON."""
     return PromptCurriculum(
-        *({int(key): value for key, value in side.items()} for side in (state.solve_streak, state.resting))
+        *({int(prompt): value for prompt, value in side.items()} for side in (state.solve_streak, state.resting))
     )
 
 
-def _graduated(state: TrainState, infos: list[SampleInfo], step: int, session: TrainContext) -> TrainState:
-    after = _graduation(state).after(infos, step, session.settings.algorithm.filter)
-    in_a_row, resting = ({str(key): value for key, value in side.items()} for side in (after.in_a_row, after.resting))
-    return replace(state, solve_streak=in_a_row, resting=resting)
-
-
-def _cannot_fill(session: TrainContext, step: int, admission: GroupSelection, launched: int) -> str:
-    settings = session.settings
-    differ = "rewards that differ" if settings.algorithm.filter.metric == "reward" else "right and wrong answers"
-    return (
-        f"step {step}: of {launched} groups in {settings.algorithm.filter.most_tries} rounds only "
-        f"{len(admission.admitted)} have {differ}, {settings.rollout.prompts_per_step} are needed: take "
-        "data that is neither too easy nor too hard, raise algorithm.filter.most_tries or rollout.group_size, or set "
-        "algorithm.filter.no_difference=keep"
+def _with_curriculum(state: TrainState, curriculum: PromptCurriculum) -> TrainState:
+    solve_streak, resting = (
+        {str(prompt): value for prompt, value in side.items()} for side in (curriculum.in_a_row, curriculum.resting)
     )
+    return replace(state, solve_streak=solve_streak, resting=resting)

@@ -18,25 +18,25 @@ from grpo_mp.trainer.preflight import Inputs, check_and_read
 
 
 class Parser(argparse.ArgumentParser):
-    """A mistake on the command line is a user's mistake as any other: one sentence, from one rank."""
+    """Raises UserError for a mistake on the command line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}: see `python -m {self.prog} --help`")
 
 
 def run_command(train: Callable[[Settings, Inputs], None], arguments: Sequence[str] | None = None) -> None:
-    """Carry a command line out; `train` gets checked settings and what was read for them."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # train.py leaves the imports to the default action
+    """Run a command line; `train` gets checked settings and what was read for them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # train.py sets the default action
     with exit_on_error():
         silence_known_warnings()
-        command = _parser().parse_intermixed_args(arguments)
-        settings = load_settings(command.config, command.overrides)
-        if command.dry_run:
-            _dry_run(settings, command.ranks, command.ranks_per_node)
-        elif command.ranks or command.ranks_per_node:
+        args = _parser().parse_intermixed_args(arguments)
+        settings = load_settings(args.config, args.overrides)
+        if args.dry_run:
+            _dry_run(settings, args.ranks, args.ranks_per_node)
+        elif args.ranks or args.ranks_per_node:
             raise UserError("--ranks is for --dry-run; `python -m grpo_mp.launch --ranks N CONFIG` starts N ranks")
         else:
-            train(settings, _check(settings))
+            train(settings, _check_launched(settings))
 
 
 def _parser() -> Parser:
@@ -49,7 +49,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _check(settings: Settings) -> Inputs:
+def _check_launched(settings: Settings) -> Inputs:
     if "RANK" not in os.environ:
         raise UserError(
             "no launcher started this process: use `torchrun --nproc-per-node N -m grpo_mp.train CONFIG` or "
@@ -60,11 +60,11 @@ def _check(settings: Settings) -> Inputs:
     return check_and_read(settings, world_size, ranks_per_node)
 
 
-def _dry_run(settings: Settings, ranks: int | None, per_node: int | None) -> None:
-    for option, value in (("--ranks", ranks), ("--ranks-per-node", per_node)):
+def _dry_run(settings: Settings, ranks: int | None, ranks_per_node: int | None) -> None:
+    for option, value in (("--ranks", ranks), ("--ranks-per-node", ranks_per_node)):
         if value is not None and value < 1:
             raise UserError(f"{option} {value}: give at least one rank")
-    world_size, ranks_per_node = (ranks, per_node or ranks) if ranks else local_ranks()
+    world_size, ranks_per_node = (ranks, ranks_per_node or ranks) if ranks else local_ranks()
     inputs = check_and_read(settings, world_size, ranks_per_node)
     if int(os.environ.get("RANK", 0)) == 0:
         print(describe_run(settings, inputs, world_size, ranks_per_node))

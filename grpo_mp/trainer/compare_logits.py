@@ -1,4 +1,4 @@
-"""Two folders run on the same tokens: a Hugging Face folder by transformers, a converted one by the policy's model."""
+"""Compare the logits of two model folders: Hugging Face folders run in transformers, converted ones in Megatron."""
 
 from math import ceil
 from pathlib import Path
@@ -24,35 +24,37 @@ from grpo_mp.policy.model import build_chunks
 from grpo_mp.policy.weights import TpSizes, load_hf, local_tensors
 
 SEQUENCES, LENGTH = 4, 32
-COPIES = 2  # of the weights: as they are read, and in the model
+WEIGHT_COPIES = 2  # as read, and in the model
 GIB = 2**30
-LIMIT_S = 600.0  # of a wait in a job of one rank
+TIMEOUT_S = 600.0  # of the process group of one rank
 
 
-def compare_logits(one: Path, other: Path, seed: int = 0) -> float:
-    """Largest difference of float32 logits over some random tokens, relative to the largest logit of `one`.
+def compare_logits(reference: Path, other: Path, seed: int = 0) -> float:
+    """Return the largest difference of float32 logits on random tokens, relative to the largest of `reference`.
 
-    Each model is loaded alone. Raises UserError where one does not fit the memory, or where the vocabularies differ.
+    One model is loaded at a time. Raises UserError where one does not fit the memory, or where the vocabularies differ.
     """
-    sizes = {folder: HfConfig.read(folder).int("vocab_size") for folder in (one, other)}
+    sizes = {folder: HfConfig.read(folder).int("vocab_size") for folder in (reference, other)}
     if len(set(sizes.values())) > 1:
-        raise UserError(f"{one} and {other} have {sizes[one]} and {sizes[other]} tokens: they are different models")
+        raise UserError(
+            f"{reference} and {other} have {sizes[reference]} and {sizes[other]} tokens: they are different models"
+        )
     for folder in sizes:
         _check_memory(folder)
-    tokens = torch.randint(sizes[one], (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(seed))
-    left, right = (run_model(folder, tokens) for folder in (one, other))
-    return float((left - right).abs().max() / left.abs().max())
+    tokens = torch.randint(sizes[reference], (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(seed))
+    expected, logits = (run_model(folder, tokens) for folder in (reference, other))
+    return float((logits - expected).abs().max() / expected.abs().max())
 
 
 @torch.no_grad()
 def run_model(folder: Path, tokens: Tensor) -> Tensor:
-    """Tokens [B, T] -> float32 logits [B, T, V]."""
-    return _by_transformers(folder, tokens) if holds_weights(folder) else _by_megatron(folder, tokens)
+    """Compute float32 logits [B, T, V] of tokens [B, T]."""
+    return _run_transformers(folder, tokens) if holds_weights(folder) else _run_megatron(folder, tokens)
 
 
 def _check_memory(folder: Path) -> None:
     hf = HfConfig.read(folder)
-    needed = COPIES * 4 * count_parameters(family_of(hf).params(hf).values())
+    needed = WEIGHT_COPIES * 4 * count_parameters(family_of(hf).params(hf).values())
     free = psutil.virtual_memory().available
     if needed > free:
         raise UserError(
@@ -61,10 +63,10 @@ def _check_memory(folder: Path) -> None:
         )
 
 
-def _by_transformers(folder: Path, tokens: Tensor) -> Tensor:
+def _run_transformers(folder: Path, tokens: Tensor) -> Tensor:
     values = {key: value for key, value in HfConfig.read(folder).values.items() if key != QUANTISED}
-    kind = values.pop("model_type")
-    config = AutoConfig.for_model(TRANSFORMERS_NAMES.get(kind, kind), **values)
+    model_type = values.pop("model_type")
+    config = AutoConfig.for_model(TRANSFORMERS_NAMES.get(model_type, model_type), **values)
     with HfReader(folder, fp8_as=torch.float32, verify=True) as reader:
         state = {name: reader.read(name).float() for name in reader.names}
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
@@ -75,11 +77,11 @@ def _by_transformers(folder: Path, tokens: Tensor) -> Tensor:
     return logits
 
 
-def _by_megatron(folder: Path, tokens: Tensor) -> Tensor:
+def _run_megatron(folder: Path, tokens: Tensor) -> Tensor:
     settings, hf = _settings(folder), HfConfig.read(folder)
     params = family_of(hf).params(hf)
     with single_process_group():
-        parallel = start_parallel(settings.layout, 0, LIMIT_S)
+        parallel = start_parallel(settings.layout, 0, TIMEOUT_S)
         try:
             (model,) = build_chunks(settings, hf, transformer_config(settings, hf))
             tensors = local_tensors([model], params, parallel.coords, 1)

@@ -1,4 +1,4 @@
-"""One run of one rank: its parts, put together in the right order and taken apart in any case."""
+"""Open and close a job: join the ranks, start this rank's engine, build the policy, and end all of it in any case."""
 
 import datetime
 import os
@@ -18,8 +18,7 @@ from grpo_mp.checkpoint.run_state import (
     latest_checkpoint,
     read_manifest,
 )
-from grpo_mp.config import Settings, dump_settings
-from grpo_mp.data.cursor import Cursor
+from grpo_mp.config import Layout, Settings, dump_settings
 from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
@@ -32,10 +31,12 @@ from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.out_of_memory import explain_out_of_memory
 from grpo_mp.scheduler.phase_manager import PhaseManager
-from grpo_mp.trainer.exit import ignore_more_interrupts, report_error_once
+from grpo_mp.trainer.collect import RolloutCollector
+from grpo_mp.trainer.evaluation import Evaluator
+from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
 from grpo_mp.trainer.offload import AFTER_START, offload_enabled, offload_functions, start_engines_first
-from grpo_mp.trainer.preemption import PreemptionHandler
 from grpo_mp.trainer.preflight import Inputs
+from grpo_mp.weight_sync.engine_check import EngineCheck
 from grpo_mp.weight_sync.ipc import IpcTransport
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.transport import HostTransport, Transport, over_ipc
@@ -44,121 +45,214 @@ from grpo_mp.weight_sync.update import WeightSync, make_plan
 
 @dataclass
 class TrainContext:
-    """The parts of a running job on this rank. `state` is where the run stands."""
+    """The parts of a training job on this rank. `state` is where the run stands."""
 
     settings: Settings
     inputs: Inputs
     parallel: Parallel
     policy: Policy
     rollout: Rollout
-    sync: WeightSync
+    collector: RolloutCollector
+    evaluator: Evaluator
+    weight_sync: WeightSync
+    engine_check: EngineCheck
     scheduler: PhaseManager
     timeline: Timeline
     progress: Progress
-    stop: PreemptionHandler
+    preemption: PreemptionHandler
     state: TrainState
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank prints and writes for the job."""
-        return self.parallel.rank == 0
-
     def should_stop(self) -> bool:
-        """Whether any rank was asked to stop; the slowest rank is waited for here. Every rank must call this."""
+        """Tell whether any rank was asked to stop, once the slowest rank is here too. Every rank must call this."""
         with self.scheduler.waiting():
-            return self.stop.agreed(self.parallel.cpu_group)
+            return self.preemption.requested(self.parallel.cpu_group)
 
-    def cursor_of(self, state: TrainState) -> Cursor:
-        """Where a state stands in the train prompts."""
-        return Cursor.from_dict(state.cursor) if state.cursor else Cursor(seed=self.settings.run.seed)
+
+@dataclass(frozen=True)
+class Monitors:
+    """What shows and records what this rank does."""
+
+    timeline: Timeline
+    watchdog: Watchdog
+    progress: Progress
 
 
 @contextmanager
 def open_train_context(
     settings: Settings, inputs: Inputs, checkpoint: Path | None = None, greeting: str = ""
 ) -> Iterator[TrainContext]:
-    """Join the job, start this rank's engine, build the policy, go on from `checkpoint` where there is one.
+    """Join the job, start this rank's engine, build the policy, resume from `checkpoint` where there is one.
 
     Engines end when the body does, however it ends.
     """
     with ExitStack() as stack:
-        parallel = start_parallel(settings.layout, settings.run.seed, settings.monitor.phase_timeout_s)
-        stack.enter_context(report_error_once(parallel.rank, parallel.store))
-        if parallel.rank == 0:
-            claim_run_folder(settings.run.folder, dump_settings(settings))
-        dist.barrier(group=parallel.cpu_group)
-        stop = PreemptionHandler()
+        parallel = _join_job(stack, settings, settings.layout)
+        preemption = PreemptionHandler()
         state = read_manifest(checkpoint) if checkpoint else TrainState()
-        rollout = stack.enter_context(
-            Rollout(settings, inputs.tokenizer, inputs.scorer, parallel.rank, parallel.world_size)
-        )
-        progress = stack.enter_context(
-            Progress(settings.run.folder, settings.run.steps, done=state.step, rank=parallel.rank)
-        )
-        watchdog = stack.enter_context(
-            Watchdog(parallel.rank, settings.run.folder, before_exit=(progress.stop, rollout.stop))
-        )
-        timeline = Timeline(settings.run.folder, parallel.rank)
-        stack.callback(timeline.close)
-        stack.callback(inputs.scorer.close)
-        stack.push(ignore_more_interrupts)
-        for note in (greeting or _greeting(settings, parallel, state), *_start_notes(inputs, parallel, not greeting)):
-            progress.note(note)
-        with watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
-            rollout.start(parallel.store)
-            alone = offload_enabled(settings)
-            if alone:
-                start_engines_first(rollout, parallel.cpu_group)
-            with explain_out_of_memory(parallel.rank, "START", dict):
-                policy = build_policy(settings, parallel, state, checkpoint)
-            if not alone:
-                rollout.wait_ready()
-            dist.barrier(group=parallel.cpu_group)
+        rollout = Rollout(settings, inputs.tokenizer, inputs.scorer, parallel.rank, parallel.world_size)
+        monitors = _open_monitors(stack, settings, inputs, parallel, rollout, settings.run.steps, state.step)
+        progress = monitors.progress
+        _show_notes(progress, greeting or _greeting(settings, parallel, state), inputs, parallel, not greeting)
+        policy = _start(settings, parallel, rollout, monitors, state, checkpoint)
         if rollout.client:
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
-        session = TrainContext(
+        scheduler = _build_scheduler(settings, policy, rollout, monitors)
+        weight_sync = _build_weight_sync(settings, parallel, policy, rollout)
+        prompts = [prompt.tokens for prompt in inputs.train.prompts]
+        ctx = TrainContext(
             settings=settings,
             inputs=inputs,
             parallel=parallel,
             policy=policy,
             rollout=rollout,
-            sync=_build_sync(settings, parallel, policy, rollout),
-            scheduler=_build_scheduler(settings, policy, rollout, (timeline, watchdog, progress)),
-            timeline=timeline,
+            collector=RolloutCollector(settings, inputs.train, rollout, parallel, scheduler),
+            evaluator=_build_evaluator(settings, inputs, parallel, rollout, scheduler, progress),
+            weight_sync=weight_sync,
+            engine_check=EngineCheck(settings, policy, weight_sync, rollout, scheduler, prompts),
+            scheduler=scheduler,
+            timeline=monitors.timeline,
             progress=progress,
-            stop=stop,
+            preemption=preemption,
             state=state,
         )
         with platform.spared_collections():
-            yield session
+            yield ctx
         stop_parallel()
 
 
-def newest_checkpoint(settings: Settings) -> Path | None:
-    """Where a run goes on; None at its start."""
-    return latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
+@contextmanager
+def open_engines_only(settings: Settings, inputs: Inputs, greeting: str) -> Iterator[Evaluator]:
+    """Join the job and start this rank's engine on `model.path`: a job without a policy.
+
+    Engines keep the weights that they loaded, and the device. They end when the body does, however it ends.
+    """
+    with ExitStack() as stack:
+        parallel = _join_job(stack, settings, Layout())
+        rollout = Rollout(
+            settings, inputs.tokenizer, inputs.scorer, parallel.rank, parallel.world_size, own_weights=True
+        )
+        monitors = _open_monitors(stack, settings, inputs, parallel, rollout, steps=0)
+        _show_notes(monitors.progress, greeting, inputs, parallel, trains=False)
+        with _start_phase(settings, monitors):
+            rollout.start(parallel.store)
+            rollout.wait_ready()
+            dist.barrier(group=parallel.cpu_group)
+        limit_s = settings.monitor.phase_timeout_s
+        scheduler = PhaseManager(monitors.timeline, monitors.watchdog, monitors.progress, limit_s)
+        yield _build_evaluator(settings, inputs, parallel, rollout, scheduler, monitors.progress)
+        stop_parallel()
 
 
-def build_policy(settings: Settings, parallel: Parallel, state: TrainState, folder: Path | None) -> Policy:
-    policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.measured_share > 0)
-    if folder:
-        checkpoint_checksums(folder).check_share(parallel.rank, parallel.world_size)
-        dist.barrier(group=parallel.cpu_group)  # what one rank finds, no other must read
-        load_policy(policy, folder / "policy")
-        if state.reference_refreshed and policy.reference:
-            load_reference(policy, folder / "reference")
+def _join_job(stack: ExitStack, settings: Settings, layout: Layout) -> Parallel:
+    """Make the process groups and claim the run folder; from here on errors are reported by one rank."""
+    parallel = start_parallel(layout, settings.run.seed, settings.monitor.phase_timeout_s)
+    stack.enter_context(report_error_once(parallel.rank, parallel.store))
+    if parallel.rank == 0:
+        claim_run_folder(settings.run.folder, dump_settings(settings))
+    dist.barrier(group=parallel.cpu_group)
+    return parallel
+
+
+def _open_monitors(
+    stack: ExitStack,
+    settings: Settings,
+    inputs: Inputs,
+    parallel: Parallel,
+    rollout: Rollout,
+    steps: int,
+    steps_done: int = 0,
+) -> Monitors:
+    """Open the monitors, and close them, the rollout and the scorer with `stack`."""
+    folder = settings.run.folder
+    stack.enter_context(rollout)
+    progress = stack.enter_context(Progress(folder, steps, done=steps_done, rank=parallel.rank))
+    watchdog = stack.enter_context(Watchdog(parallel.rank, folder, before_exit=(progress.stop, rollout.stop)))
+    timeline = Timeline(folder, parallel.rank)
+    stack.callback(timeline.close)
+    stack.callback(inputs.scorer.close)
+    stack.push(ignore_more_interrupts)
+    return Monitors(timeline, watchdog, progress)
+
+
+def _show_notes(progress: Progress, greeting: str, inputs: Inputs, parallel: Parallel, trains: bool) -> None:
+    """Show what a user should know before the run starts."""
+    progress.note(greeting)
+    if parallel.rank == 0:
+        for note in (*(inputs.overlaps() if trains else ()), *(f"warning: {text}" for text in inputs.warnings)):
+            progress.note(note)
+
+
+@contextmanager
+def _start_phase(settings: Settings, monitors: Monitors) -> Iterator[None]:
+    with monitors.watchdog.phase("START", settings.engine.start_timeout_s * 2), monitors.progress.phase("START"):
+        yield
+
+
+def _start(
+    settings: Settings,
+    parallel: Parallel,
+    rollout: Rollout,
+    monitors: Monitors,
+    state: TrainState,
+    checkpoint: Path | None,
+) -> Policy:
+    """Start this rank's engine and build the policy, one after the other where they share the device."""
+    with _start_phase(settings, monitors):
+        rollout.start(parallel.store)
+        offload = offload_enabled(settings)
+        if offload:
+            start_engines_first(rollout, parallel.cpu_group)
+        with explain_out_of_memory(parallel.rank, "START", dict):
+            policy = build_policy(settings, parallel, state, checkpoint)
+        if not offload:
+            rollout.wait_ready()
+        dist.barrier(group=parallel.cpu_group)
     return policy
 
 
-def _build_scheduler(
-    settings: Settings, policy: Policy, rollout: Rollout, monitors: tuple[Timeline, Watchdog, Progress]
-) -> PhaseManager:
-    movers = offload_functions(settings, policy, rollout)
-    resident, items = AFTER_START if movers else None, partial(device_items, policy)
-    return PhaseManager(*monitors, settings.monitor.phase_timeout_s, movers, resident, items)
+def newest_checkpoint(settings: Settings) -> Path | None:
+    """Return the checkpoint from which the run resumes; None at its start."""
+    return latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
 
 
-def _build_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout: Rollout) -> WeightSync:
+def build_policy(settings: Settings, parallel: Parallel, state: TrainState, checkpoint: Path | None) -> Policy:
+    """Build the policy and load the weights of `checkpoint` where there is one, the reference's if it has them."""
+    policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.measured_share > 0)
+    if checkpoint:
+        checkpoint_checksums(checkpoint).check_share(parallel.rank, parallel.world_size)
+        dist.barrier(group=parallel.cpu_group)  # no rank reads a file before all are checked
+        load_policy(policy, checkpoint / "policy")
+        if state.reference_refreshed and policy.reference:
+            load_reference(policy, checkpoint / "reference")
+    return policy
+
+
+def _build_evaluator(
+    settings: Settings,
+    inputs: Inputs,
+    parallel: Parallel,
+    rollout: Rollout,
+    scheduler: PhaseManager,
+    progress: Progress,
+) -> Evaluator:
+    samples_shown = settings.monitor.samples_per_step
+    return Evaluator(inputs.evals, inputs.scorer, rollout, parallel, scheduler, progress, samples_shown)
+
+
+def _build_scheduler(settings: Settings, policy: Policy, rollout: Rollout, monitors: Monitors) -> PhaseManager:
+    functions = offload_functions(settings, policy, rollout)
+    return PhaseManager(
+        monitors.timeline,
+        monitors.watchdog,
+        monitors.progress,
+        settings.monitor.phase_timeout_s,
+        functions,
+        AFTER_START if functions else None,
+        partial(device_items, policy),
+    )
+
+
+def _build_weight_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout: Rollout) -> WeightSync:
     targets = rollout.ranks if over_ipc(settings.sync) else rollout.hosts
     plan = make_plan(
         policy.params,
@@ -170,29 +264,23 @@ def _build_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout:
     )
     fp8 = in_fp8(settings.engine.args, policy.hf, cpu=not platform.on_cuda())
     resharder = Resharder(plan, policy.params, policy.tensors, policy.tp_sizes(), parallel.rank in targets, fp8)
-    return WeightSync(resharder, _transport(settings, parallel, rollout), rollout.call)
+    return WeightSync(resharder, _build_transport(settings, parallel, rollout), rollout.call)
 
 
-def _transport(settings: Settings, parallel: Parallel, rollout: Rollout) -> Transport | None:
+def _build_transport(settings: Settings, parallel: Parallel, rollout: Rollout) -> Transport | None:
+    """Build the transport to this rank's engine; None where the rank sends nothing."""
     if not over_ipc(settings.sync):
         return HostTransport(rollout.client, settings.engine.gpus) if rollout.client else None
     size = settings.engine.gpus
     groups = engine_groups(rollout.hosts, size, settings.monitor.phase_timeout_s)
-    mine = parallel.rank // size
-    return IpcTransport(rollout.client, groups[mine]) if mine < len(groups) else None
+    engine = parallel.rank // size
+    return IpcTransport(rollout.client, groups[engine]) if engine < len(groups) else None
 
 
 def engine_groups(hosts: Sequence[int], size: int, timeout_s: float) -> list[dist.ProcessGroup]:
-    """A gloo group of the ranks of each engine; every rank must call this. Without a limit torch sets its own."""
-    timeout = datetime.timedelta(seconds=timeout_s)
+    """Make a gloo group of the ranks of each engine; every rank must call this."""
+    timeout = datetime.timedelta(seconds=timeout_s)  # torch's default is not the job's
     return [dist.new_group(list(range(host, host + size)), timeout=timeout, backend="gloo") for host in hosts]
-
-
-def _start_notes(inputs: Inputs, parallel: Parallel, trains: bool) -> list[str]:
-    """What a user should know before the run goes on, on the rank that prints."""
-    if parallel.rank:
-        return []
-    return [*(inputs.overlaps() if trains else []), *(f"warning: {text}" for text in inputs.warnings)]
 
 
 def _greeting(settings: Settings, parallel: Parallel, state: TrainState) -> str:
@@ -206,6 +294,6 @@ def _greeting(settings: Settings, parallel: Parallel, state: TrainState) -> str:
 
 
 def local_ranks() -> tuple[int, int]:
-    """(world size, ranks of this node) as torchrun or srun says; one rank when neither started us."""
+    """Return the world size and the ranks of this node as torchrun or srun says; 1 and 1 without either."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     return world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

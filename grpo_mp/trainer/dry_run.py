@@ -1,4 +1,4 @@
-"""What a run would do, in words. Pure."""
+"""Describe what a run would do. Pure."""
 
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.distributed.coordinates import data_parallel
@@ -8,16 +8,17 @@ from grpo_mp.trainer.preflight import Inputs
 
 
 def describe_run(settings: Settings, inputs: Inputs, world_size: int, ranks_per_node: int) -> str:
-    """Resolved settings, then the facts that follow from them."""
+    """Return the resolved settings as YAML, then the facts that follow from them."""
     rollout, optimizer = settings.rollout, settings.optimizer
     hosts = engine_hosts(engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count))
-    copies = data_parallel(settings.layout, world_size)
-    samples = {name: one.samples for name, one in settings.data.eval.items()}
-    evals = ", ".join(_eval_set(name, len(one), samples[name]) for name, one in inputs.evals.items()) or "none"
+    dp_size = data_parallel(settings.layout, world_size)
+    samples = {name: eval_set.samples for name, eval_set in settings.data.eval.items()}
+    evals = [_describe_eval(name, len(prompts), samples[name]) for name, prompts in inputs.evals.items()]
     facts = [
-        f"ranks: {world_size}, {ranks_per_node} on each node; layout: {describe(settings.layout)}, data={copies}",
+        f"ranks: {world_size}, {ranks_per_node} on each node; layout: {describe(settings.layout)}, data={dp_size}",
         f"engines: {len(hosts)} x {settings.engine.gpus} rank(s), hosted by ranks {hosts}",
-        f"train prompts: {len(inputs.train)} ({inputs.train.left_out} longer than the limit left out); eval: {evals}",
+        f"train prompts: {len(inputs.train)} ({inputs.train.left_out} longer than the limit left out); eval: "
+        f"{', '.join(evals) or 'none'}",
         *inputs.overlaps(),
         f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {settings.samples_per_step} samples, "
         f"{settings.optimizer_steps_per_step} update(s) of {settings.samples_per_step // optimizer.updates_per_step}",
@@ -29,5 +30,5 @@ def describe_run(settings: Settings, inputs: Inputs, world_size: int, ranks_per_
     return dump_settings(settings) + "\n" + "\n".join(facts)
 
 
-def _eval_set(name: str, problems: int, samples: int) -> str:
+def _describe_eval(name: str, problems: int, samples: int) -> str:
     return f"{problems} of {name}" + (f" x {samples} samples" if samples > 1 else "")

@@ -1,13 +1,13 @@
-"""Held-out problems: the engines answer, rewards judge, every rank knows the scores."""
+"""Evaluation on held-out problems: the engines answer, rewards judge, every rank knows the scores."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
 
 import torch.distributed as dist
 
 from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
-from grpo_mp.config import Settings
+from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.evaluation.files import read_scores, step_file
 from grpo_mp.evaluation.score import EvalScore, Votes, score
@@ -20,29 +20,10 @@ from grpo_mp.rewards.tally import Tally
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.scheduler.phases import Phase
-from grpo_mp.trainer.context import TrainContext
 from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics, total_tally
-from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.types import SampleGroup, SampleInfo
 
-Keep = Callable[[str, Sequence[SampleGroup]], None]
-
-
-class Engines(Protocol):
-    """What an evaluation needs of a running job: a training session has it, and engines without a policy."""
-
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def inputs(self) -> Inputs: ...
-    @property
-    def parallel(self) -> Parallel: ...
-    @property
-    def rollout(self) -> Rollout: ...
-    @property
-    def scheduler(self) -> PhaseManager: ...
-    @property
-    def progress(self) -> Progress: ...
+OnGroups = Callable[[str, Sequence[SampleGroup]], None]
 
 
 @dataclass(frozen=True)
@@ -56,65 +37,74 @@ class Evaluation:
     tallies: dict[str, Tally] = field(default_factory=dict)  # what the rewards met, over all ranks
 
 
-def evaluate(session: Engines, step: int, keep: Keep | None = None) -> Evaluation:
-    """Evaluate every set as `data.eval` says. Every rank must call this; scores and metrics are the same on all.
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates the weights that the engines hold on every set of `data.eval`."""
 
-    `keep` gets each set's name and the groups of this rank's engine.
-    """
-    result, group = Evaluation(), session.parallel.cpu_group
-    for name, prompts in session.inputs.evals.items():
-        with session.scheduler.phase(Phase.EVAL, name):
-            groups = session.rollout.evaluate(prompts.prompts, name, step, session.parallel.store)
-            infos: list[SampleInfo] = all_gather_sample_info(groups, group)
-            votes = _share_votes(groups, session.inputs.scorer, group) if session.inputs.scorer.has_answers else None
-        tally = total_tally(session.inputs.scorer.take_tally(), session.parallel)
-        result.tallies[name] = tally
-        for sentence in tally.complaints.values():
-            session.progress.note(f"warning: {name}: {sentence}")
-        result.scores[name] = score(infos, votes)
-        result.metrics.update(eval_metrics(name, result.scores[name]))
-        result.metrics.update(eval_reward_metrics(name, tally))
-        result.texts.update(_some_answers(session, name, groups, infos))
-        result.answers.update(_answers(groups))
-        if keep:
-            keep(name, groups)
-    return result
+    prompts: dict[str, PromptSet]  # by name of the set
+    scorer: Scorer
+    rollout: Rollout
+    parallel: Parallel
+    scheduler: PhaseManager
+    progress: Progress
+    samples_shown: int  # of each set, as texts
+
+    def evaluate(self, step: int, on_groups: OnGroups | None = None) -> Evaluation:
+        """Evaluate every set as `data.eval` says. Every rank must call this; scores and metrics are the same on all.
+
+        `on_groups` gets each set's name and the groups of this rank's engine.
+        """
+        result, cpu_group = Evaluation(), self.parallel.cpu_group
+        for name, prompts in self.prompts.items():
+            with self.scheduler.phase(Phase.EVAL, name):
+                groups = self.rollout.evaluate(prompts.prompts, name, step, self.parallel.store)
+                infos: list[SampleInfo] = all_gather_sample_info(groups, cpu_group)
+                votes = _all_gather_votes(groups, self.scorer, cpu_group) if self.scorer.has_answers else None
+            tally = total_tally(self.scorer.take_tally(), self.parallel)
+            result.tallies[name] = tally
+            for sentence in tally.complaints.values():
+                self.progress.note(f"warning: {name}: {sentence}")
+            result.scores[name] = score(infos, votes)
+            result.metrics.update(eval_metrics(name, result.scores[name]))
+            result.metrics.update(eval_reward_metrics(name, tally))
+            result.texts.update(self._sample_texts(name, groups, infos))
+            result.answers.update({group.prompt.text: group.samples[0].text for group in groups})
+            if on_groups:
+                on_groups(name, groups)
+        return result
+
+    def _sample_texts(self, name: str, groups: list[SampleGroup], infos: list[SampleInfo]) -> dict[str, str]:
+        """Gather answers to some questions of the set, the same questions each time, under their metric name."""
+        count = self.samples_shown
+        chosen = spread(sorted({info.group_id for info in infos}), count) if count else []
+        shown = gather_groups(groups, chosen, self.parallel.cpu_group)
+        return {fill("eval/{set}/samples", set=name): markdown(shown)} if shown else {}
 
 
-def before_training(session: TrainContext, now: Evaluation) -> dict[str, EvalScore]:
-    """The scores before the first step: `now`, or what an earlier start of this run found and left in its folder."""
-    file = step_file(session.settings.run.folder, 0)
-    return read_scores(file) if session.state.step and session.is_first and file.exists() else now.scores
+def scores_before_training(run_folder: Path, step: int, current: Evaluation) -> dict[str, EvalScore]:
+    """Return the scores before the first step: those in the folder of a resumed run, else the current ones."""
+    file = step_file(run_folder, 0)
+    return read_scores(file) if step and file.exists() else current.scores
 
 
-def answer_pairs(session: TrainContext, before: Evaluation, after: Evaluation, count: int = 2) -> list[AnswerPair]:
-    """Questions that this rank's engine answered before and after, a changed answer first."""
-    expected = {prompt.text: prompt.answer for prompts in session.inputs.evals.values() for prompt in prompts}
-    both = sorted(
+def answer_pairs(
+    eval_sets: Iterable[PromptSet], before: Evaluation, after: Evaluation, count: int = 2
+) -> list[AnswerPair]:
+    """Pick questions that this rank's engine answered before and after, changed answers first."""
+    expected = {prompt.text: prompt.answer for prompts in eval_sets for prompt in prompts}
+    questions = sorted(
         before.answers.keys() & after.answers.keys(), key=lambda q: (before.answers[q] == after.answers[q], q)
     )
-    return [AnswerPair(q, before.answers[q], after.answers[q], expected.get(q)) for q in both[:count]]
+    return [AnswerPair(q, before.answers[q], after.answers[q], expected.get(q)) for q in questions[:count]]
 
 
-def _some_answers(session: Engines, name: str, groups: list[SampleGroup], infos: list[SampleInfo]) -> dict[str, str]:
-    """Answers to some questions of the set, the same questions each time, under their metric name."""
-    kept = session.settings.monitor.samples_per_step
-    chosen = spread(sorted({info.group_id for info in infos}), kept) if kept else []
-    shown = gather_groups(groups, chosen, session.parallel.cpu_group)
-    return {fill("eval/{set}/samples", set=name): markdown(shown)} if shown else {}
-
-
-def _answers(groups: list[SampleGroup]) -> dict[str, str]:
-    return {group.prompt.text: group.samples[0].text for group in groups}
-
-
-def _share_votes(groups: Sequence[SampleGroup], scorer: Scorer, group: dist.ProcessGroup) -> Votes:
-    """Which answer each sample of the job gave, the same on every rank."""
-    mine = {
+def _all_gather_votes(groups: Sequence[SampleGroup], scorer: Scorer, cpu_group: dist.ProcessGroup) -> Votes:
+    """Gather which answer each sample of the job gave, the same on every rank."""
+    local_votes = {
         (sample.group_id, sample.index): number
-        for one in groups
-        for sample, number in zip(one.samples, scorer.answer_numbers(one), strict=True)
+        for group in groups
+        for sample, number in zip(group.samples, scorer.answer_numbers(group), strict=True)
     }
-    everyone: list[Votes] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    return {key: number for votes in everyone for key, number in votes.items()}
+    votes_by_rank: list[Votes] = [{}] * dist.get_world_size(cpu_group)
+    dist.all_gather_object(votes_by_rank, local_votes, group=cpu_group)
+    return {key: number for votes in votes_by_rank for key, number in votes.items()}

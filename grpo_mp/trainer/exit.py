@@ -1,4 +1,4 @@
-"""How a rank ends: one sentence for a user's mistake, one voice for the whole job, a status that says which."""
+"""How a rank ends: on a signal after a save, on a user's mistake with one message of the whole job and a status."""
 
 import json
 import os
@@ -8,7 +8,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
+import torch
 import torch.distributed as dist
 
 from grpo_mp.config import exit_with
@@ -17,42 +19,63 @@ from grpo_mp.errors import UserError
 
 PEER_FAILED_STATUS = 1
 INTERRUPT_STATUS = 128 + signal.SIGINT
-FIRST_RANK_LIMIT_S = 30.0  # what every rank finds wrong, rank 0 says: so long the others leave the word to it
-# What gloo, NCCL and the store say when the process at the other end is gone.
-GONE = re.compile(r"Connection (was likely )?(closed|reset)|Broken pipe|remote process exited|failed to recv")
+FIRST_RANK_LIMIT_S = 30.0  # the other ranks wait so long for rank 0 to report what every rank finds wrong
+# What gloo, NCCL and the store report when the process at the other end is gone.
+PEER_GONE = re.compile(r"Connection (was likely )?(closed|reset)|Broken pipe|remote process exited|failed to recv")
 
 
 class PeerFailedError(Exception):
     """Another rank ended before this one; its message says why."""
 
 
+class PreemptionHandler:
+    """Remembers SIGTERM and SIGUSR1, which ask the run to save and end."""
+
+    def __init__(self) -> None:
+        self._received = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._remember)
+        # Slurm signals every process of a step. Child processes of a rank, such as the writers of a save, inherit
+        # blocked signals, but not handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+
+    def requested(self, cpu_group: dist.ProcessGroup) -> bool:
+        """Tell whether any rank was asked to stop, alike on all. Every rank must call this."""
+        requested = torch.tensor([self._received or signal.SIGUSR1 in signal.sigpending()], dtype=torch.int32)
+        dist.all_reduce(requested, op=dist.ReduceOp.MAX, group=cpu_group)
+        return bool(requested.item())
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+
+
 @contextmanager
 def report_error_once(rank: int, store: dist.Store) -> Iterator[None]:
-    """Of the ranks that end in the body, only one explains a user's mistake; the others raise PeerLostError.
+    """Let only the first rank that fails in the body raise its UserError; the others raise PeerFailedError.
 
-    The first to come takes the word. A rank that is merely cut off from its peers never does.
+    A rank that merely lost the connection to its peers always raises PeerFailedError.
     """
     try:
         yield
     except UserError as error:
-        if not _takes_the_word(store):
-            raise _peer_lost(rank, error) from error
+        if not _is_first_to_report(store):
+            raise _peer_failed(rank, error) from error
         raise
     except RuntimeError as error:
-        if GONE.search(str(error)):
-            raise _peer_lost(rank, error) from error
+        if PEER_GONE.search(str(error)):
+            raise _peer_failed(rank, error) from error
         raise
 
 
 def ignore_more_interrupts(kind: type[BaseException] | None, *_: object) -> None:
-    """For ExitStack.push: while a first Ctrl-C takes the run apart, a second must not break that off."""
+    """Ignore further Ctrl-C while the first one closes the run; for ExitStack.push."""
     if kind is KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Turn what the body raises into the end of this process; an unexpected error keeps its trace.
+    """Turn what the body raises into an exit status; an unexpected error keeps its trace.
 
     Raises SystemExit: 2 for a user's mistake, 1 for a lost peer, 130 for Ctrl-C.
     """
@@ -62,56 +85,56 @@ def exit_on_error() -> Iterator[None]:
         mark_end(rank)
     except UserError as error:
         if rank and not dist.is_initialized():
-            _leave_the_word()
-        _ignore_launcher()
-        _tell_launcher(f"error: {error}")
+            _wait_for_first_rank()
+        _ignore_sigterm()
+        _report_to_torchrun(f"error: {error}")
         exit_with(error)
-    except PeerFailedError as lost:
-        _ignore_launcher()
-        sys.stderr.write(f"{lost}\n")
+    except PeerFailedError as error:
+        _ignore_sigterm()
+        sys.stderr.write(f"{error}\n")
         raise SystemExit(PEER_FAILED_STATUS) from None
     except KeyboardInterrupt as interrupt:
         if rank == 0:
-            sys.stderr.write(f"{_where(rank, interrupt)}: stopped by Ctrl-C\n")
+            sys.stderr.write(f"{_failed_phase(rank, interrupt)}: stopped by Ctrl-C\n")
         raise SystemExit(INTERRUPT_STATUS) from None
-    except SystemExit as end:
-        if not end.code:  # --help
+    except SystemExit as error:
+        if not error.code:  # --help
             mark_end(rank)
         raise
     except Exception as error:
-        _tell_launcher(f"{type(error).__name__}: {error}")
+        _report_to_torchrun(f"{type(error).__name__}: {error}")
         raise
 
 
-def _leave_the_word() -> None:
-    """Wait to be ended by the launcher; where rank 0 has nothing to say, the first rank of a node goes first."""
+def _wait_for_first_rank() -> None:
+    """Wait to be ended by the launcher; where rank 0 did not fail, the first rank of the node reports first."""
     time.sleep(FIRST_RANK_LIMIT_S + int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def _takes_the_word(store: dist.Store) -> bool:
+def _is_first_to_report(store: dist.Store) -> bool:
     try:
         return store.add("ended", 1) == 1
     except RuntimeError:
-        return True  # the store is gone: a sentence too many is better than none
+        return True  # the store is gone: two messages are better than none
 
 
-def _peer_lost(rank: int, error: BaseException) -> PeerFailedError:
-    return PeerFailedError(f"{_where(rank, error)}: another rank ended; its message says why")
+def _peer_failed(rank: int, error: BaseException) -> PeerFailedError:
+    return PeerFailedError(f"{_failed_phase(rank, error)}: another rank ended; its message says why")
 
 
-def _where(rank: int, error: BaseException) -> str:
-    """'rank 1 in TRAIN': the innermost phase that the error went through, where it went through one."""
+def _failed_phase(rank: int, error: BaseException) -> str:
+    """Return 'rank 1 in TRAIN' with the innermost phase that the error passed through, or 'rank 1'."""
     return next(iter(getattr(error, "__notes__", ())), f"rank {rank}")
 
 
-def _ignore_launcher() -> None:
-    """The end of another rank makes the launcher end this one, which is ending already with a status of its own."""
+def _ignore_sigterm() -> None:
+    """Keep this rank's own exit status when the launcher ends it because another rank ended."""
     if "RANK" in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _tell_launcher(message: str) -> None:
-    """torchrun shows this in its closing summary as the root cause: the failure with the earliest time."""
+def _report_to_torchrun(message: str) -> None:
+    """Write the error file that torchrun shows as the root cause; it picks the failure with the earliest time."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()) - 1)}

@@ -1,7 +1,10 @@
-"""What stays fixed over the updates of a step: logprobs of reference and old policy, and what is computed from them."""
+"""Compute what stays constant over the updates of a step: old and reference logprobs, and advantages that need them."""
 
-from collections.abc import Sequence
+import math
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -16,126 +19,159 @@ from grpo_mp.batching.packing import context_index
 from grpo_mp.batching.step_batch import StepBatch, with_old_logprobs, with_reference_logprobs
 from grpo_mp.batching.updates import Update
 from grpo_mp.distributed.process_groups import Parallel, sum_over_context
-from grpo_mp.trainer.context import TrainContext
-from grpo_mp.trainer.kl_watch import with_sampled_reference_logprobs
+from grpo_mp.policy.policy import Policy
 from grpo_mp.types import MicroBatch
 
 Updates = list[list[MicroBatch]]
 
 
-def compute_logprobs(session: TrainContext, batch: StepBatch) -> Updates:
-    """The step's micro-batches with everything that its updates need. Every rank must call this."""
-    policy, wanted = session.policy, session.settings.algorithm
-    kl_in_reward = wanted.kl.place == "reward" and wanted.kl.weight > 0
+def compute_logprobs(
+    policy: Policy, batch: StepBatch, algorithm: Algorithm, epochs: int, controls: Mapping[str, float], seed: str
+) -> Updates:
+    """Return the step's micro-batches with everything that its updates need. Every rank must call this.
+
+    controls: adaptive weights by name; seed: draws the micro-batches on which a KL without weight is measured.
+    """
+    kl, parallel = algorithm.kl, policy.parallel
     updates = [list(update) for update in batch.updates]
-    if needs_old_logprobs(wanted, len(updates) * session.settings.optimizer.epochs):
-        updates = [_with_old(update, policy.logprobs(update), wanted, session.parallel) for update in updates]
-    if wanted.kl.weight:
-        with policy.at_reference():  # the weights change places once, not with every update
+    if needs_old_logprobs(algorithm, len(updates) * epochs):
+        updates = [_with_old(update, policy.logprobs(update), algorithm, parallel) for update in updates]
+    if kl.weight:
+        with policy.at_reference():  # the weights are swapped once, not for every update
             updates = [with_reference_logprobs(update, policy.logprobs(update)) for update in updates]
-    elif wanted.kl.watch_share:
-        seed = f"{session.settings.run.seed}/{session.state.step}"
-        updates = with_sampled_reference_logprobs(updates, policy, wanted.kl.watch_share, seed)
-    if kl_in_reward:
-        updates = _with_kl_in_reward(updates, batch, session)
-    return _whitened(updates, session.parallel) if wanted.advantage.whiten else updates
+    elif kl.watch_share:
+        updates = _with_sampled_reference_logprobs(updates, policy, kl.watch_share, seed)
+    if kl.place == "reward" and kl.weight > 0:
+        updates = _with_kl_in_reward(updates, batch, algorithm, controls.get("kl", kl.weight), parallel)
+    return _whiten(updates, parallel) if algorithm.advantage.whiten else updates
 
 
 def is_reporting_rank(parallel: Parallel) -> bool:
-    """Tensor ranks compute the same tokens, and only the last stage computes any: one of them counts."""
+    """Tell whether this rank's tokens count: tensor ranks have the same, and only the last stage computes any."""
     return parallel.coords.tensor == 0 and parallel.coords.pipeline == parallel.layout.pipeline - 1
 
 
 def _with_old(
-    update: Sequence[MicroBatch], outputs: Sequence[Tensor], wanted: Algorithm, parallel: Parallel
+    update: Sequence[MicroBatch], outputs: Sequence[Tensor], algorithm: Algorithm, parallel: Parallel
 ) -> list[MicroBatch]:
-    floor, share = _entropy_floor(update, outputs, wanted, parallel)
+    floor, share = _entropy_floor(update, outputs, algorithm.entropy.top_quantile, parallel)
     return [
-        replace(one, entropy_floor=floor, entropy_weight=one.entropy_weight / share)
-        for one in with_old_logprobs(update, outputs)
+        replace(batch, entropy_floor=floor, entropy_weight=batch.entropy_weight / share)
+        for batch in with_old_logprobs(update, outputs)
     ]
 
 
 def _entropy_floor(
-    update: Sequence[MicroBatch], outputs: Sequence[Tensor], wanted: Algorithm, parallel: Parallel
+    update: Sequence[MicroBatch], outputs: Sequence[Tensor], top_quantile: float, parallel: Parallel
 ) -> tuple[float, float]:
-    """The entropy that the wanted share of the update's tokens reaches, and that share (80/20, arXiv 2506.01939)."""
-    if wanted.entropy.top_quantile == 1:
+    """Return the entropy that `top_quantile` of the update's tokens reach, and their share (arXiv 2506.01939)."""
+    if top_quantile == 1:
         return -np.inf, 1.0
-    mine = [out[1].cpu()[one.mask.bool()].numpy() for one, out in zip(update, outputs, strict=False)]
-    everyone: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * parallel.world_size
-    counts = is_reporting_rank(parallel) and mine
-    dist.all_gather_object(everyone, np.concatenate(mine) if counts else everyone[0], group=parallel.cpu_group)
-    entropies = np.concatenate(everyone)
-    floor = float(np.quantile(entropies, 1 - wanted.entropy.top_quantile))
+    local = [out[1].cpu()[batch.mask.bool()].numpy() for batch, out in zip(update, outputs, strict=False)]
+    by_rank: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * parallel.world_size
+    counts = is_reporting_rank(parallel) and local
+    dist.all_gather_object(by_rank, np.concatenate(local) if counts else by_rank[0], group=parallel.cpu_group)
+    entropies = np.concatenate(by_rank)
+    floor = float(np.quantile(entropies, 1 - top_quantile))
     return floor, float((entropies >= floor).mean())
 
 
-def _with_kl_in_reward(updates: Updates, batch: StepBatch, session: TrainContext) -> Updates:
-    """Advantages of rewards from which the KL to the reference was taken.
+def sample_microbatches(counts: Sequence[int], share: float, block: int, seed: str) -> list[list[int]]:
+    """Draw at least `share` of the step's micro-batches, alike on every rank; return their indices in each update.
+
+    counts: micro-batches of each update, multiples of `block`, the number that a pipeline schedule takes at a time.
+    """
+    bounds = (0, *accumulate(count // block for count in counts))
+    blocks = sorted(random.Random(seed).sample(range(bounds[-1]), math.ceil(share * bounds[-1])))
+    return [
+        [(index - start) * block + i for index in blocks if start <= index < end for i in range(block)]
+        for start, end in pairwise(bounds)
+    ]
+
+
+def _with_sampled_reference_logprobs(updates: Updates, policy: Policy, share: float, seed: str) -> Updates:
+    """Add the reference's logprobs to a share of the micro-batches, to measure a KL that has no weight."""
+    layout = policy.parallel.layout
+    block = layout.pipeline if layout.virtual_pipeline else 1
+    sampled = sample_microbatches([len(update) for update in updates], share, block, seed)
+    with policy.at_reference():
+        return [_with_reference_at(update, indices, policy) for update, indices in zip(updates, sampled, strict=True)]
+
+
+def _with_reference_at(update: list[MicroBatch], indices: Sequence[int], policy: Policy) -> list[MicroBatch]:
+    if not indices:
+        return update
+    sampled = [update[i] for i in indices]
+    by_index = dict(zip(indices, with_reference_logprobs(sampled, policy.logprobs(sampled)), strict=True))
+    return [by_index.get(i, batch) for i, batch in enumerate(update)]
+
+
+def _with_kl_in_reward(
+    updates: Updates, batch: StepBatch, algorithm: Algorithm, kl_weight: float, parallel: Parallel
+) -> Updates:
+    """Replace advantages by those of rewards from which the KL to the reference was taken.
 
     With a group baseline the whole KL of a response counts against its reward; without one each token bears the KL
     of itself and of the tokens after it (REINFORCE++, arXiv 2501.03262, eq. 7).
     """
-    wanted, parallel = session.settings.algorithm, session.parallel
-    weight = session.state.controls.get("kl", wanted.kl.weight)
 
-    def cost(one: MicroBatch) -> Tensor:
-        return weight * _kl(one, wanted)
+    def cost(microbatch: MicroBatch) -> Tensor:
+        return kl_weight * _kl(microbatch, algorithm)
 
-    if wanted.advantage.baseline == "none":
-        return [[_moved(one, one.advantages - _to_go(cost(one), one, parallel)) for one in part] for part in updates]
-    spent = torch.zeros(len(batch.infos), dtype=torch.float64)
-    placed = [(one, _samples_of(one, plan)) for part, plan in zip(updates, batch.plan, strict=True) for one in part]
+    if algorithm.advantage.baseline == "none":
+        return [
+            [_with_advantages(mb, mb.advantages - _sum_to_end(cost(mb), mb, parallel)) for mb in update]
+            for update in updates
+        ]
+    plans = list(zip(updates, batch.plan, strict=True))
+    kl_by_sample = torch.zeros(len(batch.infos), dtype=torch.float64)
     if is_reporting_rank(parallel):
-        for one, place in placed:
-            spent.index_add_(0, place, cost(one))
-    dist.all_reduce(spent, group=parallel.cpu_group)
-    rewards = [info.reward - float(kl) for info, kl in zip(batch.infos, spent, strict=True)]
+        for update, plan in plans:
+            for mb in update:
+                kl_by_sample.index_add_(0, _sample_of_token(mb, plan), cost(mb))
+    dist.all_reduce(kl_by_sample, group=parallel.cpu_group)
+    rewards = [info.reward - float(kl) for info, kl in zip(batch.infos, kl_by_sample, strict=True)]
     ids = [info.group_id for info in batch.infos]
-    values = torch.tensor(outcome_advantages(rewards, ids, wanted.advantage), dtype=torch.float64)
-    return [
-        [_moved(one, values[_samples_of(one, plan)]) for one in part]
-        for part, plan in zip(updates, batch.plan, strict=True)
-    ]
+    advantages = torch.tensor(outcome_advantages(rewards, ids, algorithm.advantage), dtype=torch.float64)
+    return [[_with_advantages(mb, advantages[_sample_of_token(mb, plan)]) for mb in update] for update, plan in plans]
 
 
-def _moved(batch: MicroBatch, advantages: Tensor) -> MicroBatch:
+def _with_advantages(batch: MicroBatch, advantages: Tensor) -> MicroBatch:
     return replace(batch, advantages=advantages * batch.mask)
 
 
-def _kl(batch: MicroBatch, wanted: Algorithm) -> Tensor:
-    """[T] in float64, zero at prompts and padding, where the engine gave no number, and on stages without logprobs."""
-    old = batch.rollout_logprobs if wanted.old_logprobs == "engine" else batch.old_logprobs
+def _kl(batch: MicroBatch, algorithm: Algorithm) -> Tensor:
+    """Return the KL [T] in float64; zero where a logprob is missing and at prompts and padding."""
+    old = batch.rollout_logprobs if algorithm.old_logprobs == "engine" else batch.old_logprobs
     if batch.reference_logprobs is None or old is None:
         return torch.zeros_like(batch.advantages)
     log_r = (batch.reference_logprobs - old).double()
     known = batch.mask.bool() & log_r.isfinite()
-    return ESTIMATORS[wanted.kl.estimator](log_r, torch.ones_like(log_r)).where(known, 0.0)
+    return ESTIMATORS[algorithm.kl.estimator](log_r, torch.ones_like(log_r)).where(known, 0.0)
 
 
-def _samples_of(batch: MicroBatch, plan: Update) -> Tensor:
-    """[T]: which sample of the step a token belongs to; padding names any."""
+def _sample_of_token(batch: MicroBatch, plan: Update) -> Tensor:
+    """Return [T], the index in the step of each token's sample; arbitrary at padding."""
     return torch.tensor([plan.samples[i] for i in batch.sample_ids] or [0])[batch.sequence.clamp(min=0)]
 
 
-def _to_go(values: Tensor, batch: MicroBatch, parallel: Parallel) -> Tensor:
-    """[T]: the sum of `values` from a token to the end of its sequence, wherever context parallelism put them."""
+def _sum_to_end(values: Tensor, batch: MicroBatch, parallel: Parallel) -> Tensor:
+    """Return [T], the sum of `values` from each token to the end of its sequence, over all context ranks."""
     index = context_index(batch.lengths, parallel.layout.context, parallel.coords.context)
-    whole = torch.zeros(sum(batch.lengths), dtype=values.dtype).index_copy(0, index, values)
-    whole = sum_over_context(whole, parallel)
-    pieces = [piece.flip(0).cumsum(0).flip(0) for piece in whole.split(list(batch.lengths))]
-    return torch.cat(pieces)[index] * batch.mask
+    packed = torch.zeros(sum(batch.lengths), dtype=values.dtype).index_copy(0, index, values)
+    packed = sum_over_context(packed, parallel)
+    sums = [sequence.flip(0).cumsum(0).flip(0) for sequence in packed.split(list(batch.lengths))]
+    return torch.cat(sums)[index] * batch.mask
 
 
-def _whitened(updates: Updates, parallel: Parallel) -> Updates:
-    """(A - mean) / (std + 1e-8) over all response tokens of the step (REINFORCE++, eq. 8)."""
+def _whiten(updates: Updates, parallel: Parallel) -> Updates:
+    """Set advantages to (A - mean) / (std + 1e-8) over all response tokens of the step (REINFORCE++, eq. 8)."""
     sums = torch.zeros(3, dtype=torch.float64)
     if is_reporting_rank(parallel):
-        for one in (one for update in updates for one in update):
-            mask, values = one.mask.double(), one.advantages
+        for batch in (batch for update in updates for batch in update):
+            mask, values = batch.mask.double(), batch.advantages
             sums += torch.stack([mask.sum(), (values * mask).sum(), (values.square() * mask).sum()])
     dist.all_reduce(sums, group=parallel.cpu_group)
     count, mean = sums[0].clamp(min=1), sums[1] / sums[0].clamp(min=1)
     std = ((sums[2] / count - mean.square()).clamp(min=0) * count / (count - 1).clamp(min=1)).sqrt()
-    return [[_moved(one, (one.advantages - mean) / (std + 1e-8)) for one in update] for update in updates]
+    return [[_with_advantages(mb, (mb.advantages - mean) / (std + 1e-8)) for mb in update] for update in updates]

@@ -1,4 +1,4 @@
-"""A step's numbers under the names of the metric dictionary."""
+"""Compute a step's metrics, under the names of the metric dictionary."""
 
 import statistics
 from collections import defaultdict
@@ -19,11 +19,12 @@ from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.rewards.tally import Tally, total
 from grpo_mp.scheduler.memory_tracker import MemoryUsage, largest
 from grpo_mp.trainer.collect import RolloutBatch
+from grpo_mp.trainer.logprobs import is_reporting_rank
 from grpo_mp.types import MicroBatch, PerToken, SampleInfo
 
 
 def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
-    """Rewards and lengths of all samples of a step."""
+    """Summarise rewards and lengths of all samples of a step."""
     rewards, lengths = [info.reward for info in infos], [info.response_tokens for info in infos]
     by_group: dict[int, list[float]] = defaultdict(list)
     for info in infos:
@@ -37,7 +38,7 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
         "reward/group_std": statistics.fmean(statistics.pstdev(group) for group in by_group.values()),
         "reward/zero_std_ratio": len(groups_without_difference(rewards, [info.group_id for info in infos]))
         / len(by_group),
-        **_parts(infos),
+        **_reward_part_means(infos),
         "rollout/response_length/mean": statistics.fmean(lengths),
         **_lengths_by_answer(infos),
         "rollout/response_length/min": min(lengths),
@@ -47,12 +48,12 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
         "rollout/groups": len(by_group),
         "rollout/weight_version_lag/mean": lag / sum(lengths),
         "rollout/weight_version_lag/max": weight_version - min(info.oldest_version for info in infos),
-        **_solved(infos),
+        **_solve_metrics(infos),
     }
 
 
 def solve_rates(infos: Sequence[SampleInfo]) -> list[float]:
-    """Share of right answers in each group; a group of which the reward does not say it has none."""
+    """Return the share of right answers in each group whose reward says what is right."""
     groups: dict[int, list[SampleInfo]] = defaultdict(list)
     for info in infos:
         groups[info.group_id].append(info)
@@ -60,7 +61,7 @@ def solve_rates(infos: Sequence[SampleInfo]) -> list[float]:
 
 
 def reward_metrics(tally: Tally) -> dict[str, float]:
-    """What the rewards of all ranks met in a step, and what they logged."""
+    """Return failures of the rewards of all ranks in a step, and what they logged."""
     return {
         "reward/failures": sum(tally.failures.values()),
         "reward/unscored": tally.unscored,
@@ -69,36 +70,36 @@ def reward_metrics(tally: Tally) -> dict[str, float]:
     }
 
 
-def total_tally(mine: Tally, parallel: Parallel) -> Tally:
-    """What the rewards of all ranks met. Every rank must call this."""
-    everyone = [mine] * parallel.world_size
-    dist.all_gather_object(everyone, mine, group=parallel.cpu_group)
-    return total(everyone)
+def total_tally(local_tally: Tally, parallel: Parallel) -> Tally:
+    """Sum the tallies of the rewards of all ranks. Every rank must call this."""
+    tallies = [local_tally] * parallel.world_size
+    dist.all_gather_object(tallies, local_tally, group=parallel.cpu_group)
+    return total(tallies)
 
 
 def distributions(infos: Sequence[SampleInfo], advantages: Sequence[PerToken]) -> dict[str, Sequence[float]]:
-    """Histograms over all samples of all ranks; advantages are those of the samples that were trained on."""
+    """Return histograms over all samples of all ranks; advantages are of the samples that were trained on."""
     return {
         "reward/values": [info.reward for info in infos],
         "rollout/response_length/values": [float(info.response_tokens) for info in infos],
         "rollout/solve_rate": solve_rates(infos),
-        "train/advantages": [float(value) for one in advantages for value in torch.as_tensor(one).flatten()],
+        "train/advantages": [float(value) for values in advantages for value in torch.as_tensor(values).flatten()],
     }
 
 
 def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: int) -> dict[str, float]:
-    """Means over the step's updates, of which `planned` were to be made, of what the losses measured."""
-    named = [report.measured for report in reports]
-    if not named:
+    """Average what the losses measured over the step's updates, of which `planned` were to be made."""
+    by_update = [report.measured for report in reports]
+    if not by_update:
         return {"train/updates": 0}
     tokens = sum(
         len(plan.samples) and plan.tokens for update in batch.plan for rank in update.schedule.ranks for plan in rank
     )
     return {
-        **_means(named),
+        **_means(by_update),
         # Engine and policy hold the same weights only in the first update of the step.
-        **{name: value for name, value in named[0].items() if name.startswith("mismatch/")},
-        "train/ratio/max": max(one["train/ratio/max"] for one in named),
+        **{name: value for name, value in by_update[0].items() if name.startswith("mismatch/")},
+        "train/ratio/max": max(measured["train/ratio/max"] for measured in by_update),
         "train/grad_norm": statistics.fmean(report.grad_norm for report in reports),
         "train/lr": reports[-1].lr,
         "train/updates": len(reports),
@@ -115,85 +116,85 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
 
 
 def packed_tokens(batch: StepBatch) -> int:
-    """Tokens of the step's micro-batches without padding: those of all samples, a prompt that some share once."""
+    """Count the tokens of the step's micro-batches without padding; a shared prompt counts once."""
     plans = [plan for update in batch.plan for rank in update.schedule.ranks for plan in rank]
     saved = sum((prompt.samples - 1) * prompt.tokens for plan in plans for prompt in plan.prompts)
     return sum(info.total_tokens for info in batch.infos) - saved
 
 
-def _means(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric's mean over the updates that measured it."""
-    names = dict.fromkeys(name for one in named for name in one)
-    return {name: statistics.fmean(one[name] for one in named if name in one) for name in names}
+def _means(by_update: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Average each metric over the updates that measured it."""
+    names = dict.fromkeys(name for measured in by_update for name in measured)
+    return {name: statistics.fmean(measured[name] for measured in by_update if name in measured) for name in names}
 
 
 def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) -> float:
-    """Tokens of the whole job, without padding, that went through a forward for logprobs that stay fixed.
+    """Count the tokens of the whole job, without padding, that went through a forward pass of the LOGPROB phase.
 
     Every rank must call this.
     """
     count = torch.zeros((), dtype=torch.float64)
-    if parallel.coords.tensor == 0 and parallel.coords.pipeline == parallel.layout.pipeline - 1:
-        for one in (one for update in updates for one in update):
-            forwards = (one.old_logprobs is not None) + (one.reference_logprobs is not None)
-            shared = sum(rows.count for rows in set(one.prompts))
-            count += forwards * ((one.sequence >= 0).sum() + shared)
+    if is_reporting_rank(parallel):
+        for batch in (batch for update in updates for batch in update):
+            forwards = (batch.old_logprobs is not None) + (batch.reference_logprobs is not None)
+            shared = sum(rows.count for rows in set(batch.prompts))
+            count += forwards * ((batch.sequence >= 0).sum() + shared)
     dist.all_reduce(count, group=parallel.cpu_group)
     return float(count)
 
 
-def memory_metrics(footprints: Mapping[str, MemoryUsage], parallel: Parallel) -> dict[str, float]:
-    """The largest footprint of each phase over all ranks. Every rank must call this with the same phases."""
-    everyone: list[Mapping[str, MemoryUsage]] = [{}] * parallel.world_size
-    dist.all_gather_object(everyone, dict(footprints), group=parallel.cpu_group)
+def memory_metrics(usages: Mapping[str, MemoryUsage], parallel: Parallel) -> dict[str, float]:
+    """Take the largest usage of each phase over all ranks. Every rank must call this with the same phases."""
+    by_rank: list[Mapping[str, MemoryUsage]] = [{}] * parallel.world_size
+    dist.all_gather_object(by_rank, dict(usages), group=parallel.cpu_group)
     return {
         fill(f"memory/{{phase}}/{kind}", phase=phase.lower()): float(value)
-        for phase in footprints
-        for kind, value in asdict(largest(rank[phase] for rank in everyone)).items()
+        for phase in usages
+        for kind, value in asdict(largest(of_rank[phase] for of_rank in by_rank)).items()
     }
 
 
 def accuracy(infos: Sequence[SampleInfo]) -> float | None:
-    """Share of right answers; None where the reward says of no answer whether it is right."""
-    said = [info.right for info in infos if info.right is not None]
-    return statistics.fmean(said) if said else None
+    """Return the share of right answers; None where the reward says of no answer whether it is right."""
+    verdicts = [info.right for info in infos if info.right is not None]
+    return statistics.fmean(verdicts) if verdicts else None
 
 
-def eval_metrics(name: str, of_set: EvalScore) -> dict[str, float]:
-    """A score under the names of the metric dictionary; figures that are not known are left out."""
+def eval_metrics(name: str, score: EvalScore) -> dict[str, float]:
+    """Return a score under the names of the metric dictionary, without values that are not known."""
     values = {
-        "accuracy": of_set.accuracy,
-        "accuracy_se": of_set.accuracy_error,
-        "reward": of_set.reward,
-        "length": of_set.length,
-        "truncated_ratio": of_set.truncated_ratio,
+        "accuracy": score.accuracy,
+        "accuracy_se": score.accuracy_error,
+        "reward": score.reward,
+        "length": score.length,
+        "truncated_ratio": score.truncated_ratio,
     }
-    found = {fill(f"eval/{{set}}/{kind}", set=name): value for kind, value in values.items() if value is not None}
-    for kind, estimates in (("pass", of_set.pass_at), ("maj", of_set.maj_at)):
+    metrics = {fill(f"eval/{{set}}/{kind}", set=name): value for kind, value in values.items() if value is not None}
+    for kind, estimates in (("pass", score.pass_at), ("maj", score.maj_at)):
         for k, estimate in estimates.items():
-            found[fill(f"eval/{{set}}/{kind}_at_{{k}}", set=name, k=str(k))] = estimate.value
-    return found
+            metrics[fill(f"eval/{{set}}/{kind}_at_{{k}}", set=name, k=str(k))] = estimate.value
+    return metrics
 
 
 def eval_reward_metrics(name: str, tally: Tally) -> dict[str, float]:
-    """What the rewards met on one eval set, and what they logged."""
+    """Return failures of the rewards on one eval set, and what they logged."""
     logged = {fill("eval/{set}/log/{name}", set=name, name=key): value for key, value in tally.logged.items()}
     return logged | {fill("eval/{set}/failures", set=name): sum(tally.failures.values())}
 
 
-def collect_metrics(collected: RolloutBatch) -> dict[str, float]:
-    """What became of the groups that were launched."""
+def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
+    """Count what became of the groups that were launched."""
     return {
-        "rollout/launched_groups": len({info.group_id for info in collected.launched}),
-        "rollout/rounds": collected.rounds,
-        "rollout/length_bias": collected.length_bias,
-        "rollout/resting_prompts": len(collected.state.resting),
-        **{fill("rollout/dropped_groups/{reason}", reason=why): n for why, n in collected.dropped.items()},
+        "rollout/launched_groups": len({info.group_id for info in rollouts.launched}),
+        "rollout/rounds": rollouts.rounds,
+        "rollout/length_bias": rollouts.length_bias,
+        "rollout/resting_prompts": len(rollouts.state.resting),
+        **{fill("rollout/dropped_groups/{reason}", reason=reason): count for reason, count in rollouts.dropped.items()},
     }
 
 
-def _solved(infos: Sequence[SampleInfo]) -> dict[str, float]:
-    """How much of the step is right; nothing where the reward says of no answer whether it is."""
+def _solve_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
+    """Return how much of the step is right; nothing where the reward says of no answer whether it is."""
     right, rates = accuracy(infos), solve_rates(infos)
     if right is None:
         return {}
@@ -202,14 +203,14 @@ def _solved(infos: Sequence[SampleInfo]) -> dict[str, float]:
 
 
 def _lengths_by_answer(infos: Sequence[SampleInfo]) -> dict[str, float]:
-    """The length bias that Dr. GRPO names: wrong answers growing while right ones do not."""
+    """Compare lengths of right and wrong answers: the bias of Dr. GRPO is that only wrong ones grow."""
     by_answer: dict[str, list[int]] = defaultdict(list)
     for info in (info for info in infos if info.right is not None):
         by_answer["right" if info.right else "wrong"].append(info.response_tokens)
     return {fill("rollout/response_length/{answer}", answer=name): statistics.fmean(v) for name, v in by_answer.items()}
 
 
-def _parts(infos: Sequence[SampleInfo]) -> dict[str, float]:
+def _reward_part_means(infos: Sequence[SampleInfo]) -> dict[str, float]:
     parts: dict[str, list[float]] = defaultdict(list)
     for info in infos:
         for name, value in info.reward_parts.items():
@@ -218,9 +219,9 @@ def _parts(infos: Sequence[SampleInfo]) -> dict[str, float]:
 
 
 def reduce_report(report: UpdateReport, parallel: Parallel) -> dict[str, float]:
-    """Sums and maxima of one update over the whole job. Every rank must call this."""
-    counts = bool(report.losses) and parallel.coords.tensor == 0  # tensor ranks report the same tokens
-    sums, maxima = merge(report.losses if counts else [])
+    """Reduce sums and maxima of one update over the whole job. Every rank must call this."""
+    reports_losses = bool(report.losses) and parallel.coords.tensor == 0  # tensor ranks report the same tokens
+    sums, maxima = merge(report.losses if reports_losses else [])
     dist.all_reduce(sums, group=parallel.cpu_group)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.cpu_group)
     return dict(zip((*SUMS, *MAXIMA), torch.cat([sums, maxima]).tolist(), strict=True))

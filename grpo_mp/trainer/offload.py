@@ -1,4 +1,4 @@
-"""Who moves what when a phase begins. On a CPU nothing moves: host and device are one."""
+"""Offload policy and engine when a phase begins. On a CPU nothing moves: host and device are one."""
 
 from functools import partial
 
@@ -19,38 +19,34 @@ AFTER_START = Residency(policy_weights=True, gradients=True, optimizer=True)
 
 
 def offload_enabled(settings: Settings) -> bool:
-    """Whether policy and engine leave the device for each other.
+    """Tell whether policy and engine leave the device for each other.
 
-    Full-precision policies stay: their optimizer works on views of the model's own weights.
+    Float32 policies stay: their optimizer works on views of the model's own weights.
     """
     return platform.on_cuda() and settings.model.dtype == "bfloat16"
 
 
 def start_engines_first(rollout: Rollout, group: dist.ProcessGroup) -> None:
-    """Wait for the engines, which measure the memory they find, and put them to sleep: the policy comes next."""
+    """Wait for the engines, which measure the free memory, and offload them before the policy is built."""
     rollout.wait_ready()
     for tags in ENGINE_TAGS.values():
-        _move_engine(rollout, group, tags, wake=False)
+        _move_engine(rollout, group, tags, False)
 
 
 def offload_functions(settings: Settings, policy: Policy, rollout: Rollout) -> dict[str, OffloadFunction]:
-    """Movers by field of Residency; empty where nothing moves."""
+    """Return the offload functions by field of Residency; none where nothing moves."""
     if not offload_enabled(settings):
         return {}
-    residency = PolicyOffloader(policy, settings.sync.timeout_s)
-
-    def move_engine(tags: tuple[str, ...], wake: bool) -> None:
-        _move_engine(rollout, policy.parallel.cpu_group, tags, wake)
-
-    parts = ("policy_weights", "gradients", "optimizer")
+    offloader = PolicyOffloader(policy, settings.sync.timeout_s)
+    group = policy.parallel.cpu_group
     return {
-        **{part: partial(residency.move, part) for part in parts},
-        **{name: partial(move_engine, tags) for name, tags in ENGINE_TAGS.items()},
+        **{part: partial(offloader.move, part) for part in ("policy_weights", "gradients", "optimizer")},
+        **{part: partial(_move_engine, rollout, group, tags) for part, tags in ENGINE_TAGS.items()},
     }
 
 
 def _move_engine(rollout: Rollout, group: dist.ProcessGroup, tags: tuple[str, ...], wake: bool) -> None:
-    if wake:  # an engine takes memory on the devices of all its ranks at once: each must have let go of its own
+    if wake:  # an engine takes memory on the devices of all its ranks: each must have freed its own
         dist.barrier(group=group)
     if rollout.client:
         call = rollout.client.resume_memory if wake else rollout.client.release_memory

@@ -1,10 +1,12 @@
-"""Everything that can be refused before a process group, a model or an engine exists."""
+"""Check and read everything that needs no process group, model or engine: settings, files, data."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp import platform
+from grpo_mp.algorithms.settings import Algorithm, Clip
 from grpo_mp.checkpoint.run_state import FINAL, check_run_folder
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.data.overlap import find_overlaps
@@ -17,7 +19,6 @@ from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
 from grpo_mp.rollout.placement import engine_placements
 from grpo_mp.rollout.precision import in_fp8
-from grpo_mp.trainer.start_warnings import start_warnings
 from grpo_mp.weight_sync.transport import over_ipc
 
 
@@ -32,9 +33,9 @@ class Inputs:
     warnings: tuple[str, ...] = ()  # sentences that the start of the run shows
 
     def overlaps(self) -> list[str]:
-        """A sentence for each eval set: how many of its problems stand in the train data."""
+        """Return a sentence for each eval set that shares problems with the train data."""
         evals = {name: [prompt.text for prompt in prompts] for name, prompts in self.evals.items()}
-        return [found.sentence for found in find_overlaps((prompt.text for prompt in self.train), evals)]
+        return [overlap.sentence for overlap in find_overlaps((prompt.text for prompt in self.train), evals)]
 
 
 def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> Inputs:
@@ -48,38 +49,39 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
             f"{settings.data.train}: {len(train)} prompts fit, a step takes "
             f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
         )
-    scorer = _scorer(settings, tokenizer)
+    scorer = _make_scorer(settings, tokenizer)
     fp8 = in_fp8(settings.engine.args, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
     warnings = (*scorer.warnings, *start_warnings(settings, fp8))
     return Inputs(tokenizer, train, _read_evals(settings, tokenizer), scorer, warnings)
 
 
 def check_and_read_evaluation(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> Inputs:
-    """The same for an evaluation alone, at least one set: what only training needs is neither checked nor read, and
-    the first set stands for the train prompts. Raises UserError.
+    """Check and read what an evaluation of at least one set needs. Raises UserError.
+
+    The first set takes the place of the train prompts, which are not read.
     """
     if with_policy:
         check_policy(settings, world_size)
     tokenizer = _check_engines(settings, world_size, ranks_per_node)
     evals = _read_evals(settings, tokenizer)
-    scorer = _scorer(settings, tokenizer)
+    scorer = _make_scorer(settings, tokenizer)
     return Inputs(tokenizer, next(iter(evals.values())), evals, scorer, scorer.warnings)
 
 
 def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
-    """Run folder, engines, device and sizes; the model's tokenizer."""
+    """Check run folder, engines, device and sizes; return the model's tokenizer."""
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
-    places = engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
-    if places[0].nodes > 1 and not over_ipc(settings.sync):
+    nodes = engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)[0].nodes
+    if nodes > 1 and not over_ipc(settings.sync):
         raise UserError(
-            f"engine.gpus={settings.engine.gpus} spans {places[0].nodes} nodes of {ranks_per_node} ranks, but through "
+            f"engine.gpus={settings.engine.gpus} spans {nodes} nodes of {ranks_per_node} ranks, but through "
             "host memory weights reach only the engine's first node: lower engine.gpus, or use CUDA and "
             "sync.transport=ipc"
         )
     _check_device_settings(settings)
     check_arguments(settings.engine.args, known_arguments())
     check_engine(settings, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
-    tokenizer = _tokenizer(settings)
+    tokenizer = _read_tokenizer(settings)
     _check_sizes(settings, HfConfig.read(settings.model.path), len(tokenizer))
     return tokenizer
 
@@ -87,12 +89,12 @@ def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> 
 def _read_evals(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptSet]:
     data, longest = settings.data, settings.rollout.max_prompt_tokens
     return {
-        name: load_prompts(one.path, data, tokenizer, longest, settings.eval_set(name).prompts)
-        for name, one in data.eval.items()
+        name: load_prompts(eval_set.path, data, tokenizer, longest, settings.eval_set(name).prompts)
+        for name, eval_set in data.eval.items()
     }
 
 
-def _scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scorer:
+def _make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scorer:
     return Scorer(
         settings.reward,
         settings.rollout.max_response_tokens,
@@ -103,7 +105,7 @@ def _scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scorer:
 
 
 def check_engine(settings: Settings, hf: HfConfig, cpu: bool) -> None:
-    """Raises UserError for a precision that cannot be kept in step, or GPUs that do not divide the model."""
+    """Raise UserError for a precision that weights cannot be synced to, or GPUs that do not divide the model."""
     in_fp8(settings.engine.args, hf, cpu)
     if not cpu:
         check_engine_parallelism(settings.engine.gpus, settings.engine.args, hf)
@@ -128,7 +130,7 @@ def _check_device_settings(settings: Settings) -> None:
         )
 
 
-def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
+def _read_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(str(settings.model.path))
     except (OSError, ValueError, KeyError) as error:
@@ -137,7 +139,7 @@ def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
 
 
 def _check_sizes(settings: Settings, hf: HfConfig, tokens: int) -> None:
-    """The model must have a row for every token, and a position for every token of the longest sequence."""
+    """Check that the model has an embedding for every token, and a position for the longest sequence."""
     vocabulary, positions = hf.int("vocab_size"), hf.int("max_position_embeddings")
     if tokens > vocabulary:
         raise UserError(
@@ -146,7 +148,7 @@ def _check_sizes(settings: Settings, hf: HfConfig, tokens: int) -> None:
         )
     prompt = settings.rollout.max_prompt_tokens
     limits = {"rollout": settings.rollout.max_response_tokens}
-    limits |= {f"data.eval.{name}": one.max_response_tokens or 0 for name, one in settings.data.eval.items()}
+    limits |= {f"data.eval.{name}": eval_set.max_response_tokens or 0 for name, eval_set in settings.data.eval.items()}
     for section, response in limits.items():
         if prompt + response > positions:
             raise UserError(
@@ -154,3 +156,37 @@ def _check_sizes(settings: Settings, hf: HfConfig, tokens: int) -> None:
                 f"only {positions} positions (max_position_embeddings of {settings.model.path / 'config.json'}): lower "
                 "them"
             )
+
+
+def start_warnings(settings: Settings, fp8: bool) -> tuple[str, ...]:
+    """Warn of settings that have no effect and of an uncorrected mismatch; `fp8`: engines compute in blockwise FP8."""
+    cache = str(settings.engine.args.get("kv_cache_dtype", ""))
+    return (*_warn_without_effect(settings), *_warn_uncorrected(settings.algorithm, fp8 or cache.startswith("fp8")))
+
+
+def _warn_without_effect(settings: Settings) -> Iterator[str]:
+    algorithm = settings.algorithm
+    if settings.optimizer_steps_per_step > 1 or algorithm.old_logprobs == "engine":
+        return
+    # VESPO's weight holds the correction's ratio too.
+    corrected = algorithm.surrogate == "vespo" and algorithm.correction.kind != "none"
+    idle = []
+    if algorithm.ratio != "token":
+        idle.append(f"ratio={algorithm.ratio}")
+    if algorithm.surrogate not in ("clip", "none") and not corrected:
+        idle.append(f"surrogate={algorithm.surrogate}")
+    if algorithm.surrogate == "clip" and algorithm.clip != Clip():
+        idle.append("clip")
+    if idle:
+        yield (
+            f"algorithm.preset={algorithm.preset}: with one update a step (optimizer.updates_per_step and "
+            f"optimizer.epochs are 1) every importance ratio is 1, and {', '.join(idle)} does nothing: set 2 or more"
+        )
+
+
+def _warn_uncorrected(algorithm: Algorithm, fp8: bool) -> Iterator[str]:
+    if fp8 and algorithm.correction.kind == "none" and algorithm.old_logprobs == "recomputed":
+        yield (
+            "engines compute in FP8 and algorithm.correction is none: samples come from other probabilities than the "
+            "policy's, and accuracy is known to drop: set algorithm.correction={kind: truncate, high: 2.0}"
+        )

@@ -1,4 +1,4 @@
-"""What a step leaves behind: metrics, histograms, sample texts, one line on the screen."""
+"""Log a step: metrics, histograms, sample texts, evaluation scores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,18 +8,24 @@ import torch.distributed as dist
 
 from grpo_mp.batching.exchange import gather_groups
 from grpo_mp.batching.step_batch import StepBatch
+from grpo_mp.checkpoint.run_state import TrainState
+from grpo_mp.config import Settings
+from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.evaluation.files import step_file, write_scores
 from grpo_mp.evaluation.picture import draw, write_svg
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import RangeWatch, fill
+from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import SampleWriter, spread
 from grpo_mp.monitor.summary import StepSummary, over_ranks, step_scalars, summarise
+from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.writer import MetricWriter
-from grpo_mp.policy.expert_load import heat_map, over_mean, worst_ratio
+from grpo_mp.policy.expert_load import ExpertLoad, heat_map, over_mean, worst_ratio
 from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.rewards.score import Scorer
 from grpo_mp.rewards.tally import Tally
+from grpo_mp.scheduler.memory_tracker import MemoryTracker
 from grpo_mp.trainer.collect import RolloutBatch
-from grpo_mp.trainer.context import TrainContext
 from grpo_mp.trainer.metrics import (
     collect_metrics,
     distributions,
@@ -35,10 +41,12 @@ from grpo_mp.types import MicroBatch, SampleGroup
 from grpo_mp.weight_sync.compare import CheckReport
 from grpo_mp.weight_sync.update import SyncReport
 
+PICTURE = "pass_at_k.svg"
+
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What is written of one step, under names of the metric dictionary. The same on every rank, but for `groups`."""
+    """What is logged of one step, under names of the metric dictionary; the same on every rank, except `groups`."""
 
     scalars: dict[str, float] = field(default_factory=dict)
     histograms: dict[str, Sequence[float] | torch.Tensor] = field(default_factory=dict)
@@ -46,88 +54,84 @@ class StepRecord:
     groups: Sequence[SampleGroup] = ()  # for the sample files; on rank 0 only
 
 
-PICTURE = "pass_at_k.svg"
-
-
 class StepLogger:
-    """Collects one step's numbers over all ranks; rank 0 writes them."""
+    """Collects the numbers of each step over all ranks; rank 0 writes them."""
 
-    def __init__(self, session: TrainContext) -> None:
-        self._session = session
-        folder, done = session.settings.run.folder, session.state.step
-        first = done + 1 if done else 0
-        self._writer = MetricWriter(folder, first) if session.is_first else None
-        self._kept = session.settings.monitor.samples_per_step
-        self._samples = SampleWriter(folder, self._writer, 0, first) if session.is_first and self._kept else None
+    def __init__(
+        self,
+        settings: Settings,
+        parallel: Parallel,
+        timeline: Timeline,
+        progress: Progress,
+        scorer: Scorer,
+        memory_tracker: MemoryTracker,
+        expert_load: ExpertLoad,
+        steps_done: int,
+    ) -> None:
+        """Open the files of the run folder to go on after `steps_done`; what they hold of later steps is cut."""
+        self._folder, self._epochs = settings.run.folder, settings.optimizer.epochs
+        self._parallel, self._timeline, self._progress = parallel, timeline, progress
+        self._scorer, self._memory_tracker, self._expert_load = scorer, memory_tracker, expert_load
+        self._samples_per_step = settings.monitor.samples_per_step
+        first_step = steps_done + 1 if steps_done else 0
+        self._writer = MetricWriter(self._folder, first_step) if parallel.rank == 0 else None
+        self._sample_writer = (
+            SampleWriter(self._folder, self._writer, 0, first_step) if self._writer and self._samples_per_step else None
+        )
         self._ranges, self._complained = RangeWatch(), set[str]()
-        self._start_ns = session.timeline.now_ns()
+        self._start_ns = timeline.now_ns()
 
     def begin_step(self) -> None:
         """Start the clock of a step."""
-        self._session.timeline.take()
-        self._start_ns = self._session.timeline.now_ns()
+        self._timeline.take()
+        self._start_ns = self._timeline.now_ns()
 
     def end_step(self) -> StepSummary:
-        """Stop the clock; the slowest rank's seconds, the mean of the shares. Every rank must call this."""
-        timeline, parallel = self._session.timeline, self._session.parallel
-        mine = summarise(timeline.take(), self._start_ns, timeline.now_ns())
-        everyone: list[StepSummary] = [mine] * parallel.world_size
-        dist.all_gather_object(everyone, mine, group=parallel.cpu_group)
-        return over_ranks(everyone)
+        """Stop the clock; return the slowest rank's seconds, the mean of the shares. Every rank must call this."""
+        summary = summarise(self._timeline.take(), self._start_ns, self._timeline.now_ns())
+        summaries: list[StepSummary] = [summary] * self._parallel.world_size
+        dist.all_gather_object(summaries, summary, group=self._parallel.cpu_group)
+        return over_ranks(summaries)
 
     def step_record(
         self,
-        collected: RolloutBatch,
+        state: TrainState,
+        rollouts: RolloutBatch,
         batch: StepBatch,
         updates: Sequence[Sequence[MicroBatch]],
         reports: Sequence[UpdateReport],
-        sync: tuple[SyncReport, CheckReport],
+        sync: SyncReport,
+        check: CheckReport,
     ) -> StepRecord:
-        """All of the step but its evaluation. Every rank must call this."""
-        session, parallel = self._session, self._session.parallel
+        """Collect all of the step but its evaluation; `state` is that after the step. Every rank must call this."""
         summary = self.end_step()
-        tally = total_tally(session.inputs.scorer.take_tally(), parallel)
-        self._complain(tally)
+        tally = total_tally(self._scorer.take_tally(), self._parallel)
+        self._warn_of_failures(tally)
         scalars = {
-            # The samples were drawn before this step's updates moved the version on.
-            **rollout_metrics(collected.scored, sync[0].version - len(reports)),
+            # The samples were drawn before this step's updates, each of which raises the version by 1.
+            **rollout_metrics(rollouts.scored, sync.version - len(reports)),
             **reward_metrics(tally),
-            **collect_metrics(collected),
-            **update_metrics(reports, batch, len(batch.plan) * session.settings.optimizer.epochs),
-            **{fill("train/control/{name}", name=name): value for name, value in session.state.controls.items()},
-            "train/optimizer_step": session.state.optimizer_step,
-            "train/samples_seen": session.state.samples_seen,
-            **memory_metrics(session.scheduler.ledger.take(), parallel),
+            **collect_metrics(rollouts),
+            **update_metrics(reports, batch, len(batch.plan) * self._epochs),
+            **{fill("train/control/{name}", name=name): value for name, value in state.controls.items()},
+            "train/optimizer_step": state.optimizer_step,
+            "train/samples_seen": state.samples_seen,
+            **memory_metrics(self._memory_tracker.take(), self._parallel),
             **step_scalars(summary),
-            **self._speed(collected, batch, summary, logprob_tokens(updates, parallel)),
-            **self.sync_metrics(*sync),
+            **self._speed_metrics(rollouts, batch, summary, logprob_tokens(updates, self._parallel)),
+            **sync_metrics(sync, check),
         }
-        histograms: dict[str, Sequence[float] | torch.Tensor] = {
-            **distributions(collected.scored, batch.advantages),
-        }
+        histograms: dict[str, Sequence[float] | torch.Tensor] = {**distributions(rollouts.scored, batch.advantages)}
         texts: dict[str, str] = {}
-        load = session.policy.expert_load.take(parallel.cpu_group)
+        load = self._expert_load.take(self._parallel.cpu_group)
         if load is not None and (worst := worst_ratio(load)) is not None:
             scalars["train/expert_load/max_over_mean"] = worst
             histograms["train/expert_load/values"] = over_mean(load)
             texts["train/expert_load/by_layer"] = heat_map(load)
-        return StepRecord(scalars, histograms, texts, self._shown(collected))
-
-    def sync_metrics(self, sync: SyncReport, check: CheckReport) -> dict[str, float]:
-        """What the last sync moved, and how far the engines are from the policy after it."""
-        return {
-            "sync/weight_version": sync.version,
-            "sync/bytes": sync.nbytes,
-            "sync/buckets": sync.buckets,
-            "sync/largest_bucket_bytes": sync.largest_bucket,
-            "sync/bytes_per_s": sync.nbytes / sync.seconds,
-            "sync/check/logprob_abs_diff/mean": check.mean,
-            "sync/check/logprob_abs_diff/max": check.largest,
-            "sync/check/tokens": check.tokens,
-        }
+        return StepRecord(scalars, histograms, texts, self._gather_samples(rollouts))
 
     def write(self, step: int, record: StepRecord) -> None:
-        """Write a step, and tell on the screen of metrics that left their healthy range."""
+        """Write a step, and note metrics that left their healthy range on the screen."""
         if not self._writer:
             return
         self._writer.scalars(step, record.scalars)
@@ -135,51 +139,64 @@ class StepLogger:
             self._writer.histogram(step, name, values)
         for name, text in record.texts.items():
             self._writer.text(step, name, text)
-        if self._samples and record.groups:
-            self._samples.write(step, record.groups)
+        if self._sample_writer and record.groups:
+            self._sample_writer.write(step, record.groups)
         for sentence in self._ranges.news(record.scalars):
-            self._session.progress.note(f"step {step}: {sentence}")
+            self._progress.note(f"step {step}: {sentence}")
 
-    def evaluated(self, step: int, before: Mapping[str, EvalScore], now: Mapping[str, EvalScore]) -> None:
-        """Show and keep the scores that the run has after a step, and draw them beside those before training."""
-        if not (self._writer and now):
+    def write_scores(self, step: int, initial: Mapping[str, EvalScore], scores: Mapping[str, EvalScore]) -> None:
+        """Show and write the scores after a step, and draw them beside the initial ones, those before training."""
+        if not (self._writer and scores):
             return
-        self._session.progress.evaluated(step, now)
-        folder = self._session.settings.run.folder
-        write_scores(step_file(folder, step), now, step=step)
-        figure = draw(before if step else {}, now)
+        self._progress.evaluated(step, scores)
+        write_scores(step_file(self._folder, step), scores, step=step)
+        figure = draw(initial if step else {}, scores)
         if figure:
-            write_svg(figure, folder / PICTURE)
+            write_svg(figure, self._folder / PICTURE)
             self._writer.image(step, "eval/pass_at_k", figure)
 
     def close(self) -> None:
+        """Close the metric files."""
         if self._writer:
             self._writer.close()
 
-    def _speed(
-        self, collected: RolloutBatch, batch: StepBatch, summary: StepSummary, fixed_tokens: float
+    def _speed_metrics(
+        self, rollouts: RolloutBatch, batch: StepBatch, summary: StepSummary, logprob_token_count: float
     ) -> dict[str, float]:
         tokens, seconds = sum(info.total_tokens for info in batch.infos), summary.seconds
-        response_tokens = sum(info.response_tokens for info in collected.launched)
-        ranks = self._session.parallel.world_size
+        response_tokens = sum(info.response_tokens for info in rollouts.launched)
         return {
             "speed/generate_tokens_per_s": response_tokens / seconds["GENERATE"],
             "speed/train_tokens_per_s": packed_tokens(batch) / seconds["TRAIN"],
-            **({"speed/logprob_tokens_per_s": fixed_tokens / seconds["LOGPROB"]} if fixed_tokens else {}),
-            "speed/samples_per_s": len(collected.launched) / summary.wall_s,
-            "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / ranks,
+            **({"speed/logprob_tokens_per_s": logprob_token_count / seconds["LOGPROB"]} if logprob_token_count else {}),
+            "speed/samples_per_s": len(rollouts.launched) / summary.wall_s,
+            "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / self._parallel.world_size,
         }
 
-    def _shown(self, collected: RolloutBatch) -> list[SampleGroup]:
-        """Some groups of the step, whatever rank's engine generated them. Every rank must call this."""
-        if not self._kept:
+    def _gather_samples(self, rollouts: RolloutBatch) -> list[SampleGroup]:
+        """Gather some groups of the step on rank 0, from whichever rank's engine. Every rank must call this."""
+        if not self._samples_per_step:
             return []
-        ids = sorted({info.group_id for info in collected.infos})
-        return gather_groups(collected.groups, spread(ids, self._kept), self._session.parallel.cpu_group)
+        ids = sorted({info.group_id for info in rollouts.infos})
+        return gather_groups(rollouts.groups, spread(ids, self._samples_per_step), self._parallel.cpu_group)
 
-    def _complain(self, tally: Tally) -> None:
-        """Say of each part of the reward once how it failed, where a failing call does not stop the run."""
+    def _warn_of_failures(self, tally: Tally) -> None:
+        """Note once for each part of the reward how it failed, where a failing call does not stop the run."""
         for part, sentence in tally.complaints.items():
             if part not in self._complained:
-                self._session.progress.note(f"warning: {sentence}")
+                self._progress.note(f"warning: {sentence}")
         self._complained |= tally.complaints.keys()
+
+
+def sync_metrics(sync: SyncReport, check: CheckReport) -> dict[str, float]:
+    """Return what the last sync moved, and how far the engines are from the policy after it."""
+    return {
+        "sync/weight_version": sync.version,
+        "sync/bytes": sync.nbytes,
+        "sync/buckets": sync.buckets,
+        "sync/largest_bucket_bytes": sync.largest_bucket,
+        "sync/bytes_per_s": sync.nbytes / sync.seconds,
+        "sync/check/logprob_abs_diff/mean": check.mean,
+        "sync/check/logprob_abs_diff/max": check.largest,
+        "sync/check/tokens": check.tokens,
+    }

@@ -1,41 +1,46 @@
-"""The optimizer updates of a step, and the controls that follow from what they measure."""
+"""The optimizer updates of a step, and the adaptive weights that follow from what they measure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 
 from grpo_mp.algorithms.controllers import adapted, current_weights, has_drifted
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import metrics
+from grpo_mp.algorithms.settings import KL, Algorithm
 from grpo_mp.distributed.process_groups import context_reduction
-from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.trainer.context import TrainContext
+from grpo_mp.policy.policy import Policy, UpdateReport
+from grpo_mp.policy.reference import Reference
 from grpo_mp.trainer.metrics import reduce_report
 from grpo_mp.types import MicroBatch
 
 
-def train_step(session: TrainContext, updates: Sequence[Sequence[MicroBatch]]) -> list[UpdateReport]:
-    """Update the policy, `optimizer.epochs` times over the step's parts, unless it drifts too far from its samples.
+def train_step(
+    policy: Policy,
+    updates: Sequence[Sequence[MicroBatch]],
+    algorithm: Algorithm,
+    epochs: int,
+    controls: Mapping[str, float],
+) -> tuple[list[UpdateReport], dict[str, float]]:
+    """Update the policy, `epochs` times over the step's parts, unless it drifts too far from its samples.
 
-    Adaptive weights move after every update. Every rank must call this.
+    Adaptive weights, `controls`, move after every update and are returned. Every rank must call this.
     """
-    wanted, reports = session.settings.algorithm, list[UpdateReport]()
-    for update in chain.from_iterable(repeat(updates, session.settings.optimizer.epochs)):
-        weights = current_weights(session.state.controls, wanted)
-        report = session.policy.update(update, make_loss(wanted, weights, context_reduction(session.parallel)))
-        measured = metrics(reduce_report(report, session.parallel))
+    reports, controls = list[UpdateReport](), dict(controls)
+    for update in chain.from_iterable(repeat(updates, epochs)):
+        weights = current_weights(controls, algorithm)
+        report = policy.update(update, make_loss(algorithm, weights, context_reduction(policy.parallel)))
+        measured = metrics(reduce_report(report, policy.parallel))
         reports.append(replace(report, measured=measured))
-        kl = measured.get("train/kl_loss", 0.0)
-        controls = adapted(session.state.controls, kl, measured["train/entropy"], wanted)
-        session.state = replace(session.state, controls=controls)
-        if has_drifted(measured["train/ppo_kl"], measured["train/effective_samples"], wanted.drift):
+        controls = adapted(controls, measured.get("train/kl_loss", 0.0), measured["train/entropy"], algorithm)
+        if has_drifted(measured["train/ppo_kl"], measured["train/effective_samples"], algorithm.drift):
             break
-    return reports
+    return reports, controls
 
 
-def refresh_reference(session: TrainContext) -> None:
-    """Where it is due, the reference takes a share of the policy: mix x policy + (1 - mix) x reference."""
-    wanted, reference = session.settings.algorithm.kl, session.policy.reference
-    if reference and wanted.refresh_every and session.state.step % wanted.refresh_every == 0:
-        reference.refresh(wanted.refresh_mix)
-        session.state = replace(session.state, reference_refreshed=True)
+def refresh_reference(reference: Reference | None, kl: KL, step: int) -> bool:
+    """Where it is due, set the reference to mix x policy + (1 - mix) x reference; return whether it was due."""
+    if not (reference and kl.refresh_every and step % kl.refresh_every == 0):
+        return False
+    reference.refresh(kl.refresh_mix)
+    return True

@@ -65,11 +65,11 @@ def main() -> None:
     settings = make_settings(given.folder, given.run_folder, given.steps)
     inputs = check_and_read(settings, *local_ranks())
     lengths = w.read_lengths(given.folder)
-    with open_train_context(settings, inputs, newest_checkpoint(settings)) as session:
-        if session.rollout.client:
+    with open_train_context(settings, inputs, newest_checkpoint(settings)) as ctx:
+        if ctx.rollout.client:
             by_tokens = {prompt.tokens: lengths[prompt.text] for prompt in inputs.train}
-            session.rollout.client = ExactLengths(session.rollout.client, by_tokens)
-        train(session)
+            ctx.rollout.client = ExactLengths(ctx.rollout.client, by_tokens)
+        train(ctx)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.trainer.kl_watch import watched
+from grpo_mp.trainer.logprobs import sample_microbatches
 from tests.e2e.conftest import REWARD, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
 
@@ -65,7 +65,7 @@ def test_the_first_to_finish_and_the_drift_guard(train: Train) -> None:
         # The first update is on policy; the second sees the drift, and the other two are left out.
         assert (step["train/updates"], step["train/drift_skipped_updates"]) == (2, 2)
         # Each update has one micro-batch: two of the four are measured, and the first two are done.
-        assert ("train/kl_loss" in step) == any(watched([1] * 4, 0.5, 1, f"0/{number}")[:2])
+        assert ("train/kl_loss" in step) == any(sample_microbatches([1] * 4, 0.5, 1, f"0/{number}")[:2])
 
 
 def test_data_that_cannot_fill_a_step_ends_the_run_with_a_sentence(start_job: StartJob, tmp_path: Path) -> None:

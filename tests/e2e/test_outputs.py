@@ -21,8 +21,8 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.trainer.sequence_logprobs import sequence_logprobs
 from grpo_mp.weight_sync.compare import fixed_sequences
+from grpo_mp.weight_sync.engine_check import sequence_logprobs
 from tests.conftest import TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun, finished_settings
 from tests.e2e.jobs import read_jsonl

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,6 @@ from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import assemble
 from grpo_mp.checkpoint.compare import compare_folders
 from grpo_mp.checkpoint.hf_reader import HfReader
-from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.checkpoint.to_hf import to_hf
 from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.config import Settings
@@ -26,11 +24,10 @@ from grpo_mp.distributed.process_groups import Parallel, context_reduction
 from grpo_mp.policy.checkpoint import load_policy, save_policy
 from grpo_mp.policy.forward import packed_sequences
 from grpo_mp.policy.policy import Policy, UpdateReport
-from grpo_mp.trainer.context import TrainContext
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import reduce_report
-from grpo_mp.trainer.sequence_logprobs import sequence_logprobs
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
+from grpo_mp.weight_sync.engine_check import sequence_logprobs
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import make_plan
 from tests.parallel.cases import SMALL, Case
@@ -254,10 +251,7 @@ def family(bench: Bench) -> Result:
         optimizer = bench.settings.optimizer.model_copy(update={"updates_per_step": 1})
         settings = bench.settings.model_copy(update={"algorithm": algorithm, "optimizer": optimizer})
         batch = assemble(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1)
-        session = cast(
-            TrainContext, SimpleNamespace(policy=policy, settings=settings, parallel=parallel, state=TrainState())
-        )
-        (update,) = compute_logprobs(session, batch)
+        (update,) = compute_logprobs(policy, batch, algorithm, optimizer.epochs, controls={}, seed="0/0")
         update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]
         policy.gradients(update, make_loss(algorithm, reduce=context_reduction(parallel)))
         gradients[name] = {"shards": _gradients(policy), "held": _held(policy)}

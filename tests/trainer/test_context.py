@@ -1,4 +1,4 @@
-"""Parts of a session that need no engine."""
+"""Parts of a job that need no engine."""
 
 import datetime
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from grpo_mp.trainer.context import engine_groups
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
+def single_rank_job(tmp_path: Path) -> Iterator[None]:
     """A job of this process alone."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_rank_job")
 def test_an_engines_ranks_wait_for_each_other_as_long_as_a_phase_may_take() -> None:
     (group,) = engine_groups((0,), 1, 1234.0)
     options = group._get_backend(torch.device("cpu")).options

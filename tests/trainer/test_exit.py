@@ -1,4 +1,4 @@
-"""Who speaks when a job ends, and with which status a rank leaves."""
+"""Which rank reports an error, and with which status a rank exits."""
 
 import json
 import signal
@@ -11,11 +11,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from grpo_mp.errors import UserError
 from grpo_mp.monitor.watchdog import Watchdog
-from grpo_mp.trainer import exit as ends
+from grpo_mp.trainer import exit
 from grpo_mp.trainer.exit import PeerFailedError, exit_on_error, ignore_more_interrupts, report_error_once
 
-# What torch says of a peer that is gone: gloo twice, NCCL, and the store of a launcher that was killed, twice.
-GONE = (
+# What torch reports of a peer that is gone: gloo twice, NCCL, and the store of a launcher that was killed, twice.
+PEER_GONE = (
     "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:32647.",
     "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1447: Connection reset by peer.",
     "NCCL error: remote process exited or there was a network error",
@@ -30,15 +30,15 @@ def store() -> dist.Store:
 
 
 @pytest.fixture(autouse=True)
-def _signals() -> Iterator[None]:
-    """The handlers of this process, which ends change, are put back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+def _restore_signals() -> Iterator[None]:
+    """Put back the handlers of this process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
-    for number, handler in before.items():
+    for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-def test_the_first_mistake_of_a_job_is_said_and_no_other(store: dist.Store) -> None:
+def test_only_the_first_error_of_a_job_is_reported(store: dist.Store) -> None:
     with pytest.raises(UserError, match="engine 1 ended"), report_error_once(1, store):
         raise UserError("engine 1 ended")
     with (
@@ -48,22 +48,22 @@ def test_the_first_mistake_of_a_job_is_said_and_no_other(store: dist.Store) -> N
         raise UserError("engine 0 ended")
 
 
-@pytest.mark.parametrize("said", GONE)
-def test_a_rank_that_lost_its_peers_names_its_phase_only(store: dist.Store, tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize("message", PEER_GONE)
+def test_a_rank_that_lost_its_peers_names_only_its_phase(store: dist.Store, tmp_path: Path, message: str) -> None:
     with Watchdog(1, tmp_path) as watchdog:
-        with pytest.raises(PeerFailedError) as lost, report_error_once(1, store), watchdog.phase("TRAIN", 60.0):
-            raise RuntimeError(said)
-        assert str(lost.value) == "rank 1 in TRAIN: another rank ended; its message says why"
-    with pytest.raises(UserError), report_error_once(0, store):  # the word is still free
+        with pytest.raises(PeerFailedError) as raised, report_error_once(1, store), watchdog.phase("TRAIN", 60.0):
+            raise RuntimeError(message)
+        assert str(raised.value) == "rank 1 in TRAIN: another rank ended; its message says why"
+    with pytest.raises(UserError), report_error_once(0, store):  # no rank has reported yet
         raise UserError("the cause")
 
 
-def test_an_unexpected_error_stays_what_it_is(store: dist.Store) -> None:
+def test_an_unexpected_error_is_not_changed(store: dist.Store) -> None:
     with pytest.raises(RuntimeError, match="shapes"), report_error_once(0, store):
         raise RuntimeError("shapes do not match")
 
 
-def test_a_mistake_is_said_where_the_store_is_gone() -> None:
+def test_an_error_is_reported_where_the_store_is_gone() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     del server
@@ -71,58 +71,58 @@ def test_a_mistake_is_said_where_the_store_is_gone() -> None:
         raise UserError("the cause")
 
 
-def test_a_mistake_ends_with_its_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, exit_on_error():
+def test_a_user_error_exits_with_its_message(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised, exit_on_error():
         raise UserError("no such file")
-    assert (ended.value.code, capsys.readouterr().err) == (2, "error: no such file\n")
+    assert (raised.value.code, capsys.readouterr().err) == (2, "error: no such file\n")
 
 
-def test_what_every_rank_finds_another_than_the_first_says_only_when_that_one_does_not(
+def test_other_ranks_wait_for_rank_0_to_report_what_every_rank_finds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    waited: list[float] = []
+    sleeps: list[float] = []
     monkeypatch.setenv("RANK", "11")
     monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(ends.time, "sleep", lambda seconds: waited.append(seconds))
-    with pytest.raises(SystemExit) as ended, exit_on_error():
+    monkeypatch.setattr(exit.time, "sleep", lambda seconds: sleeps.append(seconds))
+    with pytest.raises(SystemExit) as raised, exit_on_error():
         raise UserError("no such file on this node")
-    assert waited == [ends.FIRST_RANK_LIMIT_S + 3]
-    assert (ended.value.code, capsys.readouterr().err) == (2, "error: no such file on this node\n")
+    assert sleeps == [exit.FIRST_RANK_LIMIT_S + 3]
+    assert (raised.value.code, capsys.readouterr().err) == (2, "error: no such file on this node\n")
 
 
 def test_a_lost_peer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, exit_on_error():
+    with pytest.raises(SystemExit) as raised, exit_on_error():
         raise PeerFailedError("rank 1: another rank ended; its message says why")
-    assert (ended.value.code, capsys.readouterr().err) == (1, "rank 1: another rank ended; its message says why\n")
+    assert (raised.value.code, capsys.readouterr().err) == (1, "rank 1: another rank ended; its message says why\n")
 
 
-@pytest.mark.parametrize(("rank", "said"), [("0", "rank 0 in SYNC: stopped by Ctrl-C\n"), ("1", "")])
-def test_ctrl_c_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, rank: str, said: str
+@pytest.mark.parametrize(("rank", "message"), [("0", "rank 0 in SYNC: stopped by Ctrl-C\n"), ("1", "")])
+def test_ctrl_c_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, rank: str, message: str
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     with (
         Watchdog(int(rank), tmp_path) as watchdog,
-        pytest.raises(SystemExit) as ended,
+        pytest.raises(SystemExit) as raised,
         exit_on_error(),
         watchdog.phase("SYNC", 60.0),
     ):
         raise KeyboardInterrupt
-    assert (ended.value.code, capsys.readouterr().err) == (130, said)
+    assert (raised.value.code, capsys.readouterr().err) == (130, message)
 
 
-def test_a_second_ctrl_c_does_not_break_off_what_the_first_began() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins without it
+def test_a_second_ctrl_c_is_ignored() -> None:
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins without it
     try:
         ignore_more_interrupts(ValueError)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         ignore_more_interrupts(KeyboardInterrupt)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
 
 
-def test_a_rank_that_is_ending_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_exits_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher answers the end of one rank with SIGTERM to the others."""
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit), exit_on_error():
@@ -130,16 +130,16 @@ def test_a_rank_that_is_ending_keeps_its_status(monkeypatch: pytest.MonkeyPatch)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
-@pytest.mark.parametrize(("error", "said"), [(UserError("x"), "error: x"), (ValueError("y"), "ValueError: y")])
-def test_torchrun_shows_the_sentence_as_the_root_cause(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, said: str
+@pytest.mark.parametrize(("error", "message"), [(UserError("x"), "error: x"), (ValueError("y"), "ValueError: y")])
+def test_torchrun_shows_the_message_as_the_root_cause(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, message: str
 ) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     with pytest.raises((SystemExit, ValueError)), exit_on_error():
         raise error
-    knows = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(file))
-    lost = ProcessFailure(local_rank=0, pid=2, exitcode=1, error_file="")
-    summary = ChildFailedError("train", {0: lost, 1: knows}).format_msg()
-    assert f"traceback : {said}\n" in summary.partition("Root Cause")[2]
-    assert json.loads(file.read_text())["message"]["message"] == said
+    reported = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(file))
+    unreported = ProcessFailure(local_rank=0, pid=2, exitcode=1, error_file="")
+    summary = ChildFailedError("train", {0: unreported, 1: reported}).format_msg()
+    assert f"traceback : {message}\n" in summary.partition("Root Cause")[2]
+    assert json.loads(file.read_text())["message"]["message"] == message

@@ -62,7 +62,7 @@ INFOS = [
 
 
 @pytest.fixture
-def alone() -> Iterator[Parallel]:
+def single_rank() -> Iterator[Parallel]:
     """A job of one rank."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -72,9 +72,9 @@ def alone() -> Iterator[Parallel]:
 
 
 def test_rewards_and_lengths_of_a_step() -> None:
-    found = rollout_metrics(INFOS, weight_version=4)
+    values = rollout_metrics(INFOS, weight_version=4)
     rewards, lengths = np.array([1.5, 0.5, 0.0, 0.5, 0.5]), np.array([4, 16, 7, 9, 16])
-    assert found == pytest.approx(
+    assert values == pytest.approx(
         {
             "reward/mean": rewards.mean(),
             "reward/std": rewards.std(),
@@ -99,7 +99,7 @@ def test_rewards_and_lengths_of_a_step() -> None:
             "rollout/weight_version_lag/max": 2,
         }
     )
-    for name in found:
+    for name in values:
         assert find(name, "scalar")
 
 
@@ -114,37 +114,37 @@ def test_solve_rates_are_a_word_of_the_reward_never_a_total_above_0() -> None:
 def test_what_the_rewards_met_on_a_set_carries_its_name() -> None:
     tally = Tally(failures=Counter(answer=2, boxed=1))
     tally.log("found it", 0.5)
-    found = eval_reward_metrics("arithmetic", tally)
-    assert found == {"eval/arithmetic/failures": 3, "eval/arithmetic/log/found_it": 0.5}
-    for name in found:
+    values = eval_reward_metrics("arithmetic", tally)
+    assert values == {"eval/arithmetic/failures": 3, "eval/arithmetic/log/found_it": 0.5}
+    for name in values:
         assert find(name, "scalar")
 
 
-def test_updates_are_averaged_but_for_what_only_the_first_one_shows(alone: Parallel) -> None:
+def test_updates_are_averaged_but_for_what_only_the_first_one_shows(single_rank: Parallel) -> None:
     def update(value: float, grad_norm: float, lr: float, skipped: bool) -> UpdateReport:
         sums = dict.fromkeys((*SUMS, *MAXIMA), torch.tensor(value, dtype=torch.float64))
         sums["tokens"] = torch.tensor(2.0, dtype=torch.float64)
         report = UpdateReport([sums, sums], grad_norm, lr, skipped)
-        return replace(report, measured=metrics(reduce_report(report, alone)))
+        return replace(report, measured=metrics(reduce_report(report, single_rank)))
 
-    plan = plan_updates([one.total_tokens for one in INFOS], 1, Layout(tensor=4), 2, 64, 64)
-    learns = tuple(not one.truncated for one in INFOS)
+    plan = plan_updates([info.total_tokens for info in INFOS], 1, Layout(tensor=4), 2, 64, 64)
+    learns = tuple(not info.truncated for info in INFOS)
     batch = StepBatch(tuple(INFOS), learns, advantages=(), plan=(*plan, *plan, *plan), updates=())
-    found = update_metrics([update(1.0, 3.0, 0.1, False), update(3.0, 5.0, 0.2, True)], batch, planned=3)
-    assert found["train/loss"] == (2.0 + 6.0) / 2
-    assert found["train/entropy"] == (2.0 / 4 + 6.0 / 4) / 2
-    assert found["train/ratio/max"] == 3.0
-    assert found["mismatch/logprob_abs_diff/mean"] == 2.0 / 4
-    assert found["mismatch/logprob_abs_diff/max"] == 1.0
-    assert (found["train/grad_norm"], found["train/lr"]) == (4.0, 0.2)
-    assert (found["train/updates"], found["train/skipped_updates"]) == (2, 1)
-    assert found["train/drift_skipped_updates"] == 1
-    lengths = [one.total_tokens for one in INFOS]
+    values = update_metrics([update(1.0, 3.0, 0.1, False), update(3.0, 5.0, 0.2, True)], batch, planned=3)
+    assert values["train/loss"] == (2.0 + 6.0) / 2
+    assert values["train/entropy"] == (2.0 / 4 + 6.0 / 4) / 2
+    assert values["train/ratio/max"] == 3.0
+    assert values["mismatch/logprob_abs_diff/mean"] == 2.0 / 4
+    assert values["mismatch/logprob_abs_diff/max"] == 1.0
+    assert (values["train/grad_norm"], values["train/lr"]) == (4.0, 0.2)
+    assert (values["train/updates"], values["train/skipped_updates"]) == (2, 1)
+    assert values["train/drift_skipped_updates"] == 1
+    lengths = [info.total_tokens for info in INFOS]
     # The second update was skipped and the third never began; the samples of 16 tokens are masked.
-    assert found["train/tokens"] == 4 + 7 + 9
+    assert values["train/tokens"] == 4 + 7 + 9
     padded = 3 * sum(-(-n // 4) * 4 for n in lengths)
-    assert found["train/padding_ratio"] == pytest.approx(1 - sum(lengths) / padded)
-    for name in found:
+    assert values["train/padding_ratio"] == pytest.approx(1 - sum(lengths) / padded)
+    for name in values:
         assert find(name, "scalar")
 
 
@@ -155,26 +155,26 @@ def test_a_shared_prompt_is_one_packed_prompt() -> None:
     batch = StepBatch(tuple(infos), (True,) * len(infos), (), plan, ())
     assert packed_tokens(batch) == 10 + sum(info.response_tokens + 1 for info in infos)
     (rank,) = plan[0].schedule.ranks
-    assert packed_tokens(batch) == sum(one.tokens for one in rank)  # nothing is padded
+    assert packed_tokens(batch) == sum(plan.tokens for plan in rank)  # nothing is padded
 
 
-def test_logprobs_of_a_shared_prompt_are_computed_once(alone: Parallel) -> None:
+def test_logprobs_of_a_shared_prompt_are_computed_once(single_rank: Parallel) -> None:
     nothing = {"rollout_logprobs": (0.0,) * 5, "weight_versions": (0,) * 5, "truncated": False}
     samples = [Sample(7, index, tuple(range(11)), tuple(range(5)), **nothing) for index in range(3)]
     (update,) = plan_updates([16] * 3, 1, Layout(), 1, 4096, 64, prompts=[PromptOf(7, 11)] * 3)
     (batch,) = microbatches(update, dict(enumerate(samples)), [1.0] * 3, [1.0] * 3, Layout(), 0, 0)
-    assert logprob_tokens([[batch]], alone) == 0
-    assert logprob_tokens([[replace(batch, old_logprobs=batch.rollout_logprobs)]], alone) == 10 + 3 * 6
+    assert logprob_tokens([[batch]], single_rank) == 0
+    assert logprob_tokens([[replace(batch, old_logprobs=batch.rollout_logprobs)]], single_rank) == 10 + 3 * 6
 
 
-def test_kl_is_the_mean_over_the_updates_that_measured_it(alone: Parallel) -> None:
+def test_kl_is_the_mean_over_the_updates_that_measured_it(single_rank: Parallel) -> None:
     """At weight 0 a reference may be asked in one update of the step only."""
 
     def update(kl: float, kl_tokens: float) -> UpdateReport:
         sums = dict.fromkeys((*SUMS, *MAXIMA), torch.tensor(1.0, dtype=torch.float64))
         sums |= {"kl": torch.tensor(kl).double(), "kl_tokens": torch.tensor(kl_tokens).double()}
         report = UpdateReport([sums], 1.0, 0.1, skipped=False)
-        return replace(report, measured=metrics(reduce_report(report, alone)))
+        return replace(report, measured=metrics(reduce_report(report, single_rank)))
 
     batch = StepBatch(tuple(INFOS), (True,) * 5, (), plan_updates([30] * 5, 2, Layout(), 1, 64, 64), ())
     assert update_metrics([update(0.0, 0.0), update(3.0, 4.0)], batch, planned=2)["train/kl_loss"] == 0.75
@@ -185,31 +185,36 @@ def test_a_step_without_any_update() -> None:
     assert update_metrics([], StepBatch((), (), (), (), ()), planned=0) == {"train/updates": 0}
 
 
-def test_what_the_rewards_of_all_ranks_met(alone: Parallel) -> None:
+def test_what_the_rewards_of_all_ranks_met(single_rank: Parallel) -> None:
     tally = Tally(failures=Counter(mine=2, other=1), unscored=4, given_up=5)
     tally.log("a/b", 1.0)
     tally.log("a/b", 2.0)
-    found = reward_metrics(total_tally(tally, alone))
-    assert found == {"reward/failures": 3, "reward/unscored": 4, "reward/answers_given_up": 5, "reward/log/a_b": 1.5}
-    for name in found:
+    values = reward_metrics(total_tally(tally, single_rank))
+    assert values == {
+        "reward/failures": 3,
+        "reward/unscored": 4,
+        "reward/answers_given_up": 5,
+        "reward/log/a_b": 1.5,
+    }
+    for name in values:
         assert find(name, "scalar")
 
 
 def test_histograms_hold_every_sample_and_every_token_s_advantage() -> None:
-    found = distributions(INFOS, (0.5, -0.5, torch.tensor([1.0, 2.0])))
-    assert found == {
+    values = distributions(INFOS, (0.5, -0.5, torch.tensor([1.0, 2.0])))
+    assert values == {
         "reward/values": [1.5, 0.5, 0.0, 0.5, 0.5],
         "rollout/response_length/values": [4, 16, 7, 9, 16],
         "rollout/solve_rate": [1 / 3, 0.0],
         "train/advantages": [0.5, -0.5, 1.0, 2.0],
     }
-    for name in found:
+    for name in values:
         assert find(name, "histogram")
 
 
-def test_memory_of_each_phase(alone: Parallel) -> None:
-    found = memory_metrics({"TRAIN": MemoryUsage(1, 2, 3), "GENERATE": MemoryUsage(4, 5, 6)}, alone)
-    assert found == {
+def test_memory_of_each_phase(single_rank: Parallel) -> None:
+    values = memory_metrics({"TRAIN": MemoryUsage(1, 2, 3), "GENERATE": MemoryUsage(4, 5, 6)}, single_rank)
+    assert values == {
         "memory/train/host_bytes": 1.0,
         "memory/train/device_bytes": 2.0,
         "memory/train/peak_device_bytes": 3.0,
@@ -217,5 +222,5 @@ def test_memory_of_each_phase(alone: Parallel) -> None:
         "memory/generate/device_bytes": 5.0,
         "memory/generate/peak_device_bytes": 6.0,
     }
-    for name in found:
+    for name in values:
         assert find(name, "scalar")

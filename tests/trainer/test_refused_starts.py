@@ -34,16 +34,16 @@ def refuse(tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str])
     """Start with settings laid over the tiny run's; returns the one sentence that comes of it."""
 
     def start(*overrides: str, config: Path = tiny_run.config, ranks: int = 2) -> str:
-        before = sorted(tmp_path.rglob("*"))
+        files = sorted(tmp_path.rglob("*"))
         arguments = [str(config), f"run.folder={tmp_path / 'run'}", *overrides, "--dry-run", "--ranks", str(ranks)]
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as raised:
             main(arguments)
         out, err = capfd.readouterr()
-        assert ended.value.code == 2
+        assert raised.value.code == 2
         assert out == ""
         assert err.startswith("error: ")
         assert err.count("\n") == 1
-        assert sorted(tmp_path.rglob("*")) == before
+        assert sorted(tmp_path.rglob("*")) == files
         return err.removeprefix("error: ").rstrip()
 
     return start
@@ -112,8 +112,8 @@ def test_no_reward_at_all(refuse: Refuse) -> None:
 
 
 def test_an_engine_over_nodes_that_host_memory_does_not_join(refuse: Refuse) -> None:
-    said = refuse("engine.gpus=4", "--ranks-per-node", "2", ranks=4)
-    assert said.startswith("engine.gpus=4 spans 2 nodes of 2 ranks, but through host memory weights reach only ")
+    message = refuse("engine.gpus=4", "--ranks-per-node", "2", ranks=4)
+    assert message.startswith("engine.gpus=4 spans 2 nodes of 2 ranks, but through host memory weights reach only ")
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_an_engine_on_gpus_that_do_not_divide_the_model(
     ],
 )
 def test_an_impossible_layout(refuse: Refuse, layout: str, ranks: int, rule: str, nearest: str) -> None:
-    said = refuse(f"layout.{layout}", ranks=ranks)
-    assert said.startswith(f"layout: {rule}; ")
-    assert nearest in said.partition("the nearest valid layout is ")[2]
+    message = refuse(f"layout.{layout}", ranks=ranks)
+    assert message.startswith(f"layout: {rule}; ")
+    assert nearest in message.partition("the nearest valid layout is ")[2]
 
 
 # -- checkpoint and tokenizer --------------------------------------------------------------------------------
@@ -188,9 +188,9 @@ def test_a_config_that_is_cut_short(refuse: Refuse, model: Path) -> None:
 def test_a_safetensors_file_that_is_cut_short(refuse: Refuse, model: Path) -> None:
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    said = refuse(f"model.path={model}")
-    assert said.startswith(f"{file} is torn or not a safetensors file")
-    assert said.endswith("copy it again")
+    message = refuse(f"model.path={model}")
+    assert message.startswith(f"{file} is torn or not a safetensors file")
+    assert message.endswith("copy it again")
 
 
 def test_no_weights_at_all(refuse: Refuse, model: Path) -> None:
@@ -318,9 +318,9 @@ def saved_run(tiny_run: TinyRun, tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_other_settings(refuse: Refuse, saved_run: Path) -> None:
-    said = refuse("optimizer.lr=0.5")
-    assert said.startswith(f"{saved_run} holds a run of other settings (lr: 0.001 there, lr: 0.5 here)")
-    assert said.endswith("choose another run.folder, or move it away")
+    message = refuse("optimizer.lr=0.5")
+    assert message.startswith(f"{saved_run} holds a run of other settings (lr: 0.001 there, lr: 0.5 here)")
+    assert message.endswith("choose another run.folder, or move it away")
 
 
 def test_a_folder_with_checkpoints_and_no_wish_to_resume(refuse: Refuse, saved_run: Path) -> None:
@@ -330,9 +330,9 @@ def test_a_folder_with_checkpoints_and_no_wish_to_resume(refuse: Refuse, saved_r
 @pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"weigh")])
 def test_a_torn_checkpoint_to_resume_from(refuse: Refuse, saved_run: Path, damage: Callable[[Path], Any]) -> None:
     damage(saved_run / "checkpoints" / "step_000002" / "policy" / "__0_0.distcp")
-    said = refuse()
-    assert "step_000002: the checkpoint is torn, policy/__0_0.distcp is missing or cut short: copy it again" in said
-    assert said.endswith("or rename step_000002 to go on from the checkpoint before it")
+    message = refuse()
+    assert "step_000002: the checkpoint is torn, policy/__0_0.distcp is missing or cut short: copy it again" in message
+    assert message.endswith("or rename step_000002 to go on from the checkpoint before it")
 
 
 def test_a_manifest_of_something_else(refuse: Refuse, saved_run: Path) -> None:
@@ -419,8 +419,8 @@ def test_a_port_that_is_taken(
         }
         for name, value in place.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as raised:
             main([str(tiny_run.config), f"run.folder={tmp_path / 'run'}", "layout.expert=1"])
-    assert ended.value.code == 2
+    assert raised.value.code == 2
     assert f"error: MASTER_PORT={port} of 127.0.0.1 is taken" in capfd.readouterr().err
     assert not (tmp_path / "run").exists()

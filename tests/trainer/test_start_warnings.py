@@ -9,7 +9,7 @@ from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.config import Settings, check_settings, load_settings
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.precision import in_fp8
-from grpo_mp.trainer.start_warnings import start_warnings
+from grpo_mp.trainer.preflight import start_warnings
 from tests.least import LEAST
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -67,5 +67,5 @@ def test_no_recipe_is_warned_of(path: Path) -> None:
     fp8 = in_fp8(settings.engine.args, PUBLISHED, cpu=False)
     assert start_warnings(settings, fp8) == ()
     if fp8:
-        wanted = settings.algorithm.correction
-        assert (wanted.kind, wanted.level, wanted.high) == ("truncate", "token", 2.0)
+        correction = settings.algorithm.correction
+        assert (correction.kind, correction.level, correction.high) == ("truncate", "token", 2.0)

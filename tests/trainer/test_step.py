@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import StepBatch, assemble
-from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
 from grpo_mp.policy.expert_load import heat_map, over_mean, worst_ratio
-from grpo_mp.policy.policy import Policy
-from grpo_mp.trainer.context import TrainContext
-from grpo_mp.trainer.kl_watch import watched
-from grpo_mp.trainer.logprobs import compute_logprobs
+from grpo_mp.policy.policy import Policy, UpdateReport
+from grpo_mp.trainer.logprobs import Updates, compute_logprobs, sample_microbatches
 from grpo_mp.trainer.metrics import logprob_tokens, update_metrics
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.trainer.update import train_step
@@ -53,13 +49,19 @@ def parallel(tiny_run: TinyRun) -> Iterator[Parallel]:
 class Step:
     """A step on one rank without its engine: the samples are made up, all else is the trainer's own."""
 
-    session: TrainContext
+    settings: Settings
+    policy: Policy
     batch: StepBatch
     samples: list[Sample]  # in the order of the step
 
-    @property
-    def policy(self) -> Policy:
-        return self.session.policy
+    def compute_logprobs(self) -> Updates:
+        epochs = self.settings.optimizer.epochs
+        return compute_logprobs(self.policy, self.batch, self.settings.algorithm, epochs, controls={}, seed="0/0")
+
+    def train(self, updates: Updates) -> list[UpdateReport]:
+        epochs = self.settings.optimizer.epochs
+        reports, _ = train_step(self.policy, updates, self.settings.algorithm, epochs, controls={})
+        return reports
 
 
 @pytest.fixture
@@ -67,31 +69,23 @@ def make_step(tiny_run: TinyRun, parallel: Parallel) -> Callable[..., Step]:
     def make(*overrides: str) -> Step:
         settings = load_settings(tiny_run.config, [*SETTINGS, *overrides])
         policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.measured_share > 0)
-        samples = made_up(np.random.default_rng(0), policy.hf.int("vocab_size"), tiny_run.model)
+        samples = make_samples(np.random.default_rng(0), policy.hf.int("vocab_size"), tiny_run.model)
         prompt = Prompt(0, "", samples[0].prompt_tokens)
         groups = [SampleGroup(prompt, tuple(samples[i : i + SIZE])) for i in range(0, len(samples), SIZE)]
         infos = all_gather_sample_info(groups, parallel.cpu_group)
         batch = assemble(groups, infos, {}, settings, parallel, policy.config.hidden_size, step=1)
-        return Step(session_of(settings, parallel, policy), batch, samples)
+        return Step(settings, policy, batch, samples)
 
     return make
 
 
-def session_of(settings: Settings, parallel: Parallel, policy: Policy) -> TrainContext:
-    """Without engine, data and screen, which the updates of a step do not touch."""
-    absent: dict[str, Any] = dict.fromkeys(
-        ("inputs", "rollout", "sync", "scheduler", "timeline", "progress", "stop"), None
-    )
-    return TrainContext(settings=settings, parallel=parallel, policy=policy, state=TrainState(), **absent)
-
-
-def made_up(random: np.random.Generator, vocabulary: int, model: Path) -> list[Sample]:
+def make_samples(random: np.random.Generator, vocabulary: int, model: Path) -> list[Sample]:
     """Random tokens; the engine's logprobs are those of transformers and a little noise."""
-    judge = load(model)
+    reference = load(model)
     samples = []
     for number in range(GROUPS * SIZE):
         prompt, response = (random.integers(1, vocabulary, count).tolist() for count in random.integers(2, 15, 2))
-        logprobs, _ = scored(judge, prompt, response)
+        logprobs, _ = scored(reference, prompt, response)
         noisy = np.minimum(logprobs + random.normal(0, 0.05, len(response)), 0.0).astype(np.float32)
         samples.append(
             Sample(
@@ -127,12 +121,12 @@ def scored(model: torch.nn.Module, prompt: Sequence[int], response: Sequence[int
 
 def scored_all(folder: Path, samples: Sequence[Sample]) -> list[tuple[Values, Values]]:
     model = load(folder)
-    return [scored(model, one.prompt_tokens, one.tokens) for one in samples]
+    return [scored(model, sample.prompt_tokens, sample.tokens) for sample in samples]
 
 
 def advantages(samples: Sequence[Sample]) -> Values:
     """(r - mean) / (std + 1e-4) in the group, with the sample's standard deviation as TRL takes it."""
-    rewards = np.array([one.reward for one in samples]).reshape(GROUPS, SIZE)
+    rewards = np.array([sample.reward for sample in samples]).reshape(GROUPS, SIZE)
     spread = rewards.std(1, ddof=1, keepdims=True)
     return ((rewards - rewards.mean(1, keepdims=True)) / (spread + 1e-4)).ravel()
 
@@ -159,11 +153,11 @@ def expected(
     new, old, entropy, engine, gain = (
         np.concatenate(values)
         for values in (
-            [one for one, _ in now],
-            [one for one, _ in first],
-            [one for _, one in now],
-            [np.array(one.rollout_logprobs, np.float64) for one in samples],
-            [np.full(len(one.tokens), gain) for one, gain in zip(samples, gains, strict=True)],
+            [logprobs for logprobs, _ in now],
+            [logprobs for logprobs, _ in first],
+            [entropies for _, entropies in now],
+            [np.array(sample.rollout_logprobs, np.float64) for sample in samples],
+            [np.full(len(sample.tokens), gain) for sample, gain in zip(samples, gains, strict=True)],
         )
     )
     ratio, apart = np.exp(new - old), np.abs(new - engine)
@@ -202,7 +196,7 @@ def grad_norm(folder: Path, samples: Sequence[Sample], gains: Values) -> float:
             whole = distribution(model, sample.prompt_tokens, sample.tokens)
             chosen = whole.gather(1, torch.tensor(sample.tokens)[:, None])
             (-float(gain) / len(samples) * chosen.mean()).backward()
-    norms = [one.grad.double().norm() for one in model.parameters() if one.grad is not None]
+    norms = [param.grad.double().norm() for param in model.parameters() if param.grad is not None]
     return float(torch.stack(norms).norm())
 
 
@@ -210,50 +204,50 @@ def test_every_training_metric_of_a_step(make_step: Callable[..., Step], tiny_ru
     step = make_step(f"algorithm.kl.weight={KL}")
     policy, per_update = step.policy, GROUPS * SIZE // UPDATES
     parts = [slice(0, per_update), slice(per_update, None)]
-    fixed = compute_logprobs(step.session, step.batch)
+    prepared = step.compute_logprobs()
     first, gains = scored_all(tiny_run.model, step.samples), advantages(step.samples)
 
     updates, reports = [], []
-    for number, (part, microbatches) in enumerate(zip(parts, fixed, strict=True)):
+    for number, (part, microbatches) in enumerate(zip(parts, prepared, strict=True)):
         folder = tmp_path / str(number)
         export_policy(policy, folder, tiny_run.model, 2**20)
         now = scored_all(folder, step.samples[part])
         updates.append(expected(step.samples[part], gains[part], now, first[part]))
-        reports += train_step(step.session, [microbatches])
-    both = {name: np.mean([one[name] for one in updates]) for name in updates[0]}
-    both |= {name: value for name, value in updates[0].items() if name.startswith("mismatch/")}
-    both["train/ratio/max"] = max(one["train/ratio/max"] for one in updates)
-    assert 0 < both["train/pg_clipfrac_low"] != both["train/pg_clipfrac_high"] > 0
-    assert both["train/kl_loss"] > 1e-4
+        reports += step.train([microbatches])
+    expected_metrics = {name: np.mean([update[name] for update in updates]) for name in updates[0]}
+    expected_metrics |= {name: value for name, value in updates[0].items() if name.startswith("mismatch/")}
+    expected_metrics["train/ratio/max"] = max(update["train/ratio/max"] for update in updates)
+    assert 0 < expected_metrics["train/pg_clipfrac_low"] != expected_metrics["train/pg_clipfrac_high"] > 0
+    assert expected_metrics["train/kl_loss"] > 1e-4
 
-    lengths = [len(one.prompt_tokens) + len(one.tokens) for one in step.samples]
-    both |= {
+    lengths = [len(sample.prompt_tokens) + len(sample.tokens) for sample in step.samples]
+    expected_metrics |= {
         "train/lr": LR,
         "train/updates": 2,
         "train/skipped_updates": 0,
         "train/drift_skipped_updates": 0,
-        "train/tokens": sum(len(one.tokens) for one in step.samples if not one.truncated),
+        "train/tokens": sum(len(sample.tokens) for sample in step.samples if not sample.truncated),
         "train/padding_ratio": 0.0,
     }
-    found = update_metrics(reports, step.batch, planned=len(step.batch.plan))
+    metrics = update_metrics(reports, step.batch, planned=len(step.batch.plan))
     norm = grad_norm(tiny_run.model, step.samples[parts[0]], gains[parts[0]])
     assert reports[0].grad_norm == pytest.approx(norm, rel=1e-3)
-    assert found.pop("train/grad_norm") == pytest.approx((norm + reports[1].grad_norm) / 2, rel=1e-3)
-    assert found == pytest.approx(both, rel=2e-3, abs=2e-6)
-    assert logprob_tokens(fixed, step.session.parallel) == 2 * sum(lengths)
-    assert [float(one) for one in step.batch.advantages] == pytest.approx(gains.tolist())
+    assert metrics.pop("train/grad_norm") == pytest.approx((norm + reports[1].grad_norm) / 2, rel=1e-3)
+    assert metrics == pytest.approx(expected_metrics, rel=2e-3, abs=2e-6)
+    assert logprob_tokens(prepared, step.policy.parallel) == 2 * sum(lengths)
+    assert [float(advantage) for advantage in step.batch.advantages] == pytest.approx(gains.tolist())
 
 
 def test_the_load_of_experts_is_what_transformers_routes(make_step: Callable[..., Step], tiny_run: TinyRun) -> None:
     step = make_step()
-    host = step.session.parallel.cpu_group
-    (mine,) = compute_logprobs(step.session, step.batch)[:1]
-    train_step(step.session, [mine])
-    load_here = step.policy.expert_load.take(host)
-    assert load_here is not None
+    cpu_group = step.policy.parallel.cpu_group
+    update = step.compute_logprobs()[0]
+    step.train([update])
+    load_of_experts = step.policy.expert_load.take(cpu_group)
+    assert load_of_experts is not None
 
     model = load(tiny_run.model)
-    by_layer = np.zeros(tuple(load_here.shape))
+    by_layer = np.zeros(tuple(load_of_experts.shape))
 
     def count(layer: int) -> Callable[..., None]:
         def hook(module: object, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -267,17 +261,17 @@ def test_the_load_of_experts_is_what_transformers_routes(make_step: Callable[...
     for sample in step.samples[: GROUPS * SIZE // UPDATES]:
         scored(model, sample.prompt_tokens, sample.tokens)
     assert by_layer.any()
-    assert load_here.tolist() == by_layer.tolist()
+    assert load_of_experts.tolist() == by_layer.tolist()
     routed = by_layer[by_layer.any(1)]
-    assert worst_ratio(load_here) == pytest.approx((routed.max(1) / routed.mean(1)).max())
-    assert over_mean(load_here).numpy() == pytest.approx(routed / routed.mean(1, keepdims=True))
-    assert len(heat_map(load_here).splitlines()) == len(routed)
+    assert worst_ratio(load_of_experts) == pytest.approx((routed.max(1) / routed.mean(1)).max())
+    assert over_mean(load_of_experts).numpy() == pytest.approx(routed / routed.mean(1, keepdims=True))
+    assert len(heat_map(load_of_experts).splitlines()) == len(routed)
 
-    step.policy.logprobs(mine)
-    nothing = step.policy.expert_load.take(host)
-    assert nothing is not None
-    assert not nothing.any()
-    assert worst_ratio(nothing) is None
+    step.policy.logprobs(update)
+    no_load = step.policy.expert_load.take(cpu_group)
+    assert no_load is not None
+    assert not no_load.any()
+    assert worst_ratio(no_load) is None
 
 
 def test_the_drawing_of_a_heat_map() -> None:
@@ -287,40 +281,40 @@ def test_the_drawing_of_a_heat_map() -> None:
 
 
 def test_the_kl_is_watched_at_weight_0_and_moves_nothing(make_step: Callable[..., Step], tiny_run: TinyRun) -> None:
-    none = "algorithm.kl.weight=0"
-    step, plain = make_step(none, "algorithm.kl.watch_share=0.3"), make_step(none)
+    no_weight = "algorithm.kl.weight=0"
+    step, plain = make_step(no_weight, "algorithm.kl.watch_share=0.3"), make_step(no_weight)
     assert (plain.policy.reference, step.policy.reference is None) == (None, False)
     with torch.no_grad():
         for tensor in [*step.policy.tensors.values(), *plain.policy.tensors.values()]:
             tensor.mul_(1.02)  # the policy has left its reference
-    fixed = compute_logprobs(step.session, step.batch)
-    every = [one for update in fixed for one in update]
-    measured = [one for one in every if one.reference_logprobs is not None]
-    assert len(measured) == -(-3 * len(every) // 10) < len(every)
+    prepared = step.compute_logprobs()
+    batches = [batch for update in prepared for batch in update]
+    measured = [batch for batch in batches if batch.reference_logprobs is not None]
+    assert len(measured) == -(-3 * len(batches) // 10) < len(batches)
 
-    reports = train_step(step.session, fixed[:1])
-    expected_reports = train_step(plain.session, compute_logprobs(plain.session, plain.batch)[:1])
+    reports = step.train(prepared[:1])
+    expected_reports = plain.train(plain.compute_logprobs()[:1])
     assert reports[0].grad_norm == expected_reports[0].grad_norm
-    assert all(torch.equal(one, plain.policy.tensors[name]) for name, one in step.policy.tensors.items())
+    assert all(torch.equal(tensor, plain.policy.tensors[name]) for name, tensor in step.policy.tensors.items())
     assert "train/kl_loss" not in expected_reports[0].measured
 
     reference = load(tiny_run.model)
-    for update, plan in zip(fixed, step.batch.plan, strict=True):
-        for one in (one for one in update if one.reference_logprobs is not None):
-            samples = [step.samples[plan.samples[i]] for i in one.sample_ids]
+    for update, plan in zip(prepared, step.batch.plan, strict=True):
+        for batch in (batch for batch in update if batch.reference_logprobs is not None):
+            samples = [step.samples[plan.samples[i]] for i in batch.sample_ids]
             logprobs = [scored(reference, sample.prompt_tokens, sample.tokens)[0] for sample in samples]
-            found = one.reference_logprobs[one.mask.bool()]  # type: ignore[index]
-            assert found.numpy() == pytest.approx(np.concatenate(logprobs), abs=2e-5)
+            logprobs_of_batch = batch.reference_logprobs[batch.mask.bool()]  # type: ignore[index]
+            assert logprobs_of_batch.numpy() == pytest.approx(np.concatenate(logprobs), abs=2e-5)
 
 
-def test_watched_microbatches_are_drawn_evenly_in_blocks_and_alike_on_every_rank() -> None:
-    assert watched([4, 8], 0.5, 1, "0/1") == watched([4, 8], 0.5, 1, "0/1")
-    assert [len(part) for part in watched([4, 8], 1.0, 2, "a")] == [4, 8]
-    assert sum(map(len, watched([8, 8], 0.01, 4, "a"))) == 4
+def test_sampled_microbatches_are_drawn_evenly_in_blocks_and_alike_on_every_rank() -> None:
+    assert sample_microbatches([4, 8], 0.5, 1, "0/1") == sample_microbatches([4, 8], 0.5, 1, "0/1")
+    assert [len(part) for part in sample_microbatches([4, 8], 1.0, 2, "a")] == [4, 8]
+    assert sum(map(len, sample_microbatches([8, 8], 0.01, 4, "a"))) == 4
     drawn = np.zeros(12)
     for seed in range(2000):
-        first, second = watched([4, 8], 0.25, 2, str(seed))
+        first, second = sample_microbatches([4, 8], 0.25, 2, str(seed))
         assert all(part[0::2] == [place - 1 for place in part[1::2]] for part in (first, second))
-        for place in (*first, *(4 + one for one in second)):
+        for place in (*first, *(4 + index for index in second)):
             drawn[place] += 1
     assert drawn / 2000 == pytest.approx(np.full(12, 4 / 12), abs=0.05)  # of 6 blocks, 2

@@ -1,8 +1,8 @@
 """The updates of a step on a real policy of one rank: passes over the samples, and which forward passes they cost."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +11,10 @@ import torch.distributed as dist
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import assemble
-from grpo_mp.checkpoint.run_state import TrainState
+from grpo_mp.batching.step_batch import StepBatch, assemble
 from grpo_mp.config import Layout, Settings, load_settings
 from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
-from grpo_mp.policy.policy import Policy
-from grpo_mp.trainer.context import TrainContext
+from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.trainer.logprobs import Updates, compute_logprobs
 from grpo_mp.trainer.update import train_step
 from grpo_mp.types import Prompt, Sample, SampleGroup
@@ -47,54 +45,60 @@ def groups() -> list[SampleGroup]:
     return [SampleGroup(prompt, tuple(sample(group, index) for index in range(4))) for group in range(4)]
 
 
-def a_session(tiny_run: TinyRun, parallel: Parallel, *overrides: str) -> TrainContext:
+@dataclass(frozen=True)
+class Trainer:
+    """A policy on one rank and the settings of its updates."""
+
+    settings: Settings
+    policy: Policy
+
+    def make_batch(self) -> StepBatch:
+        infos = all_gather_sample_info(groups(), dist.group.WORLD)
+        return assemble(groups(), infos, {}, self.settings, self.policy.parallel, 64, step=1)
+
+    def compute_logprobs(self) -> Updates:
+        epochs = self.settings.optimizer.epochs
+        return compute_logprobs(self.policy, self.make_batch(), self.settings.algorithm, epochs, {}, "0/0")
+
+    def train(self, updates: Updates) -> list[UpdateReport]:
+        epochs = self.settings.optimizer.epochs
+        reports, _ = train_step(self.policy, updates, self.settings.algorithm, epochs, {})
+        return reports
+
+
+def make_trainer(tiny_run: TinyRun, parallel: Parallel, *overrides: str) -> Trainer:
     settings = load_settings(tiny_run.config, [*SETTINGS, *overrides])
-    policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.weight > 0)
-    return cast(TrainContext, SimpleNamespace(settings=settings, policy=policy, parallel=parallel, state=TrainState()))
+    return Trainer(settings, Policy(settings, parallel, with_reference=settings.algorithm.kl.weight > 0))
 
 
-def micro_batches(session: TrainContext) -> Updates:
-    infos = all_gather_sample_info(groups(), dist.group.WORLD)
-    batch = assemble(groups(), infos, {}, session.settings, session.parallel, 64, step=1)
-    return compute_logprobs(session, batch)
-
-
-def planned(session: TrainContext) -> Updates:
-    """The step's micro-batches before anything is computed for them."""
-    batch = assemble(
-        groups(), all_gather_sample_info(groups(), dist.group.WORLD), {}, session.settings, session.parallel, 64, step=1
-    )
-    return [list(update) for update in batch.updates]
-
-
-def weights(session: TrainContext) -> list[torch.Tensor]:
-    return [tensor.detach().clone() for tensor in session.policy.tensors.values()]
+def weights(policy: Policy) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in policy.tensors.values()]
 
 
 def test_epochs_pass_over_the_same_samples_with_the_old_logprobs_of_the_first(
     tiny_run: TinyRun, parallel: Parallel
 ) -> None:
-    session = a_session(tiny_run, parallel, "optimizer.epochs=2")
-    updates = micro_batches(session)
-    reports = train_step(session, updates)
+    trainer = make_trainer(tiny_run, parallel, "optimizer.epochs=2")
+    updates = trainer.compute_logprobs()
+    reports = trainer.train(updates)
     ratios = [report.measured["train/ratio/max"] for report in reports]
     assert len(reports) == 4
     assert ratios[0] == pytest.approx(1.0, abs=1e-5)  # nothing has moved yet
     assert all(abs(ratio - 1) > 1e-4 for ratio in ratios[1:])
 
-    by_hand = a_session(tiny_run, parallel, "optimizer.epochs=2")
-    first, second = micro_batches(by_hand)
+    by_hand = make_trainer(tiny_run, parallel, "optimizer.epochs=2")
+    first, second = by_hand.compute_logprobs()
     for update in (first, second, first, second):
         by_hand.policy.update(update, make_loss(by_hand.settings.algorithm))
-    for ours, theirs in zip(weights(session), weights(by_hand), strict=True):
+    for ours, theirs in zip(weights(trainer.policy), weights(by_hand.policy), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_one_part_passed_over_twice_measures_its_old_logprobs(tiny_run: TinyRun, parallel: Parallel) -> None:
-    one = a_session(tiny_run, parallel, "optimizer.updates_per_step=1")
-    twice = a_session(tiny_run, parallel, "optimizer.updates_per_step=1", "optimizer.epochs=2")
-    assert all(batch.old_logprobs is None for update in micro_batches(one) for batch in update)
-    assert all(batch.old_logprobs is not None for update in micro_batches(twice) for batch in update)
+    once = make_trainer(tiny_run, parallel, "optimizer.updates_per_step=1")
+    twice = make_trainer(tiny_run, parallel, "optimizer.updates_per_step=1", "optimizer.epochs=2")
+    assert all(batch.old_logprobs is None for update in once.compute_logprobs() for batch in update)
+    assert all(batch.old_logprobs is not None for update in twice.compute_logprobs() for batch in update)
 
 
 @pytest.mark.parametrize(
@@ -110,40 +114,40 @@ def test_one_part_passed_over_twice_measures_its_old_logprobs(tiny_run: TinyRun,
 def test_old_logprobs_of_the_engine_cost_no_forward_pass(
     tiny_run: TinyRun, parallel: Parallel, overrides: list[str], passes: bool
 ) -> None:
-    session = a_session(tiny_run, parallel, *overrides)
-    counted = 0
+    trainer = make_trainer(tiny_run, parallel, *overrides)
+    forward_passes = 0
 
     def count(*_: Any) -> None:
-        nonlocal counted
-        counted += 1
+        nonlocal forward_passes
+        forward_passes += 1
 
-    (model,) = session.policy.models()
-    batches = sum(map(len, planned(session)))
+    (model,) = trainer.policy.models()
+    batches = sum(map(len, trainer.make_batch().updates))
     model.register_forward_pre_hook(count)
-    updates = micro_batches(session)
-    reference = batches if session.policy.reference else 0
-    assert counted == reference + (batches if passes else 0)
-    assert needs_old_logprobs(session.settings.algorithm, 2) is passes
-    if session.policy.reference:  # the KL in the reward is that of the engine's own probabilities
-        assert not torch.equal(updates[0][0].advantages, planned(session)[0][0].advantages)
+    updates = trainer.compute_logprobs()
+    reference = batches if trainer.policy.reference else 0
+    assert forward_passes == reference + (batches if passes else 0)
+    assert needs_old_logprobs(trainer.settings.algorithm, 2) is passes
+    if trainer.policy.reference:  # the KL in the reward is that of the engine's own probabilities
+        assert not torch.equal(updates[0][0].advantages, trainer.make_batch().updates[0][0].advantages)
 
 
 def test_the_engine_s_logprobs_are_the_old_ones(tiny_run: TinyRun, parallel: Parallel) -> None:
     """The first update's ratios are the policy's over the engine's, written out from the policy's own logprobs."""
-    session = a_session(tiny_run, parallel, "algorithm.old_logprobs=engine")
-    update = micro_batches(session)[0]
-    (outputs, *rest) = session.policy.logprobs(update)
+    trainer = make_trainer(tiny_run, parallel, "algorithm.old_logprobs=engine")
+    update = trainer.compute_logprobs()[0]
+    (outputs, *rest) = trainer.policy.logprobs(update)
     assert not rest
     mask = update[0].mask.bool()
     ratios = (outputs[0][mask].double() - update[0].rollout_logprobs[mask].double()).exp()
-    report = train_step(session, [update])[0]
+    report = trainer.train([update])[0]
     assert report.measured["train/ratio/mean"] == pytest.approx(float(ratios.mean()), rel=1e-5)
 
 
 def test_shuffled_samples_are_spread_over_the_updates_alike_on_every_rank(
     tiny_run: TinyRun, parallel: Parallel
 ) -> None:
-    shuffled = a_session(tiny_run, parallel, "optimizer.shuffle=true")
+    shuffled = make_trainer(tiny_run, parallel, "optimizer.shuffle=true")
     infos = all_gather_sample_info(groups(), dist.group.WORLD)
 
     def parts(step: int, settings: Settings) -> list[set[int]]:

@@ -1,0 +1,104 @@
+"""The check of the engines after a sync, with a real policy of one rank and engines that are made up."""
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from grpo_mp.config import Layout, Settings, load_settings
+from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
+from grpo_mp.policy.policy import Policy
+from grpo_mp.scheduler.phase_manager import PhaseManager
+from grpo_mp.weight_sync.compare import WIDER_SETS
+from grpo_mp.weight_sync.engine_check import EngineCheck, EngineDisagreesError, sequence_logprobs
+from grpo_mp.weight_sync.update import WeightSync
+from tests.conftest import TinyRun
+
+PROMPTS = [(5, 6, 7, 8), (9, 10, 11)]
+
+
+class Engine:
+    """An engine of the policy's own logprobs, off by `errors[i]` in the i-th set of sequences that it scores."""
+
+    hosts = (0,)
+
+    def __init__(self, policy: Policy, errors: Sequence[float]) -> None:
+        self._policy, self._errors = policy, list(errors)
+        self.sets: list[Sequence[Sequence[int]]] = []
+        self.weights = {"a": "1", "b": "1"}
+
+    @property
+    def client(self) -> "Engine":
+        return self
+
+    def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run(coroutine)
+
+    async def score(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
+        error = self._errors[min(len(self.sets), len(self._errors) - 1)]
+        self.sets.append(token_lists)
+        expected = sequence_logprobs(self._policy, [tuple(tokens) for tokens in token_lists])
+        return [[value + error for value in sequence] for sequence in expected]
+
+    async def checksums(self) -> dict[str, str]:
+        return dict(self.weights)
+
+    async def overwrite_weights(self) -> None:
+        self.weights = {"a": "random", "b": "random"}
+
+    def update_weights(self, version: int) -> None:
+        """Bring every tensor but b, as a sync that loses it would."""
+        assert version == 3
+        self.weights["a"] = "1"
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_run: TinyRun) -> Settings:
+    return load_settings(tiny_run.config, ["layout={}", "algorithm.kl.weight=0.0"])
+
+
+@pytest.fixture(scope="module")
+def policy(settings: Settings) -> Iterator[Policy]:
+    with single_process_group():
+        yield Policy(settings, start_parallel(Layout(), 0, 60.0), with_reference=False)
+        stop_parallel()
+
+
+def phase(*_: object) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def make_check(settings: Settings, policy: Policy, engine: Engine) -> EngineCheck:
+    weight_sync = cast(WeightSync, SimpleNamespace(fp8=False, update_weights=engine.update_weights))
+    scheduler = cast(PhaseManager, SimpleNamespace(phase=phase))
+    return EngineCheck(settings, policy, weight_sync, engine, scheduler, PROMPTS)
+
+
+def test_an_engine_with_the_policys_weights_passes_on_one_set_with_real_prompts(
+    settings: Settings, policy: Policy
+) -> None:
+    engine = Engine(policy, [0.0])
+    report = make_check(settings, policy, engine).run(3)
+    assert (report.mean, report.largest) == (0.0, 0.0)
+    (sequences,) = engine.sets
+    assert sequences[:2] == tuple(PROMPTS)
+    assert report.tokens == sum(len(tokens) - 1 for tokens in sequences)
+
+
+def test_an_error_in_the_first_set_alone_is_forgiven(settings: Settings, policy: Policy) -> None:
+    engine = Engine(policy, [2e-4, 0.0])
+    report = make_check(settings, policy, engine).run(3)
+    assert 0 < report.mean < 1e-4 < report.largest
+    assert len(engine.sets) == WIDER_SETS
+    assert not any(prompt in sequences for sequences in engine.sets[1:] for prompt in PROMPTS)
+
+
+def test_an_error_in_every_set_names_engine_and_tensor(settings: Settings, policy: Policy) -> None:
+    with pytest.raises(EngineDisagreesError) as raised:
+        make_check(settings, policy, Engine(policy, [0.5])).run(3)
+    message = str(raised.value)
+    assert message.startswith("after the weight sync engine 0 (rank 0) disagrees with the policy: mean |logprob diff")
+    assert "largest 0.5, allowed mean 0.0001 (sync.check_tolerance); engine 0: no push reaches b" in message
