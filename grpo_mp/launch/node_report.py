@@ -44,7 +44,7 @@ class NodeReport:
 def inspect_node(node: str, attempt: Path, clock_offset_s: float) -> NodeReport:
     """Report on this node; leaves a file in the shared folder, so that rank 0 sees who reaches it."""
     memory = psutil.virtual_memory()
-    return NodeReport(node, _versions(), clock_offset_s, memory.total, memory.available, _problem(node, attempt))
+    return NodeReport(node, _versions(), clock_offset_s, memory.total, memory.available, _node_problem(node, attempt))
 
 
 def bad_nodes(reports: Sequence[NodeReport], missing: Iterable[str] = ()) -> dict[str, str]:
@@ -92,7 +92,7 @@ def _versions() -> str:
     return ", ".join(versions)
 
 
-def _problem(node: str, attempt: Path) -> str | None:
+def _node_problem(node: str, attempt: Path) -> str | None:
     from grpo_mp.platform.device_check import check_device
 
     try:

@@ -1,8 +1,7 @@
 """Check that every node is fit to train: `srun ... python -m grpo_mp.launch.nodes ATTEMPT NODES`, one task per rank.
 
 NODES are the names of the allocation's nodes, separated by commas. Each rank reports on its node; rank 0
-compares the reports, prints the bad nodes, and writes their names to ATTEMPT/bad_nodes. Exit status 3 where a node is
-bad.
+compares the reports, prints the bad nodes, and writes their names to ATTEMPT/bad_nodes. Exits with 3 where one is bad.
 """
 
 import datetime

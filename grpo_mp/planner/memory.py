@@ -102,7 +102,7 @@ def _residency(job: Job, sub_phase: SubPhase) -> Residency:
 def _temporary_memory(job: Job, stage: int, sub_phase: SubPhase, per_parameter: BytesPerParameter) -> dict[str, float]:
     """Return what a sub-phase allocates and frees again."""
     if sub_phase is SubPhase.LOGPROB:
-        reference = largest_tensor(job) * per_parameter.weights if job.has_reference else 0.0
+        reference = _largest_tensor(job) * per_parameter.weights if job.has_reference else 0.0
         logits = logits_bytes(job, stage, backward=False)
         return {"activations": forward_bytes(job, stage), "logits": logits, "reference": reference}
     if sub_phase is SubPhase.TRAIN:
@@ -111,13 +111,13 @@ def _temporary_memory(job: Job, stage: int, sub_phase: SubPhase, per_parameter: 
         count = job.parameter_counts[stage]
         return {"float32 gradients": job.sharded_parameters(count) * per_parameter.fp32_gradients}
     if sub_phase is SubPhase.SAVE:
-        return {"moments in float32": largest_tensor(job) * per_parameter.fp32_moments}
+        return {"moments in float32": _largest_tensor(job) * per_parameter.fp32_moments}
     if sub_phase is SubPhase.SYNC:  # one flat tensor; with several ranks also received shards, and gathered tensors
         return {"sync bucket": (3.0 if job.world_size > 1 else 1.0) * job.settings.sync.bucket_bytes}
     return {}
 
 
-def largest_tensor(job: Job) -> float:
+def _largest_tensor(job: Job) -> float:
     """Return the elements, on one rank, of the output layer or the largest matrix of a layer."""
     model = job.model
     rows = max(model.vocab_size, 2 * model.ffn_hidden_size, 2 * model.moe_ffn_hidden_size)
@@ -137,12 +137,14 @@ def _host_memory(job: Job, per_parameter: BytesPerParameter) -> dict[SubPhase, B
     """Return the memory of the fullest node in each sub-phase. A node may hold ranks of several stages."""
     nodes = set()
     for start in range(0, job.world_size, job.gpus_per_node):
-        ranks = range(start, start + job.gpus_per_node)
-        coords = [coordinates(rank, job.settings.layout, job.world_size) for rank in ranks]
-        kinds = (_RankKind(at.pipeline, at.data == 0 and at.context == 0, at.expert_data == 0) for at in coords)
-        nodes.add(tuple(kinds))
+        nodes.add(tuple(_rank_kind(job, rank) for rank in range(start, start + job.gpus_per_node)))
     memories = [_node_memory(job, per_parameter, kinds) for kinds in nodes]
     return {sub_phase: max((memory[sub_phase] for memory in memories), key=total) for sub_phase in SubPhase}
+
+
+def _rank_kind(job: Job, rank: int) -> _RankKind:
+    coords = coordinates(rank, job.settings.layout, job.world_size)
+    return _RankKind(coords.pipeline, coords.data == 0 and coords.context == 0, coords.expert_data == 0)
 
 
 def _node_memory(
@@ -188,7 +190,7 @@ def _checkpoint_host_bytes(
     as the file's bytes and as a tensor.
     """
     if sub_phase is SubPhase.LOAD:
-        return count.total * CHECKPOINT_BYTES + 2 * 4 * largest_tensor(job)
+        return count.total * CHECKPOINT_BYTES + 2 * 4 * _largest_tensor(job)
     if sub_phase is not SubPhase.SAVE:
         return 0.0
     bucketed = job.settings.optimizer.megatron.get("overlap_grad_reduce", False)
