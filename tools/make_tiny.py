@@ -34,26 +34,26 @@ from grpo_mp.platform.warnings import silence_known_warnings
 
 
 def main() -> None:
-    """Command line; see the text above."""
-    wanted = _parser().parse_args()
+    """Run the command line; see the text above."""
+    args = _parser().parse_args()
     silence_known_warnings()
-    torch.set_num_threads(wanted.threads)
+    torch.set_num_threads(args.threads)
     try:
-        train, held_out = make_problems(wanted.train, wanted.eval, wanted.seed, wanted.largest, tuple(wanted.kinds))
-        write_jsonl(train, wanted.data / "train.jsonl")
-        write_jsonl(held_out, wanted.data / "eval.jsonl")
-        _make_model(wanted, train)
+        train, held_out = make_problems(args.train, args.eval, args.seed, args.largest, tuple(args.kinds))
+        write_jsonl(train, args.data / "train.jsonl")
+        write_jsonl(held_out, args.data / "eval.jsonl")
+        _make_model(args, train)
     except UserError as error:
         exit_with(error)
 
 
-def _make_model(wanted: argparse.Namespace, train: list[Problem]) -> None:
+def _make_model(args: argparse.Namespace, train: list[Problem]) -> None:
     console = Console(highlight=False)
     tokenizer = make_tokenizer(vocabulary_words())
-    untaught = wanted.out.with_name(wanted.out.name + "_random") if wanted.cold_start else wanted.out
-    make_tiny(untaught, wanted.family, tokenizer, wanted.seed)
-    console.print(f"{len(train)} problems in {wanted.data}; a random {wanted.family} in {untaught}")
-    if not wanted.cold_start:
+    random_model = args.out.with_name(args.out.name + "_random") if args.cold_start else args.out
+    make_tiny(random_model, args.family, tokenizer, args.seed)
+    console.print(f"{len(train)} problems in {args.data}; a random {args.family} in {random_model}")
+    if not args.cold_start:
         return
     started = time.monotonic()
 
@@ -62,13 +62,12 @@ def _make_model(wanted: argparse.Namespace, train: list[Problem]) -> None:
             seconds = time.monotonic() - started
             console.print(f"cold start step {step.step}: loss {step.loss:.3f}, right {step.right:.1%}, {seconds:.0f} s")
 
-    draw = random.Random(wanted.seed)
-    taught = [(problem.question, worked_response(problem, draw_slip(draw, wanted.slips))) for problem in train]
-    recipe = Recipe(steps=wanted.steps)
-    measured = [(problem.question, worked_response(problem)) for problem in train[-recipe.held_out :]]
-    problems = taught[: -recipe.held_out] + measured
-    cold_start(untaught, wanted.out, problems, wanted.seed, wanted.cold_start, recipe, watch)
-    console.print(f"after the cold start: {wanted.out}")
+    rng, recipe = random.Random(args.seed), Recipe(steps=args.steps)
+    examples = [(problem.question, worked_response(problem, draw_slip(rng, args.slips))) for problem in train]
+    held_out = [(problem.question, worked_response(problem)) for problem in train[-recipe.held_out :]]
+    problems = examples[: -recipe.held_out] + held_out
+    cold_start(random_model, args.out, problems, args.seed, args.cold_start, recipe, watch)
+    console.print(f"after the cold start: {args.out}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,17 +12,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from grpo_mp.config import Settings, exit_with, load_settings
+from grpo_mp.config import exit_with, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.planner.clusters import cluster_names, read_cluster
 from grpo_mp.planner.explain import explain
 from grpo_mp.planner.feasibility import check_fits
 from grpo_mp.planner.job import Job, make_job
-from grpo_mp.planner.meta_model import check_in_the_model
+from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.plan import make_plan
-from grpo_mp.planner.search import search
-from grpo_mp.planner.show import show_found, show_models, show_plan
+from grpo_mp.planner.search import search_layouts
+from grpo_mp.planner.show import show_models, show_plan, show_search_result
 from grpo_mp.platform.warnings import silence_known_warnings
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 
@@ -30,67 +30,55 @@ DOES_NOT_FIT = 1  # exit status
 
 
 def main() -> None:
-    """Command line; see the text above."""
+    """Run the command line; see the text above."""
     arguments = sys.argv[1:]
     explains = arguments[:1] == ["explain"]
-    wanted = _parser().parse_intermixed_args(arguments[explains:])
+    args = _parser().parse_intermixed_args(arguments[explains:])
     silence_known_warnings()
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     try:
-        job = _job(wanted, console)
-        status = (
-            _explain(job, console)
-            if explains
-            else _search(job, console)
-            if wanted.search
-            else _plan(job, wanted.ppo, console)
-        )
+        job = _make_job(args, console)
+        if explains:
+            console.print(explain(job))
+            fits = True
+        else:
+            fits = _search(job, console) if args.search else _plan(job, args.ppo, console)
     except UserError as error:
         exit_with(error)
-    raise SystemExit(status)
+    raise SystemExit(0 if fits else DOES_NOT_FIT)
 
 
-def _plan(job: Job, ppo: bool, console: Console) -> int:
-    check_in_the_model(job)
+def _plan(job: Job, ppo: bool, console: Console) -> bool:
+    check_parameter_counts(job)
     plan = make_plan(job)
-    verdict = check_fits(plan)
-    show_plan(plan, verdict, console)
+    feasibility = check_fits(plan)
+    show_plan(plan, feasibility, console)
     if ppo:
         show_models(plan, console)
-    return 0 if verdict.fits else DOES_NOT_FIT
+    return feasibility.fits
 
 
-def _explain(job: Job, console: Console) -> int:
-    console.print(explain(job))
-    return 0
+def _search(job: Job, console: Console) -> bool:
+    result = search_layouts(job)
+    for plan in result.best:
+        check_parameter_counts(plan.job)
+    show_search_result(result, console)
+    return bool(result.best)
 
 
-def _search(job: Job, console: Console) -> int:
-    found = search(job)
-    for plan in found.best:
-        check_in_the_model(plan.job)
-    show_found(found, console)
-    return 0 if found.best else DOES_NOT_FIT
-
-
-def _job(wanted: argparse.Namespace, console: Console) -> Job:
-    settings = load_settings(wanted.config, wanted.overrides)
-    hf, source = find_config(settings.model.path, wanted.model_config)
+def _make_job(args: argparse.Namespace, console: Console) -> Job:
+    settings = load_settings(args.config, args.overrides)
+    hf, source = find_config(settings.model.path, args.model_config)
     console.print(f"model: {source}")
     if hf.get("num_nextn_predict_layers"):
         console.print("its multi-token-prediction layer is not part of the policy: it is not counted")
-    for name, value in (("--nodes", wanted.nodes), ("--gpus-per-node", wanted.gpus_per_node)):
+    for name, value in (("--nodes", args.nodes), ("--gpus-per-node", args.gpus_per_node)):
         if value is not None and value < 1:
             raise UserError(f"{name} {value}: give at least one")
-    _check_engine(settings)
-    cluster = read_cluster(wanted.cluster)
-    return make_job(settings, hf, cluster, wanted.nodes, wanted.gpus_per_node, wanted.response_tokens)
-
-
-def _check_engine(settings: Settings) -> None:
-    """By name, where an engine is installed; a laptop need not have one."""
-    if find_spec("sglang"):
+    if find_spec("sglang"):  # a laptop need not have an engine
         check_arguments(settings.engine.args, known_arguments())
+    cluster = read_cluster(args.cluster)
+    return make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,6 @@
 """The rules a layout must obey, each with the sentence a user reads when it is broken."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -37,6 +37,11 @@ def model_shape(family: dict[str, Any]) -> ModelShape:
         experts=experts,
         expert_width=family.get("moe_ffn_hidden_size") or 0,
     )
+
+
+def sets_pipeline_layout(megatron: Mapping[str, Any]) -> bool:
+    """Whether optimizer.megatron places the layers on pipeline stages itself."""
+    return any("pipeline" in name for name in megatron)
 
 
 def broken_rules(layout: Layout, model: ModelShape, world_size: int, uneven_pipeline: bool = False) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""Starting ranks: on one machine (`python -m grpo_mp.launch`), and as tasks of Slurm, for the scripts of launch/."""
+"""Start ranks: on one machine (`python -m grpo_mp.launch`), and as Slurm tasks, for the scripts of launch/."""

@@ -23,29 +23,31 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from grpo_mp.distributed.exit_marks import FOLDER, unmarked, vanished_sentence
 from grpo_mp.errors import USER_STATUS
 
-HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-CONSEQUENCES = (1, -signal.SIGTERM)  # how ranks end that lost a peer, or that the launcher ended after one failed
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SECONDARY_EXITS = (1, -signal.SIGTERM)  # of ranks that lost a peer, or that the launcher ended after one failed
 VANISHED_STATUS = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line; ends with the status of the rank that failed first, 0 when all ended well."""
+    """Run the command line; exits with the status of the rank that failed first, 0 when all ended well."""
     parser = argparse.ArgumentParser(prog="grpo_mp.launch", description=__doc__)
     parser.add_argument("--ranks", type=int, default=1, help="processes to start (default: 1)")
     parser.add_argument("--evaluate", action="store_true", help="run grpo_mp.evaluate instead of grpo_mp.train")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="CONFIG section.key=value ..., as for grpo_mp.train")
-    given = parser.parse_args(arguments)
-    if given.ranks < 1:
-        parser.exit(USER_STATUS, f"error: --ranks {given.ranks}: give at least one rank\n")
-    sys.exit(launch(given.ranks, given.command, "grpo_mp.evaluate" if given.evaluate else "grpo_mp.train"))
+    args = parser.parse_args(arguments)
+    if args.ranks < 1:
+        parser.exit(USER_STATUS, f"error: --ranks {args.ranks}: give at least one rank\n")
+    sys.exit(launch(args.ranks, args.command, "grpo_mp.evaluate" if args.evaluate else "grpo_mp.train"))
 
 
 def launch(ranks: int, command: Sequence[str], program: str = "grpo_mp.train") -> int:
-    """Run a program on so many ranks until all have ended; returns the exit status."""
+    """Run a program on so many ranks until all have ended; return the exit status."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and engines share the cores
-    _hush(logging.getLogger("torch.distributed.elastic"))
-    for number in HANDED_ON:
-        signal.signal(number, _hand_on)
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    for number in FORWARDED_SIGNALS:
+        signal.signal(number, _forward_signal)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -63,31 +65,26 @@ def launch(ranks: int, command: Sequence[str], program: str = "grpo_mp.train") -
             elastic_launch(config, sys.executable)("-u", "-m", program, *command)
         except ChildFailedError as error:
             failures = error.failures
-        return _explain(failures, [rank for rank in unmarked(Path(marks), ranks) if rank not in failures])
+        return _exit_status(failures, [rank for rank in unmarked(Path(marks), ranks) if rank not in failures])
 
 
-def _explain(failures: Mapping[int, ProcessFailure], vanished: Sequence[int]) -> int:
-    """The job's exit status; says what no rank could. `vanished`: ranks that ended with status 0, but not in order."""
-    if vanished and all(failure.exitcode in CONSEQUENCES for failure in failures.values()):
+def _exit_status(failures: Mapping[int, ProcessFailure], vanished: Sequence[int]) -> int:
+    """Return the job's exit status; print what no rank could. `vanished`: ranks that ended early with status 0."""
+    if vanished and all(failure.exitcode in SECONDARY_EXITS for failure in failures.values()):
         sys.stderr.write(f"error: {vanished_sentence(vanished[0])}\n")
         return VANISHED_STATUS
     if not failures:
         return 0
-    rank, first = min(failures.items(), key=lambda item: (item[1].exitcode in CONSEQUENCES, item[1].timestamp))
-    if first.exitcode > 0:
-        return first.exitcode  # the rank has said why
-    sys.stderr.write(f"error: rank {rank} was ended by {first.signal_name()}\n")
-    return 128 - first.exitcode
+    rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in SECONDARY_EXITS, item[1].timestamp))
+    if failure.exitcode > 0:
+        return failure.exitcode  # the rank has said why
+    sys.stderr.write(f"error: rank {rank} was ended by {failure.signal_name()}\n")
+    return 128 - failure.exitcode
 
 
-def _hand_on(number: int, frame: FrameType | None) -> None:
+def _forward_signal(number: int, frame: FrameType | None) -> None:
     for rank in psutil.Process().children():
         rank.send_signal(number)
-
-
-def _hush(logger: logging.Logger) -> None:
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
 
 
 if __name__ == "__main__":

@@ -1,64 +1,52 @@
-"""Which rank of an attempt failed first, and its last words."""
+"""Find which rank of an attempt failed first, and the last lines of its log."""
 
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-LAST_LINES = 15
-ENDED = re.compile(r"error: (?P<node>\S+): tasks? (?P<rank>\d+)\S*: (?P<how>.+)")
+NUM_LAST_LINES = 15
+SRUN_TASK_ENDED = re.compile(r"error: (?P<node>\S+): tasks? (?P<rank>\d+)\S*: (?P<how>.+)")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of an attempt. `rank` is None where none could be made out."""
+    """The first failure of an attempt. `rank` is None where it is unknown."""
 
     rank: int | None
-    what: str
-    lines: tuple[str, ...]  # the last of the rank's log
+    reason: str
+    last_lines: tuple[str, ...]  # of the rank's log
 
     def text(self) -> str:
-        """What to print first."""
-        who = "the job" if self.rank is None else f"rank {self.rank}"
-        return "\n".join([f"{who} failed: {self.what}", *(f"  {line}" for line in self.lines)])
+        """Return what to print first."""
+        failed = "the job" if self.rank is None else f"rank {self.rank}"
+        return "\n".join([f"{failed} failed: {self.reason}", *(f"  {line}" for line in self.last_lines)])
 
 
 def error_file(attempt: str, rank: str) -> str:
-    """Where a rank leaves the message it ends with."""
+    """Return the file in which a rank leaves the message it ends with."""
     return str(Path(attempt, f"rank_{rank}.error.json").absolute())
 
 
 def first_failure(attempt: Path) -> Failure:
-    """A signal's death that srun saw first, else the ranks' error files, else the end of srun's own log.
+    """Return a signal's death that srun saw first, else the oldest error file of a rank, else the end of srun's log.
 
-    srun ends the other ranks after the first bad one: their messages then are of what it took from them.
+    srun ends the other ranks after the first that fails: what they report then is only a consequence.
     """
-    killed = _killed_first(attempt / "srun.log")
-    errors = [(_when(file), file) for file in attempt.glob("rank_*.error.json")]
-    if killed:
-        rank = int(killed["rank"])
-        return Failure(rank, f"{killed['how']} on {killed['node']}", _last_lines(_log(attempt, rank)))
+    srun_log = attempt / "srun.log"
+    ended = SRUN_TASK_ENDED.search(srun_log.read_text()) if srun_log.exists() else None
+    if ended and not ended["how"].startswith("Exited"):
+        rank = int(ended["rank"])
+        return Failure(rank, f"{ended['how']} on {ended['node']}", _last_lines(attempt / f"rank_{rank}.log"))
+    errors = [(file.stat().st_mtime, file) for file in attempt.glob("rank_*.error.json")]
     if errors:
-        file = min(errors)[1]
+        _, file = min(errors)
         rank = int(file.name.split("_")[1].split(".")[0])
-        return Failure(rank, json.loads(file.read_text())["message"]["message"], _last_lines(_log(attempt, rank)))
-    seen = attempt / "srun.log"
-    return Failure(None, f"no rank said why; the end of {seen}:", _last_lines(seen))
-
-
-def _killed_first(seen: Path) -> re.Match[str] | None:
-    ends = list(ENDED.finditer(seen.read_text())) if seen.exists() else []
-    return ends[0] if ends and not ends[0]["how"].startswith("Exited") else None
-
-
-def _when(file: Path) -> float:
-    return file.stat().st_mtime
-
-
-def _log(attempt: Path, rank: int) -> Path:
-    return attempt / f"rank_{rank}.log"
+        message = json.loads(file.read_text())["message"]["message"]
+        return Failure(rank, message, _last_lines(attempt / f"rank_{rank}.log"))
+    return Failure(None, f"no rank said why; the end of {srun_log}:", _last_lines(srun_log))
 
 
 def _last_lines(log: Path) -> tuple[str, ...]:
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return tuple([line for line in lines if line.strip()][-LAST_LINES:])
+    return tuple([line for line in lines if line.strip()][-NUM_LAST_LINES:])

@@ -10,52 +10,52 @@ from grpo_mp.errors import UserError
 from grpo_mp.launch.failure import first_failure
 from grpo_mp.launch.node_map import node_map
 
-FINISHED = 1  # exit status of `unfinished`
+FINISHED_STATUS = 1  # of `unfinished`
 
 
 def main() -> None:
-    """Command line."""
-    wanted = _parser().parse_args()
+    """Run the command line."""
+    args = _parser().parse_args()
     try:
-        status: int = wanted.run(wanted)
+        status: int = args.run(args)
     except UserError as error:
         exit_with(error)
     raise SystemExit(status)
 
 
 def steps_left(settings: Settings) -> int:
-    """Steps that the run's newest checkpoint does not have yet."""
+    """Return how many steps the run's newest checkpoint lacks."""
     checkpoint = latest_checkpoint(settings.run.folder)
     return settings.run.steps - (read_manifest(checkpoint).step if checkpoint else 0)
 
 
-def _show(wanted: argparse.Namespace) -> int:
-    settings = load_settings(wanted.config, wanted.overrides)
-    lines = [node_map(settings, wanted.nodes.split(","), wanted.per_node)]
+def _show(args: argparse.Namespace) -> int:
+    settings = load_settings(args.config, args.overrides)
+    lines = [node_map(settings, args.nodes.split(","), args.per_node)]
     if not (settings.model.path / "config.json").is_file():
         lines.append(f"model: {settings.model.path} is not on this machine; layout and data are checked where it is")
-    if wanted.settings:
+    if args.settings:
         lines.insert(0, dump_settings(settings))
     print("\n".join(lines))
     return 0
 
 
-def _folder(wanted: argparse.Namespace) -> int:
-    print(load_settings(wanted.config, wanted.overrides).run.folder)
+def _folder(args: argparse.Namespace) -> int:
+    print(load_settings(args.config, args.overrides).run.folder)
     return 0
 
 
-def _unfinished(wanted: argparse.Namespace) -> int:
-    return 0 if steps_left(load_settings(wanted.config, wanted.overrides)) > 0 else FINISHED
+def _unfinished(args: argparse.Namespace) -> int:
+    return 0 if steps_left(load_settings(args.config, args.overrides)) > 0 else FINISHED_STATUS
 
 
-def _failure(wanted: argparse.Namespace) -> int:
-    print(first_failure(wanted.attempt).text())
+def _failure(args: argparse.Namespace) -> int:
+    print(first_failure(args.attempt).text())
     return 0
 
 
-def _ended(wanted: argparse.Namespace) -> int:
-    vanished = unmarked(wanted.attempt, wanted.ranks)
+def _ended(args: argparse.Namespace) -> int:
+    vanished = unmarked(args.attempt, args.ranks)
     if vanished:
         raise UserError(vanished_sentence(vanished[0]))
     return 0

@@ -1,4 +1,4 @@
-"""Which ranks and engines stand on which node. Pure."""
+"""Which ranks and engines are on which node. Pure."""
 
 from collections.abc import Sequence
 
@@ -9,29 +9,28 @@ from grpo_mp.errors import UserError
 from grpo_mp.rollout.placement import EnginePlacement, engine_placements
 
 
-def node_map(settings: Settings, nodes: Sequence[str], per_node: int) -> str:
-    """A line for the layout, then one for each node. Raises UserError where the job is too small for the settings."""
-    world_size = len(nodes) * per_node
+def node_map(settings: Settings, nodes: Sequence[str], ranks_per_node: int) -> str:
+    """Return a line for the layout, then one for each node.
+
+    Raises UserError where the job is too small for the settings.
+    """
+    world_size = len(nodes) * ranks_per_node
     layout = settings.layout
     model_parallel = layout.tensor * layout.context * layout.pipeline
     if model_parallel > world_size:
         raise UserError(
-            f"layout: tensor x context x pipeline = {model_parallel} needs {-(-model_parallel // per_node)} nodes of "
-            f"{per_node} ranks, the allocation has {len(nodes)}: ask for more with sbatch --nodes"
+            f"layout: tensor x context x pipeline = {model_parallel} needs {-(-model_parallel // ranks_per_node)} "
+            f"nodes of {ranks_per_node} ranks, the allocation has {len(nodes)}: ask for more with sbatch --nodes"
         )
-    places = engine_placements(world_size, per_node, settings.engine.gpus, settings.engine.count)
+    placements = engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
     lines = [f"{world_size} ranks; layout: {describe(layout)}, data={data_parallel(layout, world_size)}"]
-    for number, name in enumerate(nodes):
-        ranks = range(number * per_node, (number + 1) * per_node)
-        lines.append(f"  {name}: ranks {ranks[0]}-{ranks[-1]}; {_engines(places, ranks)}")
+    for index, name in enumerate(nodes):
+        ranks = range(index * ranks_per_node, (index + 1) * ranks_per_node)
+        engines = [_describe_engine(placement) for placement in placements if placement.rank in ranks]
+        lines.append(f"  {name}: ranks {ranks[0]}-{ranks[-1]}; {', '.join(engines) or 'no engine'}")
     return "\n".join(lines)
 
 
-def _engines(places: Sequence[EnginePlacement], ranks: range) -> str:
-    here = [place for place in places if place.rank in ranks]
-    return ", ".join(map(_engine, here)) or "no engine"
-
-
-def _engine(place: EnginePlacement) -> str:
-    part = f", part {place.node_rank} of {place.nodes}" if place.nodes > 1 else ""
-    return f"engine {place.engine} (started by rank {place.rank}{part})"
+def _describe_engine(placement: EnginePlacement) -> str:
+    part = f", part {placement.node_rank} of {placement.nodes}" if placement.nodes > 1 else ""
+    return f"engine {placement.engine} (started by rank {placement.rank}{part})"

@@ -1,7 +1,7 @@
-"""Is every node fit to train? `srun ... python -m grpo_mp.launch.nodes ATTEMPT NODES`, one task per rank.
+"""Check that every node is fit to train: `srun ... python -m grpo_mp.launch.nodes ATTEMPT NODES`, one task per rank.
 
-NODES are the names of the allocation's nodes, separated by commas. Each rank reports what it sees; rank 0 judges,
-names the bad nodes, and leaves their names in ATTEMPT/bad_nodes. Exit status 3 where a node is bad.
+NODES are the names of the allocation's nodes, separated by commas. Each rank reports on its node; rank 0
+compares the reports, prints the bad nodes, and writes their names to ATTEMPT/bad_nodes. Exits with 3 where one is bad.
 """
 
 import datetime
@@ -19,22 +19,22 @@ from grpo_mp import platform
 from grpo_mp.config import exit_with
 from grpo_mp.distributed.rendezvous import rendezvous
 from grpo_mp.errors import UserError
-from grpo_mp.launch.node_report import NodeReport, bad_nodes, look_at_node
-from grpo_mp.launch.rates import measure
+from grpo_mp.launch.node_report import NodeReport, bad_nodes, inspect_node
+from grpo_mp.launch.rates import measure_rates
 from grpo_mp.launch.slurm import rank_environment
 
 BAD_NODES = "bad_nodes"
-BAD_STATUS = 3
-ANSWER_LIMIT_S = 60.0
-LIMIT = datetime.timedelta(seconds=ANSWER_LIMIT_S)
+BAD_NODES_STATUS = 3
+TIMEOUT_S = 60.0
+TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 
 
 def main() -> None:
-    """Command line."""
-    attempt, names = Path(sys.argv[1]), sys.argv[2].split(",")
+    """Run the command line."""
+    attempt, nodes = Path(sys.argv[1]), sys.argv[2].split(",")
     try:
         os.environ.update(rank_environment(os.environ))
-        status = NodeCheck.join(attempt, names).run()
+        status = NodeCheck.join(attempt, nodes).run()
     except UserError as error:
         exit_with(error)
     sys.stdout.flush()
@@ -46,68 +46,67 @@ class NodeCheck:
     """One rank's part in the check."""
 
     attempt: Path
-    names: Sequence[str]
+    nodes: Sequence[str]  # names
     store: dist.Store
     rank: int
     world_size: int
-    per_node: int
+    ranks_per_node: int
 
     @classmethod
-    def join(cls, attempt: Path, names: Sequence[str]) -> "NodeCheck":
-        """Meet the other ranks. Raises UserError where that fails."""
-        store, rank, world_size = rendezvous(LIMIT)
-        return cls(attempt, names, store, rank, world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
+    def join(cls, attempt: Path, nodes: Sequence[str]) -> "NodeCheck":
+        """Join the other ranks. Raises UserError where that fails."""
+        store, rank, world_size = rendezvous(TIMEOUT)
+        return cls(attempt, nodes, store, rank, world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
 
     def run(self) -> int:
-        """Look, tell rank 0, measure where all are fit so far; the exit status."""
+        """Report to rank 0, and where all nodes are fit so far, measure rates; return the exit status."""
         if self.rank == 0:
             self.store.set("clock", str(time.time()))
         self._wait(["clock"])
         offset = time.time() - float(self.store.get("clock"))
-        report = look_at_node(self._name(self.rank), self.attempt, offset)
-        self.store.set(f"looked/{self.rank}", json.dumps(report.as_dict()))
+        report = inspect_node(self._node_of(self.rank), self.attempt, offset)
+        self.store.set(f"inspected/{self.rank}", json.dumps(report.as_dict()))
         if self.rank == 0:
-            self.store.set("fit", str(self._judge(self._reports("looked"))))
+            self.store.set("fit", str(self._check_reports(self._reports("inspected"))))
         self._wait(["fit"])
         if status := int(self.store.get("fit")):
             return status
-        self._measure(report)
-        return self._judge(self._reports("measured")) if self.rank == 0 else 0
+        self._measure_rates(report)
+        return self._check_reports(self._reports("measured")) if self.rank == 0 else 0
 
-    def _measure(self, report: NodeReport) -> None:
-        group = dist.PrefixStore("rates", self.store)
-        kind, size = platform.backend(), self.world_size
-        dist.init_process_group(kind, store=group, rank=self.rank, world_size=size, timeout=LIMIT)
-        rates = measure([rank // self.per_node for rank in range(size)], self.rank)
+    def _measure_rates(self, report: NodeReport) -> None:
+        store, size = dist.PrefixStore("rates", self.store), self.world_size
+        dist.init_process_group(platform.backend(), store=store, rank=self.rank, world_size=size, timeout=TIMEOUT)
+        rates = measure_rates([rank // self.ranks_per_node for rank in range(size)], self.rank)
         self.store.set(f"measured/{self.rank}", json.dumps(report.with_rates(**rates).as_dict()))
 
-    def _judge(self, reports: list[NodeReport]) -> int:
-        silent = {self._name(rank) for rank in range(self.world_size)} - {report.node for report in reports}
-        bad = dict.fromkeys(silent, f"no answer in {ANSWER_LIMIT_S:g} s")
-        unseen = [report.node for report in reports if not (self.attempt / f"here_{report.node}").exists()]
-        bad |= bad_nodes(reports, unseen)
+    def _check_reports(self, reports: list[NodeReport]) -> int:
+        silent = {self._node_of(rank) for rank in range(self.world_size)} - {report.node for report in reports}
+        bad = dict.fromkeys(silent, f"no answer in {TIMEOUT_S:g} s")
+        missing = [report.node for report in reports if not (self.attempt / f"here_{report.node}").exists()]
+        bad |= bad_nodes(reports, missing)
         for node, reason in bad.items():
             print(f"bad node {node}: {reason}")
         (self.attempt / BAD_NODES).write_text("\n".join(bad))
-        return BAD_STATUS if bad else 0
+        return BAD_NODES_STATUS if bad else 0
 
-    def _reports(self, what: str) -> list[NodeReport]:
-        """Of the ranks that answered in time."""
-        keys = [f"{what}/{rank}" for rank in range(self.world_size)]
-        deadline = time.monotonic() + ANSWER_LIMIT_S
+    def _reports(self, stage: str) -> list[NodeReport]:
+        """Return the reports of the ranks that answer in time."""
+        keys = [f"{stage}/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + TIMEOUT_S
         while not self.store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.1)
-        there = [key for key in keys if self.store.check([key])]
-        return [NodeReport(**json.loads(text)) for text in self.store.multi_get(there)]
+        answered = [key for key in keys if self.store.check([key])]
+        return [NodeReport(**json.loads(text)) for text in self.store.multi_get(answered)]
 
     def _wait(self, keys: list[str]) -> None:
         try:
-            self.store.wait(keys, LIMIT * 2)
+            self.store.wait(keys, TIMEOUT * 2)
         except dist.DistError as error:
             raise UserError(f"node check: rank {self.rank} heard nothing from rank 0 in time") from error
 
-    def _name(self, rank: int) -> str:
-        return self.names[rank // self.per_node]
+    def _node_of(self, rank: int) -> str:
+        return self.nodes[rank // self.ranks_per_node]
 
 
 if __name__ == "__main__":

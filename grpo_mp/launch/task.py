@@ -1,6 +1,6 @@
-"""One rank as a task of Slurm: `srun ... python -m grpo_mp.launch.task ATTEMPT CONFIG section.key=value ...`.
+"""Run one rank as a Slurm task: `srun ... python -m grpo_mp.launch.task ATTEMPT CONFIG section.key=value ...`.
 
-How the rank failed, where it did, is left in the folder ATTEMPT: see failure.py.
+A rank that fails leaves its error in the folder ATTEMPT: see failure.py.
 """
 
 import os
@@ -14,7 +14,7 @@ from grpo_mp.launch.slurm import rank_environment
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # too early to be told to save; the run sets its own handler
     attempt, *command = sys.argv[1:]
     try:

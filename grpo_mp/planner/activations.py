@@ -1,86 +1,88 @@
-"""What a micro-batch leaves on a rank for its backward pass, and what the output head needs.
+"""Bytes of activations and logits that a micro-batch takes on a rank.
 
-Elements are counted from the layers' tensors as Megatron makes them: attention and dense MLP see the tokens of the
-context shard, norms and routed experts those of the sequence shard; attention scores are never kept.
+Elements are counted from a layer's tensors as Megatron makes them. With context and sequence parallelism, attention and
+the dense MLP see the tokens of the context shard, norms and routed experts those of the sequence shard. Attention
+scores are never kept.
 """
 
-from grpo_mp.planner.bytes_per_parameter import BYTES
+from grpo_mp.planner.bytes_per_parameter import DTYPE_BYTES
 from grpo_mp.planner.job import Job
 from grpo_mp.planner.overheads import OVERHEADS
 
 
 def activation_bytes(job: Job, stage: int) -> float:
-    """Most that one rank of a stage holds while it trains, under optimizer.recompute."""
-    layers = job.stages[stage]
+    """Return the most that one rank of a stage holds while it trains, under optimizer.recompute."""
+    layers = job.stage_layers[stage]
     saved = {layer: layer_bytes(job, layer) for layer in layers}
     working = max(saved.values(), default=0.0)
     if job.settings.optimizer.recompute == "full":
-        kept = len(layers) * _entry_bytes(job)
-        working *= 1 + OVERHEADS.gradients_of_activations
+        kept = len(layers) * _layer_input_bytes(job)
+        working *= 1 + OVERHEADS.activation_gradients
     else:
         kept = sum(saved.values())
-        working *= OVERHEADS.gradients_of_activations
-    return kept * _in_flight(job, stage) + working
+        working *= OVERHEADS.activation_gradients
+    return kept * _microbatches_in_flight(job, stage) + working
 
 
 def forward_bytes(job: Job, stage: int) -> float:
-    """The same without a backward pass: one layer at a time."""
-    return max((layer_bytes(job, layer) for layer in job.stages[stage]), default=0.0)
+    """Return what a forward pass without a backward pass holds: one layer at a time."""
+    return max((layer_bytes(job, layer) for layer in job.stage_layers[stage]), default=0.0)
 
 
 def logits_bytes(job: Job, stage: int, backward: bool) -> float:
-    """On the last stage: logits of one chunk with their copies, and in a backward pass the output layer's gradient."""
-    if stage != len(job.stages) - 1:
+    """Return the bytes of the output head, which is on the last stage.
+
+    One chunk of logits with its copies; with `backward` also the gradient of the output layer.
+    """
+    if stage != len(job.stage_layers) - 1:
         return 0.0
-    layout, shape, size = job.settings.layout, job.shape, BYTES[job.settings.model.dtype]
+    layout, model, dtype_bytes = job.settings.layout, job.model, DTYPE_BYTES[job.settings.model.dtype]
     rows = min(job.settings.optimizer.logprob_chunk_tokens, job.microbatch_tokens)
-    columns = -(-shape.vocabulary // layout.tensor)
-    # Logits and probabilities in float32; backwards the slope as well, and the gradient of the chunk before.
-    chunk = rows * columns * (12 + size if backward else 8 + size % 4)
-    hidden = job.microbatch_tokens / layout.context * shape.hidden * size
-    return chunk + hidden + backward * (hidden + columns * shape.hidden * 4)
+    columns = -(-model.vocab_size // layout.tensor)
+    # Logits and probabilities in float32; backwards also their gradient, and the gradient of the chunk before.
+    chunk = rows * columns * (12 + dtype_bytes if backward else 8 + dtype_bytes % 4)
+    hidden = job.microbatch_tokens / layout.context * model.hidden_size * dtype_bytes
+    return chunk + hidden + backward * (hidden + columns * model.hidden_size * 4)
 
 
 def layer_bytes(job: Job, layer: int) -> float:
-    """Saved by one layer for one micro-batch when nothing is recomputed."""
-    return _tensor_elements(job, layer) * BYTES[job.settings.model.dtype]
+    """Return what one layer saves of one micro-batch when nothing is recomputed."""
+    model, layout = job.model, job.settings.layout
+    tokens = job.microbatch_tokens / layout.context
+    gathered = model.hidden_size if layout.tensor > 1 else 0
+    per_token = 4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job)  # norms first
+    if model.is_moe_layer[layer]:
+        shared = gathered + 3 * model.shared_expert_size / layout.tensor if model.shared_expert_size else 0
+        router = 3 * model.num_experts * 2 / layout.tensor  # in float32
+        received = model.experts_per_token * layout.expert_tensor / layout.tensor * OVERHEADS.expert_imbalance
+        routed = received * (4 * model.hidden_size + 3 * model.moe_ffn_hidden_size / layout.expert_tensor)
+        per_token += shared + router + routed
+    else:
+        per_token += gathered + 3 * model.ffn_hidden_size / layout.tensor
+    return tokens * per_token * DTYPE_BYTES[job.settings.model.dtype]
 
 
-def _entry_bytes(job: Job) -> float:
-    """The input of a layer: all that full recomputation keeps."""
+def _layer_input_bytes(job: Job) -> float:
+    """Return the bytes of a layer's input: all that full recomputation keeps."""
     layout = job.settings.layout
     tokens = job.microbatch_tokens / layout.context / layout.tensor
-    return tokens * job.shape.hidden * BYTES[job.settings.model.dtype]
+    return tokens * job.model.hidden_size * DTYPE_BYTES[job.settings.model.dtype]
 
 
-def _tensor_elements(job: Job, layer: int) -> float:
-    shape, layout = job.shape, job.settings.layout
-    tokens = job.microbatch_tokens / layout.context
-    gathered = shape.hidden if layout.tensor > 1 else 0
-    norms = 4 * shape.hidden / layout.tensor
-    per_token = norms + gathered + _attention(job)
-    if not shape.sparse[layer]:
-        return tokens * (per_token + gathered + 3 * shape.dense_width / layout.tensor)
-    shared = gathered + 3 * shape.shared_width / layout.tensor if shape.shared_width else 0
-    router = 3 * shape.experts * 2 / layout.tensor  # in float32
-    received = shape.experts_per_token * layout.expert_tensor / layout.tensor * OVERHEADS.imbalance
-    routed = received * (4 * shape.hidden + 3 * shape.expert_width / layout.expert_tensor)
-    return tokens * (per_token + shared + router + routed)
+def _attention_elements(job: Job) -> float:
+    """Return the elements per token: projections, what the rotary embedding makes of them, and the heads' output."""
+    model, tensor = job.model, job.settings.layout.tensor
+    if model.mla_cache_dim:
+        per_head = 2 * model.qk_head_dim + (model.qk_head_dim + 2 * model.v_head_dim) + model.qk_head_dim
+        return model.num_heads / tensor * (per_head + model.v_head_dim) + 2 * model.mla_cache_dim
+    return (2 * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads) * model.qk_head_dim / tensor
 
 
-def _attention(job: Job) -> float:
-    """Per token: projections, what the rotary embedding makes of them, and the heads' output."""
-    shape, tensor = job.shape, job.settings.layout.tensor
-    if shape.latent_width:
-        heads = 2 * shape.query_width + (shape.query_width + 2 * shape.value_width) + shape.query_width
-        return shape.heads / tensor * (heads + shape.value_width) + 2 * shape.latent_width
-    return (2 * (shape.heads + 2 * shape.kv_heads) + shape.heads) * shape.query_width / tensor
-
-
-def _in_flight(job: Job, stage: int) -> float:
-    """Micro-batches whose activations wait on a stage: one forward, one backward; more when interleaved."""
+def _microbatches_in_flight(job: Job, stage: int) -> float:
+    """Return for how many micro-batches a stage holds activations: 1F1B, more when interleaved."""
     layout = job.settings.layout
-    behind, virtual = layout.pipeline - stage, layout.virtual_pipeline
+    stages_left, virtual = layout.pipeline - stage, layout.virtual_pipeline
     if virtual:
-        return min((2 * (behind - 1) + (virtual - 1) * layout.pipeline + 1) / virtual, job.packing.microbatches)
-    return min(behind, job.packing.microbatches)
+        in_flight = (2 * (stages_left - 1) + (virtual - 1) * layout.pipeline + 1) / virtual
+        return min(in_flight, job.packing.microbatches)
+    return min(stages_left, job.packing.microbatches)

@@ -1,5 +1,6 @@
-"""Profiles of clusters: numbers as data, each named where a plan misses it."""
+"""Cluster profiles: memory and rates of a kind of node, read from YAML and checked by name."""
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Achievable:
-    """Shares of a peak that expected times assume."""
+class Efficiency:
+    """Shares of peak rates that expected times assume."""
 
     matmul: float
     device_memory: float
@@ -37,7 +38,7 @@ class Cluster:
     disk_gb_s: float
     host_memory_gib: float
     gpus_per_node: int
-    achievable: Achievable
+    achievable: Efficiency
 
     @property
     def gpu_bytes(self) -> float:
@@ -48,7 +49,7 @@ class Cluster:
         return self.host_memory_gib * GIB
 
     def matmul_tflops(self, fp8: bool) -> float:
-        """Raises UserError where the profile has no FP8 rate."""
+        """Return the peak rate. Raises UserError where the profile has no FP8 rate."""
         if fp8 and self.fp8_tflops is None:
             raise UserError(
                 f"cluster {self.name}: the plan needs fp8_tflops, which the profile lacks: these GPUs may compute no "
@@ -58,50 +59,54 @@ class Cluster:
 
 
 def read_cluster(name: str) -> Cluster:
-    """A shipped profile by its name, or the profile in a YAML file. Raises UserError: unknown, a number missing."""
+    """Read a shipped profile by its name, or the profile in a YAML file.
+
+    Raises UserError where the name is unknown, or a number is missing or wrong.
+    """
     profiles = yaml.safe_load(PROFILES.read_text())
     if name in profiles:
-        return _cluster(name, profiles[name])
+        return _parse_profile(name, profiles[name])
     file = Path(name)
     if file.suffix not in (".yaml", ".yml") or not file.is_file():
         raise UserError(f"cluster {name}: no such profile{nearest(name, profiles)}: {', '.join(profiles)}, or a file")
-    return _cluster(file.stem, yaml.safe_load(file.read_text()))
+    return _parse_profile(file.stem, yaml.safe_load(file.read_text()))
 
 
 def cluster_names() -> tuple[str, ...]:
-    """The shipped profiles."""
+    """Return the names of the shipped profiles."""
     return tuple(yaml.safe_load(PROFILES.read_text()))
 
 
 def describe_rates(cluster: Cluster) -> str:
-    """The shares that expected times assume, for people."""
+    """Format the shares that expected times assume."""
     return ", ".join(f"{name} {share:.0%}" for name, share in asdict(cluster.achievable).items())
 
 
-def _cluster(name: str, values: Any) -> Cluster:
+def _parse_profile(name: str, values: Any) -> Cluster:
     if not isinstance(values, dict):
         raise UserError(f"cluster {name}: expected numbers by name, found {type(values).__name__}")
-    wanted = {field.name for field in fields(Cluster)} - {"name"}
+    required = {field.name for field in fields(Cluster)} - {"name"}
     shares = values.get("achievable")
-    _complete(name, values, wanted, may_lack={"fp8_tflops"})
+    _check_numbers(name, values, required, optional={"fp8_tflops"})
     if not isinstance(shares, dict):
         raise UserError(f"cluster {name}: achievable must give shares by name: matmul, device_memory, link")
-    _complete(name, shares, {field.name for field in fields(Achievable)})
-    return Cluster(name=name, **{**values, "fp8_tflops": values.get("fp8_tflops"), "achievable": Achievable(**shares)})
+    _check_numbers(name, shares, {field.name for field in fields(Efficiency)})
+    return Cluster(name=name, **{**values, "fp8_tflops": values.get("fp8_tflops"), "achievable": Efficiency(**shares)})
 
 
-def _complete(
-    name: str, values: dict[str, Any], wanted: set[str], may_lack: frozenset[str] | set[str] = frozenset()
+def _check_numbers(
+    name: str, values: dict[str, Any], required: set[str], optional: Collection[str] = frozenset()
 ) -> None:
-    for key in sorted(wanted):
-        if values.get(key) is None and key not in may_lack:
+    for key in sorted(required):
+        value = values.get(key)
+        if value is None and key not in optional:
             raise UserError(f"cluster {name}: the plan needs {key}, which the profile lacks: add it")
-        if key != "achievable" and values.get(key) is not None and not _positive(values[key]):
-            raise UserError(f"cluster {name}: {key}={values[key]!r} is not a number above 0")
+        if key != "achievable" and value is not None and not _is_positive(value):
+            raise UserError(f"cluster {name}: {key}={value!r} is not a number above 0")
     for key in values:
-        if key not in wanted:
-            raise UserError(f"cluster {name}: unknown number {key}{nearest(key, wanted)}")
+        if key not in required:
+            raise UserError(f"cluster {name}: unknown number {key}{nearest(key, required)}")
 
 
-def _positive(value: Any) -> bool:
+def _is_positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

@@ -1,13 +1,12 @@
-"""What settings mean, in words and numbers."""
+"""Explain what settings mean, in words and numbers."""
 
 from collections.abc import Iterator
 
 from grpo_mp.distributed.layout import describe
-from grpo_mp.planner.engine import engine_shape
 from grpo_mp.planner.job import Job
 from grpo_mp.rollout.placement import engine_hosts, engine_placements
 
-# What the run sets for its processes; anything else is as it was found.
+# Variables that the run sets for its processes, and why.
 ENVIRONMENT = (
     (
         "CUDA_DEVICE_MAX_CONNECTIONS=1",
@@ -21,55 +20,48 @@ ENVIRONMENT = (
 
 
 def explain(job: Job) -> str:
-    """Several lines; each says one thing."""
-    return "\n".join(f"- {line}" for line in _lines(job))
-
-
-def _lines(job: Job) -> Iterator[str]:
-    yield from _step(job)
-    yield from _places(job)
-    yield from _numerics(job)
-    yield "environment: " + "; ".join(f"{names} ({why})" for names, why in ENVIRONMENT)
+    """Return several lines; each explains one thing."""
+    environment = "environment: " + "; ".join(f"{names} ({reason})" for names, reason in ENVIRONMENT)
+    return "\n".join(f"- {line}" for line in (*_step(job), *_placement(job), *_numerics(job), environment))
 
 
 def _step(job: Job) -> Iterator[str]:
-    settings, rollout = job.settings, job.settings.rollout
-    samples, parts, epochs = settings.samples_per_step, settings.optimizer.updates_per_step, settings.optimizer.epochs
-    updates = settings.optimizer_steps_per_step
+    settings, rollout, optimizer = job.settings, job.settings.rollout, job.settings.optimizer
+    samples, epochs, updates = settings.samples_per_step, optimizer.epochs, settings.optimizer_steps_per_step
     yield (
         f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {samples:,} samples, "
-        f"{updates} update{'s' * (updates > 1)} of {samples // parts:,}{f' in {epochs} passes' * (epochs > 1)}; "
-        f"{settings.run.steps} steps in all"
+        f"{updates} update{'s' * (updates > 1)} of {samples // optimizer.updates_per_step:,}"
+        f"{f' in {epochs} passes' * (epochs > 1)}; {settings.run.steps} steps in all"
     )
     stale = f"those of its last update are {updates - 1} updates old" if updates > 1 else "none is stale"
     yield f"staleness: a step samples from the weights before its first update; {stale}"
     yield (
-        f"longest sequence: {rollout.max_prompt_tokens:,} + {rollout.max_response_tokens:,} = {job.longest:,} tokens; "
-        f"a micro-batch holds up to {settings.optimizer.max_tokens_per_microbatch:,}, or one longer sequence: "
+        f"longest sequence: {rollout.max_prompt_tokens:,} + {rollout.max_response_tokens:,} = {job.max_seq_len:,} "
+        f"tokens; a micro-batch holds up to {optimizer.max_tokens_per_microbatch:,}, or one longer sequence: "
         f"{job.microbatch_tokens:,} tokens, {-(-job.microbatch_tokens // settings.layout.context):,} of them on a rank"
     )
-    per_gpu = samples * job.mean_tokens / job.world_size
-    yield f"tokens per GPU and step: {per_gpu:,.0f}, with responses of {job.response_tokens:,.0f} in the mean"
+    per_gpu = samples * job.mean_seq_len / job.world_size
+    yield f"tokens per GPU and step: {per_gpu:,.0f}, with responses of {job.mean_response_tokens:,.0f} in the mean"
 
 
-def _places(job: Job) -> Iterator[str]:
-    settings, engine = job.settings, job.settings.engine
-    layout, shape = settings.layout, engine_shape(job)
+def _placement(job: Job) -> Iterator[str]:
+    layout, engine, parallelism = job.settings.layout, job.settings.engine, job.engine_parallelism
     yield (
-        f"trainer: all {job.world_size} GPUs of {job.nodes} nodes; {describe(layout)}, data={job.data_parallel}; "
+        f"trainer: all {job.world_size} GPUs of {job.nodes} nodes; {describe(layout)}, data={job.dp_size}; "
         f"the optimizer of dense parameters over {job.dense_shards} ranks, of experts over {job.expert_shards}; "
-        f" {', '.join(str(len(layers)) for layers in job.stages)}"
+        f" {', '.join(str(len(layers)) for layers in job.stage_layers)}"
     )
     hosts = engine_hosts(engine_placements(job.world_size, job.gpus_per_node, engine.gpus, engine.count))
+    replicas = parallelism.replicas
     yield (
         f"engines: {len(hosts)} of {engine.gpus} GPUs on the same devices, in turn with the trainer; servers are "
         f"started by rank{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}; "
-        f"attention over {shape.attention_tensor} in {shape.replicas} replica{'s' * (shape.replicas > 1)}, "
-        f"experts over {shape.expert}"
+        f"attention over {parallelism.attention_tensor} in {replicas} replica{'s' * (replicas > 1)}, "
+        f"experts over {parallelism.expert}"
     )
     yield (
         "away while the engines generate: weights and optimizer on the host, gradients nowhere"
-        if job.moves
+        if job.offload_enabled
         else "nothing leaves the devices: a float32 policy and its engines stay beside each other"
     )
 
@@ -77,9 +69,9 @@ def _places(job: Job) -> Iterator[str]:
 def _numerics(job: Job) -> Iterator[str]:
     settings = job.settings
     kl = settings.algorithm.kl
-    watched = f" for {kl.watch_share:.1%} of the micro-batches (kl.watch_share)" if not kl.weight else ""
-    kept = f"kept on the host, KL weight {kl.weight:g}{watched}"
-    yield f"reference: {kept if job.has_reference else 'none, the KL weight is 0'}"
+    watch_share = f" for {kl.watch_share:.1%} of the micro-batches (kl.watch_share)" if not kl.weight else ""
+    reference = f"kept on the host, KL weight {kl.weight:g}{watch_share}"
+    yield f"reference: {reference if job.has_reference else 'none, the KL weight is 0'}"
     if job.hf.get("num_nextn_predict_layers"):
         yield "the multi-token-prediction layer of the model is neither trained nor served"
     yield (

@@ -1,101 +1,89 @@
-"""Does it fit, and if not, why not."""
+"""Whether a plan fits its machines, and if not, why not."""
 
 from dataclasses import dataclass
 
 from grpo_mp.planner.clusters import GIB
-from grpo_mp.planner.memory import SubPhase, total
+from grpo_mp.planner.memory import BytesByKind, SubPhase, total
 from grpo_mp.planner.plan import Plan
-from grpo_mp.rollout.engine_parallelism import attention_replicas
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryPeak:
     """The most that any rank's device, or any node's host, holds: where, when, and its largest kind."""
 
     place: str
-    stretch: SubPhase
+    sub_phase: SubPhase
     needed: float
     capacity: float
     kind: str
     kind_bytes: float
 
+    @classmethod
+    def of(cls, place: str, sub_phase: SubPhase, sizes: BytesByKind, capacity: float) -> "MemoryPeak":
+        """Sum the sizes and find the largest."""
+        kind = max(sizes, key=lambda name: sizes[name])
+        return cls(place, sub_phase, total(sizes), capacity, kind, sizes[kind])
+
     @property
-    def spare(self) -> float:
+    def headroom(self) -> float:
         return self.capacity - self.needed
 
     @property
     def fits(self) -> bool:
-        return self.spare >= 0
+        return self.headroom >= 0
 
     @property
     def sentence(self) -> str:
         """As a user reads it."""
-        word = f"{self.spare / GIB:.1f} GiB to spare" if self.fits else f"{-self.spare / GIB:.1f} GiB too much"
+        spare = f"{self.headroom / GIB:.1f} GiB to spare" if self.fits else f"{-self.headroom / GIB:.1f} GiB too much"
         return (
-            f"{self.place}: {self.needed / GIB:.1f} of {self.capacity / GIB:.1f} GiB in {self.stretch}, {word}; "
+            f"{self.place}: {self.needed / GIB:.1f} of {self.capacity / GIB:.1f} GiB in {self.sub_phase}, {spare}; "
             f"the largest item is {self.kind} ({self.kind_bytes / GIB:.1f} GiB)"
         )
 
 
 @dataclass(frozen=True)
 class Feasibility:
-    """`device` and `host`: the fullest. `complaint`: what does not fit beside memory, or nothing."""
+    """Memory peaks, and why the engine's KV cache is too small, if it is."""
 
-    device: Need
-    host: Need
-    complaint: str
+    device: MemoryPeak
+    host: MemoryPeak
+    kv_cache_problem: str
 
     @property
     def fits(self) -> bool:
-        return self.device.fits and self.host.fits and not self.complaint
+        return self.device.fits and self.host.fits and not self.kv_cache_problem
 
     @property
     def sentence(self) -> str:
-        """The verdict and its reasons."""
+        """The verdict and its reasons, as a user reads them."""
         if self.fits:
             return f"fits. {self.device.sentence}. {self.host.sentence}."
-        needs = [need.sentence for need in (self.device, self.host) if not need.fits]
-        return f"does not fit. {'. '.join([*needs, *filter(None, [self.complaint])])}."
+        problems = [peak.sentence for peak in (self.device, self.host) if not peak.fits]
+        return f"does not fit. {'. '.join([*problems, *filter(None, [self.kv_cache_problem])])}."
 
 
 def check_fits(plan: Plan) -> Feasibility:
-    """The verdict on a plan."""
-    return Feasibility(_device(plan), _host(plan), _cache(plan))
-
-
-def _device(plan: Plan) -> Need:
-    per_stage = plan.job.world_size // len(plan.memory.device)
-    stage, stretch = max(
-        ((stage, stretch) for stage in range(len(plan.memory.device)) for stretch in SubPhase),
-        key=lambda place: total(plan.memory.device[place[0]][place[1]]),
+    """Compare the memory of a plan with that of its machines."""
+    job, memory = plan.job, plan.memory
+    stage, sub_phase = max(
+        ((stage, sub_phase) for stage in range(len(memory.device)) for sub_phase in SubPhase),
+        key=lambda item: total(memory.device[item[0]][item[1]]),
     )
-    items = plan.memory.device[stage][stretch]
-    kind = max(items, key=lambda name: items[name])
-    place = f"rank {stage * per_stage} (pipeline stage {stage})"
-    return Need(
-        place,
-        stretch,
-        total(items),
-        plan.job.cluster.gpu_bytes,
-        kind,
-        items[kind],
-    )
+    place = f"rank {stage * (job.world_size // len(memory.device))} (pipeline stage {stage})"
+    device = MemoryPeak.of(place, sub_phase, memory.device[stage][sub_phase], job.cluster.gpu_bytes)
+    sub_phase = max(SubPhase, key=lambda sub_phase: total(memory.host[sub_phase]))
+    host = MemoryPeak.of("a node's host", sub_phase, memory.host[sub_phase], job.cluster.host_bytes)
+    return Feasibility(device, host, _kv_cache_problem(plan))
 
 
-def _host(plan: Plan) -> Need:
-    stretch = max(SubPhase, key=lambda one: total(plan.memory.host[one]))
-    items = plan.memory.host[stretch]
-    kind = max(items, key=lambda name: items[name])
-    return Need("a node's host", stretch, total(items), plan.job.cluster.host_bytes, kind, items[kind])
-
-
-def _cache(plan: Plan) -> str:
-    """A cache must hold at least one of the longest sequences in each replica of an engine."""
-    load = plan.memory.engine
-    tokens = load.tokens // attention_replicas(plan.job.settings.engine.args)
-    if tokens >= plan.job.longest_request:
+def _kv_cache_problem(plan: Plan) -> str:
+    """The KV cache of each replica of an engine must hold at least one of the longest sequences."""
+    engine = plan.memory.engine
+    tokens = engine.kv_cache_tokens // plan.job.engine_parallelism.replicas
+    if tokens >= plan.job.max_request_len:
         return ""
     return (
-        f"the engine's cache holds {tokens:,} tokens beside {load.weights / GIB:.1f} GiB of weights, the "
-        f"longest sequence has {plan.job.longest_request:,}: raise engine.gpus or engine.args.mem_fraction_static"
+        f"the engine's cache holds {tokens:,} tokens beside {engine.weights / GIB:.1f} GiB of weights, the "
+        f"longest sequence has {plan.job.max_request_len:,}: raise engine.gpus or engine.args.mem_fraction_static"
     )

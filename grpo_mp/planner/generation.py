@@ -2,63 +2,62 @@
 
 from dataclasses import dataclass
 
-from grpo_mp.planner.engine import EngineLoad, engine_shape
+from grpo_mp.planner.engine_memory import EngineMemory
 from grpo_mp.planner.job import Job
-from grpo_mp.planner.resource_use import Work, decode_latency_s
-from grpo_mp.planner.training import active_parameters, token_flops
+from grpo_mp.planner.resource_use import ResourceUse, decode_latency_s
+from grpo_mp.planner.training import active_parameters, forward_flops_per_token, routed_parameters
 
 
 @dataclass(frozen=True)
-class Generation:
-    """Of one engine: its samples of a step, how many run at a time, and decode steps in all, the longest's included."""
+class GenerationPlan:
+    """Of one engine, in one step."""
 
     samples: float
-    running: float
-    steps: float
+    running_per_replica: float  # sequences at a time
+    decode_steps: float  # those of the longest response included
 
 
-def plan_generation(job: Job, engine: EngineLoad) -> Generation:
-    """By the mean length while there are samples, and then down to the end of the longest response."""
+def plan_generation(job: Job, engine: EngineMemory) -> GenerationPlan:
+    """Count decode steps: responses of the mean length in waves, but at least those of the longest response."""
     rollout, args = job.settings.rollout, job.settings.engine.args
-    samples = job.settings.samples_per_step / job.engines
+    samples = job.settings.samples_per_step / job.num_engines
     in_flight = job.settings.engine.concurrent_groups * rollout.group_size
-    shape = engine_shape(job)
     limit = float(args.get("max_running_requests") or in_flight)
-    running = max(1.0, min(samples, in_flight, limit, engine.tokens / job.mean_tokens))
-    waves = samples / running
-    steps = max(rollout.max_response_tokens, waves * job.response_tokens)
-    return Generation(samples, running / shape.replicas, steps)
+    running = max(1.0, min(samples, in_flight, limit, engine.kv_cache_tokens / job.mean_seq_len))
+    decode_steps = max(rollout.max_response_tokens, samples / running * job.mean_response_tokens)
+    return GenerationPlan(samples, running / job.engine_parallelism.replicas, decode_steps)
 
 
-def generate_work(job: Job, engine: EngineLoad) -> Work:
-    """Of one GPU of an engine: prefill of its prompts, and every decode step."""
-    plan, shape = plan_generation(job, engine), engine_shape(job)
-    tokens = plan.samples * job.response_tokens / shape.gpus
-    prompts = plan.samples / job.settings.rollout.group_size * job.settings.rollout.max_prompt_tokens / 2 / shape.gpus
-    flops = (tokens + prompts) * token_flops(job, job.mean_tokens)
-    read = plan.steps * _weights_read(job, engine, plan.running * shape.replicas)
-    cache = plan.samples * job.response_tokens * job.mean_tokens / 2 * engine.token_bytes / shape.replicas
-    routed = job.shape.experts_per_token * job.shape.hidden * 3 * sum(job.shape.sparse) * tokens  # FP8 there, wide back
-    outside = max(0.0, 1 - job.gpus_per_node / shape.expert)
-    sums = 4 * job.shape.layers * job.shape.hidden * tokens * shape.attention_tensor
-    collectives = 2 if shape.gpus > 1 else 0
-    return Work(
-        flops=flops,
-        fp8=shape.fp8,
-        device_bytes=read + cache,
-        nvlink_bytes=sums * (shape.attention_tensor > 1) + routed * (1 - outside) * (shape.expert > 1),
-        network_bytes=routed * outside,
-        latency_s=plan.steps * decode_latency_s(job.shape.layers, collectives),
+def generation_use(job: Job, engine: EngineMemory) -> ResourceUse:
+    """Return the use of one GPU of an engine: prefill of its prompts, and every decode step."""
+    model, plan, parallelism = job.model, plan_generation(job, engine), job.engine_parallelism
+    rollout, gpus = job.settings.rollout, parallelism.gpus
+    tokens = plan.samples * job.mean_response_tokens / gpus
+    prompt_tokens = plan.samples / rollout.group_size * rollout.max_prompt_tokens / 2 / gpus
+    weights = _weight_bytes_per_step(job, engine, plan.running_per_replica * parallelism.replicas)
+    context_tokens = plan.samples * job.mean_response_tokens * job.mean_seq_len / 2
+    # Dispatch in FP8, combine in bfloat16.
+    all_to_all = model.experts_per_token * model.hidden_size * 3 * model.num_moe_layers * tokens
+    to_other_nodes = max(0.0, 1 - job.gpus_per_node / parallelism.expert)
+    all_reduce = 4 * model.num_layers * model.hidden_size * tokens * parallelism.attention_tensor
+    return ResourceUse(
+        flops=(tokens + prompt_tokens) * forward_flops_per_token(job, job.mean_seq_len),
+        fp8=job.engine_in_fp8,
+        device_bytes=plan.decode_steps * weights + context_tokens * engine.bytes_per_token / parallelism.replicas,
+        nvlink_bytes=all_reduce * (parallelism.attention_tensor > 1)
+        + all_to_all * (1 - to_other_nodes) * (parallelism.expert > 1),
+        network_bytes=all_to_all * to_other_nodes,
+        latency_s=plan.decode_steps * decode_latency_s(model.num_layers, collectives=2 if gpus > 1 else 0),
     )
 
 
-def _weights_read(job: Job, engine: EngineLoad, running: float) -> float:
-    """Of a GPU's weights, what one decode step reads: with few sequences not every expert is met."""
-    shape = job.shape
-    if not shape.experts:
+def _weight_bytes_per_step(job: Job, engine: EngineMemory, running: float) -> float:
+    """Return the bytes of a GPU's weights that one decode step reads: few sequences do not use every expert."""
+    model = job.model
+    if not model.num_experts:
         return engine.weights
-    met = 1 - (1 - shape.experts_per_token / shape.experts) ** running
-    routed = sum(shape.sparse) * shape.experts * 3 * shape.hidden * shape.expert_width
-    rest = active_parameters(job) - sum(shape.sparse) * shape.experts_per_token * 3 * shape.hidden * shape.expert_width
-    share = routed / (routed + rest)
-    return engine.weights * (share * met + 1 - share)
+    used = 1 - (1 - model.experts_per_token / model.num_experts) ** running
+    routed = routed_parameters(job, model.num_experts)
+    rest = active_parameters(job) - routed_parameters(job, model.experts_per_token)
+    routed_share = routed / (routed + rest)
+    return engine.weights * (routed_share * used + 1 - routed_share)

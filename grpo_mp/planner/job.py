@@ -1,82 +1,104 @@
-"""What a plan is made for: settings, a model's shape, and the machines."""
+"""What a plan is made for: settings, the model's dimensions, and the machines."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from grpo_mp.config import Settings
 from grpo_mp.distributed.coordinates import data_parallel
-from grpo_mp.distributed.layout import check_layout, model_shape
+from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import Cluster
-from grpo_mp.planner.packing import Lengths, Packing, pack_update
-from grpo_mp.planner.parameter_count import Count, local_parameter_counts
-from grpo_mp.planner.stages import Stages, stage_layers
+from grpo_mp.planner.packing import AssumedLengths, Packing, pack_update
+from grpo_mp.planner.parameter_count import ParameterCount, local_parameter_counts
+from grpo_mp.planner.pipeline_layout import StageLayers, layers_of_stages
+from grpo_mp.rollout.engine_parallelism import EngineParallelism, check_engine_parallelism
 from grpo_mp.rollout.placement import engine_placements
+from grpo_mp.rollout.precision import in_fp8
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Widths that computation and caches follow from. `sparse`: per layer, whether it is a mixture."""
+class ModelDims:
+    """Sizes of the model from which FLOPs, activations and caches follow."""
 
-    hidden: int
-    vocabulary: int
-    heads: int
-    query_width: int  # of one head
-    value_width: int
-    kv_heads: int
-    latent_width: int  # elements of a token's latent cache in one layer; 0 without latent attention
-    dense_width: int
-    sparse: tuple[bool, ...]
-    experts: int
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    num_kv_heads: int
+    mla_cache_dim: int  # elements of a token's latent cache in one layer; 0 without latent attention
+    ffn_hidden_size: int
+    is_moe_layer: tuple[bool, ...]  # by layer
+    num_experts: int
     experts_per_token: int
-    expert_width: int
-    shared_width: int
+    moe_ffn_hidden_size: int  # of one routed expert
+    shared_expert_size: int  # of all shared experts together
 
     @property
-    def layers(self) -> int:
-        return len(self.sparse)
+    def num_layers(self) -> int:
+        return len(self.is_moe_layer)
+
+    @property
+    def num_moe_layers(self) -> int:
+        return sum(self.is_moe_layer)
 
 
 @dataclass(frozen=True)
 class Job:
-    """Settings on machines. `counts`: parameters of one rank of each stage; `response_tokens`: the mean assumed."""
+    """Settings on machines. `parameter_counts`: of one rank of each pipeline stage."""
 
     settings: Settings
     hf: HfConfig
-    shape: Shape
+    model: ModelDims
     cluster: Cluster
     nodes: int
     gpus_per_node: int
-    stages: Stages
-    counts: tuple[Count, ...]
-    response_tokens: float
+    stage_layers: StageLayers
+    parameter_counts: tuple[ParameterCount, ...]
+    mean_response_tokens: float  # assumed
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.gpus_per_node
 
     @property
-    def data_parallel(self) -> int:
+    def dp_size(self) -> int:
         return data_parallel(self.settings.layout, self.world_size)
 
     @property
     def dense_shards(self) -> int:
-        """Ranks over which the optimizer of a dense parameter is divided."""
-        return self.data_parallel * self.settings.layout.context
+        """Ranks over which the optimizer of a dense parameter is sharded."""
+        return self.dp_size * self.settings.layout.context
 
     @property
     def expert_shards(self) -> int:
+        """Ranks over which the optimizer of a routed expert's parameter is sharded."""
         layout = self.settings.layout
         return self.world_size // (layout.expert * layout.expert_tensor * layout.pipeline)
 
+    def sharded_parameters(self, count: ParameterCount) -> float:
+        """Of the parameters that a rank holds, those whose optimizer state it keeps."""
+        return count.dense / self.dense_shards + count.expert / self.expert_shards
+
     @property
-    def engines(self) -> int:
+    def num_engines(self) -> int:
         engine = self.settings.engine
         return engine.count or self.world_size // engine.gpus
 
+    @cached_property
+    def engine_parallelism(self) -> EngineParallelism:
+        """Raises UserError where engine.gpus and engine.args do not divide each other, the model or an FP8 block."""
+        engine = self.settings.engine
+        return check_engine_parallelism(engine.gpus, engine.args, self.hf)
+
     @property
-    def moves(self) -> bool:
+    def engine_in_fp8(self) -> bool:
+        return in_fp8(self.settings.engine.args, self.hf, cpu=False)
+
+    @property
+    def offload_enabled(self) -> bool:
         """Whether policy and engine leave the device for each other; a float32 policy stays."""
         return self.settings.model.dtype == "bfloat16"
 
@@ -85,41 +107,41 @@ class Job:
         return self.settings.algorithm.kl.measured_share > 0
 
     @property
-    def longest(self) -> int:
+    def max_seq_len(self) -> int:
+        """Tokens of the longest training sample."""
         rollout = self.settings.rollout
         return rollout.max_prompt_tokens + rollout.max_response_tokens
 
     @property
-    def longest_request(self) -> int:
+    def max_request_len(self) -> int:
         """Tokens of the longest sequence of an engine, which answers the eval sets too."""
         return self.settings.rollout.max_prompt_tokens + self.settings.longest_response
 
     @property
-    def mean_tokens(self) -> float:
-        """Of a sample; prompts are taken as half of their limit."""
-        return self.settings.rollout.max_prompt_tokens / 2 + self.response_tokens
+    def mean_seq_len(self) -> float:
+        """Mean tokens of a sample; prompts are taken as half of their limit."""
+        return self.settings.rollout.max_prompt_tokens / 2 + self.mean_response_tokens
 
     @property
     def microbatch_tokens(self) -> int:
         """The most tokens of one micro-batch: a longer sequence gets one of its own."""
-        of_update = self.settings.samples_per_step // self.settings.optimizer.updates_per_step * self.longest
-        return min(max(self.settings.optimizer.max_tokens_per_microbatch, self.longest), of_update)
+        optimizer = self.settings.optimizer
+        update_tokens = self.settings.samples_per_step // optimizer.updates_per_step * self.max_seq_len
+        return min(max(optimizer.max_tokens_per_microbatch, self.max_seq_len), update_tokens)
 
     @property
     def packing(self) -> Packing:
-        """An update as the scheduler packs it, for lognormal responses of the assumed mean."""
-        settings, layout = self.settings, self.settings.layout
-        rollout, optimizer = settings.rollout, settings.optimizer
-        samples = max(1, settings.samples_per_step // optimizer.updates_per_step)
-        lengths = Lengths(
-            samples,
-            max(1, rollout.max_prompt_tokens // 2),
-            self.response_tokens,
-            rollout.max_response_tokens,
-            rollout.group_size if optimizer.share_prompts else 0,
+        """Micro-batches of an update as the trainer packs them, for lognormal responses of the assumed mean."""
+        rollout, optimizer = self.settings.rollout, self.settings.optimizer
+        lengths = AssumedLengths(
+            num_samples=max(1, self.settings.samples_per_step // optimizer.updates_per_step),
+            prompt_tokens=max(1, rollout.max_prompt_tokens // 2),
+            mean=self.mean_response_tokens,
+            limit=rollout.max_response_tokens,
+            samples_per_prompt=rollout.group_size if optimizer.share_prompts else 0,
         )
-        divided = layout.model_copy(update={"expert": 1, "expert_tensor": 1})  # of no meaning here
-        return pack_update(lengths, divided, self.data_parallel, optimizer.max_tokens_per_microbatch, self.shape.hidden)
+        layout = self.settings.layout.model_copy(update={"expert": 1, "expert_tensor": 1})  # do not affect packing
+        return pack_update(lengths, layout, self.dp_size, optimizer.max_tokens_per_microbatch, self.model.hidden_size)
 
 
 def make_job(
@@ -128,45 +150,45 @@ def make_job(
     cluster: Cluster,
     nodes: int,
     gpus_per_node: int | None = None,
-    response_tokens: float | None = None,
+    mean_response_tokens: float | None = None,
 ) -> Job:
-    """The job, with parameters by the closed form. Raises UserError for a layout or engine that cannot be."""
+    """Make the job, with parameters by the closed form. Raises UserError for an invalid layout or engine."""
     gpus_per_node = gpus_per_node or cluster.gpus_per_node
     world_size, layout, engine = nodes * gpus_per_node, settings.layout, settings.engine
-    values = family_of(hf).config(hf)
+    config = family_of(hf).config(hf)
     megatron = settings.optimizer.megatron
-    check_layout(layout, model_shape(values), world_size, uneven_pipeline=any("pipeline" in name for name in megatron))
+    check_layout(layout, model_shape(config), world_size, sets_pipeline_layout(megatron))
     engine_placements(world_size, gpus_per_node, engine.gpus, engine.count)
-    stages = stage_layers(values["num_layers"], layout, megatron)
+    stage_layers = layers_of_stages(config["num_layers"], layout, megatron)
     return Job(
         settings=settings,
         hf=hf,
-        shape=_shape(hf, values),
+        model=_model_dims(hf, config),
         cluster=cluster,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
-        stages=stages,
-        counts=local_parameter_counts(hf, layout, stages),
-        response_tokens=response_tokens or settings.rollout.max_response_tokens / 2,
+        stage_layers=stage_layers,
+        parameter_counts=local_parameter_counts(hf, layout, stage_layers),
+        mean_response_tokens=mean_response_tokens or settings.rollout.max_response_tokens / 2,
     )
 
 
-def _shape(hf: HfConfig, values: dict[str, Any]) -> Shape:
-    latent, experts = values.get("multi_latent_attention", False), values.get("num_moe_experts") or 0
-    per_head = values["qk_head_dim"] + values["qk_pos_emb_head_dim"] if latent else values["kv_channels"]
-    sparse = values["moe_layer_freq"] if experts else [0] * values["num_layers"]
-    return Shape(
-        hidden=values["hidden_size"],
-        vocabulary=hf.int("vocab_size"),
-        heads=values["num_attention_heads"],
-        query_width=per_head,
-        value_width=values["v_head_dim"] if latent else per_head,
-        kv_heads=values["num_query_groups"],
-        latent_width=values["kv_lora_rank"] + values["qk_pos_emb_head_dim"] if latent else 0,
-        dense_width=values.get("ffn_hidden_size") or 0,
-        sparse=tuple(map(bool, sparse)),
-        experts=experts,
-        experts_per_token=values.get("moe_router_topk") or 0,
-        expert_width=values.get("moe_ffn_hidden_size") or 0,
-        shared_width=values.get("moe_shared_expert_intermediate_size") or 0,
+def _model_dims(hf: HfConfig, config: dict[str, Any]) -> ModelDims:
+    mla, num_experts = config.get("multi_latent_attention", False), config.get("num_moe_experts") or 0
+    qk_head_dim = config["qk_head_dim"] + config["qk_pos_emb_head_dim"] if mla else config["kv_channels"]
+    moe_layer_freq = config["moe_layer_freq"] if num_experts else [0] * config["num_layers"]
+    return ModelDims(
+        hidden_size=config["hidden_size"],
+        vocab_size=hf.int("vocab_size"),
+        num_heads=config["num_attention_heads"],
+        qk_head_dim=qk_head_dim,
+        v_head_dim=config["v_head_dim"] if mla else qk_head_dim,
+        num_kv_heads=config["num_query_groups"],
+        mla_cache_dim=config["kv_lora_rank"] + config["qk_pos_emb_head_dim"] if mla else 0,
+        ffn_hidden_size=config.get("ffn_hidden_size") or 0,
+        is_moe_layer=tuple(map(bool, moe_layer_freq)),
+        num_experts=num_experts,
+        experts_per_token=config.get("moe_router_topk") or 0,
+        moe_ffn_hidden_size=config.get("moe_ffn_hidden_size") or 0,
+        shared_expert_size=config.get("moe_shared_expert_intermediate_size") or 0,
     )

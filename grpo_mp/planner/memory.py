@@ -7,17 +7,17 @@ from enum import StrEnum
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
-from grpo_mp.planner.engine import EngineLoad, engine_load
+from grpo_mp.planner.engine_memory import EngineMemory, engine_memory
 from grpo_mp.planner.job import Job
 from grpo_mp.planner.overheads import OVERHEADS
-from grpo_mp.planner.parameter_count import Count
+from grpo_mp.planner.parameter_count import ParameterCount
 from grpo_mp.scheduler.phases import RESIDENT, Phase, Residency
 
-Items = Mapping[str, float]
+BytesByKind = Mapping[str, float]
 
 
 class SubPhase(StrEnum):
-    """A stretch of a run in which what is held stays the same: the phases, some of them in parts."""
+    """A phase, or a part of one, in which memory use stays the same."""
 
     START = "start"
     LOAD = "load"
@@ -31,7 +31,7 @@ class SubPhase(StrEnum):
     SAVE = "save"
 
 
-PHASES = {
+PHASE_OF = {
     SubPhase.GENERATE: Phase.GENERATE,
     SubPhase.SCORE: Phase.SCORE,
     SubPhase.LOGPROB: Phase.LOGPROB,
@@ -41,161 +41,158 @@ PHASES = {
     SubPhase.SYNC: Phase.SYNC,
     SubPhase.SAVE: Phase.SAVE,
 }
-EVERYTHING = Residency(True, True, True, True, True)
-CHECKPOINT = 12  # bytes of a parameter's main weight and two moments, in float32 whatever the optimizer keeps
+ALL_RESIDENT = Residency(True, True, True, True, True)
+CHECKPOINT_BYTES = 12  # per parameter: main weight and two moments, in float32 whatever the optimizer keeps
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Device bytes of a rank of each stage, [stage][stretch][kind], and host bytes of the fullest node."""
+class MemoryPlan:
+    """Bytes by kind: on the device of a rank of each stage, [stage][sub-phase], and on the host of the fullest node."""
 
-    device: tuple[Mapping[SubPhase, Items], ...]
-    host: Mapping[SubPhase, Items]
-    engine: EngineLoad
-
-
-def plan_memory(job: Job, kept: BytesPerParameter | None = None) -> Memory:
-    """`kept` stands in for how this trainer keeps its parameters."""
-    kept, engine = kept or bytes_per_parameter(job.settings), engine_load(job)
-    device = tuple(_device(job, stage, kept, engine) for stage in range(len(job.stages)))
-    return Memory(device, _host(job, kept), engine)
+    device: tuple[Mapping[SubPhase, BytesByKind], ...]
+    host: Mapping[SubPhase, BytesByKind]
+    engine: EngineMemory
 
 
-def total(items: Items) -> float:
-    """The sum over kinds."""
-    return sum(items.values())
+def plan_memory(job: Job, per_parameter: BytesPerParameter | None = None) -> MemoryPlan:
+    """Plan the memory of a job; `per_parameter` replaces what this trainer keeps."""
+    per_parameter, engine = per_parameter or bytes_per_parameter(job.settings), engine_memory(job)
+    device = tuple(_device_memory(job, stage, per_parameter, engine) for stage in range(len(job.stage_layers)))
+    return MemoryPlan(device, _host_memory(job, per_parameter), engine)
 
 
-def _device(job: Job, stage: int, kept: BytesPerParameter, engine: EngineLoad) -> dict[SubPhase, Items]:
-    held = _held(job, job.counts[stage], kept)
-    always = {"contexts": 2 * OVERHEADS.context, "communication": OVERHEADS.trainer_groups + engine.groups}
-    found: dict[SubPhase, Items] = {}
-    for stretch in SubPhase:
-        trainer = _resident(job, stretch, held) | _working(job, stage, stretch, kept)
-        fragments = {"fragments": OVERHEADS.fragments * sum(trainer.values())}
-        items = always | trainer | fragments | _resident_engine(job, stretch, engine)
-        found[stretch] = {kind: size for kind, size in items.items() if size}
-    return found
+def total(sizes: BytesByKind) -> float:
+    """Sum over kinds."""
+    return sum(sizes.values())
 
 
-def _held(job: Job, count: Count, kept: BytesPerParameter) -> dict[str, float]:
-    return {
-        "weights": count.total * kept.weights,
-        "gradients": count.total * kept.gradients,
-        "optimizer": _sharded(job, count) * kept.optimizer,
-    }
+def _device_memory(
+    job: Job, stage: int, per_parameter: BytesPerParameter, engine: EngineMemory
+) -> dict[SubPhase, BytesByKind]:
+    count = job.parameter_counts[stage]
+    always = {"contexts": 2 * OVERHEADS.cuda_context, "communication": OVERHEADS.trainer_nccl + engine.communication}
+    memory: dict[SubPhase, BytesByKind] = {}
+    for sub_phase in SubPhase:
+        resident = _residency(job, sub_phase)
+        trainer = {
+            "weights": resident.policy_weights * count.total * per_parameter.weights,
+            "gradients": resident.gradients * count.total * per_parameter.gradients,
+            "optimizer": resident.optimizer * job.sharded_parameters(count) * per_parameter.optimizer,
+        } | _temporary_memory(job, stage, sub_phase, per_parameter)
+        sizes = always | trainer
+        sizes["fragments"] = OVERHEADS.fragmentation * total(trainer)
+        sizes["engine weights"] = resident.engine_weights * engine.weights
+        sizes["KV cache"] = resident.engine_cache * engine.kv_cache
+        sizes["CUDA graphs"] = resident.engine_cache * engine.cuda_graphs
+        memory[sub_phase] = {kind: size for kind, size in sizes.items() if size}
+    return memory
 
 
-def _sharded(job: Job, count: Count) -> float:
-    """Parameters whose optimizer state this rank keeps."""
-    return count.dense / job.dense_shards + count.expert / job.expert_shards
-
-
-def _residency(job: Job, stretch: SubPhase) -> Residency:
-    """What the phase keeps on the device; before the first phase the engines are up, then asleep while we load."""
-    if not job.moves:
-        return EVERYTHING
-    if stretch is SubPhase.START:
+def _residency(job: Job, sub_phase: SubPhase) -> Residency:
+    """Return what is on the device; before the first phase the engines are up, then asleep while the policy loads."""
+    if not job.offload_enabled:
+        return ALL_RESIDENT
+    if sub_phase is SubPhase.START:
         return Residency(engine_weights=True, engine_cache=True)
-    if stretch is SubPhase.LOAD:
+    if sub_phase is SubPhase.LOAD:
         return Residency(policy_weights=True, gradients=True, optimizer=True)
-    return RESIDENT[PHASES[stretch]]
+    return RESIDENT[PHASE_OF[sub_phase]]
 
 
-def _resident(job: Job, stretch: SubPhase, held: Items) -> dict[str, float]:
-    found = _residency(job, stretch)
-    policy = {"weights": found.policy_weights, "gradients": found.gradients, "optimizer": found.optimizer}
-    return {kind: size for kind, size in held.items() if policy[kind]}
-
-
-def _resident_engine(job: Job, stretch: SubPhase, engine: EngineLoad) -> dict[str, float]:
-    found = _residency(job, stretch)
-    weights = {"engine weights": engine.weights} if found.engine_weights else {}
-    cache = {"KV cache": engine.cache, "CUDA graphs": engine.graphs} if found.engine_cache else {}
-    return weights | cache
-
-
-def _working(job: Job, stage: int, stretch: SubPhase, kept: BytesPerParameter) -> dict[str, float]:
-    """What a stretch allocates for itself."""
-    if stretch is SubPhase.LOGPROB:
-        exchanged = largest_tensor(job) * kept.weights if job.has_reference else 0.0
+def _temporary_memory(job: Job, stage: int, sub_phase: SubPhase, per_parameter: BytesPerParameter) -> dict[str, float]:
+    """Return what a sub-phase allocates and frees again."""
+    if sub_phase is SubPhase.LOGPROB:
+        reference = _largest_tensor(job) * per_parameter.weights if job.has_reference else 0.0
         logits = logits_bytes(job, stage, backward=False)
-        return {"activations": forward_bytes(job, stage), "logits": logits, "reference": exchanged}
-    if stretch is SubPhase.TRAIN:
+        return {"activations": forward_bytes(job, stage), "logits": logits, "reference": reference}
+    if sub_phase is SubPhase.TRAIN:
         return {"activations": activation_bytes(job, stage), "logits": logits_bytes(job, stage, backward=True)}
-    if stretch is SubPhase.OPTIMIZER:
-        return {"float32 gradients": _sharded(job, job.counts[stage]) * kept.update}
-    if stretch is SubPhase.SAVE:
-        return {"moments in float32": largest_tensor(job) * kept.saved}
-    if stretch is SubPhase.SYNC:  # one flat tensor; of more than one rank also shards that arrive, and whole tensors
+    if sub_phase is SubPhase.OPTIMIZER:
+        count = job.parameter_counts[stage]
+        return {"float32 gradients": job.sharded_parameters(count) * per_parameter.fp32_gradients}
+    if sub_phase is SubPhase.SAVE:
+        return {"moments in float32": _largest_tensor(job) * per_parameter.fp32_moments}
+    if sub_phase is SubPhase.SYNC:  # one flat tensor; with several ranks also received shards, and gathered tensors
         return {"sync bucket": (3.0 if job.world_size > 1 else 1.0) * job.settings.sync.bucket_bytes}
     return {}
 
 
-def largest_tensor(job: Job) -> float:
-    """Elements of the output layer or the largest matrix of a layer, on one rank."""
-    shape, tensor = job.shape, job.settings.layout.tensor
-    return max(shape.vocabulary, 2 * shape.dense_width, 2 * shape.expert_width) / tensor * shape.hidden
+def _largest_tensor(job: Job) -> float:
+    """Return the elements, on one rank, of the output layer or the largest matrix of a layer."""
+    model = job.model
+    rows = max(model.vocab_size, 2 * model.ffn_hidden_size, 2 * model.moe_ffn_hidden_size)
+    return rows / job.settings.layout.tensor * model.hidden_size
 
 
-def _host(job: Job, kept: BytesPerParameter) -> dict[SubPhase, Items]:
-    """The fullest node by stretch. A node may hold ranks of several stages."""
-    nodes = [range(start, start + job.gpus_per_node) for start in range(0, job.world_size, job.gpus_per_node)]
-    kinds = {(_kinds_on(job, node)) for node in nodes}
-    each = [_node(job, kept, ranks) for ranks in kinds]
-    return {stretch: max((node[stretch] for node in each), key=total) for stretch in SubPhase}
+@dataclass(frozen=True)
+class _RankKind:
+    """What a rank's host memory depends on; the first replica writes the checkpoint."""
+
+    stage: int
+    first_dense_replica: bool
+    first_expert_replica: bool
 
 
-def _kinds_on(job: Job, node: range) -> tuple[tuple[int, bool, bool], ...]:
-    """(stage, first of its dense replicas, first of its expert replicas) of every rank of a node."""
-    layout, world_size = job.settings.layout, job.world_size
-    coords = [coordinates(rank, layout, world_size) for rank in node]
-    return tuple((at.pipeline, at.data == 0 and at.context == 0, at.expert_data == 0) for at in coords)
+def _host_memory(job: Job, per_parameter: BytesPerParameter) -> dict[SubPhase, BytesByKind]:
+    """Return the memory of the fullest node in each sub-phase. A node may hold ranks of several stages."""
+    nodes = set()
+    for start in range(0, job.world_size, job.gpus_per_node):
+        nodes.add(tuple(_rank_kind(job, rank) for rank in range(start, start + job.gpus_per_node)))
+    memories = [_node_memory(job, per_parameter, kinds) for kinds in nodes]
+    return {sub_phase: max((memory[sub_phase] for memory in memories), key=total) for sub_phase in SubPhase}
 
 
-def _node(job: Job, kept: BytesPerParameter, ranks: tuple[tuple[int, bool, bool], ...]) -> dict[SubPhase, Items]:
-    each = [_rank_host(job, job.counts[stage], kept, dense, expert) for stage, dense, expert in ranks]
+def _rank_kind(job: Job, rank: int) -> _RankKind:
+    coords = coordinates(rank, job.settings.layout, job.world_size)
+    return _RankKind(coords.pipeline, coords.data == 0 and coords.context == 0, coords.expert_data == 0)
+
+
+def _node_memory(
+    job: Job, per_parameter: BytesPerParameter, kinds: tuple[_RankKind, ...]
+) -> dict[SubPhase, BytesByKind]:
+    ranks = [_rank_host_memory(job, per_parameter, kind) for kind in kinds]
     return {
-        stretch: {kind: sum(rank[stretch][kind] for rank in each) for kind in each[0][stretch]} for stretch in SubPhase
+        sub_phase: {kind: sum(rank[sub_phase][kind] for rank in ranks) for kind in ranks[0][sub_phase]}
+        for sub_phase in SubPhase
     }
 
 
-def _rank_host(
-    job: Job, count: Count, kept: BytesPerParameter, dense: bool, expert: bool
-) -> dict[SubPhase, dict[str, float]]:
-    base = {
-        "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process,
-        "weights": count.total * kept.host_copies,
-        "reference": count.total * kept.weights * job.has_reference,
-        "optimizer": _sharded(job, count) * kept.host_optimizer,
-    }
-    away = base["optimizer"] + _sharded(job, count) * kept.optimizer * job.moves
-    writers = Count(count.dense * dense, count.expert * expert)
-    host = {}
-    for stretch in SubPhase:
-        items = dict(base)
-        if stretch not in (SubPhase.START, SubPhase.LOAD, SubPhase.SAVE):
-            items["optimizer"] = away  # its pinned copy stays while it is on the device, but for a checkpoint
-        if stretch is SubPhase.OFFLOAD:
-            items["weights"] += count.total * kept.weights * job.moves
-        items["checkpoint"] = _checkpoint(job, stretch, count, writers, kept)
-        host[stretch] = items
-    for stretch in (SubPhase.START, SubPhase.LOAD):
-        host[stretch]["weights"] = 0.0
-    return host
+def _rank_host_memory(job: Job, per_parameter: BytesPerParameter, rank: _RankKind) -> dict[SubPhase, dict[str, float]]:
+    count = job.parameter_counts[rank.stage]
+    sharded = job.sharded_parameters(count)
+    written = ParameterCount(count.dense * rank.first_dense_replica, count.expert * rank.first_expert_replica)
+    memory = {}
+    for sub_phase in SubPhase:
+        sizes = {
+            "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process,
+            "weights": count.total * per_parameter.host_copies,
+            "reference": count.total * per_parameter.weights * job.has_reference,
+            "optimizer": sharded * per_parameter.host_optimizer,
+        }
+        if sub_phase in (SubPhase.START, SubPhase.LOAD):
+            sizes["weights"] = 0.0
+        elif sub_phase is not SubPhase.SAVE:  # the pinned copy stays while the optimizer is on the device
+            sizes["optimizer"] += sharded * per_parameter.optimizer * job.offload_enabled
+        if sub_phase is SubPhase.OFFLOAD:
+            sizes["weights"] += count.total * per_parameter.weights * job.offload_enabled
+        sizes["checkpoint"] = _checkpoint_host_bytes(job, sub_phase, count, written, per_parameter)
+        memory[sub_phase] = sizes
+    return memory
 
 
-def _checkpoint(job: Job, stretch: SubPhase, count: Count, writers: Count, kept: BytesPerParameter) -> float:
-    """Host bytes of float32 main weights and moments: whole on every rank that resumes, on the first replica to save.
+def _checkpoint_host_bytes(
+    job: Job, sub_phase: SubPhase, count: ParameterCount, written: ParameterCount, per_parameter: BytesPerParameter
+) -> float:
+    """Return float32 main weights and moments: of every rank that resumes, of the first replica that saves.
 
-    Without buckets of gradients (overlap_grad_reduce) one gather moves everything at a time; then the three become
-    tensors of their own, one after the other, and the weights are copied to be written. What is read is for a moment
-    there as the file's bytes and as a tensor.
+    Without gradient buckets (overlap_grad_reduce) one gather moves everything at once; then weights and moments become
+    separate tensors one after the other, and the weights are copied to be written. What is read is for a moment there
+    as the file's bytes and as a tensor.
     """
-    if stretch is SubPhase.LOAD:
-        return count.total * CHECKPOINT + 2 * 4 * largest_tensor(job)
-    if stretch is not SubPhase.SAVE:
+    if sub_phase is SubPhase.LOAD:
+        return count.total * CHECKPOINT_BYTES + 2 * 4 * _largest_tensor(job)
+    if sub_phase is not SubPhase.SAVE:
         return 0.0
     bucketed = job.settings.optimizer.megatron.get("overlap_grad_reduce", False)
-    gather = 0.0 if bucketed else _sharded(job, count) * CHECKPOINT + writers.total * 8
-    return writers.total * CHECKPOINT + max(gather, writers.total * max(4, kept.weights))
+    gather = 0.0 if bucketed else job.sharded_parameters(count) * CHECKPOINT_BYTES + written.total * 8
+    return written.total * CHECKPOINT_BYTES + max(gather, written.total * max(4, per_parameter.weights))

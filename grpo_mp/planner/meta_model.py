@@ -1,7 +1,7 @@
-"""Parameters of each rank counted in the real Megatron model, built without memory. The planner's only use of Megatron.
+"""Parameters of each rank counted in the real Megatron model, built on the meta device.
 
-Every rank of a pipeline stage holds equally many, so one rank of each stage is built, on the meta device, in a process
-group that only pretends.
+All ranks of a pipeline stage hold equally many, so one rank of each stage is built, in a fake process group. This is
+the planner's only use of Megatron.
 """
 
 from collections.abc import Iterator
@@ -14,56 +14,56 @@ import torch.distributed as dist
 from grpo_mp.config import Settings
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.job import Job
-from grpo_mp.planner.parameter_count import NOTHING, Count
+from grpo_mp.planner.parameter_count import ZERO, ParameterCount
 from grpo_mp.platform import prepare
 
 if TYPE_CHECKING:
     from grpo_mp.policy.model import PolicyModel
 
 
-def check_in_the_model(job: Job) -> None:
-    """Raise UserError where Megatron refuses the settings; the formula and its model must count alike."""
+def check_parameter_counts(job: Job) -> None:
+    """Assert that the closed form counts what Megatron builds. Raises UserError where Megatron refuses the settings."""
     prepare()
     from grpo_mp.policy.megatron_config import check_overrides
 
     check_overrides(job.settings)
-    found = counted(job.settings, job.hf, job.world_size)
-    assert found == job.counts, f"Megatron's model holds {found}, the closed form says {job.counts}"
+    counts = megatron_parameter_counts(job.settings, job.hf, job.world_size)
+    assert counts == job.parameter_counts, (
+        f"Megatron's model holds {counts}, the closed form says {job.parameter_counts}"
+    )
 
 
-def counted(settings: Settings, hf: HfConfig, world_size: int) -> tuple[Count, ...]:
-    """What one rank of each pipeline stage holds. Raises UserError where Megatron refuses the settings."""
+def megatron_parameter_counts(settings: Settings, hf: HfConfig, world_size: int) -> tuple[ParameterCount, ...]:
+    """Count what one rank of each pipeline stage holds. Raises UserError where Megatron refuses the settings."""
     per_stage = world_size // settings.layout.pipeline  # the pipeline is Megatron's slowest dimension
-    return tuple(_count(settings, hf, world_size, stage * per_stage) for stage in range(settings.layout.pipeline))
-
-
-def _count(settings: Settings, hf: HfConfig, world_size: int, rank: int) -> Count:
-    with built_on_meta(settings, hf, world_size, rank) as chunks:
-        found = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
-    return sum((_place(name, parameter) for name, parameter in found), NOTHING)
+    counts = []
+    for stage in range(settings.layout.pipeline):
+        count = ZERO
+        with built_on_meta(settings, hf, world_size, stage * per_stage) as chunks:
+            for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
+                size, is_expert = parameter.numel(), ".experts." in name
+                count += ParameterCount(0, size) if is_expert else ParameterCount(size, 0)
+        counts.append(count)
+    return tuple(counts)
 
 
 @contextmanager
 def built_on_meta(settings: Settings, hf: HfConfig, world_size: int, rank: int) -> Iterator[list["PolicyModel"]]:
-    """The model chunks of one rank of a job, without memory. Raises UserError where Megatron refuses the settings."""
+    """Build the model chunks of one rank, without memory. Raises UserError where Megatron refuses the settings."""
     prepare()
     from grpo_mp.policy.megatron_config import transformer_config
     from grpo_mp.policy.model import build_chunks
 
     config = transformer_config(settings, hf)
     config.init_model_with_meta_device = True  # TransformerEngine's modules choose their device themselves
-    with _pretended_job(settings, world_size, rank):
+    with _fake_process_group(settings, world_size, rank):
         with torch.device("meta"):
             chunks = build_chunks(settings, hf, config)
         yield chunks
 
 
-def _place(name: str, parameter: torch.nn.Parameter) -> Count:
-    return Count(0, parameter.numel()) if ".experts." in name else Count(parameter.numel(), 0)
-
-
 @contextmanager
-def _pretended_job(settings: Settings, world_size: int, rank: int) -> Iterator[None]:
+def _fake_process_group(settings: Settings, world_size: int, rank: int) -> Iterator[None]:
     from megatron.core import parallel_state, tensor_parallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,4 +1,4 @@
-"""Micro-batches of an update as the trainer's own scheduler packs them, for lengths that are assumed."""
+"""Micro-batches of an update as the trainer itself packs them, for assumed response lengths."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,55 +12,57 @@ from grpo_mp.planner.overheads import OVERHEADS
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Samples of an update: tokens of every prompt, mean and limit of the responses, and how many samples share one
-    prompt (0: each computes its own).
-    """
+class AssumedLengths:
+    """Tokens of the samples of an update: `mean` and `limit` are of the responses."""
 
-    samples: int
-    prompt: int
+    num_samples: int
+    prompt_tokens: int
     mean: float
     limit: int
-    sharing: int = 0
+    samples_per_prompt: int = 0  # that share one prompt; 0: each computes its own
 
     @property
     def prompts(self) -> list[PromptOf]:
-        """By sample, in the order of `responses`: every prompt gets short and long ones."""
-        groups = -(-self.samples // self.sharing) if self.sharing else 0
-        return [PromptOf(sample % groups, self.prompt) for sample in range(self.samples)] if groups else []
+        """By sample, in the order of `response_lengths`: every prompt gets short and long ones."""
+        if not self.samples_per_prompt:
+            return []
+        num_prompts = -(-self.num_samples // self.samples_per_prompt)
+        return [PromptOf(sample % num_prompts, self.prompt_tokens) for sample in range(self.num_samples)]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """`microbatches`: of one data-parallel rank. `padded`: tokens of the busiest rank over its fair share of all
-    samples' tokens, which is below 1 where prompts are shared.
+    """Micro-batches of one data-parallel rank.
+
+    `load_factor`: tokens that the busiest rank computes over its fair share of all samples' tokens. Padding and
+    imbalance raise it, shared prompts lower it.
     """
 
     microbatches: int
-    padded: float
+    load_factor: float
 
 
 @lru_cache(maxsize=1024)
-def pack_update(lengths: Lengths, layout: Layout, data_parallel: int, max_tokens: int, hidden: int) -> Packing:
+def pack_update(lengths: AssumedLengths, layout: Layout, dp_size: int, max_tokens: int, hidden_size: int) -> Packing:
     """Plan one update of these lengths. Pure."""
-    tokens = [lengths.prompt + response for response in responses(lengths)]
-    schedule = plan_update(tokens, layout, data_parallel, max_tokens, hidden, lengths.prompts)
+    tokens = [lengths.prompt_tokens + response for response in response_lengths(lengths)]
+    schedule = plan_update(tokens, layout, dp_size, max_tokens, hidden_size, lengths.prompts)
     size = padded_size(schedule, layout)
     busiest = size * schedule.microbatches or max(sum(plan.tokens for plan in rank) for rank in schedule.ranks)
-    return Packing(schedule.microbatches, busiest * data_parallel / sum(tokens))
+    return Packing(schedule.microbatches, busiest * dp_size / sum(tokens))
 
 
 @lru_cache(maxsize=64)
-def responses(lengths: Lengths) -> tuple[int, ...]:
-    """Equally likely lengths of a lognormal distribution that is cut off at the limit and has the wanted mean."""
-    scores = [NormalDist().inv_cdf((number + 0.5) / lengths.samples) for number in range(lengths.samples)]
-    shapes = [exp(OVERHEADS.length_spread * score) for score in scores]
+def response_lengths(lengths: AssumedLengths) -> tuple[int, ...]:
+    """Return evenly spaced quantiles of a lognormal distribution, cut off at `limit`, with the mean `mean`."""
+    scores = [NormalDist().inv_cdf((number + 0.5) / lengths.num_samples) for number in range(lengths.num_samples)]
+    factors = [exp(OVERHEADS.response_log_std * score) for score in scores]
 
-    def cut(median: float) -> list[float]:
-        return [min(float(lengths.limit), max(1.0, median * shape)) for shape in shapes]
+    def responses(median: float) -> list[float]:
+        return [min(float(lengths.limit), max(1.0, median * factor)) for factor in factors]
 
-    low, high = 0.0, lengths.limit / shapes[0]  # at the highest median all responses have the limit's length
+    low, high = 0.0, lengths.limit / factors[0]  # at the highest median all responses have the limit's length
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if fmean(cut(middle)) < lengths.mean else (low, middle)
-    return tuple(round(length) for length in cut(high))
+        low, high = (middle, high) if fmean(responses(middle)) < lengths.mean else (low, middle)
+    return tuple(round(length) for length in responses(high))

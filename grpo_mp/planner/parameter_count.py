@@ -1,4 +1,4 @@
-"""Parameters of each rank by multiplication: the family's mapping, divided by the layout."""
+"""Parameters of each rank in closed form: the family's mapping, divided by the layout."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,12 +8,12 @@ from grpo_mp.config import Layout
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule, expand
-from grpo_mp.planner.stages import Stages
+from grpo_mp.planner.pipeline_layout import StageLayers
 
 
 @dataclass(frozen=True)
-class Count:
-    """Parameters that one rank holds: those every expert-parallel rank has, and those of its routed experts."""
+class ParameterCount:
+    """Parameters that one rank holds: `expert` those of its routed experts, `dense` all others."""
 
     dense: int
     expert: int
@@ -22,59 +22,59 @@ class Count:
     def total(self) -> int:
         return self.dense + self.expert
 
-    def __add__(self, other: "Count") -> "Count":
-        return Count(self.dense + other.dense, self.expert + other.expert)
+    def __add__(self, other: "ParameterCount") -> "ParameterCount":
+        return ParameterCount(self.dense + other.dense, self.expert + other.expert)
 
 
-NOTHING = Count(0, 0)
+ZERO = ParameterCount(0, 0)
 
 
 @dataclass(frozen=True)
-class Table:
-    """Parameters of one rank by place: each layer, the embedding, and the ends (final norm and output layer)."""
+class ParameterTable:
+    """Parameters of one rank: of each layer, of the embedding, and of the output (final norm and output layer)."""
 
-    layers: Mapping[int, Count]
-    embedding: Count
-    final: Count
+    layers: Mapping[int, ParameterCount]
+    embedding: ParameterCount
+    output: ParameterCount
     tied: bool
 
-    def stage(self, layers: Sequence[int], first: bool, last: bool) -> Count:
-        """One pipeline stage. A tied output layer is a parameter of its own only where the embedding is elsewhere."""
-        total = sum((self.layers[layer] for layer in layers), NOTHING)
+    def stage(self, layers: Sequence[int], first: bool, last: bool) -> ParameterCount:
+        """Sum one pipeline stage. A tied output layer counts only where the embedding is on another stage."""
+        count = sum((self.layers[layer] for layer in layers), ZERO)
         if first:
-            total += self.embedding
+            count += self.embedding
         if last:
-            total += self.final
-        return total if not (last and self.tied and first) else replace(total, dense=total.dense - self.embedding.dense)
+            count += self.output
+        return replace(count, dense=count.dense - self.embedding.dense) if last and self.tied and first else count
 
 
-def make_table(hf: HfConfig, tensor: int, expert: int, expert_tensor: int) -> Table:
-    """The table for these parallel sizes; they must divide the model's."""
-    layers: dict[int, Count] = {}
-    embedding = final = NOTHING
+def parameter_table(hf: HfConfig, tensor: int, expert: int, expert_tensor: int) -> ParameterTable:
+    """Count the parameters for these parallel sizes, which must divide the model's."""
+    layers: dict[int, ParameterCount] = {}
+    embedding = output = ZERO
     for rule in family_of(hf).rules(hf):
         if rule.keep_float32 or rule.layers == ():
             continue  # a buffer, or nothing
-        count = rule_count(rule, tensor, expert, expert_tensor)
+        count = rule_parameters(rule, tensor, expert, expert_tensor)
         if rule.layers is not None:
-            layers |= {layer: layers.get(layer, NOTHING) + count for layer in rule.layers}
+            layers |= {layer: layers.get(layer, ZERO) + count for layer in rule.layers}
         elif rule.megatron.startswith("embedding"):
             embedding += count
         else:
-            final += count
-    return Table(layers, embedding, final, hf.tied)
+            output += count
+    return ParameterTable(layers, embedding, output, hf.tied)
 
 
-def local_parameter_counts(hf: HfConfig, layout: Layout, stages: Stages) -> tuple[Count, ...]:
-    """What one rank of each pipeline stage holds; all ranks of a stage hold equally many."""
-    table = make_table(hf, layout.tensor, layout.expert, layout.expert_tensor)
-    last = len(stages) - 1
-    return tuple(table.stage(layers, stage == 0, stage == last) for stage, layers in enumerate(stages))
+def local_parameter_counts(hf: HfConfig, layout: Layout, stage_layers: StageLayers) -> tuple[ParameterCount, ...]:
+    """Return what one rank of each pipeline stage holds; all ranks of a stage hold equally many."""
+    table = parameter_table(hf, layout.tensor, layout.expert, layout.expert_tensor)
+    last = len(stage_layers) - 1
+    return tuple(table.stage(layers, stage == 0, stage == last) for stage, layers in enumerate(stage_layers))
 
 
-def rule_count(rule: Rule, tensor: int, expert: int, expert_tensor: int) -> Count:
-    """One layer's worth of a rule on one of so many ranks."""
+def rule_parameters(rule: Rule, tensor: int, expert: int, expert_tensor: int) -> ParameterCount:
+    """Count what one rank holds of a mapping rule in one layer."""
     single = replace(rule, layers=rule.layers and rule.layers[:1], experts=min(rule.experts, 1))
     (param,) = expand([single]).values()
     size = prod(param.local_shape(expert_tensor if rule.experts else tensor))
-    return Count(0, size * rule.experts // expert) if rule.experts else Count(size, 0)
+    return ParameterCount(0, size * rule.experts // expert) if rule.experts else ParameterCount(size, 0)

@@ -9,10 +9,10 @@ GIGA = 1e9
 
 
 @dataclass(frozen=True)
-class Work:
-    """Of one GPU in one stretch of a step: operations, bytes by the way they take, and seconds that no rate explains.
+class ResourceUse:
+    """Of one GPU in one sub-phase of a step: FLOPs, bytes by link, and seconds that follow from no rate.
 
-    `idle`: time that passes for every second of work, in which a pipeline waits. The roofline counts neither.
+    `bubble`: seconds that a pipeline waits for each second of work. The roofline leaves out latency and bubble.
     """
 
     flops: float = 0.0
@@ -24,22 +24,22 @@ class Work:
     host_copy_bytes: float = 0.0
     disk_bytes: float = 0.0  # of the whole node
     latency_s: float = 0.0
-    idle: float = 0.0
+    bubble: float = 0.0
 
-    def times(self, factor: float) -> "Work":
-        """The same, `factor` times over."""
-        scaled = {name: value * factor for name, value in vars(self).items() if name not in ("fp8", "idle")}
-        return replace(self, **scaled)
+    def scaled(self, factor: float) -> "ResourceUse":
+        """Return the same, `factor` times over."""
+        amounts = {name: value * factor for name, value in vars(self).items() if name not in ("fp8", "bubble")}
+        return replace(self, **amounts)
 
-    def __add__(self, other: "Work") -> "Work":
-        """Both, one after the other; rates and idle time are those of the first."""
-        names = [name for name in vars(self) if name not in ("fp8", "idle")]
+    def __add__(self, other: "ResourceUse") -> "ResourceUse":
+        """Return both, one after the other; `fp8` and `bubble` are those of the first."""
+        names = [name for name in vars(self) if name not in ("fp8", "bubble")]
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @dataclass(frozen=True)
-class Time:
-    """`parts`: expected seconds by what takes them."""
+class TimeEstimate:
+    """`parts`: expected seconds by the resource that takes them."""
 
     roofline_s: float
     parts: dict[str, float]
@@ -49,34 +49,31 @@ class Time:
         return sum(self.parts.values())
 
 
-def time_of(work: Work, cluster: Cluster) -> Time:
-    """Roofline: the slowest of all resources at its peak, everything else hidden behind it.
+def estimate_time(use: ResourceUse, cluster: Cluster) -> TimeEstimate:
+    """Estimate the seconds of one sub-phase.
 
-    Expected: one after the other, each at the share of its peak that the profile calls achievable, and the idle time.
+    Roofline: the slowest of all resources at its peak, everything else hidden behind it. Expected: one after the other,
+    each at the share of its peak that the profile calls achievable, then bubble and latency.
     """
-    ideal = _seconds(work, cluster)
-    share = cluster.achievable
-    slower = {"matrix products": share.matmul, "device memory": share.device_memory, "disk": 1.0}
-    parts = {name: seconds / slower.get(name, share.link) for name, seconds in ideal.items() if seconds}
-    busy = sum(parts.values())
-    parts |= {"waiting in the pipeline": busy * work.idle} if work.idle else {}
-    parts |= {"latency": work.latency_s} if work.latency_s else {}
-    return Time(max(ideal.values()), parts)
-
-
-def _seconds(work: Work, cluster: Cluster) -> dict[str, float]:
-    tera = cluster.matmul_tflops(work.fp8) if work.flops else 1.0
-    return {
-        "matrix products": work.flops / (tera * 1e12),
-        "device memory": work.device_bytes / (cluster.device_memory_gb_s * GIGA),
-        "NVLink": work.nvlink_bytes / (cluster.nvlink_gb_s * GIGA),
-        "network": work.network_bytes / (cluster.network_gb_s * GIGA),
-        "host link": work.host_link_bytes / (cluster.host_link_gb_s * GIGA),
-        "host copies": work.host_copy_bytes / (cluster.host_copy_gb_s * GIGA),
-        "disk": work.disk_bytes / (cluster.disk_gb_s * GIGA),
+    peak_flops = (cluster.matmul_tflops(use.fp8) if use.flops else 1.0) * 1e12
+    at_peak = {
+        "matrix products": use.flops / peak_flops,
+        "device memory": use.device_bytes / (cluster.device_memory_gb_s * GIGA),
+        "NVLink": use.nvlink_bytes / (cluster.nvlink_gb_s * GIGA),
+        "network": use.network_bytes / (cluster.network_gb_s * GIGA),
+        "host link": use.host_link_bytes / (cluster.host_link_gb_s * GIGA),
+        "host copies": use.host_copy_bytes / (cluster.host_copy_gb_s * GIGA),
+        "disk": use.disk_bytes / (cluster.disk_gb_s * GIGA),
     }
+    achievable = cluster.achievable
+    shares = {"matrix products": achievable.matmul, "device memory": achievable.device_memory, "disk": 1.0}
+    parts = {name: seconds / shares.get(name, achievable.link) for name, seconds in at_peak.items() if seconds}
+    busy = sum(parts.values())
+    parts |= {"waiting in the pipeline": busy * use.bubble} if use.bubble else {}
+    parts |= {"latency": use.latency_s} if use.latency_s else {}
+    return TimeEstimate(max(at_peak.values()), parts)
 
 
-def decode_latency_s(layers: int, collectives: int) -> float:
-    """Of one token: launches of every layer, and its small collectives."""
-    return layers * (OVERHEADS.kernels_s + collectives * OVERHEADS.collective_s)
+def decode_latency_s(num_layers: int, collectives: int) -> float:
+    """Return the seconds of one decode step: kernel launches of every layer, and its small collectives."""
+    return num_layers * (OVERHEADS.decode_layer_s + collectives * OVERHEADS.decode_collective_s)

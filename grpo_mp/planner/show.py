@@ -1,66 +1,59 @@
-"""A plan as tables on a terminal."""
+"""Print a plan as tables on a terminal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.table import Table
 
 from grpo_mp.distributed.layout import describe
 from grpo_mp.planner.clusters import GIB, describe_rates
 from grpo_mp.planner.feasibility import Feasibility, check_fits
-from grpo_mp.planner.memory import Items, SubPhase, total
-from grpo_mp.planner.models_needed import grpo_models, ppo_models
+from grpo_mp.planner.memory import BytesByKind, SubPhase, total
 from grpo_mp.planner.plan import Plan
-from grpo_mp.planner.search import SearchResult, as_settings
+from grpo_mp.planner.ppo_comparison import grpo_models, ppo_models
+from grpo_mp.planner.resource_use import GIGA
+from grpo_mp.planner.search import SearchResult, plan_to_yaml
 
-GIGA = 1e9
 
-
-def show_plan(plan: Plan, verdict: Feasibility, console: Console) -> None:
-    """Everything: parameters, memory by kind, traffic and time by stretch, and the verdict last."""
-    stage = fullest_stage(plan)
-    device = plan.memory.device[stage]
-    console.print(Group(_parameters(plan), _memory(f"Device, GiB: a rank of pipeline stage {stage}", device.items())))
-    console.print(_memory("Host of the fullest node, GiB", plan.memory.host.items()))
-    console.print(_times(plan), *_notes(plan), sep="\n")
-    style = "bold green" if verdict.fits else "bold red"
-    console.print(
-        f"{plan.job.nodes} x {plan.job.gpus_per_node} x {plan.job.cluster.name}: {verdict.sentence}", style=style
-    )
+def show_plan(plan: Plan, feasibility: Feasibility, console: Console) -> None:
+    """Print parameters, memory by kind, traffic and time by sub-phase, and last whether it fits."""
+    memory, stages = plan.memory, range(len(plan.memory.device))
+    fullest = max(stages, key=lambda stage: max(total(sizes) for sizes in memory.device[stage].values()))
+    title = f"Device, GiB: a rank of pipeline stage {fullest}"
+    console.print(Group(_parameter_table(plan), _memory_table(title, memory.device[fullest])))
+    console.print(_memory_table("Host of the fullest node, GiB", memory.host))
+    console.print(_time_table(plan), *_notes(plan), sep="\n")
+    style = "bold green" if feasibility.fits else "bold red"
+    machines = f"{plan.job.nodes} x {plan.job.gpus_per_node} x {plan.job.cluster.name}"
+    console.print(f"{machines}: {feasibility.sentence}", style=style)
 
 
 def show_models(plan: Plan, console: Console) -> None:
-    """GRPO beside PPO."""
+    """Print the models of GRPO and those of PPO."""
     for name, models in (("GRPO", grpo_models(plan)), ("PPO", ppo_models(plan))):
-        rows = [(one.model, "yes" if one.trained else "", _gib(one.device), _gib(one.host)) for one in models]
-        host = sum(one.host for one in models)
-        rows.append(("in all", "", _gib(sum(one.device for one in models)), _gib(host)))
-        columns = ("", "trained", "a rank's device, GiB", "a node's host, GiB")
-        console.print(table_of(f"Models of {name}", columns, rows))
+        rows = [(model.model, "yes" if model.trained else "", _gib(model.device), _gib(model.host)) for model in models]
+        device, host = sum(model.device for model in models), sum(model.host for model in models)
+        rows.append(("in all", "", _gib(device), _gib(host)))
+        console.print(_table(f"Models of {name}", ("", "trained", "a rank's device, GiB", "a node's host, GiB"), rows))
 
 
-def show_found(found: SearchResult, console: Console) -> None:
-    """The best layouts as settings, after a table that compares them."""
+def show_search_result(result: SearchResult, console: Console) -> None:
+    """Print the best plans as settings, each under a line that compares it."""
     console.print(
-        f"{found.valid:,} valid combinations of layout and engine, {found.fitting:,} fit; by expected step time:"
+        f"{result.valid:,} valid combinations of layout and engine, {result.fitting:,} fit; by expected step time:"
     )
-    for number, plan in enumerate(found.best, start=1):
-        verdict = check_fits(plan)
+    for number, plan in enumerate(result.best, start=1):
+        feasibility = check_fits(plan)
         console.print(
             f"# {number}: {plan.step_s:,.0f} s a step ({plan.roofline_s:,.0f} s at the roofline); "
-            f"{verdict.device.spare / GIB:.1f} GiB of a device, {verdict.host.spare / GIB:.0f} GiB of a host to spare"
+            f"{feasibility.device.headroom / GIB:.1f} GiB of a device, {feasibility.host.headroom / GIB:.0f} GiB of a "
+            "host to spare"
         )
-        console.print(as_settings(plan), markup=False)
+        console.print(plan_to_yaml(plan), markup=False)
 
 
-def fullest_stage(plan: Plan) -> int:
-    """The pipeline stage whose ranks hold most."""
-    stages = range(len(plan.memory.device))
-    return max(stages, key=lambda stage: max(total(items) for items in plan.memory.device[stage].values()))
-
-
-def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """First column words, the others numbers."""
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Align the first column left, the others, which hold numbers, right."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1), header_style="bold")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
@@ -69,36 +62,34 @@ def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) 
     return table
 
 
-def _parameters(plan: Plan) -> RenderableType:
+def _parameter_table(plan: Plan) -> Table:
+    job = plan.job
     rows = [
         (str(stage), str(len(layers)), f"{count.dense:,}", f"{count.expert:,}", f"{count.total:,}")
-        for stage, (layers, count) in enumerate(zip(plan.job.stages, plan.job.counts, strict=True))
+        for stage, (layers, count) in enumerate(zip(job.stage_layers, job.parameter_counts, strict=True))
     ]
-    layout = f"{describe(plan.job.settings.layout)}, data={plan.job.data_parallel}"
-    return table_of(
-        f"Parameters of one rank ({layout})", ("stage", "layers", "dense", "routed experts", "in all"), rows
-    )
+    title = f"Parameters of one rank ({describe(job.settings.layout)}, data={job.dp_size})"
+    return _table(title, ("stage", "layers", "dense", "routed experts", "in all"), rows)
 
 
-def _memory(title: str, by_stretch: Iterable[tuple[SubPhase, Items]]) -> Table:
-    stretches = dict(by_stretch)
-    kinds = list(dict.fromkeys(kind for items in stretches.values() for kind, size in items.items() if size))
+def _memory_table(title: str, memory: Mapping[SubPhase, BytesByKind]) -> Table:
+    kinds = list(dict.fromkeys(kind for sizes in memory.values() for kind, size in sizes.items() if size))
     rows = [
-        (str(stretch), *(_gib(items.get(kind, 0)) for kind in kinds), f"{total(items) / GIB:.1f}")
-        for stretch, items in stretches.items()
+        (str(sub_phase), *(_gib(sizes.get(kind, 0)) for kind in kinds), f"{total(sizes) / GIB:.1f}")
+        for sub_phase, sizes in memory.items()
     ]
-    return table_of(title, ("", *kinds, "in all"), rows)
+    return _table(title, ("", *kinds, "in all"), rows)
 
 
-def _times(plan: Plan) -> Table:
+def _time_table(plan: Plan) -> Table:
     rows = []
-    for stretch in SubPhase:
-        work, time = plan.work[stretch], plan.times[stretch]
+    for sub_phase in SubPhase:
+        use, time = plan.uses[sub_phase], plan.times[sub_phase]
         costliest = max(time.parts, key=lambda name: time.parts[name], default="")
-        moved = (work.nvlink_bytes, work.network_bytes, work.host_link_bytes + work.host_copy_bytes, work.disk_bytes)
-        gigabytes = (f"{size / GIGA:,.1f}" if size else "" for size in moved)
+        traffic = (use.nvlink_bytes, use.network_bytes, use.host_link_bytes + use.host_copy_bytes, use.disk_bytes)
+        gigabytes = (f"{size / GIGA:,.1f}" if size else "" for size in traffic)
         seconds = (f"{time.roofline_s:,.1f}", f"{time.expected_s:,.1f}")
-        rows.append((str(stretch), f"{work.flops / 1e12:,.0f}" if work.flops else "", *gigabytes, *seconds, costliest))
+        rows.append((str(sub_phase), f"{use.flops / 1e12:,.0f}" if use.flops else "", *gigabytes, *seconds, costliest))
     columns = (
         "",
         "TFLOP",
@@ -110,23 +101,23 @@ def _times(plan: Plan) -> Table:
         "expected s",
         "mostly",
     )
-    return table_of("One step on one GPU (start and load: once)", columns, rows)
+    return _table("One step on one GPU (start and load: once)", columns, rows)
 
 
 def _notes(plan: Plan) -> list[str]:
-    stretch, item, seconds = plan.costliest
-    job, load = plan.job, plan.memory.engine
-    tokens = job.settings.samples_per_step * job.mean_tokens
+    sub_phase, resource, seconds = plan.costliest
+    job, engine = plan.job, plan.memory.engine
+    tokens = job.settings.samples_per_step * job.mean_seq_len
     return [
         f"step: {plan.step_s:,.0f} s expected, {plan.roofline_s:,.0f} s at the roofline "
-        f"({plan.step_s / plan.roofline_s:.1f} times); {item} in {stretch} costs most, {seconds:,.0f} s; "
+        f"({plan.step_s / plan.roofline_s:.1f} times); {resource} in {sub_phase} costs most, {seconds:,.0f} s; "
         f"{tokens / plan.step_s / job.world_size:,.0f} tokens per GPU and second",
-        f"engines: {job.engines} of {job.settings.engine.gpus} GPUs; a cache of {load.tokens:,} tokens each "
-        f"({load.token_bytes / 1024:.1f} KiB per token on a GPU); {plan.generation.running:,.0f} sequences run at "
-        "a time in each replica",
+        f"engines: {job.num_engines} of {job.settings.engine.gpus} GPUs; a cache of {engine.kv_cache_tokens:,} tokens "
+        f"each ({engine.bytes_per_token / 1024:.1f} KiB per token on a GPU); "
+        f"{plan.generation.running_per_replica:,.0f} sequences run at a time in each replica",
         f"micro-batches of an update on a rank: {job.packing.microbatches}; the busiest rank computes "
-        f"{job.packing.padded:.2f} tokens for each token of its share",
-        f"assumed: lognormal responses of {job.response_tokens:,.0f} tokens in the mean; achievable of the peaks: "
+        f"{job.packing.load_factor:.2f} tokens for each token of its share",
+        f"assumed: lognormal responses of {job.mean_response_tokens:,.0f} tokens in the mean; achievable of the peaks: "
         f"{describe_rates(job.cluster)}",
     ]
 

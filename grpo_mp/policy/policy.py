@@ -13,7 +13,7 @@ from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.checkpoint.non_policy_tensors import check_layers
 from grpo_mp.checkpoint.validate import check_tensors
 from grpo_mp.config import Settings
-from grpo_mp.distributed.layout import check_layout, model_shape
+from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
@@ -132,8 +132,8 @@ def check_policy(settings: Settings, world_size: int) -> None:
     """
     hf = HfConfig.read(settings.model.path)
     family = family_of(hf)
-    uneven = any("pipeline" in name for name in settings.optimizer.megatron)
-    check_layout(settings.layout, model_shape(family.config(hf)), world_size, uneven)
+    uneven_pipeline = sets_pipeline_layout(settings.optimizer.megatron)
+    check_layout(settings.layout, model_shape(family.config(hf)), world_size, uneven_pipeline)
     check_overrides(settings)
     transformer_config(settings, hf)
     with open_weights(settings.model.path) as reader:

@@ -32,7 +32,7 @@ from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
-from grpo_mp.planner.memory import Memory, SubPhase, plan_memory, total
+from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory, total
 from grpo_mp.policy.checkpoint import load_policy, save_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.types import MicroBatch
@@ -54,10 +54,10 @@ def main() -> None:
         memory = _plan(settings)
         measured = _measure(settings)
     ratios = []
-    for stretch, found in measured.items():
-        plan = _planned(memory, stretch)
-        ratios.append(plan / found)
-        print(f"{stretch:10} planned {plan / MIB:7.0f} MiB, measured {found / MIB:7.0f} MiB, ratio {ratios[-1]:.3f}")
+    for sub_phase, peak in measured.items():
+        plan = _planned(memory, sub_phase)
+        ratios.append(plan / peak)
+        print(f"{sub_phase:10} planned {plan / MIB:7.0f} MiB, measured {peak / MIB:7.0f} MiB, ratio {ratios[-1]:.3f}")
     raise SystemExit(any(abs(ratio - 1) > REACH for ratio in ratios))
 
 
@@ -75,25 +75,25 @@ def _settings(folder: Path) -> Settings:
     return check_settings(tree, "bench")
 
 
-def _plan(settings: Settings) -> Memory:
+def _plan(settings: Settings) -> MemoryPlan:
     return plan_memory(make_job(settings, HfConfig.read(settings.model.path), read_cluster("h100-80"), 1, 1))
 
 
-def _planned(memory: Memory, stretch: SubPhase) -> float:
-    device = {kind: size for kind, size in memory.device[0][stretch].items() if kind not in OTHERS}
-    gathered = device["weights"] if stretch is SubPhase.OPTIMIZER else 0.0
-    return total(device) + memory.host[stretch].get("checkpoint", 0.0) + gathered
+def _planned(memory: MemoryPlan, sub_phase: SubPhase) -> float:
+    device = {kind: size for kind, size in memory.device[0][sub_phase].items() if kind not in OTHERS}
+    gathered = device["weights"] if sub_phase is SubPhase.OPTIMIZER else 0.0
+    return total(device) + memory.host[sub_phase].get("checkpoint", 0.0) + gathered
 
 
 def _measure(settings: Settings) -> Mapping[SubPhase, float]:
-    """Highest resident bytes of each stretch above those before the policy."""
+    """Highest resident bytes of each sub-phase above those before the policy."""
     parallel = start_parallel(settings.layout, 0, 60.0)
     with asyncio.Runner() as runner:
         _phases(settings, parallel, runner)  # loads every kernel, touches every library
         before = _settled()
         phases = _phases(settings, parallel, runner)
     stop_parallel()
-    return {stretch: peak - before for stretch, peak in phases.items()}
+    return {sub_phase: peak - before for sub_phase, peak in phases.items()}
 
 
 def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> dict[SubPhase, int]:

@@ -1,4 +1,4 @@
-"""A job of launch/tiny_moe.sh on the test cluster: submitted, watched by what it prints, and found to be gone."""
+"""Submit launch/tiny_moe.sh on the test cluster, watch what it prints, and find its processes."""
 
 import re
 import subprocess
@@ -12,34 +12,34 @@ from tests.e2e.jobs import MARK, processes_of
 from tests.launch.cluster import Cluster, wait_until
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 300.0
-OWN_ENVIRONMENT = Path(sys.prefix)
+TIMEOUT_S = 300.0
+VENV = Path(sys.prefix)
 
 
 class BatchJob:
-    """`settings` are laid over configs/tiny_moe.yaml."""
+    """`settings` override configs/tiny_moe.yaml."""
 
     def __init__(self, cluster: Cluster, folder: Path, settings: list[str], **environment: str) -> None:
         self._cluster, self._mark = cluster, uuid.uuid4().hex
-        self._log = folder / "job.out"
-        more = {MARK: self._mark, "VENV": str(OWN_ENVIRONMENT), **environment}
-        answer = subprocess.run(
-            ["sbatch", f"--output={self._log}", "launch/tiny_moe.sh", *settings],
-            env={**cluster.environment, **more},
+        self._log_file = folder / "job.out"
+        variables = {MARK: self._mark, "VENV": str(VENV), **environment}
+        output = subprocess.run(
+            ["sbatch", f"--output={self._log_file}", "launch/tiny_moe.sh", *settings],
+            env={**cluster.environment, **variables},
             cwd=ROOT,
             check=True,
             capture_output=True,
             text=True,
         ).stdout
-        self.id = answer.split()[-1]
+        self.id = output.split()[-1]
 
     @property
-    def out(self) -> str:
-        return self._log.read_text() if self._log.exists() else ""
+    def log(self) -> str:
+        return self._log_file.read_text() if self._log_file.exists() else ""
 
     @property
     def state(self) -> str:
-        """Slurm's word, such as RUNNING."""
+        """As Slurm names it, such as RUNNING."""
         return self._field("JobState")
 
     @property
@@ -51,37 +51,36 @@ class BatchJob:
         return int(self._field("ExitCode").partition(":")[0])
 
     def wait_for(self, text: str) -> None:
-        """Return when the job has printed it."""
+        """Return when the job has printed `text`."""
         wait_until(
-            lambda: text in self.out or self.state in ("FAILED", "COMPLETED"), f"{text!r} in\n{self.out}", LIMIT_S
+            lambda: text in self.log or self.state in ("FAILED", "COMPLETED"), f"{text!r} in\n{self.log}", TIMEOUT_S
         )
-        assert text in self.out, self.out
+        assert text in self.log, self.log
 
     def wait_end(self) -> None:
         """Return when the job has ended for good."""
         ended = ("COMPLETED", "FAILED", "CANCELLED")
-        wait_until(lambda: self.state in ended, f"the end of\n{self.out}", LIMIT_S)
+        wait_until(lambda: self.state in ended, f"the end of\n{self.log}", TIMEOUT_S)
 
     def wait_requeued(self) -> None:
-        """Return when it waits again; then let it start soon, which Slurm puts off for two minutes.
+        """Return when the job is pending again; then start it soon, which Slurm delays for two minutes.
 
         A node refuses a job that it ended within the same second.
         """
-        wait_until(lambda: self.state == "PENDING", f"a requeue of\n{self.out}", LIMIT_S)
+        wait_until(lambda: self.state == "PENDING", f"a requeue of\n{self.log}", TIMEOUT_S)
         self._cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now+5")
 
     def signal(self) -> None:
-        """As Slurm does some time before the limit: `--signal=B:USR1@...`."""
+        """Send what Slurm sends before the time limit: `--signal=B:USR1@...`."""
         self._cluster.run("scancel", "--signal=USR1", "--batch", self.id)
 
     def rank(self, number: int) -> psutil.Process:
-        """The process of one rank."""
-        task = re.compile(r"grpo_mp\.launch\.task")
-        ranks = [process for process in self._processes() if task.search(" ".join(process.cmdline()))]
+        """Return the process of one rank."""
+        ranks = [process for process in self._processes() if "grpo_mp.launch.task" in " ".join(process.cmdline())]
         return next(rank for rank in ranks if rank.environ().get("SLURM_PROCID") == str(number))
 
-    def left(self) -> list[str]:
-        """What still runs of it after the time that watchers need."""
+    def remaining_processes(self) -> list[str]:
+        """Return the command lines that still run after the time that watchers need."""
         try:
             wait_until(lambda: not self._processes(), "processes to end")
         except AssertionError:
@@ -92,6 +91,6 @@ class BatchJob:
         return processes_of(self._mark)
 
     def _field(self, name: str) -> str:
-        found = re.search(rf"\b{name}=(\S+)", self._cluster.run("scontrol", "show", "job", self.id))
-        assert found, name
-        return found.group(1)
+        match = re.search(rf"\b{name}=(\S+)", self._cluster.run("scontrol", "show", "job", self.id))
+        assert match, name
+        return match.group(1)

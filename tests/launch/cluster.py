@@ -13,7 +13,7 @@ from grpo_mp.rollout.ports import claim_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("n1", "n2", "n3")
-START_LIMIT_S = 30.0
+START_TIMEOUT_S = 30.0
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -42,16 +42,16 @@ PartitionName=main Nodes=n[1-3] Default=YES MaxTime=60 State=UP OverSubscribe=YE
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000 State=UNKNOWN"
 
 
-def missing() -> str | None:
-    """Why no such cluster can be had here, or None."""
-    absent = [name for name in DAEMONS if shutil.which(name) is None]
-    if absent:
-        return f"needs {', '.join(absent)}: apt-get install slurm-wlm munge"
+def missing_requirement() -> str | None:
+    """Return why this machine cannot run such a cluster, or None."""
+    missing = [name for name in DAEMONS if shutil.which(name) is None]
+    if missing:
+        return f"needs {', '.join(missing)}: apt-get install slurm-wlm munge"
     return None if os.geteuid() == 0 else "Slurm's daemons start jobs of other users: needs root"
 
 
 class Cluster:
-    """Starts the daemons; `stop` ends them."""
+    """Slurm's daemons, started; `stop` ends them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._daemons = folder, list[subprocess.Popen[bytes]]()
@@ -71,11 +71,11 @@ class Cluster:
         self._start()
 
     def run(self, *command: str) -> str:
-        """Output of one of Slurm's commands."""
+        """Return the output of one of Slurm's commands."""
         return subprocess.run(command, env=self.environment, check=True, capture_output=True, text=True).stdout.strip()
 
     @contextmanager
-    def without(self, node: str, state: str) -> Iterator[None]:
+    def node_in_state(self, node: str, state: str) -> Iterator[None]:
         """Inside, the node is DOWN or in DRAIN, as an administrator's command or a failure leaves it."""
         self.run("scontrol", "update", f"NodeName={node}", f"State={state}", "Reason=test")
         try:
@@ -84,21 +84,21 @@ class Cluster:
             self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
     def states(self) -> list[str]:
-        """Of the nodes, as sinfo names them."""
+        """Return the states of the nodes, as sinfo names them."""
         return self.run("sinfo", "--noheader", "--Node", "--format=%T").split()
 
     def stop(self) -> None:
-        """Cancel what runs and end the daemons."""
+        """Cancel all jobs and end the daemons."""
         subprocess.run(["scancel", "--user=root"], env=self.environment, check=False)
         wait_until(lambda: not self.run("squeue", "--noheader"), "jobs to end")
         for daemon in reversed(self._daemons):
             daemon.terminate()
-            daemon.wait(START_LIMIT_S)
+            daemon.wait(START_TIMEOUT_S)
 
     def _start(self) -> None:
         self.folder.chmod(0o755)  # munged wants to know who could have made its socket
-        munge = [f"--{what}={self.folder}/munge.{what.split('-')[0]}" for what in ("key-file", "socket", "pid-file")]
-        munge += [f"--{what}-file={self.folder}/munge.{what}" for what in ("log", "seed")]
+        munge = [f"--{name}={self.folder}/munge.{name.split('-')[0]}" for name in ("key-file", "socket", "pid-file")]
+        munge += [f"--{name}-file={self.folder}/munge.{name}" for name in ("log", "seed")]
         self._daemon("munged", "--foreground", "--force", *munge)
         wait_until((self.folder / "munge.socket").exists, "munged")
         self._daemon("slurmctld", "-D")
@@ -112,16 +112,16 @@ class Cluster:
         self._daemons.append(daemon)
 
 
-def wait_until(what: Callable[[], object], name: str, limit_s: float = START_LIMIT_S) -> None:
-    """Return when `what` is true; a command that fails counts as not yet."""
-    deadline = time.monotonic() + limit_s
-    while not _holds(what):
-        assert time.monotonic() < deadline, f"waited {limit_s:g} s for {name}"
+def wait_until(condition: Callable[[], object], name: str, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Return when `condition` is true; a command that fails counts as not yet."""
+    deadline = time.monotonic() + timeout_s
+    while not _is_true(condition):
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {name}"
         time.sleep(0.2)
 
 
-def _holds(what: Callable[[], object]) -> bool:
+def _is_true(condition: Callable[[], object]) -> bool:
     try:
-        return bool(what())
+        return bool(condition())
     except subprocess.CalledProcessError:
         return False

@@ -7,25 +7,25 @@ import pytest
 
 from tests.conftest import TinyRun
 from tests.launch.batch_job import BatchJob
-from tests.launch.cluster import Cluster, missing
+from tests.launch.cluster import Cluster, missing_requirement
 
 Submit = Callable[..., BatchJob]
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if reason := missing():
+    if reason := missing_requirement():
         pytest.skip(reason)
-    started = Cluster(tmp_path_factory.mktemp("slurm"))
-    yield started
-    started.stop()
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    yield cluster
+    cluster.stop()
 
 
 @pytest.fixture
 def submit(cluster: Cluster, tiny_run: TinyRun, tmp_path: Path) -> Submit:
-    """Submits launch/tiny_moe.sh with the smallest model, its run folder under tmp_path."""
+    """Submit launch/tiny_moe.sh with the smallest model, its run folder under tmp_path."""
 
-    def start(*settings: str, **environment: str) -> BatchJob:
+    def submit_job(*settings: str, **environment: str) -> BatchJob:
         inputs = [
             f"run.folder={tmp_path / 'run'}",
             f"model.path={tiny_run.model}",
@@ -38,4 +38,4 @@ def submit(cluster: Cluster, tiny_run: TinyRun, tmp_path: Path) -> Submit:
         ]
         return BatchJob(cluster, tmp_path, [*inputs, *settings], **environment)
 
-    return start
+    return submit_job

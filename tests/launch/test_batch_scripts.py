@@ -1,4 +1,4 @@
-"""Every batch script prints what it would run, without Slurm; each settings file has its script."""
+"""Dry runs of batch scripts, without Slurm; every settings file has a script."""
 
 import os
 import subprocess
@@ -12,10 +12,10 @@ SCRIPTS = sorted(path for path in (ROOT / "launch").glob("*.sh") if "\n#SBATCH" 
 
 
 def dry_run(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    environment_without_slurm = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     return subprocess.run(
         ["bash", str(script), "--dry-run", *arguments],
-        env={**outside, "VENV": sys.prefix, **environment},
+        env={**environment_without_slurm, "VENV": sys.prefix, **environment},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -23,28 +23,27 @@ def dry_run(script: Path, *arguments: str, **environment: str) -> subprocess.Com
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_a_dry_run_shows_settings_nodes_environment_and_commands(script: Path) -> None:
-    shown = dry_run(script, "run.steps=7")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    asked = dict(
-        line.removeprefix("#SBATCH --").split("=", 1) for line in script.read_text().splitlines() if _asks(line)
-    )
-    nodes, per_node = int(asked["nodes"]), int(asked["ntasks-per-node"])
-    assert "steps: 7" in shown.stdout
-    assert f"{nodes * per_node} ranks; layout: " in shown.stdout
-    assert f"  node{nodes - 1}: ranks {(nodes - 1) * per_node}-{nodes * per_node - 1}; " in shown.stdout
-    assert "MASTER_PORT=20000" in shown.stdout
-    assert all("--cpu-bind=none" in line for line in shown.stdout.splitlines() if line.startswith("srun "))
+def test_dry_run_shows_settings_nodes_environment_and_commands(script: Path) -> None:
+    process = dry_run(script, "run.steps=7")
+    assert (process.returncode, process.stderr) == (0, "")
+    lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH --") and "=" in line]
+    options = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in lines)
+    nodes, per_node = int(options["nodes"]), int(options["ntasks-per-node"])
+    assert "steps: 7" in process.stdout
+    assert f"{nodes * per_node} ranks; layout: " in process.stdout
+    assert f"  node{nodes - 1}: ranks {(nodes - 1) * per_node}-{nodes * per_node - 1}; " in process.stdout
+    assert "MASTER_PORT=20000" in process.stdout
+    assert all("--cpu-bind=none" in line for line in process.stdout.splitlines() if line.startswith("srun "))
     assert (
         f"-m grpo_mp.launch.task runs/{script.stem}/attempts/dry.0 configs/{script.stem}.yaml run.steps=7"
-        in shown.stdout
+        in process.stdout
     )
 
 
 @pytest.mark.parametrize(("launcher", "cpus"), [("srun", 16), ("torchrun", 128)])
-def test_the_ranks_of_a_node_have_all_of_its_cores(launcher: str, cpus: int) -> None:
-    shown = dry_run(ROOT / "launch" / "qwen2_5_7b.sh", SLURM_CPUS_ON_NODE="128", LAUNCHER=launcher)
-    *_, check, run = (line for line in shown.stdout.splitlines() if line.startswith("srun "))
+def test_ranks_of_a_node_get_all_of_its_cores(launcher: str, cpus: int) -> None:
+    process = dry_run(ROOT / "launch" / "qwen2_5_7b.sh", SLURM_CPUS_ON_NODE="128", LAUNCHER=launcher)
+    *_, check, run = (line for line in process.stdout.splitlines() if line.startswith("srun "))
     assert "--cpus-per-task=16 " in check
     assert f"--cpus-per-task={cpus} " in run
 
@@ -53,20 +52,16 @@ def test_every_settings_file_has_a_script() -> None:
     assert {script.stem for script in SCRIPTS} == {path.stem for path in (ROOT / "configs").glob("*.yaml")}
 
 
-def test_mistakes_end_before_anything_starts() -> None:
+def test_bad_settings_end_before_anything_starts() -> None:
     script = ROOT / "launch" / "tiny_moe.sh"
-    for arguments, said in (
+    for arguments, sentence in (
         (["layout.tensor=4"], "needs 4 nodes of 1 ranks, the allocation has 2"),
         (["engine.gpus=4"], "do not fit the 2 ranks of this job"),
         (["rollout.grup_size=4"], "did you mean rollout.group_size?"),
     ):
-        shown = dry_run(script, *arguments)
-        assert (shown.returncode, said in shown.stderr) == (2, True), shown.stderr
-    outside = subprocess.run(
+        process = dry_run(script, *arguments)
+        assert (process.returncode, sentence in process.stderr) == (2, True), process.stderr
+    process = subprocess.run(
         ["bash", str(script)], env={**os.environ, "VENV": sys.prefix}, capture_output=True, text=True
     )
-    assert (outside.returncode, "this is a batch script: sbatch" in outside.stderr) == (2, True)
-
-
-def _asks(line: str) -> bool:
-    return line.startswith("#SBATCH --") and "=" in line
+    assert (process.returncode, "this is a batch script: sbatch" in process.stderr) == (2, True)

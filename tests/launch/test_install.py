@@ -1,4 +1,4 @@
-"""install.sh with a Python that only notes what it is asked: which torch it takes, what it skips, how it fails."""
+"""install.sh with a Python that only records its arguments: which torch it takes, what it skips, how it fails."""
 
 import shutil
 import subprocess
@@ -25,7 +25,7 @@ Install = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def notes(tmp_path: Path) -> Path:
-    """Every command line that the Python was given."""
+    """The file of all arguments that the Python was given."""
     file = tmp_path / "notes"
     file.touch()
     return file
@@ -33,49 +33,49 @@ def notes(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def install(tmp_path: Path, notes: Path) -> Install:
-    """Runs install.sh for the same folder on a machine with nothing but TOOLS and that Python."""
-    path = tmp_path / "bin"
-    path.mkdir()
+    """Run install.sh for the same folder with nothing but TOOLS and that Python on the PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
     for tool in TOOLS:
-        (path / tool).symlink_to(str(shutil.which(tool)))
-    (path / "env").symlink_to(str(shutil.which("env")))
-    python = path / "python3.11"
+        (folder / tool).symlink_to(str(shutil.which(tool)))
+    (folder / "env").symlink_to(str(shutil.which("env")))
+    python = folder / "python3.11"
     python.write_text(PYTHON)
     python.chmod(0o755)
 
     def run(**variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {"PATH": str(path), "NOTES": str(notes), "OFFERED": "2.13.0", **variables}
+        environment = {"PATH": str(folder), "NOTES": str(notes), "OFFERED": "2.13.0", **variables}
         command = [str(shutil.which("bash")), str(INSTALL), str(tmp_path / "venv")]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
     return run
 
 
-def test_where_pip_knows_only_the_cuda_build_the_cpu_index_is_asked(install: Install, notes: Path) -> None:
+def test_cpu_index_is_used_where_pip_has_only_the_cuda_build(install: Install, notes: Path) -> None:
     assert install().returncode == 0
     lines = [line for line in notes.read_text().splitlines() if CPU_INDEX in line]
     assert len(lines) == 1
     assert lines[0].endswith("torch==2.13.0")
 
 
-def test_where_pip_has_a_cpu_build_no_other_host_is_asked(install: Install, notes: Path) -> None:
+def test_cpu_index_is_not_used_where_pip_has_a_cpu_build(install: Install, notes: Path) -> None:
     assert install(OFFERED="2.13.0+cpu, 2.13.0").returncode == 0
     assert "download.pytorch.org" not in notes.read_text()
     assert "torch==2.13.0" in notes.read_text()
 
 
-def test_a_second_run_skips_everything(install: Install, notes: Path) -> None:
+def test_second_run_installs_nothing(install: Install, notes: Path) -> None:
     install()
     notes.write_text("")
     assert "has the cpu packages already" in install().stdout
     assert notes.read_text() == ""
 
 
-def test_a_failed_install_says_why_and_is_done_anew(install: Install) -> None:
-    failed = install(PIP_STATUS="1")
-    assert failed.returncode == 1
-    assert failed.stderr.startswith("error: pip did not manage")
-    assert "no such wheel" in failed.stderr
+def test_failed_install_says_why_and_is_repeated(install: Install) -> None:
+    result = install(PIP_STATUS="1")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: pip did not manage")
+    assert "no such wheel" in result.stderr
     assert "installing" in install().stdout
 
 
@@ -86,7 +86,7 @@ def test_a_failed_install_says_why_and_is_done_anew(install: Install) -> None:
         ({"NO_VENV": "1"}, "error: python3.11 cannot make environments"),
     ],
 )
-def test_a_machine_without_the_right_python(install: Install, variables: dict[str, str], sentence: str) -> None:
+def test_missing_python_is_named(install: Install, variables: dict[str, str], sentence: str) -> None:
     result = install(**variables)
     assert result.returncode == 1
     assert result.stderr.startswith(sentence)

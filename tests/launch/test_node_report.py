@@ -1,18 +1,18 @@
-"""Which nodes are bad, from reports written by hand."""
+"""Which nodes are bad, from handwritten reports."""
 
 from dataclasses import replace
 
 import pytest
 
 from grpo_mp.launch.node_report import NodeReport, bad_nodes
-from grpo_mp.launch.rates import ring
+from grpo_mp.launch.rates import neighbour_pairs
 
 GOOD = NodeReport("a", "torch 2", 0.0, 100 * 2**30, 90 * 2**30, None, all_reduce=100e9, all_to_all=20e9)
-NODES = [replace(GOOD, node=node) for node in "abcd" for _ in range(2)]
+REPORTS = [replace(GOOD, node=node) for node in "abcd" for _ in range(2)]
 
 
-def test_equal_nodes_are_fit() -> None:
-    assert bad_nodes(NODES) == {}
+def test_equal_nodes_are_good() -> None:
+    assert bad_nodes(REPORTS) == {}
 
 
 @pytest.mark.parametrize(
@@ -27,17 +27,17 @@ def test_equal_nodes_are_fit() -> None:
     ],
 )
 def test_one_bad_rank_makes_its_node_bad(change: dict[str, object], reason: str) -> None:
-    reports = [*NODES[:5], replace(NODES[5], **change), *NODES[6:]]  # type: ignore[arg-type]
+    reports = [*REPORTS[:5], replace(REPORTS[5], **change), *REPORTS[6:]]  # type: ignore[arg-type]
     assert list(bad_nodes(reports)) == ["c"]
     assert bad_nodes(reports)["c"].startswith(reason)
 
 
-def test_a_node_that_does_not_share_the_folder_is_bad() -> None:
-    assert list(bad_nodes(NODES, ["d"])) == ["d"]
+def test_node_without_the_shared_folder_is_bad() -> None:
+    assert list(bad_nodes(REPORTS, ["d"])) == ["d"]
 
 
 @pytest.mark.parametrize(("nodes", "pairs"), [(1, 0), (2, 1), (3, 3), (16, 16)])
-def test_every_node_has_two_neighbours_where_there_are_three(nodes: int, pairs: int) -> None:
-    assert len(set(ring(nodes))) == pairs
+def test_three_or_more_nodes_have_two_neighbours_each(nodes: int, pairs: int) -> None:
+    assert len(set(neighbour_pairs(nodes))) == pairs
     if nodes > 2:
-        assert all(sum(node in pair for pair in ring(nodes)) == 2 for node in range(nodes))
+        assert all(sum(node in pair for pair in neighbour_pairs(nodes)) == 2 for node in range(nodes))

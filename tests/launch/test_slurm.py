@@ -1,4 +1,4 @@
-"""launch/ on a real Slurm: three nodes, jobs of two with an engine on each."""
+"""The scripts of launch/ on a real Slurm: three nodes, jobs of two with an engine on each."""
 
 import socket
 from pathlib import Path
@@ -13,63 +13,63 @@ exec "$@"
 """
 
 
-def test_a_run_outlives_a_lost_node_a_drained_one_and_the_time_limit(
+def test_run_survives_a_lost_node_a_drained_node_and_the_time_limit(
     cluster: Cluster, submit: Submit, tmp_path: Path
 ) -> None:
     steps = 60  # of a third of a second each: none of the signals below may find the run at its end
     job = submit(f"run.steps={steps}", "run.save_every=1")
     job.wait_for(f"step 2/{steps}")
-    with cluster.without("n2", "DOWN"):
+    with cluster.node_in_state("n2", "DOWN"):
         job.wait_requeued()
         job.wait_for("restarts so far: 1")
         assert job.nodes == "n[1,3]"
     job.wait_for(f"step 4/{steps}")
-    with cluster.without("n3", "DRAIN"):
+    with cluster.node_in_state("n3", "DRAIN"):
         job.signal()
         job.wait_for("goes on in a new attempt")
         job.wait_requeued()
         job.wait_for("restarts so far: 2")
         assert job.nodes == "n[1-2]"
         job.wait_end()
-    assert (job.state, job.left()) == ("COMPLETED", []), job.out
-    assert "restarts so far: 2" in job.out
-    written = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
-    assert written == list(range(steps + 1))
+    assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
+    assert "restarts so far: 2" in job.log
+    steps_logged = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert steps_logged == list(range(steps + 1))
     attempts = [folder.name for folder in sorted((tmp_path / "run" / "attempts").iterdir())]
     assert attempts == [f"{job.id}.{restart}" for restart in range(3)]
     assert all((tmp_path / "run" / "logs" / f"engine_{number}.log").exists() for number in range(2))
 
 
-def test_a_killed_rank_ends_the_job_and_is_named_with_its_last_lines(submit: Submit) -> None:
+def test_killed_rank_ends_the_job_and_is_named(submit: Submit) -> None:
     job = submit("run.steps=50")
     job.wait_for("step 1/50")
     job.rank(1).kill()
     job.wait_end()
     assert job.state == "FAILED"
-    assert "rank 1 failed: Killed on n2" in job.out
-    assert job.left() == []
+    assert "rank 1 failed: Killed on n2" in job.log
+    assert job.remaining_processes() == []
 
 
-def test_a_cancelled_job_leaves_nothing_running(cluster: Cluster, submit: Submit) -> None:
+def test_cancelled_job_leaves_no_processes(cluster: Cluster, submit: Submit) -> None:
     job = submit("run.steps=50")
     job.wait_for("starting the engines")
     cluster.run("scancel", job.id)
     job.wait_end()
-    assert (job.state, job.left()) == ("CANCELLED", [])
+    assert (job.state, job.remaining_processes()) == ("CANCELLED", [])
 
 
-def test_a_taken_port_is_named(submit: Submit) -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+def test_port_in_use_is_named(submit: Submit) -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         job = submit("run.steps=1", MASTER_PORT=str(port))
         job.wait_end()
-    assert f"MASTER_PORT={port} of {socket.gethostname()} is taken" in job.out
-    assert (job.exit_status, job.left()) == (2, [])
+    assert f"MASTER_PORT={port} of {socket.gethostname()} is taken" in job.log
+    assert (job.exit_status, job.remaining_processes()) == (2, [])
 
 
-def test_a_bad_node_is_named_and_a_job_without_it_takes_over(cluster: Cluster, submit: Submit, tmp_path: Path) -> None:
+def test_bad_node_is_named_and_excluded_from_a_new_job(cluster: Cluster, submit: Submit, tmp_path: Path) -> None:
     """The site's hook puts a wrapper in front of ranks, which shows another torch on the second node."""
     (tmp_path / "torch-9.9.dist-info").mkdir()
     (tmp_path / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
@@ -77,7 +77,7 @@ def test_a_bad_node_is_named_and_a_job_without_it_takes_over(cluster: Cluster, s
     (tmp_path / "site.sh").write_text(f"inside=(bash {tmp_path / 'wrapper.sh'})\n")
     job = submit("run.steps=1", SITE=str(tmp_path / "site.sh"))
     job.wait_end()
-    assert "bad node n2: it has torch 9.9" in job.out
+    assert "bad node n2: it has torch 9.9" in job.log
     wait_until(lambda: cluster.run("squeue", "--noheader", "--states=RUNNING", "--format=%N") == "n[1,3]", "a new job")
     cluster.run("scancel", "--user=root")
 
@@ -85,5 +85,5 @@ def test_a_bad_node_is_named_and_a_job_without_it_takes_over(cluster: Cluster, s
 def test_torchrun_on_each_node(submit: Submit, tmp_path: Path) -> None:
     job = submit("run.steps=1", "run.export=false", LAUNCHER="torchrun")
     job.wait_end()
-    assert (job.state, job.left()) == ("COMPLETED", []), job.out
+    assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
     assert [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1]

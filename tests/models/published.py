@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from grpo_mp.planner.model_configs import published
+from grpo_mp.planner.model_configs import published_config
 
-DEEPSEEK_V2: dict[str, Any] = published("deepseek-v2-lite").values | {  # as the model of 236 billion differs
+DEEPSEEK_V2: dict[str, Any] = published_config("deepseek-v2-lite").values | {  # as the model of 236 billion differs
     "hidden_size": 5120,
     "intermediate_size": 12288,
     "moe_intermediate_size": 1536,
@@ -20,7 +20,7 @@ DEEPSEEK_V2: dict[str, Any] = published("deepseek-v2-lite").values | {  # as the
 }
 # name -> its config.json, and its size in parameters: as its publisher counts, here without multi-token prediction
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
-    name: (published(name).values, size)
+    name: (published_config(name).values, size)
     for name, size in {
         "deepseek-r1": 671e9,
         "kimi-k2": 1026e9,

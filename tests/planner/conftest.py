@@ -1,4 +1,4 @@
-"""Megatron is loaded through the platform in every test of this folder."""
+"""Prepare the platform before any test of this folder imports Megatron."""
 
 from grpo_mp.platform import prepare
 

@@ -1,11 +1,11 @@
-"""Settings and jobs of small texts, for tests of the planner."""
+"""Make settings and jobs for tests of the planner."""
 
 from typing import Any
 
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import Job, make_job
-from grpo_mp.planner.model_configs import published
+from grpo_mp.planner.model_configs import published_config
 from tests.least import LEAST
 
 BASE: dict[str, Any] = LEAST | {
@@ -15,10 +15,10 @@ BASE: dict[str, Any] = LEAST | {
 
 
 def settings_of(**sections: dict[str, Any]) -> Settings:
-    """The base with these values laid over its sections."""
+    """Override values in sections of the base settings."""
     return check_settings(BASE | {name: BASE.get(name, {}) | values for name, values in sections.items()}, "test")
 
 
 def job_of(name: str, cluster: str, nodes: int, **sections: dict[str, Any]) -> Job:
-    """A published model on machines of a shipped profile."""
-    return make_job(settings_of(**sections), published(name), read_cluster(cluster), nodes)
+    """Put a published model on machines of a shipped profile."""
+    return make_job(settings_of(**sections), published_config(name), read_cluster(cluster), nodes)

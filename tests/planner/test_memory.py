@@ -1,4 +1,4 @@
-"""Rows computed by hand, and residency by phase."""
+"""Memory by kind against numbers computed by hand, and residency by phase."""
 
 from pathlib import Path
 
@@ -8,20 +8,20 @@ from grpo_mp.config import load_settings
 from grpo_mp.planner.activations import logits_bytes
 from grpo_mp.planner.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from grpo_mp.planner.clusters import GIB, read_cluster
-from grpo_mp.planner.engine import engine_load
+from grpo_mp.planner.engine_memory import engine_memory
 from grpo_mp.planner.feasibility import check_fits
 from grpo_mp.planner.job import Job, make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
-from grpo_mp.planner.model_configs import published
+from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.plan import make_plan
 from tests.planner.jobs import job_of, settings_of
 
 QWEN = 7_615_616_512  # parameters of Qwen2.5-7B, as its publisher's files hold
 ROOT = Path(__file__).parents[2]
-AWARE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+PRECISION_AWARE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 
 
-def test_bytes_of_a_dense_model_on_eight_replicas() -> None:
+def test_dense_model_on_eight_replicas() -> None:
     memory = plan_memory(job_of("qwen2.5-7b", "h100-80", 1))
     (device,) = memory.device
     train = device[SubPhase.TRAIN]
@@ -31,38 +31,38 @@ def test_bytes_of_a_dense_model_on_eight_replicas() -> None:
     assert memory.host[SubPhase.GENERATE]["weights"] == QWEN * 2 * 8
     assert memory.host[SubPhase.GENERATE]["optimizer"] == QWEN * 12
     # 28 layers of 4 key and 4 value heads of 128 in bfloat16
-    assert memory.engine.token_bytes == 28 * 2 * 4 * 128 * 2
+    assert memory.engine.bytes_per_token == 28 * 2 * 4 * 128 * 2
     assert memory.engine.weights == pytest.approx(QWEN * 2, rel=1e-4)
 
 
-def test_a_latent_cache_keeps_576_numbers_of_a_token_in_a_layer() -> None:
+def test_latent_cache_has_576_elements_per_token_and_layer() -> None:
     args = {"mem_fraction_static": 0.7, "attn_dp_size": 2, "quantization": "fp8"}
-    load = engine_load(job_of("deepseek-r1", "h100-80", 16, engine={"gpus": 16, "args": args | {"ep_size": 16}}))
-    assert load.token_bytes == 61 * 576 * 2
-    assert load.tokens == 2 * int((0.7 * 79.1 * GIB - load.weights) / (61 * 576 * 2))
-    half = engine_load(
+    memory = engine_memory(job_of("deepseek-r1", "h100-80", 16, engine={"gpus": 16, "args": args | {"ep_size": 16}}))
+    assert memory.bytes_per_token == 61 * 576 * 2
+    assert memory.kv_cache_tokens == 2 * int((0.7 * 79.1 * GIB - memory.weights) / (61 * 576 * 2))
+    fp8_cache = engine_memory(
         job_of("deepseek-r1", "h100-80", 16, engine={"gpus": 16, "args": args | {"kv_cache_dtype": "fp8_e4m3"}})
     )
-    assert half.token_bytes == 61 * 576
+    assert fp8_cache.bytes_per_token == 61 * 576
 
 
-def test_what_settings_keep() -> None:
-    def of(megatron: dict[str, object], dtype: str = "bfloat16") -> BytesPerParameter:
+def test_bytes_per_parameter() -> None:
+    def bytes_kept(megatron: dict[str, object], dtype: str = "bfloat16") -> BytesPerParameter:
         return bytes_per_parameter(
             settings_of(model={"path": "x", "dtype": dtype}, optimizer={"lr": 1e-6, "megatron": megatron})
         )
 
-    assert of({}) == BytesPerParameter(2, 4, 12, host_copies=2)
-    assert of(AWARE).saved == 4 + 4
-    assert of(AWARE | {"exp_avg_dtype": "float32"}).saved == 4
-    assert of(AWARE).optimizer == 2 + 2 + 2
-    assert of(AWARE | {"store_param_remainders": False}).optimizer == 4 + 2 + 2
-    assert of({"use_precision_aware_optimizer": True}).optimizer == 2 + 4 + 4
-    assert of({"grad_reduce_in_fp32": False}) == BytesPerParameter(2, 2, 12, update=4, host_copies=2)
-    assert of({}, "float32") == BytesPerParameter(4, 4, 8)
+    assert bytes_kept({}) == BytesPerParameter(2, 4, 12, host_copies=2)
+    assert bytes_kept(PRECISION_AWARE).fp32_moments == 4 + 4
+    assert bytes_kept(PRECISION_AWARE | {"exp_avg_dtype": "float32"}).fp32_moments == 4
+    assert bytes_kept(PRECISION_AWARE).optimizer == 2 + 2 + 2
+    assert bytes_kept(PRECISION_AWARE | {"store_param_remainders": False}).optimizer == 4 + 2 + 2
+    assert bytes_kept({"use_precision_aware_optimizer": True}).optimizer == 2 + 4 + 4
+    assert bytes_kept({"grad_reduce_in_fp32": False}) == BytesPerParameter(2, 2, 12, fp32_gradients=4, host_copies=2)
+    assert bytes_kept({}, "float32") == BytesPerParameter(4, 4, 8)
 
 
-def test_each_phase_holds_what_the_scheduler_leaves_there() -> None:
+def test_residency_by_phase() -> None:
     (device,) = plan_memory(job_of("qwen2.5-7b", "h100-80", 1)).device
     assert {"engine weights", "KV cache"} <= device[SubPhase.GENERATE].keys()
     assert not {"weights", "gradients", "optimizer"} & device[SubPhase.GENERATE].keys()
@@ -71,14 +71,14 @@ def test_each_phase_holds_what_the_scheduler_leaves_there() -> None:
     assert "KV cache" not in device[SubPhase.SYNC]
 
 
-def test_a_float32_policy_and_its_engine_stay_together() -> None:
+def test_float32_policy_and_engine_stay_on_the_device() -> None:
     (device,) = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, model={"dtype": "float32"})).device
     assert {"weights", "optimizer", "engine weights", "KV cache"} <= device[SubPhase.TRAIN].keys()
 
 
-def test_buckets_of_gradients_spare_the_host_a_gather() -> None:
+def test_gradient_buckets_save_the_host_a_gather() -> None:
     def saving(overlap: bool) -> float:
-        megatron = AWARE | {"overlap_grad_reduce": overlap}
+        megatron = PRECISION_AWARE | {"overlap_grad_reduce": overlap}
         job = job_of("qwen2.5-7b", "h100-80", 1, optimizer={"lr": 1e-6, "megatron": megatron})
         return plan_memory(job).host[SubPhase.SAVE]["checkpoint"]
 
@@ -86,14 +86,14 @@ def test_buckets_of_gradients_spare_the_host_a_gather() -> None:
     assert saving(False) == QWEN * (12 * 2 + 8)  # one rank has all of it, eight have an eighth of what they send
 
 
-def test_the_head_holds_chunks_of_logits_and_its_gradient() -> None:
+def test_output_head_holds_logits_chunks_and_its_gradient() -> None:
     job = job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4})
     rows, columns, hidden = 1024, 152064 // 4, 4096 * 3584 * 2  # of a micro-batch, gathered
     assert logits_bytes(job, 0, backward=False) == rows * columns * 10 + hidden
     assert logits_bytes(job, 0, backward=True) == rows * columns * 14 + 2 * hidden + columns * 3584 * 4
 
 
-def test_a_watched_reference_is_kept_like_any_and_costs_its_share_of_a_forward() -> None:
+def test_watched_reference_costs_its_share_of_a_forward_pass() -> None:
     def job(**kl: float) -> Job:
         return job_of("qwen2.5-7b", "h100-80", 1, algorithm={"kl": kl})
 
@@ -102,29 +102,29 @@ def test_a_watched_reference_is_kept_like_any_and_costs_its_share_of_a_forward()
 
     assert (reference_bytes(), reference_bytes(watch_share=0.1)) == (0, QWEN * 2 * 8)
     assert reference_bytes(watch_share=0.1) == reference_bytes(weight=0.1)
-    watched, whole = (make_plan(job(**kl)).work[SubPhase.LOGPROB] for kl in ({"watch_share": 0.1}, {"weight": 0.1}))
-    assert watched.flops == pytest.approx(whole.flops / 10)
-    assert watched.host_link_bytes == whole.host_link_bytes > 0
+    watched, full = (make_plan(job(**kl)).uses[SubPhase.LOGPROB] for kl in ({"watch_share": 0.1}, {"weight": 0.1}))
+    assert watched.flops == pytest.approx(full.flops / 10)
+    assert watched.host_link_bytes == full.host_link_bytes > 0
 
 
-def test_the_pinned_copy_of_the_optimizer_stays_on_the_host_but_for_a_checkpoint() -> None:
+def test_pinned_optimizer_copy_leaves_the_host_only_for_checkpoints() -> None:
     host = plan_memory(job_of("qwen2.5-7b", "h100-80", 1)).host
-    held = {stretch: host[stretch].get("optimizer", 0) for stretch in SubPhase}
-    assert {stretch for stretch, size in held.items() if size != QWEN * 12} == {
+    optimizer = {sub_phase: host[sub_phase].get("optimizer", 0) for sub_phase in SubPhase}
+    assert {sub_phase for sub_phase, size in optimizer.items() if size != QWEN * 12} == {
         SubPhase.START,
         SubPhase.LOAD,
         SubPhase.SAVE,
     }
 
 
-def test_saving_widens_the_moments_of_one_parameter_at_a_time() -> None:
-    job = job_of("qwen2.5-7b", "h100-80", 1, optimizer={"lr": 1e-6, "megatron": AWARE})
+def test_saving_casts_the_moments_of_one_parameter_at_a_time() -> None:
+    job = job_of("qwen2.5-7b", "h100-80", 1, optimizer={"lr": 1e-6, "megatron": PRECISION_AWARE})
     (device,) = plan_memory(job).device
     assert device[SubPhase.SAVE]["moments in float32"] == 152064 * 3584 * 8
     assert device[SubPhase.SAVE]["optimizer"] == QWEN * 6 / 8
 
 
-def test_moe_671b_leaves_a_device_room_for_what_is_not_known() -> None:
+def test_moe_671b_leaves_device_headroom() -> None:
     settings = load_settings(ROOT / "configs" / "moe_671b.yaml")
-    job = make_job(settings, published("deepseek-r1"), read_cluster("h100-80"), 16)
-    assert check_fits(make_plan(job)).device.spare > 10 * GIB
+    job = make_job(settings, published_config("deepseek-r1"), read_cluster("h100-80"), 16)
+    assert check_fits(make_plan(job)).device.headroom > 10 * GIB

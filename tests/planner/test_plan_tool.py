@@ -1,4 +1,4 @@
-"""The command: every recipe fits its machines; bad input is one sentence; a search finds what fits."""
+"""tools/plan.py: every recipe fits its machines; bad input is one sentence; a search finds what fits."""
 
 import re
 import subprocess
@@ -18,11 +18,11 @@ from grpo_mp.planner.explain import explain
 from grpo_mp.planner.feasibility import check_fits
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase
-from grpo_mp.planner.meta_model import check_in_the_model
+from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.model_configs import find_config
-from grpo_mp.planner.models_needed import grpo_models, ppo_models
 from grpo_mp.planner.plan import make_plan
-from grpo_mp.planner.search import as_settings, search
+from grpo_mp.planner.ppo_comparison import grpo_models, ppo_models
+from grpo_mp.planner.search import plan_to_yaml, search_layouts
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from tests.planner.jobs import job_of
 
@@ -32,25 +32,25 @@ RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.st
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_each_recipe_fits_the_machines_that_its_comment_names(path: Path) -> None:
-    found = COMMAND.search(path.read_text())
-    assert found
-    assert Path(found[1]).name == path.name
+def test_recipe_fits_the_machines_in_its_comment(path: Path) -> None:
+    command = COMMAND.search(path.read_text())
+    assert command
+    assert Path(command[1]).name == path.name
     settings = load_settings(path)
     check_arguments(settings.engine.args, known_arguments())
     hf, _ = find_config(settings.model.path)
-    job = make_job(settings, hf, read_cluster(found[2]), int(found[3]))
-    check_in_the_model(job)
+    job = make_job(settings, hf, read_cluster(command[2]), int(command[3]))
+    check_parameter_counts(job)
     assert check_fits(make_plan(job)).fits
 
 
 @pytest.mark.parametrize("name", cluster_names())
-def test_each_profile_is_whole(name: str) -> None:
+def test_cluster_profiles_load(name: str) -> None:
     cluster = read_cluster(name)
     assert cluster.matmul_tflops(fp8=False) > 0
 
 
-def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_plan_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "tools" / "plan.py"), *arguments],
         cwd=ROOT,
@@ -60,28 +60,28 @@ def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_prints_the_verdict() -> None:
-    done = plan("configs/moe_671b.yaml", "--nodes", "16", "--ppo")
-    assert done.returncode == 0, done.stderr
-    assert "16 x 8 x h100-80: fits. rank" in done.stdout
-    assert "the published deepseek-r1" in done.stdout
-    assert "multi-token-prediction layer is not part of the policy" in done.stdout
-    assert "Models of PPO" in done.stdout
+def test_plan_says_whether_it_fits() -> None:
+    process = run_plan_tool("configs/moe_671b.yaml", "--nodes", "16", "--ppo")
+    assert process.returncode == 0, process.stderr
+    assert "16 x 8 x h100-80: fits. rank" in process.stdout
+    assert "the published deepseek-r1" in process.stdout
+    assert "multi-token-prediction layer is not part of the policy" in process.stdout
+    assert "Models of PPO" in process.stdout
 
 
-def test_the_recipe_of_two_cpu_ranks_is_planned_from_the_model_it_makes(tmp_path: Path) -> None:
+def test_tiny_recipe_is_planned_from_its_generated_model(tmp_path: Path) -> None:
     make_tiny(tmp_path, "deepseek_v3", make_tokenizer([]))
     size = ["--nodes", "1", "--gpus-per-node", "2", "--model-config", str(tmp_path)]
-    done = plan("configs/tiny_moe.yaml", *size)
-    assert done.returncode == 0, done.stderr
-    assert "1 x 2 x h100-80: fits. rank" in done.stdout
+    process = run_plan_tool("configs/tiny_moe.yaml", *size)
+    assert process.returncode == 0, process.stderr
+    assert "1 x 2 x h100-80: fits. rank" in process.stdout
 
 
-def test_the_command_explains() -> None:
-    done = plan("explain", "configs/moe_671b.yaml", "--nodes", "16")
-    assert done.returncode == 0, done.stderr
-    assert "128 prompts x 8 = 1,024 samples, 4 updates of 256" in done.stdout
-    assert "those of its last update are 3 updates old" in done.stdout
+def test_explain_command() -> None:
+    process = run_plan_tool("explain", "configs/moe_671b.yaml", "--nodes", "16")
+    assert process.returncode == 0, process.stderr
+    assert "128 prompts x 8 = 1,024 samples, 4 updates of 256" in process.stdout
+    assert "those of its last update are 3 updates old" in process.stdout
 
 
 @pytest.mark.parametrize(
@@ -111,58 +111,60 @@ def test_the_command_explains() -> None:
         (["--nodes", "0"], "--nodes 0: give at least one"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments: list[str], sentence: str) -> None:
-    done = plan("configs/moe_671b.yaml", *(["--nodes", "16"] if "--nodes" not in arguments else []), *arguments)
-    assert done.returncode == 2
-    assert re.search(sentence, done.stderr), done.stderr
-    assert "Traceback" not in done.stderr
+def test_bad_input_ends_with_one_sentence(arguments: list[str], sentence: str) -> None:
+    process = run_plan_tool(
+        "configs/moe_671b.yaml", *(["--nodes", "16"] if "--nodes" not in arguments else []), *arguments
+    )
+    assert process.returncode == 2
+    assert re.search(sentence, process.stderr), process.stderr
+    assert "Traceback" not in process.stderr
 
 
-def test_a_number_that_a_profile_lacks_is_named(tmp_path: Path) -> None:
+def test_missing_number_of_a_profile_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("{gpu_memory_gib: 80, bf16_tflops: 900}")
     with pytest.raises(UserError, match=r"cluster mine: the plan needs .*, which the profile lacks: add it"):
         read_cluster(str(file))
 
 
-def test_a_search_finds_valid_layouts_that_fit_the_fastest_first() -> None:
+def test_search_finds_valid_layouts_fastest_first() -> None:
     job = job_of("moonlight-16b-a3b", "h100-80", 2, engine={"args": {"mem_fraction_static": 0.7}})
-    found = search(job)
-    assert len(found.best) == 5
-    assert found.fitting <= found.valid
-    assert [one.step_s for one in found.best] == sorted(one.step_s for one in found.best)
+    result = search_layouts(job)
+    assert len(result.best) == 5
+    assert result.fitting <= result.valid
+    assert [plan.step_s for plan in result.best] == sorted(plan.step_s for plan in result.best)
     shape = model_shape(family_of(job.hf).config(job.hf))
-    for one in found.best:
-        assert check_fits(one).fits
-        assert not list(broken_rules(one.job.settings.layout, shape, 16, uneven_pipeline=True))
-        check_in_the_model(one.job)
-        assert "layout: {tensor:" in as_settings(one)
+    for plan in result.best:
+        assert check_fits(plan).fits
+        assert not list(broken_rules(plan.job.settings.layout, shape, 16, uneven_pipeline=True))
+        check_parameter_counts(plan.job)
+        assert "layout: {tensor:" in plan_to_yaml(plan)
 
 
 def test_ppo_trains_two_models_and_keeps_two_more() -> None:
     plan = make_plan(job_of("qwen2.5-7b", "h100-80", 1))
-    ours, theirs = grpo_models(plan), ppo_models(plan)
-    assert [one.model for one in ours] == ["policy"]
-    assert [one.trained for one in theirs] == [True, True, False, False]
-    assert sum(one.host for one in theirs) > 2 * sum(one.host for one in ours)
+    grpo, ppo = grpo_models(plan), ppo_models(plan)
+    assert [model.model for model in grpo] == ["policy"]
+    assert [model.trained for model in ppo] == [True, True, False, False]
+    assert sum(model.host for model in ppo) > 2 * sum(model.host for model in grpo)
 
 
-def test_passes_over_the_samples_cost_what_they_compute() -> None:
-    def seconds(stretch: SubPhase, algorithm: dict[str, str] | None = None, **optimizer: int) -> float:
-        wanted = {"lr": 1e-6, "updates_per_step": 4} | optimizer
-        job = job_of("qwen2.5-7b", "h100-80", 1, algorithm=algorithm or {}, optimizer=wanted)
-        return make_plan(job).times[stretch].expected_s
+def test_time_is_proportional_to_passes() -> None:
+    def seconds(sub_phase: SubPhase, algorithm: dict[str, str] | None = None, **optimizer: int) -> float:
+        optimizer_settings = {"lr": 1e-6, "updates_per_step": 4} | optimizer
+        job = job_of("qwen2.5-7b", "h100-80", 1, algorithm=algorithm or {}, optimizer=optimizer_settings)
+        return make_plan(job).times[sub_phase].expected_s
 
     assert seconds(SubPhase.LOGPROB) > 1
     assert seconds(SubPhase.LOGPROB, {"old_logprobs": "engine"}) == 0
     assert seconds(SubPhase.LOGPROB, updates_per_step=1) == 0
-    whole = seconds(SubPhase.LOGPROB)  # packed otherwise, in parts
-    assert seconds(SubPhase.LOGPROB, updates_per_step=1, epochs=2) == pytest.approx(whole, rel=0.01)
+    four_updates = seconds(SubPhase.LOGPROB)  # packed otherwise, in parts
+    assert seconds(SubPhase.LOGPROB, updates_per_step=1, epochs=2) == pytest.approx(four_updates, rel=0.01)
     assert seconds(SubPhase.TRAIN, epochs=2) == pytest.approx(2 * seconds(SubPhase.TRAIN))
     assert seconds(SubPhase.OPTIMIZER, epochs=2) == pytest.approx(2 * seconds(SubPhase.OPTIMIZER))
 
 
-def test_words_of_a_small_job() -> None:
+def test_explain_of_a_small_job() -> None:
     job = job_of("qwen2.5-7b", "h100-80", 1, algorithm={"kl": {"weight": 0.01}})
     text = explain(job)
     assert "1 update of 1,024" in text

@@ -8,7 +8,7 @@ from megatron.core.optimizer import OptimizerConfig
 
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
-from grpo_mp.planner.model_configs import published
+from grpo_mp.planner.model_configs import published_config
 from grpo_mp.platform import fused_fields
 from grpo_mp.policy.megatron_config import check_overrides, overrides_for
 from tests.planner.jobs import settings_of
@@ -44,7 +44,7 @@ def test_a_dtype_is_written_by_its_name() -> None:
     ],
 )
 def test_cuda_takes_the_fused_kernels_that_megatron_has_for_the_model(name: str, fields: dict[str, object]) -> None:
-    hf = published(name)
+    hf = published_config(name)
     assert fused_fields(family_of(hf).config(hf)) == fields
 
 

@@ -20,7 +20,7 @@ from grpo_mp.checkpoint.run_state import (
 )
 from grpo_mp.config import dump_settings, load_settings
 from grpo_mp.errors import UserError
-from grpo_mp.planner.model_configs import published
+from grpo_mp.planner.model_configs import published_config
 from grpo_mp.train import main
 from grpo_mp.trainer.preflight import check_engine
 from tests.conftest import TinyRun
@@ -154,7 +154,7 @@ def test_an_engine_on_gpus_that_do_not_divide_the_model(
 ) -> None:
     settings = settings_of(engine={"gpus": gpus, "args": args})
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
-        check_engine(settings, published(model), cpu=False)
+        check_engine(settings, published_config(model), cpu=False)
 
 
 @pytest.mark.parametrize(

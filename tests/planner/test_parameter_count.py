@@ -1,4 +1,4 @@
-"""Parameters of ranks: the closed form against the real Megatron model, and both against the whole model."""
+"""Parameters per rank: the closed form against the real Megatron model, and both against the published total."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,10 @@ import pytest
 from grpo_mp.config import Layout
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.planner.balance import balanced, pipeline_text
-from grpo_mp.planner.meta_model import counted
-from grpo_mp.planner.model_configs import published
+from grpo_mp.planner.meta_model import megatron_parameter_counts
+from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.parameter_count import local_parameter_counts
-from grpo_mp.planner.stages import stage_layers
+from grpo_mp.planner.pipeline_layout import balance_layers, format_pipeline_layout, layers_of_stages
 from tests.models.published import PUBLISHED
 from tests.planner.jobs import settings_of
 
@@ -34,26 +33,26 @@ CASES: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "ranks", "sizes", "megatron"), CASES)
-def test_the_closed_form_is_what_megatron_builds(
+def test_closed_form_equals_what_megatron_builds(
     name: str, ranks: int, sizes: dict[str, int], megatron: dict[str, Any]
 ) -> None:
     settings = settings_of(layout=sizes, optimizer={"megatron": megatron})
-    hf = published(name)
-    stages = stage_layers(hf.int("num_hidden_layers"), settings.layout, megatron)
-    assert local_parameter_counts(hf, settings.layout, stages) == counted(settings, hf, ranks)
+    hf = published_config(name)
+    stage_layers = layers_of_stages(hf.int("num_hidden_layers"), settings.layout, megatron)
+    assert local_parameter_counts(hf, settings.layout, stage_layers) == megatron_parameter_counts(settings, hf, ranks)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_one_rank_holds_the_whole_model(name: str) -> None:
+def test_single_rank_holds_the_published_total(name: str) -> None:
     hf = HfConfig(Path(name), PUBLISHED[name][0])
     (count,) = local_parameter_counts(hf, Layout(), (tuple(range(hf.int("num_hidden_layers"))),))
     assert count.total == pytest.approx(PUBLISHED[name][1], rel=0.01)
 
 
-def test_layers_go_round_the_stages_chunk_by_chunk() -> None:
-    assert stage_layers(8, Layout(pipeline=2, virtual_pipeline=2), {}) == ((0, 1, 4, 5), (2, 3, 6, 7))
-    assert stage_layers(5, Layout(pipeline=3), {"num_layers_in_first_pipeline_stage": 1}) == ((0,), (1, 2), (3, 4))
-    assert stage_layers(4, Layout(pipeline=2), {FREE: [["embedding", "decoder"], ["decoder"] * 3 + ["loss"]]}) == (
+def test_chunks_are_dealt_to_stages_in_turn() -> None:
+    assert layers_of_stages(8, Layout(pipeline=2, virtual_pipeline=2), {}) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert layers_of_stages(5, Layout(pipeline=3), {"num_layers_in_first_pipeline_stage": 1}) == ((0,), (1, 2), (3, 4))
+    assert layers_of_stages(4, Layout(pipeline=2), {FREE: [["embedding", "decoder"], ["decoder"] * 3 + ["loss"]]}) == (
         (0,),
         (1, 2, 3),
     )
@@ -66,17 +65,17 @@ def test_layers_go_round_the_stages_chunk_by_chunk() -> None:
         ({LAST: 2, "num_layers_in_first_pipeline_stage": 2}, "1 layers do not divide over the 0 pipeline stages"),
     ],
 )
-def test_layers_that_are_placed_wrongly_are_refused(megatron: dict[str, Any], sentence: str) -> None:
+def test_wrong_pipeline_layouts_are_refused(megatron: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        stage_layers(5, Layout(pipeline=2), megatron)
+        layers_of_stages(5, Layout(pipeline=2), megatron)
 
 
-def test_a_balanced_pipeline_is_the_best_of_all() -> None:
+def test_balanced_pipeline_is_optimal() -> None:
     sizes = [1, 1, 1, 9, 9, 9, 9, 9]
     best = min(
         max(5 + sum(sizes[:a]), sum(sizes[a:b]), 7 + sum(sizes[b:])) for a in range(1, 7) for b in range(a + 1, 8)
     )
-    a, b, c = balanced(sizes, 3, first=5, last=7)
+    a, b, c = balance_layers(sizes, 3, embedding=5, output=7)
     assert a + b + c == len(sizes)
     assert max(5 + sum(sizes[:a]), sum(sizes[a : a + b]), 7 + sum(sizes[a + b :])) == best
-    assert pipeline_text([2, 1]) == "Et*2|t*1L"
+    assert format_pipeline_layout([2, 1]) == "Et*2|t*1L"

@@ -1,0 +1,93 @@
+"""Which layers stand on which pipeline stage: as the settings say, and balanced by size."""
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from grpo_mp.config import Layout
+from grpo_mp.errors import UserError
+
+FIRST_STAGE_LAYERS = "num_layers_in_first_pipeline_stage"
+LAST_STAGE_LAYERS = "num_layers_in_last_pipeline_stage"
+PIPELINE_LAYOUT = "pipeline_model_parallel_layout"
+StageLayers = tuple[tuple[int, ...], ...]  # layers of every stage, over all its chunks
+
+
+def layers_of_stages(num_layers: int, layout: Layout, megatron: Mapping[str, Any]) -> StageLayers:
+    """Return the layers of each stage; raises UserError where Megatron's fields place more or fewer than there are."""
+    if megatron.get(PIPELINE_LAYOUT):
+        chunks = _parse_pipeline_layout(megatron[PIPELINE_LAYOUT])
+    else:
+        chunks = _even_chunks(num_layers, layout, megatron.get(FIRST_STAGE_LAYERS), megatron.get(LAST_STAGE_LAYERS))
+    if len(chunks) % layout.pipeline or sum(chunks) != num_layers or min(chunks) < 0:
+        raise UserError(
+            f"optimizer.megatron places {sum(chunks)} layers on {len(chunks)} stages {chunks}, the model has "
+            f"{num_layers} and layout.pipeline={layout.pipeline}: let them agree"
+        )
+    bounds = list(pairwise(accumulate(chunks, initial=0)))
+    return tuple(
+        tuple(layer for start, end in bounds[stage :: layout.pipeline] for layer in range(start, end))
+        for stage in range(layout.pipeline)
+    )
+
+
+def balance_layers(sizes: Sequence[int], stages: int, embedding: int = 0, output: int = 0) -> list[int]:
+    """Return how many consecutive layers each stage gets, at least one, so that the fullest stage holds least.
+
+    The first stage also holds `embedding`, the last `output`. Raises ValueError where there are fewer layers than
+    stages.
+    """
+    if len(sizes) < stages:
+        raise ValueError(f"{len(sizes)} layers do not give {stages} stages one each")
+    low, high = max(sizes), sum(sizes) + embedding + output
+    while low < high:
+        middle = (low + high) // 2
+        fits = _fill_stages(sizes, stages, embedding, output, middle)
+        low, high = (low, middle) if fits else (middle + 1, high)
+    return _fill_stages(sizes, stages, embedding, output, low) or []
+
+
+def format_pipeline_layout(counts: Sequence[int]) -> str:
+    """Return layers per stage in Megatron's notation: `Et*17|t*15|t*14L`."""
+    return "E" + "|".join(f"t*{count}" for count in counts) + "L"
+
+
+def _fill_stages(sizes: Sequence[int], stages: int, embedding: int, output: int, limit: int) -> list[int] | None:
+    """Fill stage after stage up to `limit`, leaving one layer for each that follows; None where they are too few."""
+    counts, layer = [], 0
+    for stage in range(stages):
+        size = embedding if stage == 0 else output if stage == stages - 1 else 0
+        count, stages_left = 0, stages - stage - 1
+        while layer < len(sizes) - stages_left and (size + sizes[layer] <= limit):
+            size += sizes[layer]
+            layer, count = layer + 1, count + 1
+        if not count:
+            return None
+        counts.append(count)
+    return counts if layer == len(sizes) else None
+
+
+def _even_chunks(num_layers: int, layout: Layout, first: int | None, last: int | None) -> list[int]:
+    """Return the layers of each chunk, in the order that tokens pass them."""
+    virtual = layout.virtual_pipeline or 1
+    given = {stage: count for stage, count in ((0, first), (layout.pipeline - 1, last)) if count is not None}
+    rest, middle = num_layers - sum(given.values()), layout.pipeline - len(given)
+    if (middle and rest % middle) or (not middle and rest):
+        fields = [name for name, count in ((FIRST_STAGE_LAYERS, first), (LAST_STAGE_LAYERS, last)) if count]
+        raise UserError(
+            f"{rest} layers do not divide over the {middle} pipeline stages between the first and the last: change "
+            f"{' and '.join(f'optimizer.megatron.{name}' for name in fields)}"
+        )
+    per_stage = [given.get(stage, rest // middle if middle else 0) for stage in range(layout.pipeline)]
+    return [count // virtual for _ in range(virtual) for count in per_stage]
+
+
+def _parse_pipeline_layout(value: Any) -> list[int]:
+    """Count the layers of each chunk in Megatron's notation: a list of lists of names, or `Et*3|(tt|)*29L`."""
+    if isinstance(value, str):
+        value = value.replace(",", "")
+        for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+            value = re.sub(pattern, lambda match: match[1] * int(match[2]), value)
+        return [chunk.count("t") for chunk in value.split("|")]
+    return [list(chunk).count("decoder") for chunk in value]

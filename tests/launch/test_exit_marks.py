@@ -1,0 +1,65 @@
+"""A rank that exits with status 0 before the end of the run is a failure, under either launcher."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_mp.distributed.exit_marks import FOLDER, mark_end, unmarked
+from grpo_mp.trainer.exit import exit_on_error
+from tests.conftest import TinyRun
+from tests.e2e.jobs import LAUNCH
+
+# An exit that no handler of Python sees, unlike SystemExit.
+SILENT_EXIT = (
+    "import ctypes, os\nif os.environ['RANK'] in {ranks!r}: ctypes.CDLL(None)._exit(0)\ndef f(**_): return []\n"
+)
+
+
+def exit_early_reward(folder: Path, ranks: str) -> str:
+    """Return the setting of a reward function that ends these ranks."""
+    file = folder / "vanishing.py"
+    file.write_text(SILENT_EXIT.format(ranks=ranks))
+    return f"reward.functions={{{file}:f: 1.0}}"
+
+
+def test_launcher_reports_ranks_that_exit_early(tiny_run: TinyRun, tmp_path: Path) -> None:
+    command = [*LAUNCH, str(tiny_run.config), f"run.folder={tmp_path / 'run'}", exit_early_reward(tmp_path, "01")]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: rank 0 ended with status 0 before the run did: something that it called ")
+    assert process.stderr.count("\n") == 1
+
+
+def test_ranks_that_finish_leave_marks(tiny_run: TinyRun, tmp_path: Path) -> None:
+    command = [*LAUNCH, str(tiny_run.config), f"run.folder={tmp_path / 'run'}", "--dry-run"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("status", "unmarked_ranks"), [(0, []), (2, [0])])
+def test_only_exit_status_0_of_the_trainer_leaves_a_mark(
+    status: int, unmarked_ranks: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, FOLDER, str(tmp_path))
+    with pytest.raises(SystemExit), exit_on_error():
+        raise SystemExit(status)
+    assert unmarked(tmp_path, 1) == unmarked_ranks
+
+
+def test_batch_script_checks_marks(tmp_path: Path) -> None:
+    def check_ended() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "grpo_mp.launch.job", "ended", str(tmp_path), "3"]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    for rank in (0, 2):
+        mark_end(rank, {FOLDER: str(tmp_path)})
+    mark_end(1, {})
+    assert unmarked(tmp_path, 3) == [1]
+    process = check_ended()
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: rank 1 ended with status 0 before the run did")
+    mark_end(1, {FOLDER: str(tmp_path)})
+    assert check_ended().returncode == 0
