@@ -1,1 +1,1 @@
-"""Ranks: their coordinates, the rules of layouts, process groups, and how ranks meet and end."""
+"""Ranks: coordinates, layout rules, process groups, rendezvous and exit marks."""

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from grpo_mp.config import Layout, Settings
-from grpo_mp.distributed.layout import broken_rules, model_shape
+from grpo_mp.distributed.layout import layout_violations, model_shape
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.planner.balance import balanced_text
@@ -61,7 +61,7 @@ def valid_layouts(job: Job) -> Iterator[Layout]:
         for expert_tensor in sorted({1, tensor} if shape.experts else {1}):
             sized = {"tensor": tensor, "pipeline": pipeline, "context": context}
             layout = Layout(**sized, expert=expert, expert_tensor=expert_tensor)
-            valid = next(broken_rules(layout, shape, world_size, uneven_pipeline=True), None) is None
+            valid = next(layout_violations(layout, shape, world_size, uneven_pipeline=True), None) is None
             if valid and pipeline <= shape.layers and _enough_samples(job.settings, layout, world_size):
                 yield layout
 

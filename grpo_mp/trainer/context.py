@@ -38,7 +38,7 @@ from grpo_mp.trainer.preemption import PreemptionHandler
 from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.weight_sync.ipc import IpcTransport
 from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.transport import HostTransport, Transport, over_ipc
+from grpo_mp.weight_sync.transport import HostTransport, Transport, uses_cuda_ipc
 from grpo_mp.weight_sync.update import WeightSync, make_plan
 
 
@@ -129,7 +129,7 @@ def open_train_context(
             stop=stop,
             state=state,
         )
-        with platform.spared_collections():
+        with platform.gc_frozen():
             yield session
         stop_parallel()
 
@@ -159,7 +159,7 @@ def _build_scheduler(
 
 
 def _build_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout: Rollout) -> WeightSync:
-    targets = rollout.ranks if over_ipc(settings.sync) else rollout.hosts
+    targets = rollout.ranks if uses_cuda_ipc(settings.sync) else rollout.hosts
     plan = make_plan(
         policy.params,
         policy.local_shards(),
@@ -174,7 +174,7 @@ def _build_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout:
 
 
 def _transport(settings: Settings, parallel: Parallel, rollout: Rollout) -> Transport | None:
-    if not over_ipc(settings.sync):
+    if not uses_cuda_ipc(settings.sync):
         return HostTransport(rollout.client, settings.engine.gpus) if rollout.client else None
     size = settings.engine.gpus
     groups = engine_groups(rollout.hosts, size, settings.monitor.phase_timeout_s)

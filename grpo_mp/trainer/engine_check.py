@@ -9,8 +9,16 @@ from grpo_mp.errors import UserError
 from grpo_mp.scheduler.phases import Phase
 from grpo_mp.trainer.context import TrainContext
 from grpo_mp.trainer.sequence_logprobs import sequence_logprobs
-from grpo_mp.weight_sync.compare import TOLERANCE, WIDER_SETS, CheckReport, compare, fixed_sequences, pooled, worst
-from grpo_mp.weight_sync.diagnose import describe_difference
+from grpo_mp.weight_sync.compare import (
+    TOLERANCE,
+    WIDER_SETS,
+    CheckReport,
+    compare,
+    describe_difference,
+    fixed_sequences,
+    pool_reports,
+    worst_report,
+)
 
 PROMPTS = 4
 
@@ -28,9 +36,9 @@ def check_engines(session: TrainContext) -> CheckReport:
     settings = session.settings
     tolerance = settings.sync.check_tolerance or TOLERANCE["fp8" if session.sync.fp8 else settings.model.dtype]
     engines = _distances(session, 0)
-    if not worst(engines).passes(tolerance):
+    if not worst_report(engines).passes(tolerance):
         more = [_distances(session, number) for number in range(1, WIDER_SETS)]
-        engines = [pooled(engine) for engine in zip(engines, *more, strict=True)]
+        engines = [pool_reports(engine) for engine in zip(engines, *more, strict=True)]
     for engine, found in enumerate(engines):
         if not found.passes(tolerance):
             raise EngineDisagreesError(
@@ -38,7 +46,7 @@ def check_engines(session: TrainContext) -> CheckReport:
                 f"policy: mean |logprob difference| {found.mean:.3g} over {found.tokens} tokens, largest "
                 f"{found.largest:.3g}, allowed mean {tolerance:g} (sync.check_tolerance); {_find_wrong_tensor(session)}"
             )
-    return worst(engines)
+    return worst_report(engines)
 
 
 def _distances(session: TrainContext, number: int) -> list[CheckReport]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from grpo_mp.config import exit_with
-from grpo_mp.distributed.exit_marks import mark_end
+from grpo_mp.distributed.exit_marks import mark_finished
 from grpo_mp.errors import UserError
 
 PEER_FAILED_STATUS = 1
@@ -59,7 +59,7 @@ def exit_on_error() -> Iterator[None]:
     rank = int(os.environ.get("RANK", 0))
     try:
         yield
-        mark_end(rank)
+        mark_finished(rank)
     except UserError as error:
         if rank and not dist.is_initialized():
             _leave_the_word()
@@ -76,7 +76,7 @@ def exit_on_error() -> Iterator[None]:
         raise SystemExit(INTERRUPT_STATUS) from None
     except SystemExit as end:
         if not end.code:  # --help
-            mark_end(rank)
+            mark_finished(rank)
         raise
     except Exception as error:
         _tell_launcher(f"{type(error).__name__}: {error}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.config import load_settings
-from grpo_mp.distributed.layout import broken_rules, model_shape
+from grpo_mp.distributed.layout import layout_violations, model_shape
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
@@ -134,7 +134,7 @@ def test_a_search_finds_valid_layouts_that_fit_the_fastest_first() -> None:
     shape = model_shape(family_of(job.hf).config(job.hf))
     for one in found.best:
         assert check_fits(one).fits
-        assert not list(broken_rules(one.job.settings.layout, shape, 16, uneven_pipeline=True))
+        assert not list(layout_violations(one.job.settings.layout, shape, 16, uneven_pipeline=True))
         check_in_the_model(one.job)
         assert "layout: {tensor:" in as_settings(one)
 
