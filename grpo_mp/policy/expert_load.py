@@ -44,13 +44,13 @@ class ExpertLoad:
         self._counts[router.layer_number] = self._counts.get(router.layer_number, 0) + output[1].detach().sum(0)
 
 
-def worst_ratio(load: Tensor) -> float | None:
+def max_load_ratio(load: Tensor) -> float | None:
     """Return the largest load of an expert over the mean of its layer; None where nothing was routed."""
     routed = load[load.sum(1) > 0]
     return float((routed.amax(1) / routed.mean(1)).max()) if len(routed) else None
 
 
-def over_mean(load: Tensor) -> Tensor:
+def load_ratios(load: Tensor) -> Tensor:
     """Return each expert's load over the mean of its layer: [layers with routed tokens, experts]."""
     routed = load[load.sum(1) > 0]
     return routed / routed.mean(1, keepdim=True)
@@ -69,5 +69,5 @@ def heat_map(load: Tensor) -> str:
     )
 
 
-def _shade(over_mean: float) -> str:
-    return SHADES[min(len(SHADES) - 1, round(over_mean * (len(SHADES) - 1) / 2))]
+def _shade(ratio: float) -> str:
+    return SHADES[min(len(SHADES) - 1, round(ratio * (len(SHADES) - 1) / 2))]

@@ -16,7 +16,7 @@ from grpo_mp.models.hf_config import HfConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-OWNED = {
+RESERVED = {  # fields that the run sets itself, with what to do instead
     "tensor_model_parallel_size": "set layout.tensor",
     "pipeline_model_parallel_size": "set layout.pipeline",
     "virtual_pipeline_model_parallel_size": "set layout.virtual_pipeline",
@@ -101,8 +101,8 @@ def check_overrides(settings: Settings) -> None:
     classes = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
     types = {field.name: field.type for config_class in classes for field in dataclasses.fields(config_class)}
     for name, value in settings.optimizer.megatron.items():
-        if name in OWNED:
-            raise UserError(f"optimizer.megatron.{name} cannot be set: {OWNED[name]}")
+        if name in RESERVED:
+            raise UserError(f"optimizer.megatron.{name} cannot be set: {RESERVED[name]}")
         if name not in types:
             raise UserError(f"optimizer.megatron.{name}: no field of Megatron's configs{nearest(name, types)}")
         if types[name] is torch.dtype and not isinstance(getattr(torch, str(value), None), torch.dtype):

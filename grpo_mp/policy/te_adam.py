@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-MAIN = "param"  # Megatron's name of a main weight in checkpoints
+MAIN_PARAM = "param"  # Megatron's name of a main weight in checkpoints
 
 
 def init_state(part: MegatronOptimizer) -> None:
@@ -64,7 +64,7 @@ def stores_param_remainders(parts: list[MegatronOptimizer]) -> bool:
 def as_remainders(param_state: dict[int, dict[str, torch.Tensor]]) -> dict[int, dict[str, torch.Tensor]]:
     """Convert main weights back to int16: a checkpoint stores all state in float32, which holds them exactly."""
     return {
-        number: {name: value.to(torch.int16) if name == MAIN else value for name, value in state.items()}
+        number: {name: value.to(torch.int16) if name == MAIN_PARAM else value for name, value in state.items()}
         for number, state in param_state.items()
     }
 

@@ -10,12 +10,12 @@ from grpo_mp.scheduler.phases import Phase
 from grpo_mp.trainer.context import TrainContext
 from grpo_mp.trainer.sequence_logprobs import sequence_logprobs
 from grpo_mp.weight_sync.compare import (
+    RECHECK_SETS,
     TOLERANCE,
-    WIDER_SETS,
     CheckReport,
     compare,
+    comparison_sequences,
     describe_difference,
-    fixed_sequences,
     pool_reports,
     worst_report,
 )
@@ -37,7 +37,7 @@ def check_engines(session: TrainContext) -> CheckReport:
     tolerance = settings.sync.check_tolerance or TOLERANCE["fp8" if session.sync.fp8 else settings.model.dtype]
     engines = _distances(session, 0)
     if not worst_report(engines).passes(tolerance):
-        more = [_distances(session, number) for number in range(1, WIDER_SETS)]
+        more = [_distances(session, number) for number in range(1, RECHECK_SETS)]
         engines = [pool_reports(engine) for engine in zip(engines, *more, strict=True)]
     for engine, found in enumerate(engines):
         if not found.passes(tolerance):
@@ -68,7 +68,7 @@ def _distances(session: TrainContext, number: int) -> list[CheckReport]:
 def _sequences(session: TrainContext, number: int) -> Sequence[tuple[int, ...]]:
     """Set 0 holds real prompts as well."""
     wanted = session.settings.rollout
-    return fixed_sequences(
+    return comparison_sequences(
         session.policy.hf.int("vocab_size"),
         wanted.max_prompt_tokens + wanted.max_response_tokens,
         session.settings.run.seed + number,

@@ -15,7 +15,7 @@ from grpo_mp.monitor.metrics import RangeWatch, fill
 from grpo_mp.monitor.samples import SampleWriter, spread
 from grpo_mp.monitor.summary import StepSummary, over_ranks, step_scalars, summarise
 from grpo_mp.monitor.writer import MetricWriter
-from grpo_mp.policy.expert_load import heat_map, over_mean, worst_ratio
+from grpo_mp.policy.expert_load import heat_map, load_ratios, max_load_ratio
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.rewards.tally import Tally
 from grpo_mp.trainer.collect import RolloutBatch
@@ -106,9 +106,9 @@ class StepLogger:
         }
         texts: dict[str, str] = {}
         load = session.policy.expert_load.take(parallel.cpu_group)
-        if load is not None and (worst := worst_ratio(load)) is not None:
+        if load is not None and (worst := max_load_ratio(load)) is not None:
             scalars["train/expert_load/max_over_mean"] = worst
-            histograms["train/expert_load/values"] = over_mean(load)
+            histograms["train/expert_load/values"] = load_ratios(load)
             texts["train/expert_load/by_layer"] = heat_map(load)
         return StepRecord(scalars, histograms, texts, self._shown(collected))
 

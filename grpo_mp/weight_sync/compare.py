@@ -8,7 +8,7 @@ import torch
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "fp8": 0.25}  # mean |engine - policy| in nats; fp8: not yet measured
 # Sets of sequences in the second, larger check. Where rounding decides between two experts, policy and engine may
 # route one token differently though all weights are equal; its error dominates one set, but not this many.
-WIDER_SETS = 32
+RECHECK_SETS = 32
 
 Checksums = Mapping[str, str]  # of an engine's tensors, by its own names
 
@@ -26,7 +26,7 @@ class CheckReport:
         return self.mean <= tolerance
 
 
-def fixed_sequences(
+def comparison_sequences(
     vocabulary: int, longest: int, seed: int, prompts: Sequence[tuple[int, ...]] = (), count: int = 4
 ) -> tuple[tuple[int, ...], ...]:
     """Return sequences to compare on: real prompts of 2 to `longest` tokens, and random tokens."""

@@ -17,7 +17,7 @@ from grpo_mp.batching.step_batch import StepBatch, assemble
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
-from grpo_mp.policy.expert_load import heat_map, over_mean, worst_ratio
+from grpo_mp.policy.expert_load import heat_map, load_ratios, max_load_ratio
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.context import TrainContext
 from grpo_mp.trainer.kl_watch import watched
@@ -269,15 +269,15 @@ def test_the_load_of_experts_is_what_transformers_routes(make_step: Callable[...
     assert by_layer.any()
     assert load_here.tolist() == by_layer.tolist()
     routed = by_layer[by_layer.any(1)]
-    assert worst_ratio(load_here) == pytest.approx((routed.max(1) / routed.mean(1)).max())
-    assert over_mean(load_here).numpy() == pytest.approx(routed / routed.mean(1, keepdims=True))
+    assert max_load_ratio(load_here) == pytest.approx((routed.max(1) / routed.mean(1)).max())
+    assert load_ratios(load_here).numpy() == pytest.approx(routed / routed.mean(1, keepdims=True))
     assert len(heat_map(load_here).splitlines()) == len(routed)
 
     step.policy.logprobs(mine)
     nothing = step.policy.expert_load.take(host)
     assert nothing is not None
     assert not nothing.any()
-    assert worst_ratio(nothing) is None
+    assert max_load_ratio(nothing) is None
 
 
 def test_the_drawing_of_a_heat_map() -> None:

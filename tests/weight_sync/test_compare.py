@@ -3,12 +3,12 @@ import math
 import pytest
 
 from grpo_mp.weight_sync.compare import (
+    RECHECK_SETS,
     TOLERANCE,
-    WIDER_SETS,
     CheckReport,
     compare,
+    comparison_sequences,
     describe_difference,
-    fixed_sequences,
     pool_reports,
     worst_report,
 )
@@ -33,8 +33,8 @@ def test_one_routing_tie_passes_and_a_small_error_everywhere_fails() -> None:
     tied = CheckReport(mean=0.53 / 500, largest=0.53, tokens=500)
     good = CheckReport(mean=4e-7, largest=2e-6, tokens=500)
     assert not tied.passes(TOLERANCE["float32"])
-    assert pool_reports([tied] + [good] * (WIDER_SETS - 1)).passes(TOLERANCE["float32"])
-    assert not pool_reports([CheckReport(1.1e-4, 1e-3, 500)] * WIDER_SETS).passes(TOLERANCE["float32"])
+    assert pool_reports([tied] + [good] * (RECHECK_SETS - 1)).passes(TOLERANCE["float32"])
+    assert not pool_reports([CheckReport(1.1e-4, 1e-3, 500)] * RECHECK_SETS).passes(TOLERANCE["float32"])
 
 
 def test_worst_report_of_several_engines() -> None:
@@ -66,16 +66,16 @@ def test_different_shapes_are_an_error(engine: list[list[float]], policy: list[l
 
 def test_sequences_are_fitting_prompts_and_seeded_random_tokens() -> None:
     prompts = [(1,), (1, 2), (3, 4, 5), tuple(range(30)), (6, 7)]
-    sequences = fixed_sequences(100, 20, seed=3, prompts=prompts, count=4)
+    sequences = comparison_sequences(100, 20, seed=3, prompts=prompts, count=4)
     assert sequences[:2] == ((1, 2), (3, 4, 5))
     assert [len(sequence) for sequence in sequences[2:]] == [20] * 4
-    assert sequences == fixed_sequences(100, 20, seed=3, prompts=prompts, count=4)
-    assert sequences != fixed_sequences(100, 20, seed=4, prompts=prompts, count=4)
+    assert sequences == comparison_sequences(100, 20, seed=3, prompts=prompts, count=4)
+    assert sequences != comparison_sequences(100, 20, seed=4, prompts=prompts, count=4)
 
 
 @pytest.mark.parametrize(("longest", "length"), [(1, 2), (2, 2), (64, 64), (10_000, 64)])
 def test_random_sequences_cover_the_vocabulary_at_a_bounded_length(longest: int, length: int) -> None:
-    sequences = fixed_sequences(7, longest, seed=0, count=50)
+    sequences = comparison_sequences(7, longest, seed=0, count=50)
     assert {len(sequence) for sequence in sequences} == {length}
     assert {token for sequence in sequences for token in sequence} == set(range(7))
 
