@@ -1,4 +1,4 @@
-"""Ranks: their coordinates, the rules of layouts, process groups, and how ranks meet and end.
+"""Ranks: coordinates, layout rules, process groups, rendezvous and exit marks.
 
 Importing this package prepares the platform, so that Megatron may be imported by its modules on any machine.
 """

@@ -1,4 +1,4 @@
-"""Where a rank stands in the layout: its coordinate along every parallel dimension.
+"""A rank's coordinate along every parallel dimension of the layout.
 
 Megatron's order, fastest first: tensor, context, data, pipeline for dense parameters;
 expert-tensor, expert, expert-data, pipeline for experts.
@@ -11,7 +11,7 @@ from grpo_mp.config import Layout
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Position of one rank; `expert_*` is the same rank seen by the expert parameters."""
+    """Hold the coordinates of one rank; `expert_*` are those of the expert parameters."""
 
     tensor: int
     context: int
@@ -23,16 +23,15 @@ class RankCoordinates:
 
 
 def data_parallel(layout: Layout, world_size: int) -> int:
-    """How many times the dense parameters are replicated."""
+    """Return the data-parallel size: how many replicas of the dense parameters there are."""
     return world_size // (layout.tensor * layout.context * layout.pipeline)
 
 
 def coordinates(rank: int, layout: Layout, world_size: int) -> RankCoordinates:
-    """Position of `rank` in a job of `world_size` ranks; the layout must have passed `check_layout`."""
-    per_stage = world_size // layout.pipeline
-    pipeline, inside = divmod(rank, per_stage)
-    tensor, rest = inside % layout.tensor, inside // layout.tensor
-    expert_tensor, expert_rest = inside % layout.expert_tensor, inside // layout.expert_tensor
+    """Return the coordinates of `rank` among `world_size` ranks; the layout must have passed `check_layout`."""
+    pipeline, stage_rank = divmod(rank, world_size // layout.pipeline)
+    rest, tensor = divmod(stage_rank, layout.tensor)
+    expert_rest, expert_tensor = divmod(stage_rank, layout.expert_tensor)
     return RankCoordinates(
         tensor=tensor,
         context=rest % layout.context,
@@ -45,5 +44,5 @@ def coordinates(rank: int, layout: Layout, world_size: int) -> RankCoordinates:
 
 
 def model_parallel_ranks(data: int, layout: Layout, world_size: int) -> tuple[int, ...]:
-    """Ranks that train on the same samples: all tensor, context and pipeline coordinates of one data rank."""
+    """Return the ranks that train on the same samples: all with data-parallel coordinate `data`."""
     return tuple(rank for rank in range(world_size) if coordinates(rank, layout, world_size).data == data)

@@ -1,28 +1,28 @@
-"""A rank's mark that it came to its end: a process can end with status 0 without having finished anything.
+"""Files by which each rank says that it finished, because exit status 0 does not prove it.
 
-Code that a rank calls may end its process (`_exit` of C, for one): no handler runs, and the status says all is well.
+User code in a rank may end the process with status 0 (C's `_exit`, for example) and no Python handler runs.
 """
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-FOLDER = "GRPO_MP_ENDED"  # environment variable: where ranks leave their marks; without it they leave none
+MARKS_VARIABLE = "GRPO_MP_ENDED"  # environment variable that names the folder of marks; without it ranks write none
 
 
-def mark_end(rank: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Leave this rank's mark, where whoever started it looks for one."""
-    if FOLDER in environment:
-        _mark(Path(environment[FOLDER]), rank).touch()
+def mark_finished(rank: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Write this rank's mark into the folder that its launcher named."""
+    if MARKS_VARIABLE in environment:
+        _mark(Path(environment[MARKS_VARIABLE]), rank).touch()
 
 
-def unmarked(folder: Path, ranks: int) -> list[int]:
-    """Ranks that left no mark."""
+def ranks_without_mark(folder: Path, ranks: int) -> list[int]:
+    """Return the ranks that wrote no mark."""
     return [rank for rank in range(ranks) if not _mark(folder, rank).exists()]
 
 
-def vanished_sentence(rank: int) -> str:
-    """What to say of a rank that ended with status 0 and left no mark."""
+def silent_exit_message(rank: int) -> str:
+    """Return the error message for a rank that exited with status 0 and wrote no mark."""
     return (
         f"rank {rank} ended with status 0 before the run did: something that it called ended its process; look for an "
         "exit in reward functions and what they import"

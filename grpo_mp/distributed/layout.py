@@ -1,4 +1,4 @@
-"""The rules a layout must obey, each with the sentence a user reads when it is broken."""
+"""Rules that a layout must obey, each with its error message."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from grpo_mp.errors import UserError
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the rules need to know of the model."""
+    """Hold the sizes of the model that a layout divides."""
 
     layers: int
     attention_heads: int
@@ -23,7 +23,7 @@ class ModelShape:
 
 
 def model_shape(family: dict[str, Any]) -> ModelShape:
-    """What the layout rules need, from a family's Megatron settings."""
+    """Return the model's sizes from its family's Megatron config fields."""
     experts = family.get("num_moe_experts") or 0
     dense = not experts or 0 in family["moe_layer_freq"]
     widths = [family["ffn_hidden_size"]] if dense else []
@@ -44,8 +44,10 @@ def sets_pipeline_layout(megatron: Mapping[str, Any]) -> bool:
     return any("pipeline" in name for name in megatron)
 
 
-def broken_rules(layout: Layout, model: ModelShape, world_size: int, uneven_pipeline: bool = False) -> Iterator[str]:
-    """Every rule that the layout breaks, as one sentence each; nothing if it is valid.
+def layout_violations(
+    layout: Layout, model: ModelShape, world_size: int, uneven_pipeline: bool = False
+) -> Iterator[str]:
+    """Yield one message for each rule that the layout breaks.
 
     `uneven_pipeline`: Megatron's own settings place the layers, so they need not divide evenly.
     """
@@ -66,10 +68,10 @@ def broken_rules(layout: Layout, model: ModelShape, world_size: int, uneven_pipe
         yield f"pipeline x virtual_pipeline = {chunks} does not divide the {model.layers} layers"
     if layout.virtual_pipeline and layout.pipeline == 1:
         yield "virtual_pipeline needs pipeline > 1"
-    yield from _broken_expert_rules(layout, model)
+    yield from _expert_violations(layout, model)
 
 
-def _broken_expert_rules(layout: Layout, model: ModelShape) -> Iterator[str]:
+def _expert_violations(layout: Layout, model: ModelShape) -> Iterator[str]:
     if not model.experts:
         if layout.expert > 1 or layout.expert_tensor > 1:
             yield "expert and expert_tensor must be 1: the model has no experts"
@@ -82,26 +84,26 @@ def _broken_expert_rules(layout: Layout, model: ModelShape) -> Iterator[str]:
 
 def check_layout(layout: Layout, model: ModelShape, world_size: int, uneven_pipeline: bool = False) -> None:
     """Raise UserError naming the first broken rule and the nearest valid layout."""
-    broken = next(broken_rules(layout, model, world_size, uneven_pipeline), None)
-    if broken is None:
+    violation = next(layout_violations(layout, model, world_size, uneven_pipeline), None)
+    if violation is None:
         return
     nearest = nearest_layout(layout, model, world_size)
     advice = f"the nearest valid layout is {describe(nearest)}" if nearest else "no layout fits this many ranks"
-    raise UserError(f"layout: {broken}; {advice}")
+    raise UserError(f"layout: {violation}; {advice}")
 
 
 def nearest_layout(layout: Layout, model: ModelShape, world_size: int) -> Layout | None:
-    """The valid layout with the smallest sum of factors between its sizes and the wanted ones."""
+    """Return the valid layout whose sizes differ from those of `layout` by the smallest sum of factors."""
     valid = (
         candidate
         for candidate in _candidates(layout, model, world_size)
-        if next(broken_rules(candidate, model, world_size), None) is None
+        if next(layout_violations(candidate, model, world_size), None) is None
     )
     return min(valid, key=lambda candidate: _distance(candidate, layout), default=None)
 
 
 def describe(layout: Layout) -> str:
-    """'tensor=2, pipeline=1, ...' as it is written in the settings file."""
+    """Return 'tensor=2, pipeline=1, ...', as in the settings file."""
     return ", ".join(f"{name}={value}" for name, value in layout.model_dump().items() if value is not None)
 
 
@@ -109,7 +111,7 @@ def _candidates(layout: Layout, model: ModelShape, world_size: int) -> Iterator[
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     experts = sizes if model.experts else [1]
     virtual = [None, *(chunks for chunks in range(2, model.layers + 1) if model.layers % chunks == 0)]
-    dense = [three for three in product(sizes, repeat=3) if world_size % prod(three) == 0]
+    dense = [triple for triple in product(sizes, repeat=3) if world_size % prod(triple) == 0]
     for (tensor, pipeline, context), expert, expert_tensor, chunks in product(dense, experts, experts, virtual):
         yield Layout(
             tensor=tensor,
@@ -121,7 +123,7 @@ def _candidates(layout: Layout, model: ModelShape, world_size: int) -> Iterator[
         )
 
 
-def _distance(one: Layout, other: Layout) -> tuple[float, tuple[int, ...]]:
-    mine = tuple(value or 1 for value in one.model_dump().values())
-    theirs = tuple(value or 1 for value in other.model_dump().values())
-    return sum(max(a, b) / min(a, b) for a, b in zip(mine, theirs, strict=True)), mine
+def _distance(candidate: Layout, layout: Layout) -> tuple[float, tuple[int, ...]]:
+    """Return the sum of factors between the sizes, and the candidate's sizes to break ties."""
+    sizes, target_sizes = (tuple(value or 1 for value in each.model_dump().values()) for each in (candidate, layout))
+    return sum(max(a, b) / min(a, b) for a, b in zip(sizes, target_sizes, strict=True)), sizes

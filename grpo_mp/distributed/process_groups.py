@@ -1,4 +1,4 @@
-"""Process groups: torch.distributed for the job, Megatron's groups for the layout, one group per replica."""
+"""Process groups: torch.distributed for the job, Megatron's for the layout, one per model replica."""
 
 import datetime
 import os
@@ -20,25 +20,25 @@ from grpo_mp.distributed.rendezvous import rendezvous
 
 @dataclass(frozen=True)
 class Parallel:
-    """This rank's place in the job, and the groups that Megatron does not make."""
+    """Hold this rank's coordinates and the process groups that Megatron does not make."""
 
     layout: Layout
     rank: int
     world_size: int
     coords: RankCoordinates
     data_parallel: int
-    replica: dist.ProcessGroup  # host-memory group of the ranks that train on the same samples
-    cpu_group: dist.ProcessGroup  # host-memory group of all ranks
-    store: dist.Store  # small numbers known to the whole job
+    replica: dist.ProcessGroup  # gloo group of the ranks that train on the same samples
+    cpu_group: dist.ProcessGroup  # gloo group of all ranks
+    store: dist.Store  # key-value store of the whole job
 
     @property
     def replica_source(self) -> int:
-        """The rank that receives the replica's samples and passes them on."""
+        """Return the rank that receives the replica's samples and broadcasts them."""
         return model_parallel_ranks(self.coords.data, self.layout, self.world_size)[0]
 
 
 def megatron_sizes(layout: Layout) -> dict[str, int | None]:
-    """The layout as Megatron's initialize_model_parallel takes it."""
+    """Return the layout as keyword arguments of Megatron's initialize_model_parallel."""
     return {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
@@ -50,10 +50,10 @@ def megatron_sizes(layout: Layout) -> dict[str, int | None]:
 
 
 def start_parallel(layout: Layout, seed: int, timeout_s: float, name: str = "job") -> Parallel:
-    """Join the job that torchrun or srun describes in the environment and make every group.
+    """Join the job that torchrun or srun describes in the environment and create all process groups.
 
     Processes that left with `stop_parallel` may join again, under another `name`. Raises UserError where
-    they cannot meet.
+    the rendezvous fails.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     store, rank, world_size = rendezvous(timeout)
@@ -65,12 +65,12 @@ def start_parallel(layout: Layout, seed: int, timeout_s: float, name: str = "job
         create_gloo_process_groups=True,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    copies = data_parallel(layout, world_size)
-    replicas = [
+    dp_size = data_parallel(layout, world_size)
+    replica_groups = [
         dist.new_group(list(model_parallel_ranks(data, layout, world_size)), backend="gloo", timeout=timeout)
-        for data in range(copies)
+        for data in range(dp_size)
     ]
-    # NCCL connects all ranks in the first call, and what a sync sends is between some of them.
+    # NCCL connects all ranks in the first collective; the weight sync's sends involve only some of them.
     dist.all_reduce(torch.zeros(1, device=platform.device()))
     coords = coordinates(rank, layout, world_size)
     return Parallel(
@@ -78,46 +78,52 @@ def start_parallel(layout: Layout, seed: int, timeout_s: float, name: str = "job
         rank=rank,
         world_size=world_size,
         coords=coords,
-        data_parallel=copies,
-        replica=replicas[coords.data],
+        data_parallel=dp_size,
+        replica=replica_groups[coords.data],
         cpu_group=dist.new_group(backend="gloo", timeout=timeout),
         store=store,
     )
 
 
 def sum_over_context(values: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-    """The sum over the ranks that hold parts of the same sequences; every one of them must call this."""
+    """Sum `values` over the context-parallel group; every rank of it must call this."""
     if parallel.layout.context == 1:
         return values
-    moved = values.to(platform.device())
-    dist.all_reduce(moved, group=parallel_state.get_context_parallel_group())
-    return moved.to(values.device)
+    total = values.to(platform.device())
+    dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+    return total.to(values.device)
 
 
 def context_reduction(parallel: Parallel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`sum_over_context` of this job."""
+    """Return `sum_over_context` bound to this job."""
     return partial(sum_over_context, parallel=parallel)
 
 
 @contextmanager
 def single_process_group() -> Iterator[None]:
-    """Make this process a job of one rank while the body runs, whatever started it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    before = {name: os.environ.get(name) for name in job}
-    os.environ.update(job)
+    """Set the environment of a job of one rank while the body runs; restore it afterwards."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    variables = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    saved = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in saved.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
 
 
 def stop_parallel() -> None:
-    """Leave the job; every group ends."""
+    """Destroy all process groups."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

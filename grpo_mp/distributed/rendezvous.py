@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet."""
+"""Rendezvous of the ranks of a job."""
 
 import datetime
 import os
@@ -11,9 +11,9 @@ from grpo_mp.errors import UserError
 
 
 def rendezvous(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
-    """The job's store, this rank, and how many there are; this rank's device is chosen.
+    """Select this rank's device and return the job's store, this rank and the world size.
 
-    Raises UserError where the ranks cannot meet.
+    Raises UserError where the ranks cannot connect.
     """
     if platform.on_cuda():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

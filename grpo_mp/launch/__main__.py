@@ -20,7 +20,7 @@ import psutil
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from grpo_mp.distributed.exit_marks import FOLDER, unmarked, vanished_sentence
+from grpo_mp.distributed.exit_marks import MARKS_VARIABLE, ranks_without_mark, silent_exit_message
 from grpo_mp.errors import USER_STATUS
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -59,19 +59,19 @@ def launch(ranks: int, command: Sequence[str], program: str = "grpo_mp.train") -
         signals_to_handle="SIGHUP,SIGQUIT",
     )
     with tempfile.TemporaryDirectory(prefix="grpo_mp_") as marks:
-        os.environ[FOLDER] = marks
+        os.environ[MARKS_VARIABLE] = marks
         failures: dict[int, ProcessFailure] = {}
         try:
             elastic_launch(config, sys.executable)("-u", "-m", program, *command)
         except ChildFailedError as error:
             failures = error.failures
-        return _exit_status(failures, [rank for rank in unmarked(Path(marks), ranks) if rank not in failures])
+        return _exit_status(failures, [rank for rank in ranks_without_mark(Path(marks), ranks) if rank not in failures])
 
 
 def _exit_status(failures: Mapping[int, ProcessFailure], vanished: Sequence[int]) -> int:
     """Return the job's exit status; print what no rank could. `vanished`: ranks that ended early with status 0."""
     if vanished and all(failure.exitcode in SECONDARY_EXITS for failure in failures.values()):
-        sys.stderr.write(f"error: {vanished_sentence(vanished[0])}\n")
+        sys.stderr.write(f"error: {silent_exit_message(vanished[0])}\n")
         return VANISHED_STATUS
     if not failures:
         return 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from grpo_mp.checkpoint.run_state import latest_checkpoint, read_manifest
 from grpo_mp.config import Settings, dump_settings, exit_with, load_settings
-from grpo_mp.distributed.exit_marks import unmarked, vanished_sentence
+from grpo_mp.distributed.exit_marks import ranks_without_mark, silent_exit_message
 from grpo_mp.errors import UserError
 from grpo_mp.launch.failure import first_failure
 from grpo_mp.launch.node_map import node_map
@@ -55,9 +55,9 @@ def _failure(args: argparse.Namespace) -> int:
 
 
 def _ended(args: argparse.Namespace) -> int:
-    vanished = unmarked(args.attempt, args.ranks)
+    vanished = ranks_without_mark(args.attempt, args.ranks)
     if vanished:
-        raise UserError(vanished_sentence(vanished[0]))
+        raise UserError(silent_exit_message(vanished[0]))
     return 0
 
 

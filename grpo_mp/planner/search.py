@@ -9,7 +9,7 @@ import yaml
 
 from grpo_mp.config import Layout, Settings
 from grpo_mp.distributed.coordinates import data_parallel
-from grpo_mp.distributed.layout import broken_rules, model_shape
+from grpo_mp.distributed.layout import layout_violations, model_shape
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.planner.feasibility import check_fits
@@ -71,7 +71,7 @@ def valid_layouts(job: Job) -> Iterator[Layout]:
             layout = Layout(
                 tensor=tensor, pipeline=pipeline, context=context, expert=expert, expert_tensor=expert_tensor
             )
-            valid = next(broken_rules(layout, shape, world_size, uneven_pipeline=True), None) is None
+            valid = next(layout_violations(layout, shape, world_size, uneven_pipeline=True), None) is None
             if valid and pipeline <= shape.layers and samples >= data_parallel(layout, world_size):
                 yield layout
 

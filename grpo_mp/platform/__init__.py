@@ -1,8 +1,7 @@
-"""What differs between CUDA and CPU, and nothing else.
+"""Everything that differs between CUDA and CPU.
 
-Call `prepare()` before anything imports Megatron. On a CPU it lets the
-stock megatron-core load and gives it CPU modules under TransformerEngine's names. The other functions
-answer the same questions on both kinds of device.
+Call `prepare()` before anything imports Megatron. On a CPU it makes the stock megatron-core importable and gives it CPU
+modules under TransformerEngine's names. The other functions work on both kinds of device.
 """
 
 import contextlib
@@ -17,20 +16,20 @@ from typing import Any
 import psutil
 import torch
 
-PINNED = "pinned_max_cached_size_mb"  # above it torch's allocator of pinned memory neither rounds nor keeps
+PINNED = "pinned_max_cached_size_mb"  # torch neither rounds up nor caches larger pinned allocations
 
 
 def on_cuda() -> bool:
-    """Whether this process computes on a CUDA device."""
+    """Tell whether this process computes on a CUDA device."""
     return torch.cuda.is_available()
 
 
 def prepare() -> None:
-    """Make megatron-core importable on this machine. Safe to call again; call it before a device is used.
+    """Make megatron-core importable on this machine. Call it before a device is used; more calls are harmless.
 
     Raises RuntimeError where there is no CUDA and Megatron was imported before this call.
     """
-    # Megatron orders its communication before its kernels by having one hardware queue.
+    # Megatron relies on one hardware queue to order communication before kernels.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if on_cuda():
         torch._C._accelerator_setAllocatorSettings(allocator_settings(os.environ))
@@ -42,45 +41,45 @@ def prepare() -> None:
 
 
 def allocator_settings(environment: Mapping[str, str]) -> str:
-    """torch's allocator as the user set it, but for pinned host memory: of its size, and given back when it is freed.
+    """Return the user's allocator settings, with rounding and caching of pinned host memory turned off.
 
-    torch rounds it up to powers of two and keeps it: of the policy's weights and optimizer that is a third too much.
+    torch rounds it up to powers of two: for the policy's weights and optimizer a third too much.
     """
-    given = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    return given if PINNED in given else ",".join(filter(None, (given, f"{PINNED}:1")))
+    settings = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return settings if PINNED in settings else ",".join(filter(None, (settings, f"{PINNED}:1")))
 
 
 def device() -> torch.device:
-    """The device that holds this rank's tensors."""
+    """Return the device of this rank's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda() else torch.device("cpu")
 
 
 def backend() -> str:
-    """The torch.distributed backend for this device."""
+    """Return the torch.distributed backend for this device."""
     return "nccl" if on_cuda() else "gloo"
 
 
 def synchronize() -> None:
-    """Wait until the device has done all work given to it."""
+    """Wait until the device has finished all queued work."""
     if on_cuda():
         torch.cuda.synchronize()
 
 
 def free_device_memory() -> None:
-    """Give memory that no tensor uses back to the device (to the operating system on a CPU)."""
+    """Return cached, unused memory to the device (on a CPU to the operating system)."""
     if on_cuda():
         gc.collect()
-        torch.cuda.ipc_collect()  # what engines have mapped and let go
+        torch.cuda.ipc_collect()  # memory that engines have unmapped
         torch.cuda.empty_cache()
     elif sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
-def spared_collections() -> Iterator[None]:
-    """Inside, leave what is there now, plans of millions of objects among it, out of garbage collections.
+def gc_frozen() -> Iterator[None]:
+    """Exclude all present objects, such as plans with millions of them, from garbage collection inside.
 
-    At its end an interpreter must find what its libraries hold: they complain of what is still frozen.
+    They are unfrozen afterwards, because libraries report objects that are still frozen at exit.
     """
     gc.collect()
     gc.freeze()
@@ -91,63 +90,70 @@ def spared_collections() -> Iterator[None]:
 
 
 def host_bytes() -> int:
-    """Resident host memory of this process now."""
+    """Return the resident host memory of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_host_bytes() -> int:
-    """Highest resident host memory of this process so far."""
+    """Return the peak resident host memory of this process."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def device_bytes() -> int:
-    """Device memory that this process's tensors use now; 0 on a CPU, where host memory is all there is."""
+    """Return the device memory of this process's tensors; 0 on a CPU."""
     return torch.cuda.memory_allocated() if on_cuda() else 0
 
 
 def peak_device_bytes() -> int:
-    """Highest device memory of this process's tensors since the last `reset_peak_device_bytes`; 0 on a CPU."""
+    """Return the peak device memory of this process's tensors since `reset_peak_device_bytes`; 0 on a CPU."""
     return torch.cuda.max_memory_allocated() if on_cuda() else 0
 
 
 def cached_bytes() -> float:
-    """Device memory that this process keeps without using it."""
+    """Return the device memory that the allocator caches without using it; 0 on a CPU."""
     return float(torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) if on_cuda() else 0.0
 
 
 def reset_peak_device_bytes() -> None:
-    """Start a new measurement of `peak_device_bytes`."""
+    """Reset `peak_device_bytes`."""
     if on_cuda():
         torch.cuda.reset_peak_memory_stats()
 
 
 def free_device_bytes() -> int:
-    """Memory that the device can still give to any process; the available host memory on a CPU."""
+    """Return the free memory of the device; on a CPU the available host memory."""
     return torch.cuda.mem_get_info()[0] if on_cuda() else int(psutil.virtual_memory().available)
 
 
 def megatron_fields(interleaved: bool, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of Megatron's configs that this device demands.
+    """Return the fields of Megatron's configs that this device requires.
 
     `interleaved`: a virtual pipeline is used. `model`: the fields that describe the model.
     """
     if on_cuda():
         return fused_fields(model)
-    kernels = ("apply_rope_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion")
-    more = ("gradient_accumulation_fusion", "cross_entropy_loss_fusion", "moe_permute_fusion", "persist_layer_norm")
-    # gloo matches point-to-point messages by order alone, so a batch of them can be paired wrongly; and
+    fusions = (
+        "apply_rope_fusion",
+        "masked_softmax_fusion",
+        "bias_dropout_fusion",
+        "bias_activation_fusion",
+        "gradient_accumulation_fusion",
+        "cross_entropy_loss_fusion",
+        "moe_permute_fusion",
+        "persist_layer_norm",
+    )
+    # gloo matches point-to-point messages by order only, so a batch of them can be paired wrongly; and
     # it may still read an output that the schedule has already deallocated.
     pipeline = {"batch_p2p_comm": False, "overlap_p2p_comm": interleaved, "deallocate_pipeline_outputs": False}
-    return dict.fromkeys(kernels + more, False) | {"use_cpu_initialization": True} | pipeline
+    return dict.fromkeys(fusions, False) | {"use_cpu_initialization": True} | pipeline
 
 
 def fused_fields(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's fused kernels for a model on CUDA. Pure.
+    """Return the config fields that turn on Megatron's fused kernels for a model on CUDA. Pure.
 
-    Unfused, the rotary embedding of packed sequences asks the device for their lengths twice for queries and twice for
-    keys, in every layer and pass. For latent attention Megatron fuses it with yarn alone; yarn of factor 1 is the plain
-    embedding.
+    Unfused, the rotary embedding of packed sequences synchronizes with the device four times per layer and pass, to
+    read their lengths. For latent attention Megatron fuses it with yarn only; yarn of factor 1 is the plain one.
     """
     fields: dict[str, Any] = {"apply_rope_fusion": True}
     if model.get("num_moe_experts"):

@@ -9,10 +9,10 @@ from torch.optim.adamw import adamw
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam on a CPU; `step` lies in each group, `exp_avg` and `exp_avg_sq` with each parameter.
+    """Adam on a CPU with `step` per param group, `exp_avg` and `exp_avg_sq` per parameter.
 
     Megatron's distributed optimizer cannot load a fully reshardable checkpoint into torch's own AdamW,
-    which keeps a step for every parameter.
+    which has a step per parameter.
     """
 
     def __init__(
@@ -25,14 +25,14 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         capturable: bool = False,
     ) -> None:
-        """`capturable` is for CUDA graphs: of no meaning here."""
+        """Take FusedAdam's arguments; `capturable`, for CUDA graphs, is ignored."""
         self.update = adamw if adam_w_mode else adam
         defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = [p for p in group["params"] if p.grad is not None and p.numel()]

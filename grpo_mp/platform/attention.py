@@ -1,4 +1,4 @@
-"""Megatron's core attention on a CPU. Import megatron.core first: it loads this module itself (see patches)."""
+"""Megatron's core attention on a CPU. Import megatron.core first: it loads this module (see megatron_patches)."""
 
 import math
 from itertools import pairwise
@@ -47,16 +47,18 @@ class Attention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Packed [t, h, d] -> [t, h * e]; otherwise [s, b, h, d] -> [s, b, h * e]. `attention_mask` is not read.
+        """Attend: packed [t, h, d] -> [t, h * e], otherwise [s, b, h, d] -> [s, b, h * e]. Ignores `attention_mask`.
 
-        Packed sequences may have more keys than queries: the last query sees the last key.
+        Packed sequences may have more keys than queries: the last query attends to the last key.
         """
         if "causal" not in (attn_mask_type or self.attn_mask_type).name or attention_bias is not None:
             raise NotImplementedError("attention on a CPU is causal and has no bias")
         if packed_seq_params is not None:
-            lengths, key_lengths = whole_lengths(packed_seq_params), whole_key_lengths(packed_seq_params)
-            before = tuple(keys - queries for keys, queries in zip(key_lengths, lengths, strict=True))
-            return self._packed(query, key, value, lengths, before).flatten(1)
+            params = packed_seq_params
+            lengths = sequence_lengths(params.cu_seqlens_q, params.cu_seqlens_q_padded)
+            key_lengths = sequence_lengths(params.cu_seqlens_kv, params.cu_seqlens_kv_padded)
+            prefixes = tuple(keys - queries for keys, queries in zip(key_lengths, lengths, strict=True))
+            return self._packed(query, key, value, lengths, prefixes).flatten(1)
         s, b = query.shape[:2]
         lengths = (s * self.config.context_parallel_size,) * b
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
@@ -64,25 +66,19 @@ class Attention(MegatronModule):
         return out.flatten(1).view(b, s, -1).transpose(0, 1).contiguous()
 
     def _packed(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], before: tuple[int, ...] = ()
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], prefixes: tuple[int, ...] = ()
     ) -> Tensor:
         if self.cp_group is None:
-            return packed_attention(query, key, value, plan_packing(lengths, before=before), self.scale)
-        if any(before):
+            return packed_attention(query, key, value, plan_packing(lengths, prefixes=prefixes), self.scale)
+        if any(prefixes):
             raise NotImplementedError("attention on a CPU shares prompts without context parallelism only")
         packing = plan_packing(lengths, self.cp_group.size(), self.cp_group.rank())
-        # Backward of this gather sums the gradient of each token over all ranks and gives it to its owner.
+        # The backward of this gather is a reduce-scatter: it sums each token's gradient over all ranks.
         key, value = (gather_from_sequence_parallel_region(x.contiguous(), True, self.cp_group) for x in (key, value))
         return packed_attention(query, key, value, packing, self.scale)
 
 
-def whole_lengths(params: PackedSeqParams) -> tuple[int, ...]:
-    """Lengths of the packed sequences over all context-parallel ranks, padding included."""
-    bounds = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
-    return tuple(b - a for a, b in pairwise(bounds.tolist()))
-
-
-def whole_key_lengths(params: PackedSeqParams) -> tuple[int, ...]:
-    """The same of the keys: a sequence may see keys before its own."""
-    bounds = params.cu_seqlens_kv if params.cu_seqlens_kv_padded is None else params.cu_seqlens_kv_padded
-    return tuple(b - a for a, b in pairwise(bounds.tolist()))
+def sequence_lengths(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> tuple[int, ...]:
+    """Return the lengths of the packed sequences over all context-parallel ranks, padding included."""
+    bounds = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    return tuple(end - start for start, end in pairwise(bounds.tolist()))

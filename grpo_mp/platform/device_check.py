@@ -1,4 +1,4 @@
-"""Is this rank's GPU there, usable and free, and is installed what a run on it needs?"""
+"""Check that this rank's GPU exists, works and is free, and that the packages that it needs are installed."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -10,22 +10,22 @@ import torch
 from grpo_mp import platform
 from grpo_mp.errors import UserError
 
-TAKEN_SHARE = 0.2  # of the memory; a CUDA context, or a screen, takes less
-CHOOSE = "choose other GPUs (CUDA_VISIBLE_DEVICES)"
+MAX_USED_SHARE = 0.2  # of the memory; a CUDA context or a display uses less
+CHOOSE_OTHER = "choose other GPUs (CUDA_VISIBLE_DEVICES)"
 DRIVER = Path("/proc/driver/nvidia/version")
-NEEDED = {  # modules of the trainer and of an engine that shares its GPU
+REQUIRED = {  # modules of the trainer, and of an engine that shares its GPU, with the advice where one is missing
     "transformer_engine.pytorch": "build transformer-engine against this torch, as the README says",
     "torch_memory_saver": "install the engine as grpo-mp[gpu] does",
 }
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def check_device(local_rank: int) -> None:
-    """Raise UserError where the GPU of this rank is missing, cannot be used or is in use by somebody else."""
+    """Raise UserError where the GPU of this rank is missing, cannot be used or is used by another process."""
     if not platform.on_cuda():
-        check_left_alone(os.environ, DRIVER)
+        check_no_unusable_gpu(os.environ, DRIVER)
         return
-    check_needed(os.environ, import_module)
+    check_requirements(os.environ, import_module)
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(
@@ -35,12 +35,12 @@ def check_device(local_rank: int) -> None:
     try:
         free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank)
     except RuntimeError as error:
-        raise UserError(f"GPU {local_rank} cannot be used ({error}): mend it, or {CHOOSE}") from error
+        raise UserError(f"GPU {local_rank} cannot be used ({error}): mend it, or {CHOOSE_OTHER}") from error
     check_free(local_rank, free_bytes, total_bytes)
 
 
-def check_left_alone(environment: Mapping[str, str], driver: Path) -> None:
-    """Raise UserError where the machine has GPUs, torch cannot use them, and nobody said to leave them alone."""
+def check_no_unusable_gpu(environment: Mapping[str, str], driver: Path) -> None:
+    """Raise UserError where the machine has GPUs that torch cannot use and CUDA_VISIBLE_DEVICES does not hide."""
     if not driver.exists() or environment.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
         return
     reason = f"CUDA {torch.version.cuda} and the driver do not fit" if torch.version.cuda else "it is built for CPUs"
@@ -50,24 +50,24 @@ def check_left_alone(environment: Mapping[str, str], driver: Path) -> None:
     )
 
 
-def check_needed(environment: Mapping[str, str], load: Callable[[str], object]) -> None:
-    """Raise UserError where a module does not load, or where the allocator's memory could not be shared."""
-    for name in ALLOCATOR:
+def check_requirements(environment: Mapping[str, str], load: Callable[[str], object]) -> None:
+    """Raise UserError where a module does not load, or the allocator's memory cannot be shared by CUDA IPC."""
+    for name in ALLOCATOR_VARIABLES:
         if "expandable_segments:true" in environment.get(name, "").lower():
             raise UserError(f"{name}: expandable segments cannot be shared with an engine: take them out")
-    for module, cure in NEEDED.items():
+    for module, advice in REQUIRED.items():
         try:
             load(module)
         except (ImportError, OSError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{module} does not load ({reason}): {cure}") from error
+            raise UserError(f"{module} does not load ({reason}): {advice}") from error
 
 
 def check_free(device: int, free_bytes: int, total_bytes: int) -> None:
-    """Raise UserError where more of a device is taken than a run can do without. Pure."""
-    taken_bytes = total_bytes - free_bytes
-    if taken_bytes > TAKEN_SHARE * total_bytes:
+    """Raise UserError where other processes use more of a device than MAX_USED_SHARE. Pure."""
+    used_bytes = total_bytes - free_bytes
+    if used_bytes > MAX_USED_SHARE * total_bytes:
         raise UserError(
-            f"GPU {device}: {taken_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB are in use by another process: "
-            f"end it, or {CHOOSE}"
+            f"GPU {device}: {used_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB are in use by another process: "
+            f"end it, or {CHOOSE_OTHER}"
         )

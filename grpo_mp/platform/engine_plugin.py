@@ -1,7 +1,7 @@
-"""What an engine of this program needs beyond SGLang's own wheel. SGLang itself loads `register` in its processes.
+"""SGLang plugin: patches that engines of this program need. SGLang calls `register` in its processes.
 
-The entry point `sglang.srt.plugins` in pyproject.toml names it. It leaves a server alone that this program did not
-start; and what a CPU needs is done only where the engine was asked to run on the CPU.
+The entry point `sglang.srt.plugins` in pyproject.toml names it. It does nothing in servers that this program did not
+start, and applies the CPU patches only to engines on a CPU.
 """
 
 import os
@@ -14,48 +14,44 @@ from grpo_mp.platform import engine_layers
 from grpo_mp.platform.engine_attention import paged_attention
 from grpo_mp.platform.engine_decode import RunningSequences
 
-SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # set where this program started the engine: a folder removed at its end
+SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # set in engines of this program: their scratch folder, removed when they end
 
 
 def register() -> None:
-    """Called by SGLang before it builds a model, in the server, scheduler and detokenizer process alike."""
+    """Apply the patches. SGLang calls it before it builds a model, in server, scheduler and detokenizer processes."""
     if SCRATCH not in os.environ:
         return
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        _leave_out_megatron()
-        _absorbed_latent_attention()
-        _plain_rotary_of_latent_attention()
-        _attention_over_whole_batches()
-        _layers_in_few_operations()
-        _plain_memory_for_routed_experts()
-        _fork_children()
-        _collect_only_what_is_new()
-    _load_snapshots_in(Path(os.environ[SCRATCH]))
+        # SGLang's debugging tools import Megatron where it is installed; an engine does not need it.
+        sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
+        _use_absorbed_mla()
+        _allow_mla_without_yarn()
+        _batch_attention()
+        _replace_layers()
+        _allocate_routed_experts_without_cuda()
+        _fork_processes()
+        _freeze_gc()
+    _move_load_snapshots(Path(os.environ[SCRATCH]))
 
 
-def _leave_out_megatron() -> None:
-    # SGLang's debugging tools load it where it is installed; an engine has no use for it.
-    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
-
-
-def _absorbed_latent_attention() -> None:
-    # torch_native attention takes one head size for keys and values, which only the absorbed form of
-    # latent attention has; SGLang would otherwise choose the unabsorbed form for a prompt.
+def _use_absorbed_mla() -> None:
+    # torch_native attention requires equal head sizes of keys and values, as in absorbed latent attention;
+    # SGLang would otherwise prefill with the unabsorbed form.
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 
 
-def _plain_rotary_of_latent_attention() -> None:
-    # SGLang's choice for latent attention on a CPU is yarn or an assertion; Moonlight has no yarn.
+def _allow_mla_without_yarn() -> None:
+    # For latent attention on a CPU, SGLang asserts yarn; Moonlight has none.
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", _rotary, HookType.AROUND)
+    HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", _get_rope_cpu, HookType.AROUND)
 
 
-def _rotary(original: Callable[..., Any], *args: Any) -> Any:
-    """SGLang's arguments: head size, rotary size, positions, base, style, scaling, type, share, device."""
+def _get_rope_cpu(original: Callable[..., Any], *args: Any) -> Any:
+    """Replace SGLang's function of head size, rotary size, positions, base, style, scaling, type, share, device."""
     if args[5] is not None:
         return original(*args)
     from sglang.srt.layers.rotary_embedding.factory import get_rope
@@ -63,7 +59,7 @@ def _rotary(original: Callable[..., Any], *args: Any) -> Any:
     return get_rope(*args[:8])
 
 
-def _attention_over_whole_batches() -> None:
+def _batch_attention() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
@@ -75,35 +71,36 @@ def _attention_over_whole_batches() -> None:
 def _begin_step(result: None, backend: Any, batch: Any) -> None:
     backend.running = getattr(backend, "running", None) or RunningSequences()
     if not batch.forward_mode.is_decode():
-        backend.running.forget()
+        backend.running.clear()
         return
-    table = backend.req_to_token_pool.req_to_token
-    backend.running.step(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), table)
+    req_to_token = backend.req_to_token_pool.req_to_token
+    backend.running.step(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), req_to_token)
 
 
-def _extend(original: Callable[..., Any], backend: Any, *args: Any, **options: Any) -> Any:
-    """SGLang's arguments: query, output, keys, values, slots, rows, lengths, prefix lengths, new lengths, encoder."""
-    query, output, keys, values, slots, rows, lengths, _, new, encoder = args
-    if not _is_plain(encoder, options) or not options["causal"]:
-        return original(backend, *args, **options)
+def _extend(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace SGLang's prefill. `slots` [R, L] is indexed by `rows`; the unnamed argument is prefix lengths."""
+    query, output, keys, values, slots, rows, lengths, _, new_lengths, encoder_lengths = args
+    if not _is_self_attention(encoder_lengths, kwargs) or not kwargs["causal"]:
+        return original(backend, *args, **kwargs)
     return output.copy_(
-        paged_attention(query, keys, values, slots[rows], lengths.tolist(), new.tolist(), options["scaling"])
+        paged_attention(query, keys, values, slots[rows], lengths.tolist(), new_lengths.tolist(), kwargs["scaling"])
     )
 
 
-def _decode(original: Callable[..., Any], backend: Any, *args: Any, **options: Any) -> Any:
-    """SGLang's arguments: query, output, keys, values, slots, rows, lengths, encoder."""
-    query, output, keys, values, _, _, _, encoder = args
-    if not _is_plain(encoder, options):
-        return original(backend, *args, **options)
-    return output.copy_(backend.running.attend(query, keys, values, options["scaling"]))
+def _decode(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace SGLang's decode. The unnamed arguments are slots, rows and lengths."""
+    query, output, keys, values, _, _, _, encoder_lengths = args
+    if not _is_self_attention(encoder_lengths, kwargs):
+        return original(backend, *args, **kwargs)
+    return output.copy_(backend.running.attend(query, keys, values, kwargs["scaling"]))
 
 
-def _is_plain(encoder: Any, options: dict[str, Any]) -> bool:
-    return encoder is None and not options["is_cross_attn"] and options["sliding_window_size"] is None
+def _is_self_attention(encoder_lengths: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether this is self-attention without a sliding window."""
+    return encoder_lengths is None and not kwargs["is_cross_attn"] and kwargs["sliding_window_size"] is None
 
 
-def _layers_in_few_operations() -> None:
+def _replace_layers() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for name, wrapper in {
@@ -114,8 +111,8 @@ def _layers_in_few_operations() -> None:
         HookRegistry.register(f"sglang.srt.layers.{name}", wrapper, HookType.AROUND)
 
 
-def _plain_memory_for_routed_experts() -> None:
-    # `enable_return_routed_experts` keeps the experts in host memory that SGLang registers with CUDA.
+def _allocate_routed_experts_without_cuda() -> None:
+    # For `enable_return_routed_experts` SGLang allocates host memory that it registers with CUDA.
     import torch
     from sglang.srt.mem_cache.pool_host import common
 
@@ -125,9 +122,9 @@ def _plain_memory_for_routed_experts() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
 
 
-def _fork_children() -> None:
-    # A spawned scheduler and detokenizer each import SGLang anew. Without a device context nothing forbids
-    # fork, which shares what the server process has imported: less than half of the time and of the memory.
+def _fork_processes() -> None:
+    # Spawned scheduler and detokenizer processes import SGLang again. Without a CUDA context they can be forked, which
+    # takes less than half of the time and memory.
     import multiprocessing
 
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -138,8 +135,8 @@ def _fork_children() -> None:
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", set_fork)
 
 
-def _collect_only_what_is_new() -> None:
-    # On a CPU every flush of the cache collects garbage: a fifth of a second, spent on what the start has made.
+def _freeze_gc() -> None:
+    # On a CPU every flush of the cache runs the garbage collector: 0.2 s, mostly over objects of the start-up.
     import gc
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -151,8 +148,8 @@ def _collect_only_what_is_new() -> None:
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_event_loop", freeze, HookType.BEFORE)
 
 
-def _load_snapshots_in(scratch: Path) -> None:
-    # Every SGLang server leaves one of these in /dev/shm for good.
+def _move_load_snapshots(scratch: Path) -> None:
+    # Every SGLang server leaves one of these in /dev/shm.
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     def move(path: str, *_: Any) -> str:

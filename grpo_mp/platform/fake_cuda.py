@@ -1,4 +1,4 @@
-"""CPU stand-ins for the parts of torch.cuda that Megatron calls. Only rewritten megatron.* modules see them."""
+"""CPU replacement for the parts of torch.cuda that Megatron uses. Only rewritten megatron.* modules see it."""
 
 import contextlib
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Stream:
-    """The one queue of a CPU: work is done when the call returns, so nothing ever waits."""
+    """A stream of a CPU: calls are synchronous, so nothing waits."""
 
     cuda_stream = 0
 
@@ -54,7 +54,7 @@ ExternalStream = Stream
 
 
 class Event:
-    """An event that has always happened already."""
+    """An event that has always completed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def record(self, stream: Any = None) -> None: ...
@@ -97,37 +97,37 @@ nvtx = SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=_no_contex
 
 
 def current_device() -> torch.device:
-    """The CPU; Megatron hands the result on as a `device=` argument."""
+    """Return the CPU; Megatron passes the result as a `device=` argument."""
     return CPU
 
 
 def device_count() -> int:
-    """One CPU."""
+    """Return 1."""
     return 1
 
 
 def is_available() -> bool:
-    """There is no CUDA."""
+    """Return False: there is no CUDA."""
     return False
 
 
 def is_initialized() -> bool:
-    """Nothing needs initialising."""
+    """Return True: nothing needs initialising."""
     return True
 
 
 def get_device_capability(*args: Any) -> tuple[int, int]:
-    """Older than every kernel's minimum."""
+    """Return a capability below every kernel's minimum."""
     return (0, 0)
 
 
 def get_device_properties(*args: Any) -> SimpleNamespace:
-    """Properties of a device without compute capability."""
+    """Return the properties of a device without compute capability."""
     return SimpleNamespace(major=0, minor=0, total_memory=0, name="cpu")
 
 
 def current_stream(*args: Any) -> Stream:
-    """The only stream."""
+    """Return the only stream."""
     return Stream()
 
 
@@ -135,12 +135,12 @@ default_stream = current_stream
 
 
 def memory_stats(*args: Any) -> dict[str, int]:
-    """Nothing is counted."""
+    """Return no statistics."""
     return {}
 
 
 def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """State of the CPU's generator."""
+    """Return the state of the CPU's generator."""
     return torch.get_rng_state()
 
 
@@ -157,5 +157,5 @@ def _lazy_call(call: Any) -> None:
 
 
 def to_cpu(value: Any, *args: Any, **kwargs: Any) -> Any:
-    """`value.cuda()` and `value.pin_memory()` on a CPU: the tensor where it is; meta tensors stay meta."""
+    """Replace `value.cuda()` and `value.pin_memory()`: return the tensor on the CPU; meta tensors stay meta."""
     return value.cpu() if isinstance(value, torch.Tensor) and not value.is_meta else value

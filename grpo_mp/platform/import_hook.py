@@ -1,17 +1,17 @@
-"""Import hook: megatron.* modules load with their CUDA calls turned into CPU ones. torch stays untouched.
+"""Import hook that loads megatron.* modules with their CUDA calls replaced by CPU ones. torch is not changed.
 
 The hook rewrites the syntax tree of each module as it is imported:
 
 | in the source                 | becomes                            |
 |-------------------------------|------------------------------------|
-| `torch.cuda.X`                | `_cuda_on_cpu.X` (cuda_stand_ins)  |
+| `torch.cuda.X`                | `_cuda_on_cpu.X` (fake_cuda)       |
 | `"cuda"`, `"cuda:0"`          | `"cpu"`                            |
 | `"torch.cuda.FloatTensor"`    | `"torch.FloatTensor"`              |
 | `x.cuda()`, `x.pin_memory()`  | `_cuda_on_cpu.to_cpu(x)`           |
 | `pin_memory=...`              | `pin_memory=False`                 |
 | `x.is_cuda`                   | `x.is_cpu`                         |
 
-Parsing all of Megatron takes a second and more, so the code objects are kept in a cache folder of the user.
+Parsing all of Megatron takes over a second, so the code objects are cached in a folder of the user.
 """
 
 import ast
@@ -29,19 +29,19 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from grpo_mp.platform import fake_cuda as cuda_stand_ins
+from grpo_mp.platform import fake_cuda
 
 PACKAGE = "megatron"
-NAME = "_cuda_on_cpu"
+FAKE_CUDA = "_cuda_on_cpu"  # what rewritten modules call the module fake_cuda
 
 Patch = Callable[[Any], None]
 
 
-class _OnCpu(ast.NodeTransformer):
+class _CudaToCpu(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
         if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
-            return ast.copy_location(ast.Name(NAME, node.ctx), node)
+            return ast.copy_location(ast.Name(FAKE_CUDA, node.ctx), node)
         if node.attr == "is_cuda":
             node.attr = "is_cpu"
         return node
@@ -49,7 +49,7 @@ class _OnCpu(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr in ("cuda", "pin_memory"):
-            to_cpu = ast.Attribute(ast.Name(NAME, ast.Load()), "to_cpu", ast.Load())
+            to_cpu = ast.Attribute(ast.Name(FAKE_CUDA, ast.Load()), "to_cpu", ast.Load())
             call = ast.Call(to_cpu, [node.func.value, *node.args], node.keywords)
             return ast.fix_missing_locations(ast.copy_location(call, node))
         return node
@@ -69,46 +69,41 @@ class _OnCpu(ast.NodeTransformer):
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
         if node.module == "torch.cuda":
-            node.module = cuda_stand_ins.__name__
+            node.module = fake_cuda.__name__
         return node
 
 
 def compile_on_cpu(source: bytes, path: str) -> CodeType:
     """Compile the source of one module with its CUDA calls rewritten; `path` is for tracebacks."""
-    tree = _OnCpu().visit(ast.parse(source, path))
+    tree = _CudaToCpu().visit(ast.parse(source, path))
     return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
 
 def cache_folder() -> Path:
-    """Folder of this user's compiled modules."""
+    """Return the folder of this user's cached code objects."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_mp" / "megatron_on_cpu"
 
 
 def _cache_file(source: bytes, path: str) -> Path:
-    # This file's own text is part of the key: another rewrite never meets old code.
+    # This file's text is part of the key, so that a changed rewrite does not find old code.
     parts = (sys.version.encode(), Path(__file__).read_bytes(), path.encode(), source)
     return cache_folder() / hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
 def cached_code(source: bytes, path: str) -> CodeType:
-    """`compile_on_cpu`, kept on disk. A torn or foreign cache file is compiled anew."""
+    """Return `compile_on_cpu`, cached on disk. An unreadable cache file is replaced."""
     file = _cache_file(source, path)
     with contextlib.suppress(OSError, EOFError, ValueError, TypeError):
         code = marshal.loads(file.read_bytes())
         if isinstance(code, CodeType):
             return code
     code = compile_on_cpu(source, path)
-    # A read-only or full home only costs the time to compile again.
-    with contextlib.suppress(OSError):
-        _write_whole(file, marshal.dumps(code))
+    with contextlib.suppress(OSError):  # a read-only or full home only costs the time to compile again
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
+            temporary.write(marshal.dumps(code))
+        os.replace(temporary.name, file)
     return code
-
-
-def _write_whole(file: Path, data: bytes) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
-        part.write(data)
-    os.replace(part.name, file)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -120,8 +115,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return cached_code(self.get_data(self.path), self.path)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__dict__[NAME] = cuda_stand_ins
-        # What Megatron says at import is that TransformerEngine and apex are missing, which is why this hook runs.
+        module.__dict__[FAKE_CUDA] = fake_cuda
+        # At import Megatron warns that TransformerEngine and apex are missing, which is the reason for this hook.
         with warnings.catch_warnings(action="ignore"):
             super().exec_module(module)
         if self.patch:
@@ -144,13 +139,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install_import_hook(patches: Mapping[str, Patch], packages: Sequence[str] = (PACKAGE,)) -> None:
-    """Rewrite the packages' modules from now on; `patches[name]` is called with a module right after it ran.
+    """Rewrite the packages' modules from now on; call `patches[name]` with a module right after its import.
 
-    Raises RuntimeError when a Megatron module was loaded without the hook.
+    Raises RuntimeError where a Megatron module was imported without the hook.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    early = [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]
-    if early:
-        raise RuntimeError(f"{early[0]} was imported before grpo_mp.platform.prepare(): call prepare() first")
+    imported = [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]
+    if imported:
+        raise RuntimeError(f"{imported[0]} was imported before grpo_mp.platform.prepare(): call prepare() first")
     sys.meta_path.insert(0, _Finder(patches, packages))

@@ -1,4 +1,4 @@
-"""What is changed in Megatron's modules on a CPU, each change right after its module is imported.
+"""Patches of Megatron's modules on a CPU, each applied right after its module is imported.
 
 The functions import lazily: when they run, Megatron has loaded what they need.
 """
@@ -14,23 +14,23 @@ from torch import Tensor
 from grpo_mp.platform.import_hook import Patch
 
 
-def _no_compiler(jit: Any) -> None:
-    # torch.compile on a CPU calls a C++ compiler, minutes long, for functions of a few operations.
+def _disable_jit(jit: Any) -> None:
+    # torch.compile on a CPU runs a C++ compiler for minutes, for functions of a few operations.
     jit.disable_jit_fuser()
 
 
-def _transformer_engine_names(te: Any) -> None:
+def _te_modules(te: Any) -> None:
     # Without TransformerEngine these names are mocks; isinstance() on them fails, and so does latent attention.
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    from grpo_mp.platform import te_layers as modules
+    from grpo_mp.platform import te_layers
     from grpo_mp.platform.attention import Attention
 
-    te.TENorm, te.TELinear, te.TEDotProductAttention = modules.Norm, modules.DuplicatedLinear, Attention
+    te.TENorm, te.TELinear, te.TEDotProductAttention = te_layers.Norm, te_layers.DuplicatedLinear, Attention
     te.TEColumnParallelLinear, te.TERowParallelLinear = ColumnParallelLinear, RowParallelLinear
-    te.TELayerNormColumnParallelLinear = modules.LayerNormColumnParallelLinear
-    te.TEColumnParallelGroupedLinear = modules.ColumnParallelGroupedLinear
-    te.TERowParallelGroupedLinear = modules.RowParallelGroupedLinear
+    te.TELayerNormColumnParallelLinear = te_layers.LayerNormColumnParallelLinear
+    te.TEColumnParallelGroupedLinear = te_layers.ColumnParallelGroupedLinear
+    te.TERowParallelGroupedLinear = te_layers.RowParallelGroupedLinear
 
 
 def _spec_provider(provider: Any) -> None:
@@ -77,13 +77,13 @@ def _router_matmul(moe_utils: Any) -> None:
 
 
 def _rotary(rope_utils: Any) -> None:
-    # Megatron's own turns a head by six operations that each make a copy: a tenth of a small model's training time.
+    # Megatron's own does six operations that each copy: a tenth of a small model's training time.
     from grpo_mp.platform.rotary import apply_rotary
 
     rope_utils._apply_rotary_pos_emb_bshd = partial(apply_rotary, rope_utils._apply_rotary_pos_emb_bshd)
 
 
-def _adam(optimizer: Any) -> None:
+def _fused_adam(optimizer: Any) -> None:
     # With torch's AdamW the distributed optimizer cannot load a fully reshardable checkpoint.
     from grpo_mp.platform.adam import FusedAdam
 
@@ -91,40 +91,40 @@ def _adam(optimizer: Any) -> None:
 
 
 def _distributed_adam(distributed: Any) -> None:
-    # As above: take the branch for an Adam whose step lies in the group.
+    # As above: take the branch for an Adam with one step per param group.
     from grpo_mp.platform.adam import FusedAdam
 
     distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = FusedAdam, True, True
 
 
 def _uneven_gather(mappings: Any) -> None:
-    # gloo's all_gather wants equal sizes; experts divided by expert-tensor parallelism gather as many tokens
-    # as were routed to each rank. In an all_to_all that sends every rank the same, sizes may differ.
-    equal = mappings._gather_along_first_dim
+    # gloo's all_gather requires equal sizes, but under expert-tensor parallelism each rank has another number of
+    # routed tokens. An all_to_all that sends the same to every rank allows different sizes.
+    original = mappings._gather_along_first_dim
 
     def gather(input_: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Tensor:
         ranks = group.size()
         if output_split_sizes is None or ranks == 1:
-            gathered: Tensor = equal(input_, group, output_split_sizes, use_global_buffer)
+            gathered: Tensor = original(input_, group, output_split_sizes, use_global_buffer)
             return gathered
         output = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
-        copies = torch.cat([input_] * ranks)
-        dist.all_to_all_single(output, copies, list(output_split_sizes), [len(input_)] * ranks, group=group)
+        repeated = torch.cat([input_] * ranks)
+        dist.all_to_all_single(output, repeated, list(output_split_sizes), [len(input_)] * ranks, group=group)
         return output
 
     mappings._gather_along_first_dim = gather
 
 
 AFTER_IMPORT: Mapping[str, Patch] = {
-    "megatron.core.jit": _no_compiler,
+    "megatron.core.jit": _disable_jit,
     "megatron.core.tensor_parallel.mappings": _uneven_gather,
-    "megatron.core.extensions.transformer_engine": _transformer_engine_names,
+    "megatron.core.extensions.transformer_engine": _te_modules,
     "megatron.core.extensions.transformer_engine_spec_provider": _spec_provider,
     "megatron.core.models.common.embeddings.rope_utils": _rotary,
     "megatron.core.models.gpt.gpt_layer_specs": _layer_specs,
     "megatron.core.transformer.transformer_block": _block_norm,
     "megatron.core.transformer.multi_latent_attention": _latent_attention,
     "megatron.core.transformer.moe.moe_utils": _router_matmul,
-    "megatron.core.optimizer": _adam,
+    "megatron.core.optimizer": _fused_adam,
     "megatron.core.optimizer.distrib_optimizer": _distributed_adam,
 }

@@ -1,4 +1,4 @@
-"""Rotary position embedding on a CPU: each half of a head is written where it belongs, nothing is concatenated."""
+"""Rotary position embedding on a CPU: each half of a head is written in place, without concatenation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +10,14 @@ Halves = tuple[Tensor, Tensor]
 
 
 def _halves(x: Tensor, rotary_dim: int, interleaved: bool) -> Halves:
-    """Views of the pairs' first and second elements: neighbours, or the two halves of the rotated part."""
+    """Return views of the first and second elements of all pairs: neighbours, or halves of the rotated part."""
     if interleaved:
         return x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
     return x[..., : rotary_dim // 2], x[..., rotary_dim // 2 : rotary_dim]
 
 
 def _rotate(source: Halves, target: Halves, cos: Tensor, sin: Tensor) -> None:
-    """Write source (a, b) as (a cos - b sin, b cos + a sin) to target (RoFormer, arXiv 2104.09864, eq. 34)."""
+    """Write (a cos - b sin, b cos + a sin) of source (a, b) to target (RoFormer, arXiv 2104.09864, eq. 34)."""
     torch.mul(source[0], cos, out=target[0]).addcmul_(source[1], sin, value=-1)
     torch.mul(source[1], cos, out=target[1]).addcmul_(source[0], sin)
 
@@ -50,14 +50,14 @@ def apply_rotary(
     multi_latent_attention: bool = False,
     mscale: float = 1.0,
 ) -> Tensor:
-    """Megatron's `_apply_rotary_pos_emb_bshd`: t [s, b, h, d], angles [s, b or 1, 1, r <= d] -> [s, b, h, d].
+    """Replace `_apply_rotary_pos_emb_bshd`: t [s, b, h, d], freqs [s, b or 1, 1, r <= d] -> [s, b, h, d].
 
-    The angles' two halves are the same, unless the embedding is interleaved: that is left to `original`. Latent
-    attention stores a pair's elements as neighbours, and gets them back as halves.
+    The two halves of `freqs` are equal, except for interleaved embeddings: those are left to `original`. Latent
+    attention stores the elements of a pair as neighbours, and gets them back as halves.
     """
     if rotary_interleaved:
         return original(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
     angles = freqs[..., : freqs.shape[-1] // 2]
-    cos, sin = ((table * mscale).to(t.dtype) for table in (angles.cos(), angles.sin()))
-    turned: Tensor = _Rotary.apply(t, cos, sin, multi_latent_attention)
-    return turned
+    cos, sin = ((values * mscale).to(t.dtype) for values in (angles.cos(), angles.sin()))
+    rotated: Tensor = _Rotary.apply(t, cos, sin, multi_latent_attention)
+    return rotated

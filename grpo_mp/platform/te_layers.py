@@ -1,8 +1,8 @@
 """CPU modules with TransformerEngine's interface and parameter names.
 
 A model built from Megatron's TransformerEngine spec has the same parameters on a CPU as on a GPU, such as
-`linear_qkv.layer_norm_weight` and `experts.linear_fc1.weight3`: checkpoints and weight maps need one form.
-Import megatron.core first: it loads this module itself (see patches).
+`linear_qkv.layer_norm_weight` and `experts.linear_fc1.weight3`, so that checkpoints and weight maps agree.
+Import megatron.core first: it loads this module (see megatron_patches).
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor
 
 
-def _mark(param: Tensor, **marks: Any) -> None:
-    """Set the attributes of a parameter by which Megatron knows how to reduce and save it."""
-    for name, value in marks.items():
+def _set_attributes(param: Tensor, **attributes: Any) -> None:
+    """Set the attributes by which Megatron decides how to reduce and save a parameter."""
+    for name, value in attributes.items():
         setattr(param, name, value)
 
 
@@ -30,7 +30,7 @@ def _check_norm(config: Any) -> None:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """x / rms(x) * weight (arXiv 1910.07467, eq. 4). Torch composes it, and its gradient, of twice the operations."""
+    """Computes x / rms(x) * weight (arXiv 1910.07467, eq. 4) and its gradient, in half of torch's operations."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,11 +45,11 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         normed = x * scale
         grad = grad.to(normed.dtype)
-        of_weight = (grad * normed).flatten(0, -2).sum(0)
-        inner = grad * weight
-        mean = torch.linalg.vecdot(inner, normed).unsqueeze(-1).div_(x.shape[-1])
-        of_x = torch.addcmul(inner, normed, mean, value=-1).mul_(scale)
-        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
+        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad_normed = grad * weight
+        mean = torch.linalg.vecdot(grad_normed, normed).unsqueeze(-1).div_(x.shape[-1])
+        grad_x = torch.addcmul(grad_normed, normed, mean, value=-1).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -65,10 +65,10 @@ class Norm(torch.nn.RMSNorm):
         _check_norm(config)
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.epsilon = eps
-        _mark(self.weight, sequence_parallel=config.sequence_parallel)
+        _set_attributes(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden_size] -> the same shape."""
+        """Normalise x [..., hidden_size]."""
         return rms_norm(x, self.weight, self.epsilon)
 
 
@@ -80,16 +80,16 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         ones = torch.ones(input_size, dtype=config.params_dtype, device=self.weight.device)
         self.layer_norm_weight = torch.nn.Parameter(ones)
-        _mark(self.layer_norm_weight, sequence_parallel=config.sequence_parallel)
+        _set_attributes(self.layer_norm_weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """x [s, b, input_size] -> [s', b, output_size / tensor ranks], gathered along s under sequence parallelism."""
+        """Map x [s, b, input_size] -> [s', b, output_size / tensor]; sequence parallelism gathers along s."""
         x = rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon)
         return super().forward(x, **kwargs)
 
 
 class DuplicatedLinear(torch.nn.Linear):
-    """Linear layer whose whole weight is on every tensor rank: the down projections of latent attention."""
+    """Linear layer that is replicated over tensor ranks: the down projections of latent attention."""
 
     def __init__(
         self,
@@ -107,42 +107,46 @@ class DuplicatedLinear(torch.nn.Linear):
         super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
         if config.perform_initialization:
             init_method(self.weight)
-        _mark(self.weight, sequence_parallel=config.sequence_parallel, allreduce=True)
+        _set_attributes(self.weight, sequence_parallel=config.sequence_parallel, allreduce=True)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """x [..., input_size] -> [..., output_size], and no bias."""
+        """Map x [..., input_size] -> [..., output_size]; the second value, the bias, is None."""
         return super().forward(x), None
 
 
-class _GroupedProduct(torch.autograd.Function):
-    """Each group of rows times its own weight, written where it belongs: torch would join the parts by a copy."""
+class _GroupedMatmul(torch.autograd.Function):
+    """Multiplies each group of rows by its own weight, without the copy of a concatenation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: list[int], *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, *weights)
         ctx.splits = splits
         out = x.new_empty(len(x), weights[0].shape[0])
-        for rows, part, weight in zip(x.split(splits), out.split(splits), weights, strict=True):
-            torch.mm(rows, weight.t(), out=part)
+        for x_group, out_group, weight in zip(x.split(splits), out.split(splits), weights, strict=True):
+            torch.mm(x_group, weight.t(), out=out_group)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, *weights = ctx.saved_tensors
-        parts = grad.contiguous().split(ctx.splits)
-        of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        if of_x is not None:
-            for part, target, weight in zip(parts, of_x.split(ctx.splits), weights, strict=True):
-                torch.mm(part, weight, out=target)
-        rows = x.split(ctx.splits)
-        return of_x, None, *(part.t() @ group for part, group in zip(parts, rows, strict=True))
+        grad_groups = grad.contiguous().split(ctx.splits)
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        if grad_x is not None:
+            for grad_group, target, weight in zip(grad_groups, grad_x.split(ctx.splits), weights, strict=True):
+                torch.mm(grad_group, weight, out=target)
+        x_groups = x.split(ctx.splits)
+        return (
+            grad_x,
+            None,
+            *(grad_group.t() @ x_group for grad_group, x_group in zip(grad_groups, x_groups, strict=True)),
+        )
 
 
 class GroupedLinear(torch.nn.Module):
-    """One linear layer per local expert, parameters `weight0`, `weight1`, ...; the MoE layer does all exchange.
+    """One linear layer per local expert, parameters `weight0`, `weight1`, ...; the MoE layer does all communication.
 
-    `partition_dim` is the axis of the weight [out, in] that expert tensor parallelism splits.
+    `partition_dim`: the axis of the weight [out, in] that expert-tensor parallelism splits.
     """
 
     partition_dim: int
@@ -167,13 +171,11 @@ class GroupedLinear(torch.nn.Module):
         shape[self.partition_dim] //= get_pg_size(pg_collection.expt_tp)
         for i in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
-            _mark(weight, allreduce=config.expert_model_parallel_size == 1)
-            _mark(weight, tensor_model_parallel=True, partition_dim=self.partition_dim, partition_stride=1)
+            _set_attributes(weight, allreduce=config.expert_model_parallel_size == 1)
+            _set_attributes(weight, tensor_model_parallel=True, partition_dim=self.partition_dim, partition_stride=1)
             self.register_parameter(f"weight{i}", weight)
-        if config.perform_initialization:
-            self._initialise(init_method)
-
-    def _initialise(self, init_method: Callable[[Tensor], Any]) -> None:
+        if not config.perform_initialization:
+            return
         tracker = get_cuda_rng_tracker()
         name = get_expert_parallel_rng_tracker_name()
         with tracker.fork(name) if tracker.is_initialized() else contextlib.nullcontext():
@@ -181,15 +183,15 @@ class GroupedLinear(torch.nn.Module):
                 init_method(weight)
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
-        """x [tokens, in] sorted by expert, `splits` tokens of each -> [tokens, out], and no bias."""
-        # An expert without tokens takes part with no rows: its gradient is 0, not missing. Overlapped gradient
-        # reduction waits for every parameter, so a missing one would stop the run.
-        return _GroupedProduct.apply(x, splits, *self.parameters()), None
+        """Map x [tokens, in], sorted by expert with `splits` tokens each, -> [tokens, out]; the bias is None."""
+        # An expert without tokens gets gradient 0 instead of none: overlapped gradient reduction waits for every
+        # parameter, so a missing gradient would hang the run.
+        return _GroupedMatmul.apply(x, splits, *self.parameters()), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Checkpoint entries: all experts of a layer are one tensor with a leading expert axis."""
+        """Return the checkpoint entries: all experts of a layer form one tensor with a leading expert axis."""
         state: dict[str, Any] = {}
         for i, weight in enumerate(self.parameters()):
             state[f"{prefix}weight{i}"] = self._sharded(weight, i, prefix, sharded_offsets, metadata or {})
@@ -214,12 +216,12 @@ class GroupedLinear(torch.nn.Module):
 
 
 class ColumnParallelGroupedLinear(GroupedLinear):
-    """Experts' first layer: split along the output."""
+    """First linear layer of the experts, split along the output."""
 
     partition_dim = 0
 
 
 class RowParallelGroupedLinear(GroupedLinear):
-    """Experts' second layer: split along the input."""
+    """Second linear layer of the experts, split along the input."""
 
     partition_dim = 1

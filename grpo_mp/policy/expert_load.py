@@ -1,4 +1,4 @@
-"""How many tokens each layer's router sends to each expert while the policy trains."""
+"""Expert load: tokens that each layer's router sends to each expert during training."""
 
 from collections.abc import Iterable
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 class ExpertLoad:
-    """Counts on the device, in every training forward of this rank; padding counts as any other token."""
+    """Counts on the device in every training forward of this rank, padding included."""
 
     def __init__(self, models: Iterable[nn.Module], layers: int, experts: int) -> None:
-        """Watch the routers of this rank's model chunks. `layers` and `experts` are the whole model's; 0: dense."""
+        """Hook the routers of this rank's model chunks. `layers`, `experts`: of the full model; 0 experts: dense."""
         self._layers, self._experts = layers, experts
         self._counts: dict[int, Tensor] = {}  # by layer, from 1
         for module in (module for model in models for module in model.modules()):
@@ -20,7 +20,7 @@ class ExpertLoad:
                 module.register_forward_hook(self._count)
 
     def take(self, group: dist.ProcessGroup) -> Tensor | None:
-        """[layers, experts] float64 on the host: tokens of the whole job since the last call, 0 where a layer is dense.
+        """Return and reset the counts, summed over `group`: [layers, experts] float64 on the host, 0 in dense layers.
 
         None for a dense model. Every rank must call this.
         """
@@ -34,26 +34,24 @@ class ExpertLoad:
         return load
 
     def _count(self, router: TopKRouter, inputs: object, output: tuple[Tensor, Tensor]) -> None:
-        """`output`: probabilities and routing map, [tokens, experts] both.
+        """Add one forward; `output`: probabilities and routing map, [tokens, experts] each.
 
-        Counts where gradients are computed, as Megatron's own count for the expert bias does (TopKRouter
-        ._apply_expert_bias): logprobs do not train, and of a recomputed forward only the second pass counts.
+        Counts only where gradients are computed, as Megatron does for the expert bias (TopKRouter
+        ._apply_expert_bias): not for logprobs, and of a recomputed forward only the second pass.
         """
         if not torch.is_grad_enabled() or router.layer_number is None:
             return
-        tokens = output[1].detach().sum(0)
-        before = self._counts.get(router.layer_number)
-        self._counts[router.layer_number] = tokens if before is None else before + tokens
+        self._counts[router.layer_number] = self._counts.get(router.layer_number, 0) + output[1].detach().sum(0)
 
 
-def worst_ratio(load: Tensor) -> float | None:
-    """Tokens of the busiest expert over the mean of its layer, in the worst layer; None where nothing was routed."""
+def max_load_ratio(load: Tensor) -> float | None:
+    """Return the largest load of an expert over the mean of its layer; None where nothing was routed."""
     routed = load[load.sum(1) > 0]
     return float((routed.amax(1) / routed.mean(1)).max()) if len(routed) else None
 
 
-def over_mean(load: Tensor) -> Tensor:
-    """Tokens of each expert over the mean of its layer, of all layers that route: [routing layers, experts]."""
+def load_ratios(load: Tensor) -> Tensor:
+    """Return each expert's load over the mean of its layer: [layers with routed tokens, experts]."""
     routed = load[load.sum(1) > 0]
     return routed / routed.mean(1, keepdim=True)
 
@@ -62,7 +60,7 @@ SHADES = " ▁▂▃▄▅▆▇█"  # from no token at all to twice the mean a
 
 
 def heat_map(load: Tensor) -> str:
-    """One line per routing layer and one character per expert, as Markdown that keeps its columns."""
+    """Return Markdown with one preformatted line per layer with routed tokens and one character per expert."""
     rows = [(number, row / row.mean()) for number, row in enumerate(load, start=1) if row.any()]
     return "\n".join(
         f"    layer {number:3d} |{''.join(map(_shade, row.tolist()))}| busiest: expert {int(row.argmax())}, "
@@ -71,5 +69,5 @@ def heat_map(load: Tensor) -> str:
     )
 
 
-def _shade(over_mean: float) -> str:
-    return SHADES[min(len(SHADES) - 1, round(over_mean * (len(SHADES) - 1) / 2))]
+def _shade(ratio: float) -> str:
+    return SHADES[min(len(SHADES) - 1, round(ratio * (len(SHADES) - 1) / 2))]

@@ -1,4 +1,4 @@
-"""Micro-batches through Megatron's schedules: one function for logprobs, one for gradients."""
+"""Forward and backward passes of micro-batches with Megatron's pipeline schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,7 +17,7 @@ LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Any]]
 
 
 def forward_only(chunks: Sequence[torch.nn.Module], microbatches: Sequence[MicroBatch]) -> list[Tensor]:
-    """[2, T] logprobs and entropies of every micro-batch; empty on all but the last pipeline stage."""
+    """Return [2, T] logprobs and entropies of every micro-batch; empty on all but the last pipeline stage."""
 
     def collect(output: Tensor, non_loss_data: bool) -> Tensor:
         return output
@@ -30,38 +30,36 @@ def forward_only(chunks: Sequence[torch.nn.Module], microbatches: Sequence[Micro
 def forward_backward(
     chunks: Sequence[torch.nn.Module], microbatches: Sequence[MicroBatch], loss: LossFunction
 ) -> list[Any]:
-    """Accumulate the gradient of the summed loss; returns the loss function's second values (last stage only).
+    """Accumulate the gradient of the summed loss; return the loss function's second values (last stage only).
 
     `loss(logprobs [T], entropy [T], microbatch)` must already carry its global denominator.
     """
 
-    def bound(batch: MicroBatch) -> Callable[[Tensor], tuple[Tensor, Tensor, Any]]:
-        return partial(_loss_step, batch, loss)
+    def loss_step(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+        value, report = loss(output[0], output[1], batch)
+        # Megatron wants a token count; nothing divides by it, because gradients are not finalized with it.
+        return value, torch.ones((), dtype=torch.int, device=value.device), report
 
-    return _run(chunks, microbatches, bound, forward_only=False)
-
-
-def _loss_step(batch: MicroBatch, loss: LossFunction, output: Tensor) -> tuple[Tensor, Tensor, Any]:
-    value, report = loss(output[0], output[1], batch)
-    # Megatron wants a token count; nothing divides by it, because gradients are not finalized with it.
-    return value, torch.ones((), dtype=torch.int, device=value.device), report
+    return _run(chunks, microbatches, lambda batch: partial(loss_step, batch), forward_only=False)
 
 
 def _run(
     chunks: Sequence[torch.nn.Module],
     microbatches: Sequence[MicroBatch],
-    bind: Callable[[MicroBatch], Callable[..., Any]],
+    loss_for: Callable[[MicroBatch], Callable[..., Any]],
     forward_only: bool,
 ) -> list[Any]:
+    """Run Megatron's schedule; `loss_for` gives the function that it calls with a micro-batch's output."""
+
     def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches)
-        return _forward(model, batch), bind(batch)
+        return _forward(model, batch), loss_for(batch)
 
-    many = len(chunks) > 1
+    interleaved = len(chunks) > 1
     return get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=[iter(microbatches) for _ in chunks] if many else iter(microbatches),
-        model=list(chunks) if many else chunks[0],
+        data_iterator=[iter(microbatches) for _ in chunks] if interleaved else iter(microbatches),
+        model=list(chunks) if interleaved else chunks[0],
         num_microbatches=len(microbatches),
         seq_length=sum(microbatches[0].lengths),
         micro_batch_size=1,
@@ -72,25 +70,23 @@ def _run(
 
 def _forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     device = platform.device()
+    if any(rows.count for rows in batch.prompts):
+        packed = shared_prompt_params(batch.lengths, batch.prompts, batch.positions, device)
+    else:
+        packed = packed_sequences(batch.lengths)
     output: Tensor = model(
         batch.tokens[None].to(device),
         batch.positions[None].to(device),
         None,
         labels=batch.targets[None].to(device),
-        packed_seq_params=_packed(batch, device),
+        packed_seq_params=packed,
     )
     return output
 
 
-def _packed(batch: MicroBatch, device: torch.device) -> PackedSeqParams:
-    if any(rows.count for rows in batch.prompts):
-        return shared_prompt_params(batch.lengths, batch.prompts, batch.positions, device)
-    return packed_sequences(batch.lengths)
-
-
 @torch.no_grad()
 def sequence_logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
-    """Tokens [T] of one sequence -> logits [T, V] on the host, of a model that is whole on this rank."""
+    """Return the logits [T, V] on the host for the tokens [T] of one sequence; the model must be unsharded."""
     device, length = platform.device(), len(tokens)
     positions = torch.arange(length, device=device)
     output: Tensor = model(
@@ -100,15 +96,15 @@ def sequence_logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
 
 
 def packed_sequences(lengths: Sequence[int]) -> PackedSeqParams:
-    """How Megatron is told where the sequences of a micro-batch begin and end."""
-    starts = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(platform.device())
+    """Return Megatron's description of a micro-batch of sequences of these lengths."""
+    cu_seqlens = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(platform.device())
     longest = max(lengths)
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=starts,
-        cu_seqlens_kv=starts,
-        cu_seqlens_q_padded=starts,  # context parallelism asks for them; lengths here have their padding in them
-        cu_seqlens_kv_padded=starts,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,  # context parallelism reads these; the lengths include padding
+        cu_seqlens_kv_padded=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )

@@ -1,7 +1,7 @@
-"""Experts from few groups, where a family ranks groups otherwise than Megatron does.
+"""Group-limited expert routing for families whose group ranking differs from Megatron's.
 
-Megatron ranks a group by the sum of its best topk // group_topk experts; DeepSeek-V2 by its best one, DeepSeek-V3
-by its best two, whatever the other numbers are.
+Megatron ranks a group by the sum of its best topk // group_topk experts; DeepSeek-V2 always by its best one,
+DeepSeek-V3 by its best two.
 """
 
 from collections.abc import Callable
@@ -15,31 +15,31 @@ from grpo_mp.errors import UserError
 
 
 @dataclass(frozen=True)
-class GroupRouting:
-    """Stands where Megatron's routers ask which experts to replay. `best`: of a group, whose scores rank it."""
+class GroupLimitedTopk:
+    """Replaces the top-k of Megatron's routers, as a `router_replay`. `best`: experts whose scores rank a group."""
 
     best: int
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk: Callable[..., object]
     ) -> tuple[Tensor, Tensor]:
-        """Scores [T, experts] -> the chosen scores and experts, [T, topk] both."""
+        """Return the top-k scores and experts of `scores` [T, experts], [T, topk] each."""
         by_group = scores.unflatten(1, (num_groups, -1))
-        rank = by_group.topk(self.best, dim=2).values.sum(2)
-        closed = torch.ones_like(rank).scatter(1, rank.topk(group_topk, dim=1).indices, 0.0).bool()
-        values, experts = by_group.masked_fill(closed[:, :, None], -float("inf")).flatten(1).topk(topk, dim=1)
+        group_scores = by_group.topk(self.best, dim=2).values.sum(2)
+        masked = torch.ones_like(group_scores).scatter(1, group_scores.topk(group_topk, dim=1).indices, 0.0).bool()
+        values, experts = by_group.masked_fill(masked[:, :, None], -float("inf")).flatten(1).topk(topk, dim=1)
         return values, experts
 
 
-def rank_groups_by(best: int, model: nn.Module) -> None:
-    """Give the model's routers this ranking where Megatron's is another.
+def set_group_ranking(model: nn.Module, best: int) -> None:
+    """Let the model's routers rank groups by their `best` experts, where Megatron would not.
 
-    Raises UserError where fused routing, which has Megatron's, was asked for.
+    Raises UserError where fused routing, which always ranks as Megatron, is set.
     """
     for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
-        chosen = router.config.moe_router_group_topk
-        if not chosen or router.topk // chosen == best:
+        group_topk = router.config.moe_router_group_topk
+        if not group_topk or router.topk // group_topk == best:
             continue
         if router.config.moe_router_fusion:
             raise UserError("optimizer.megatron.moe_router_fusion: fused routing ranks this model's groups otherwise")
-        router.router_replay = GroupRouting(best)
+        router.router_replay = GroupLimitedTopk(best)

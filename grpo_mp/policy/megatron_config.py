@@ -1,4 +1,4 @@
-"""Megatron's own config objects, made from settings; user overrides are checked by field name."""
+"""Megatron's config objects from the settings; overrides in `optimizer.megatron` are checked by field name."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from grpo_mp.models.hf_config import HfConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-OWNED = {
+RESERVED = {  # fields that the run sets itself, with what to do instead
     "tensor_model_parallel_size": "set layout.tensor",
     "pipeline_model_parallel_size": "set layout.pipeline",
     "virtual_pipeline_model_parallel_size": "set layout.virtual_pipeline",
@@ -43,23 +43,23 @@ OWNED = {
 
 
 def transformer_config(settings: Settings, hf: HfConfig) -> TransformerConfig:
-    """The model's shape from its Hugging Face config, the layout and the run's numerics.
+    """Build the model's config from its Hugging Face config, the layout and the run's numerics.
 
     Raises UserError where Megatron refuses the combination.
     """
     family = family_of(hf).config(hf)
-    kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
+    config_class = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
     values = family | _numerics(settings) | _recompute(settings) | _layout(settings)
     values |= platform.megatron_fields(settings.layout.virtual_pipeline is not None, family)
-    values |= overrides_for(settings, kind)
+    values |= overrides_for(settings, config_class)
     try:
-        return kind(**values)
+        return config_class(**values)
     except (ValueError, AssertionError, TypeError) as error:
         raise UserError(f"Megatron refuses this model, layout and optimizer.megatron: {error}") from error
 
 
 def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
-    """Gradients are summed, not averaged: the loss already carries its global denominator."""
+    """Build the data-parallel config. Gradients are summed: the loss already carries its global denominator."""
     values: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": True,
@@ -71,17 +71,17 @@ def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(settings: Settings) -> OptimizerConfig:
-    """Adam with decoupled weight decay, sharded over data parallel ranks."""
-    wanted = settings.optimizer
+    """Build the config of AdamW, sharded over data-parallel ranks."""
+    optimizer = settings.optimizer
     values: dict[str, Any] = {
         "optimizer": "adam",
-        "lr": wanted.lr,
-        "min_lr": wanted.min_lr,
-        "weight_decay": wanted.weight_decay,
-        "adam_beta1": wanted.betas[0],
-        "adam_beta2": wanted.betas[1],
-        "adam_eps": wanted.eps,
-        "clip_grad": wanted.clip_grad,
+        "lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_eps": optimizer.eps,
+        "clip_grad": optimizer.clip_grad,
         "bf16": settings.model.dtype == "bfloat16",
         "params_dtype": DTYPES[settings.model.dtype],
         "use_distributed_optimizer": True,
@@ -89,23 +89,23 @@ def optimizer_config(settings: Settings) -> OptimizerConfig:
     return OptimizerConfig(**values | overrides_for(settings, OptimizerConfig))
 
 
-def overrides_for(settings: Settings, kind: type) -> dict[str, Any]:
-    """The fields of `optimizer.megatron` that belong to this config class; a dtype is written by its name."""
-    kinds = {field.name: field.type for field in dataclasses.fields(kind)}
-    given = {name: value for name, value in settings.optimizer.megatron.items() if name in kinds}
-    return {name: getattr(torch, value) if kinds[name] is torch.dtype else value for name, value in given.items()}
+def overrides_for(settings: Settings, config_class: type) -> dict[str, Any]:
+    """Return the fields of `optimizer.megatron` that this config class has; dtype names become dtypes."""
+    types = {field.name: field.type for field in dataclasses.fields(config_class)}
+    overrides = {name: value for name, value in settings.optimizer.megatron.items() if name in types}
+    return {name: getattr(torch, value) if types[name] is torch.dtype else value for name, value in overrides.items()}
 
 
 def check_overrides(settings: Settings) -> None:
     """Raise UserError for a name in `optimizer.megatron` that Megatron's configs lack or that the run itself sets."""
-    kinds = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
-    known = {field.name: field.type for kind in kinds for field in dataclasses.fields(kind)}
+    classes = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    types = {field.name: field.type for config_class in classes for field in dataclasses.fields(config_class)}
     for name, value in settings.optimizer.megatron.items():
-        if name in OWNED:
-            raise UserError(f"optimizer.megatron.{name} cannot be set: {OWNED[name]}")
-        if name not in known:
-            raise UserError(f"optimizer.megatron.{name}: no field of Megatron's configs{nearest(name, known)}")
-        if known[name] is torch.dtype and not isinstance(getattr(torch, str(value), None), torch.dtype):
+        if name in RESERVED:
+            raise UserError(f"optimizer.megatron.{name} cannot be set: {RESERVED[name]}")
+        if name not in types:
+            raise UserError(f"optimizer.megatron.{name}: no field of Megatron's configs{nearest(name, types)}")
+        if types[name] is torch.dtype and not isinstance(getattr(torch, str(value), None), torch.dtype):
             raise UserError(f"optimizer.megatron.{name}: {value!r} is no dtype: write float32 or bfloat16")
 
 
@@ -138,15 +138,15 @@ def _numerics(settings: Settings) -> dict[str, Any]:
         "perform_initialization": False,  # every weight is read from the checkpoint
         "bias_activation_fusion": True,
         "bias_dropout_fusion": True,
-        "gradient_accumulation_fusion": False,  # the output layer would want apex; see wrap_for_training
-        "cuda_graph_scope": [],  # Megatron warns of its own default
+        "gradient_accumulation_fusion": False,  # needs apex for the output layer; see fuse_weight_gradients
+        "cuda_graph_scope": [],  # Megatron warns about its own default
     }
 
 
 def _recompute(settings: Settings) -> dict[str, Any]:
-    wanted = settings.optimizer.recompute
-    if wanted == "none":
+    recompute = settings.optimizer.recompute
+    if recompute == "none":
         return {}
-    if wanted == "selective":
+    if recompute == "selective":
         return {"recompute_granularity": "selective"}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -20,7 +20,7 @@ from grpo_mp.policy.te_adam import init_state
 def wrap_for_training(
     settings: Settings, config: TransformerConfig, chunks: Sequence[PolicyModel]
 ) -> list[DistributedDataParallel]:
-    """Give every chunk gradient buffers that are summed over data and context parallel ranks."""
+    """Wrap every chunk in DDP: gradient buffers that are summed over data- and context-parallel ranks."""
     config.finalize_model_grads_func = _sum_gradients
     for chunk in chunks:
         _mark_expert_gradients(settings, chunk)
@@ -30,15 +30,15 @@ def wrap_for_training(
         DistributedDataParallel(config, ddp_config(settings), Float16Module(config, chunk) if config.bf16 else chunk)
         for chunk in chunks
     ]
-    # Overlapped gradients travel at the last micro-batch only.
+    # Overlapped gradient reduction starts at the last micro-batch.
     config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
 
 
 def fuse_weight_gradients(chunk: torch.nn.Module) -> None:
-    """Let TransformerEngine's layers add weight gradients to the gradient buffers, unrounded.
+    """Let TransformerEngine's layers accumulate weight gradients in the gradient buffers, without rounding.
 
-    Megatron's own switch asks for apex, which the output layer would need if it used Megatron's backward pass.
+    Megatron's own switch requires apex, for an output layer with Megatron's backward pass, which is not used here.
     """
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -46,9 +46,9 @@ def fuse_weight_gradients(chunk: torch.nn.Module) -> None:
 
 
 def mark_tensor_parallel(tensors: Mapping[str, torch.Tensor], params: Mapping[str, Param]) -> None:
-    """Say which parameters tensor parallelism divides, so that the gradient norm counts every element once.
+    """Mark tensor-parallel parameters, so that the gradient norm counts every element once.
 
-    Megatron says so when it initialises a weight; a weight that is read instead would count on one rank only.
+    Megatron marks a weight when it initialises it; weights that are loaded instead would count on one rank only.
     """
     for name, tensor in tensors.items():
         tensor.tensor_model_parallel = params[name].split is not None  # type: ignore[attr-defined]
@@ -57,45 +57,44 @@ def mark_tensor_parallel(tensors: Mapping[str, torch.Tensor], params: Mapping[st
 def build_optimizer(
     settings: Settings, chunks: list[DistributedDataParallel]
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """The optimizer over all chunks, and the schedule that `update` advances once per optimizer update."""
+    """Build the optimizer over all chunks and the learning-rate schedule, which counts optimizer updates."""
     optimizer = get_megatron_optimizer(optimizer_config(settings), chunks)
     for part in optimizer.chained_optimizers:
         init_state(part)
-    wanted = settings.optimizer
-    total = settings.run.steps * settings.optimizer_steps_per_step
-    return optimizer, _schedule(optimizer, wanted, total)
+    total_updates = settings.run.steps * settings.optimizer_steps_per_step
+    return optimizer, _schedule(optimizer, settings.optimizer, total_updates)
 
 
 def _mark_expert_gradients(settings: Settings, chunk: PolicyModel) -> None:
-    """Say which expert gradients belong to the expert-data group.
+    """Mark expert parameters whose gradients are reduced over the expert-data-parallel group.
 
-    Megatron marks them by expert parallelism alone; where expert-tensor differs from tensor parallelism it
-    would leave out the sum over tensor ranks, silently.
+    Megatron marks them only with expert parallelism; where expert-tensor differs from tensor parallelism it
+    would silently leave out the sum over tensor ranks.
     """
-    apart = settings.layout.expert > 1 or settings.layout.expert_tensor != settings.layout.tensor
+    expert_group = settings.layout.expert > 1 or settings.layout.expert_tensor != settings.layout.tensor
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
-            parameter.allreduce = not apart
+            parameter.allreduce = not expert_group
 
 
-def _schedule(optimizer: MegatronOptimizer, wanted: Optimizer, total_updates: int) -> OptimizerParamScheduler:
+def _schedule(optimizer: MegatronOptimizer, settings: Optimizer, total_updates: int) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=wanted.lr / (wanted.warmup_updates + 1),  # the first update learns, too
-        max_lr=wanted.lr,
-        min_lr=min(wanted.min_lr, wanted.lr),
-        lr_warmup_steps=wanted.warmup_updates,
-        lr_decay_steps=max(total_updates, wanted.warmup_updates + 1),
-        lr_decay_style=wanted.decay,
-        start_wd=wanted.weight_decay,
-        end_wd=wanted.weight_decay,
+        init_lr=settings.lr / (settings.warmup_updates + 1),  # not 0: the first update counts, too
+        max_lr=settings.lr,
+        min_lr=min(settings.min_lr, settings.lr),
+        lr_warmup_steps=settings.warmup_updates,
+        lr_decay_steps=max(total_updates, settings.warmup_updates + 1),
+        lr_decay_style=settings.decay,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # a run that goes on to more steps follows its settings, not its checkpoint
+        override_opt_param_scheduler=True,  # a resumed run follows its settings, not its checkpoint
     )
 
 
 def _sum_gradients(model: list[torch.nn.Module], num_tokens: Any = None, **groups: Any) -> None:
-    """Megatron's reductions without its division by a token count: the loss carries its denominator."""
+    """Reduce gradients as Megatron does, without the division by a token count: the loss has its denominator."""
     finalize_model_grads(model, None, **groups)

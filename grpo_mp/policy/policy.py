@@ -1,4 +1,4 @@
-"""The policy of one rank: logprobs, updates and weights, whatever the layout."""
+"""The policy on one rank: logprobs, optimizer updates and weights, in any layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ from grpo_mp.types import MicroBatch
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What one optimizer update did. `losses` come from the last pipeline stage only."""
+    """Result of one optimizer update. `losses` come from the last pipeline stage only."""
 
     losses: list[Any]
     grad_norm: float
@@ -42,21 +42,21 @@ class Policy:
     """Megatron model, optimizer and reference of this rank."""
 
     def __init__(self, settings: Settings, parallel: Parallel, with_reference: bool) -> None:
-        """Build the model, read this rank's slices of the weights, make the optimizer.
+        """Build the model, load this rank's shards of the weights, build the optimizer.
 
-        Raises UserError where a file of a converted folder differs from its checksum; ranks divide the files.
+        Raises UserError where a file of a converted folder differs from its checksum; each rank checks some files.
         """
         self.parallel = parallel
         self.hf = HfConfig.read(settings.model.path)
         self.params = family_of(self.hf).params(self.hf)
-        self.parts = TpSizes(settings.layout.tensor, settings.layout.expert_tensor)
+        self.sizes = TpSizes(settings.layout.tensor, settings.layout.expert_tensor)
         self.config = transformer_config(settings, self.hf)
         models = build_chunks(settings, self.hf, self.config)
         self.chunks = wrap_for_training(settings, self.config, models)
         self.tensors = local_tensors(models, self.params, parallel.coords, settings.layout.expert)
         Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
         with open_weights(settings.model.path) as reader:
-            load_hf(self.tensors, self.params, reader, parallel.coords, self.parts)
+            load_hf(self.tensors, self.params, reader, parallel.coords, self.sizes)
         mark_tensor_parallel(self.tensors, self.params)
         self.optimizer, self.schedule = build_optimizer(settings, self.chunks)
         self.expert_load = ExpertLoad(models, self.config.num_layers, self.config.num_moe_experts or 0)
@@ -64,28 +64,29 @@ class Policy:
 
     @property
     def is_last_stage(self) -> bool:
+        """Tell whether this rank is on the last pipeline stage."""
         return self.parallel.coords.pipeline == self.parallel.layout.pipeline - 1
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """[2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""
+        """Return [2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""
         return forward_only(self.chunks, microbatches)
 
     @contextmanager
     def at_reference(self) -> Iterator[None]:
-        """Inside, logprobs are the reference's. Raises ValueError where the policy was built without one."""
+        """Compute logprobs with the reference inside. Raises ValueError where the policy was built without one."""
         if self.reference is None:
             raise ValueError("this policy was built without a reference")
         with self.reference.on_device():
             yield
 
     def reference_logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """What `logprobs` gives, of the reference."""
+        """Return `logprobs` of the reference."""
         with self.at_reference():
             return self.logprobs(microbatches)
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
-        """Inside, logprobs are those of logits / temperature instead of the rollout's."""
+        """Compute logprobs at this temperature inside, instead of the rollout's."""
         heads = [model.head for model in self.models()]
         for model in self.models():
             model.head = replace(model.head, temperature=temperature)
@@ -96,38 +97,38 @@ class Policy:
                 model.head = head
 
     def gradients(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
-        """Fill the gradient buffers with the gradient of the summed loss over the whole job."""
+        """Compute the gradient of the summed loss over all ranks into the gradient buffers."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         return forward_backward(self.chunks, microbatches, loss)
 
     def update(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> UpdateReport:
-        """One optimizer update; a gradient that is not finite changes nothing and is reported."""
+        """Do one optimizer update; skip it, and report so, where the gradient is not finite."""
         losses = self.gradients(microbatches, loss)
         lr = self.optimizer.param_groups[0]["lr"]
-        done, grad_norm, _ = self.optimizer.step()
+        success, grad_norm, _ = self.optimizer.step()
         self.schedule.step(1)
-        return UpdateReport(losses, float(grad_norm or 0.0), lr, skipped=not done)
+        return UpdateReport(losses, float(grad_norm or 0.0), lr, skipped=not success)
 
     def models(self) -> list[PolicyModel]:
-        """The bare Megatron chunks, without precision and data-parallel wrappers."""
+        """Return the Megatron chunks without Float16Module and DDP wrappers."""
         models: list[PolicyModel] = unwrap_model(self.chunks)
         return models
 
     def tp_sizes(self) -> dict[str, int]:
-        """How many tensor-parallel parts each parameter of the whole model has."""
-        return {name: self.parts.count(param) if param.split is not None else 1 for name, param in self.params.items()}
+        """Return the number of tensor-parallel parts of each parameter of the full model."""
+        return {name: self.sizes.count(param) for name, param in self.params.items()}
 
     def local_shards(self) -> dict[str, int]:
-        """Which part of which parameter this rank holds."""
+        """Return parameter name -> tensor-parallel part, for the parameters on this rank."""
         return {name: tensor_part(self.params[name], self.parallel.coords) for name in self.tensors}
 
 
 def check_policy(settings: Settings, world_size: int) -> None:
-    """Everything about model and layout that can be refused before a process group exists.
+    """Check model and layout before process groups exist.
 
-    Raises UserError: unsupported architecture, broken layout rule, unknown Megatron field, missing or torn files,
+    Raises UserError: unsupported architecture, invalid layout, unknown Megatron field, missing or incomplete files,
     missing tensors.
     """
     hf = HfConfig.read(settings.model.path)

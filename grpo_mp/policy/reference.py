@@ -1,4 +1,4 @@
-"""The reference: frozen weights in host memory that change places with the policy's while it computes logprobs."""
+"""The reference model: frozen weights in host memory, swapped with the policy's to compute logprobs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +9,10 @@ from grpo_mp import platform
 
 
 class Reference:
-    """A host copy of this rank's weights. Only one tensor more than policy and reference ever exists."""
+    """A host copy of this rank's weights. A swap needs extra memory for one tensor only."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy `tensors` as they are now; they are what `on_device` exchanges."""
+        """Copy `tensors` as they are now; `on_device` swaps their values."""
         self._tensors = tensors
         pinned = platform.on_cuda()
         self._host = {
@@ -23,27 +23,28 @@ class Reference:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the host copy."""
         return sum(tensor.nbytes for tensor in self._host.values())
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Inside, the module holds the reference; the policy waits in its place on the host."""
-        self._exchange()
+        """Swap the reference into the model inside; the policy's weights are on the host meanwhile."""
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
     @torch.no_grad()
     def refresh(self, mix: float) -> None:
-        """Become mix x policy + (1 - mix) x what it was, as TRL's sync_ref_model does."""
+        """Set the reference to mix * policy + (1 - mix) * reference, as TRL's sync_ref_model does."""
         for name, tensor in self._tensors.items():
             host = self._host[name]
             host.copy_(host.lerp(tensor.detach().to(host.device), mix))
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _swap(self) -> None:
         for name, tensor in self._tensors.items():
-            waiting = tensor.detach().clone()
+            policy = tensor.detach().clone()
             tensor.copy_(self._host[name])
-            self._host[name].copy_(waiting)
+            self._host[name].copy_(policy)

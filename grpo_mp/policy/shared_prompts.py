@@ -1,7 +1,7 @@
-"""Responses that share one prompt: the policy computes the prompt once.
+"""Shared prompts: the policy computes the prompt of several responses once.
 
-A micro-batch holds the prompt as a sequence of its own, and after it the responses, each begun by the prompt's last
-token. Queries of a response see the keys of the prompt and their own; their positions go on where the prompt's end.
+A micro-batch holds the prompt as its own sequence, followed by the responses, each starting with the prompt's last
+token. Queries of a response attend to the prompt's keys and their own; their positions continue the prompt's.
 """
 
 import enum
@@ -20,24 +20,22 @@ from grpo_mp.types import Rows
 
 @dataclass(kw_only=True)
 class SharedPromptParams(PackedSeqParams):
-    """What Megatron passes on to each layer. The rotary embedding sees one sequence of T tokens, each with its own
-    angle; the attention sees `attention`.
-    """
+    """Parameters that Megatron passes to each layer: one sequence of T tokens, but `attention` for core attention."""
 
     positions: Tensor  # [T]
-    longest: int  # the largest position is below it
-    key_rows: Tensor  # rows of [T] that each sequence sees, one sequence after the other
+    max_positions: int  # upper bound of `positions`
+    key_rows: Tensor  # rows of [T] that each sequence attends to, concatenated
     attention: PackedSeqParams
 
 
 class _Mask(enum.Enum):
-    """TransformerEngine's name of a mask that Megatron's enumeration lacks: the last query sees the last key."""
+    """TransformerEngine's mask that Megatron's enum lacks: causal, aligned at the last query and the last key."""
 
     padding_causal_bottom_right = 1
 
 
 class SharedPromptAttention(TEDotProductAttention):
-    """Core attention in which sequences may see the keys of a prompt before their own."""
+    """Core attention in which sequences may also attend to the keys of a shared prompt."""
 
     def forward(
         self,
@@ -48,96 +46,98 @@ class SharedPromptAttention(TEDotProductAttention):
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        **more: Any,
+        **kwargs: Any,
     ) -> Tensor:
-        """As Megatron's: query [T, h, d], key [T, g, d], value [T, g, e] -> [T, h * e]."""
+        """Attend as Megatron's: query [T, h, d], key [T, g, d], value [T, g, e] -> [T, h * e]."""
         if isinstance(packed_seq_params, SharedPromptParams):
             rows, packed_seq_params = packed_seq_params.key_rows, packed_seq_params.attention
             key, value = key.index_select(0, rows), value.index_select(0, rows)
             attn_mask_type = _Mask.padding_causal_bottom_right
-        found: Tensor = super().forward(
-            query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params, **more
+        output: Tensor = super().forward(
+            query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params, **kwargs
         )
-        return found
+        return output
 
 
-class RotaryByPosition(torch.nn.Module):
-    """A rotary embedding of Megatron's that can be asked for the angle of each token."""
+class PerTokenRotaryEmbedding(torch.nn.Module):
+    """Wraps a rotary embedding of Megatron's to return angles per token where prompts are shared."""
 
-    def __init__(self, table: torch.nn.Module) -> None:
+    def __init__(self, rotary: torch.nn.Module) -> None:
         super().__init__()
-        self.table: Any = table
+        self.rotary: Any = rotary
 
     def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, packed: Any = None) -> Any:
-        """How long a table is needed; where prompts are shared, the parameters that say each token's position."""
+        """Return the table length, or with shared prompts their parameters, which hold the positions."""
         if isinstance(packed, SharedPromptParams):
             return packed
-        return self.table.get_rotary_seq_len(context, block, hidden, config, packed)
+        return self.rotary.get_rotary_seq_len(context, block, hidden, config, packed)
 
-    def forward(self, wanted: Any, **options: Any) -> Any:
-        """Angles [length, 1, 1, d] of all positions, or [T, 1, 1, d] of the tokens; yarn adds its scale."""
-        if not isinstance(wanted, SharedPromptParams):
-            return self.table(wanted, **options)
-        found = self.table(wanted.longest, **options)
-        if isinstance(found, tuple):
-            return found[0].index_select(0, wanted.positions), *found[1:]
-        return found.index_select(0, wanted.positions)
+    def forward(self, max_seq_len: Any, **options: Any) -> Any:
+        """Return angles [length, 1, 1, d], or [T, 1, 1, d] per token; with yarn also its scale.
 
-    def get_cached_cos_sin(self, wanted: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """The same for cosine and sine, which the fused kernel of latent attention takes."""
-        if not isinstance(wanted, SharedPromptParams):
-            return self.table.get_cached_cos_sin(wanted, **options)
-        cos, sin = self.table.get_cached_cos_sin(wanted.longest, **options)
-        return cos.index_select(0, wanted.positions), sin.index_select(0, wanted.positions)
+        `max_seq_len`: what `get_rotary_seq_len` returned.
+        """
+        if not isinstance(max_seq_len, SharedPromptParams):
+            return self.rotary(max_seq_len, **options)
+        angles = self.rotary(max_seq_len.max_positions, **options)
+        if isinstance(angles, tuple):
+            return angles[0].index_select(0, max_seq_len.positions), *angles[1:]
+        return angles.index_select(0, max_seq_len.positions)
+
+    def get_cached_cos_sin(self, seq_len: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine in the same way, for the fused kernel of latent attention."""
+        if not isinstance(seq_len, SharedPromptParams):
+            return self.rotary.get_cached_cos_sin(seq_len, **options)
+        cos, sin = self.rotary.get_cached_cos_sin(seq_len.max_positions, **options)
+        return cos.index_select(0, seq_len.positions), sin.index_select(0, seq_len.positions)
 
 
-def attend_to_prompts(block: Any) -> Any:
-    """A block's specification, each layer with an attention that can share prompts."""
+def use_shared_prompt_attention(block: Any) -> None:
+    """Set SharedPromptAttention as core attention of every layer in a block's spec."""
     for layer in block.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
-    return block
 
 
-def rotate_by_position(model: torch.nn.Module) -> None:
-    """Give every rotary embedding of a model the angles of single tokens."""
+def use_per_token_rotary(model: torch.nn.Module) -> None:
+    """Wrap every rotary embedding of a model in PerTokenRotaryEmbedding."""
     for module in list(model.modules()):
-        table = getattr(module, "rotary_pos_emb", None)
-        if isinstance(table, torch.nn.Module):
-            module.rotary_pos_emb = RotaryByPosition(table)
+        rotary = getattr(module, "rotary_pos_emb", None)
+        if isinstance(rotary, torch.nn.Module):
+            module.rotary_pos_emb = PerTokenRotaryEmbedding(rotary)
 
 
 def shared_prompt_params(
     lengths: Sequence[int], prompts: Sequence[Rows], positions: Tensor, device: torch.device
 ) -> SharedPromptParams:
-    """Describe sequences of `lengths` tokens, each of which sees the rows of its prompt before its own. Pure."""
+    """Return the parameters of sequences of `lengths` tokens, each of which also attends to its prompt's rows. Pure."""
     starts = [0, *accumulate(lengths)]
     rows, key_lengths = [], []
     for start, length, prompt in zip(starts, lengths, prompts, strict=False):
         rows += [torch.arange(prompt.start, prompt.start + prompt.count), torch.arange(start, start + length)]
         key_lengths.append(prompt.count + length)
-    whole = _bounds([starts[-1]], device)
+    single = _cu_seqlens([starts[-1]], device)
     return SharedPromptParams(
-        **_params(whole, whole, starts[-1], starts[-1]),
+        **_params(single, single, starts[-1], starts[-1]),
         positions=positions.to(device),
-        longest=max(key_lengths),
+        max_positions=max(key_lengths),
         key_rows=torch.cat(rows).to(device),
         attention=PackedSeqParams(
-            **_params(_bounds(lengths, device), _bounds(key_lengths, device), max(lengths), max(key_lengths))
+            **_params(_cu_seqlens(lengths, device), _cu_seqlens(key_lengths, device), max(lengths), max(key_lengths))
         ),
     )
 
 
-def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+def _cu_seqlens(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
 
 
-def _params(queries: Tensor, keys: Tensor, longest_query: int, longest_key: int) -> dict[str, Any]:
+def _params(queries: Tensor, keys: Tensor, max_query: int, max_key: int) -> dict[str, Any]:
     return {
         "qkv_format": "thd",
         "cu_seqlens_q": queries,
         "cu_seqlens_kv": keys,
         "cu_seqlens_q_padded": queries,
         "cu_seqlens_kv_padded": keys,
-        "max_seqlen_q": longest_query,
-        "max_seqlen_kv": longest_key,
+        "max_seqlen_q": max_query,
+        "max_seqlen_kv": max_key,
     }

@@ -1,6 +1,6 @@
-"""What Megatron leaves out of TransformerEngine's Adam when it keeps its state in few bytes (precision-aware).
+"""What Megatron lacks for TransformerEngine's precision-aware Adam: initial state, state_dicts without copies.
 
-Of a float32 main weight that Adam may keep only the sixteen bits that its bfloat16 weight lacks: the remainder.
+That Adam may store of a float32 main weight only the 16 bits that the bfloat16 weight lacks: the remainder.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,28 +11,28 @@ from typing import Any
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-MAIN = "param"  # Megatron's name of a main weight in checkpoints
+MAIN_PARAM = "param"  # Megatron's name of a main weight in checkpoints
 
 
 def init_state(part: MegatronOptimizer) -> None:
-    """Make moments and main weights now: else there is nothing to save before the first update."""
+    """Create moments and main weights now, so that they can be saved before the first update."""
     adam = part.optimizer
     if not part.config.use_precision_aware_optimizer:
         part.init_state_fn(adam, part.config)
         return
-    for group in adam.param_groups:  # Megatron's own function lacks an argument that this Adam wants
+    for group in adam.param_groups:  # Megatron's own function lacks an argument of this Adam
         for param in group["params"]:
             if not adam.state[param]:
-                adam.initialize_state(param, _keeps_remainder(adam, param))
+                adam.initialize_state(param, _stores_remainder(adam, param))
 
 
 @contextmanager
-def state_in_place(parts: Sequence[MegatronOptimizer]) -> Iterator[None]:
-    """Inside, Adam's state_dict is its state and no copy, and its load_state_dict sets groups and leaves the state.
+def state_dict_without_copies(parts: Sequence[MegatronOptimizer]) -> Iterator[None]:
+    """Let Adam's state_dict return its state uncopied, and its load_state_dict set only param groups, inside.
 
-    To save and to load Megatron asks for the whole state_dict several times and keeps only its groups; the state it
-    reads and writes parameter by parameter. TransformerEngine's own would make float32 copies of all moments each time
-    (8 bytes a parameter of bfloat16 moments), and cast the state to the dtype of the weights while it loads (6 more).
+    For a save or load Megatron calls state_dict several times and uses only its param groups; it reads and writes the
+    state by parameter. TransformerEngine's own state_dict would copy all moments to float32 each time (8 bytes per
+    parameter with bfloat16 moments), its load_state_dict cast the state to the dtype of the weights (6 more).
     """
     adams = [part.optimizer for part in parts]
     for adam in adams:
@@ -50,10 +50,10 @@ def _load_groups(adam: Any, saved: dict[str, Any]) -> None:
         group |= {name: value for name, value in loaded.items() if name != "params"}
 
 
-def keeps_remainders(parts: list[MegatronOptimizer]) -> bool:
-    """Whether checkpoints hold remainders instead of main weights."""
+def stores_param_remainders(parts: list[MegatronOptimizer]) -> bool:
+    """Tell whether checkpoints hold remainders instead of main weights."""
     return any(
-        _keeps_remainder(part.optimizer, param)
+        _stores_remainder(part.optimizer, param)
         for part in parts
         if part.config.use_precision_aware_optimizer
         for group in part.optimizer.param_groups
@@ -62,12 +62,12 @@ def keeps_remainders(parts: list[MegatronOptimizer]) -> bool:
 
 
 def as_remainders(param_state: dict[int, dict[str, torch.Tensor]]) -> dict[int, dict[str, torch.Tensor]]:
-    """Read main weights as the integers that they are: a checkpoint has all of a state in float32, exactly."""
+    """Convert main weights back to int16: a checkpoint stores all state in float32, which holds them exactly."""
     return {
-        number: {name: value.to(torch.int16) if name == MAIN else value for name, value in state.items()}
+        number: {name: value.to(torch.int16) if name == MAIN_PARAM else value for name, value in state.items()}
         for number, state in param_state.items()
     }
 
 
-def _keeps_remainder(adam: Any, param: torch.Tensor) -> bool:
+def _stores_remainder(adam: Any, param: torch.Tensor) -> bool:
     return bool(adam.store_param_remainders) and param.dtype == torch.bfloat16

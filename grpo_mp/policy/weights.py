@@ -1,7 +1,7 @@
-"""This rank's parameters under their names in the whole model, and their way from and to Hugging Face files."""
+"""This rank's parameters by their names in the full model, and how they are loaded from Hugging Face files."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -13,29 +13,29 @@ from grpo_mp.errors import UserError
 from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.policy.model import PolicyModel
 
-EXPERT = re.compile(r"(?<=\.weight)\d+$")
+LOCAL_EXPERT = re.compile(r"(?<=\.weight)\d+$")
 
 
 def local_tensors(
     chunks: Sequence[PolicyModel], params: dict[str, Param], coords: RankCoordinates, expert_parallel: int
 ) -> dict[str, torch.Tensor]:
-    """Every parameter (and persistent buffer that the mapping names) of this rank, by its whole-model name.
+    """Return every parameter, and every buffer that the mapping names, of this rank by its full-model name.
 
-    Raises UserError for a Megatron parameter that the mapping does not know.
+    Raises UserError for a Megatron parameter that the mapping does not have.
     """
     tensors: dict[str, torch.Tensor] = {}
     for chunk in chunks:
-        for name, tensor in _named(chunk):
-            whole = _whole_name(name, chunk, params, coords.expert, expert_parallel)
-            if whole in params:
-                tensors[whole] = tensor
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
+            full_name = _full_name(name, chunk, params, coords.expert, expert_parallel)
+            if full_name in params:
+                tensors[full_name] = tensor
             elif isinstance(tensor, torch.nn.Parameter):
                 raise UserError(f"the parameter mapping has no rule for Megatron's {name}")
     return tensors
 
 
 def tensor_part(param: Param, coords: RankCoordinates) -> int:
-    """Which tensor-parallel part of `param` this rank holds; 0 where it is not split."""
+    """Return which tensor-parallel part of `param` this rank holds; 0 where it is not split."""
     if param.split is None:
         return 0
     return coords.expert_tensor if param.expert is not None else coords.tensor
@@ -47,57 +47,57 @@ def load_hf(
     params: dict[str, Param],
     reader: Weights,
     coords: RankCoordinates,
-    parts: "TpSizes",
+    sizes: "TpSizes",
 ) -> None:
-    """Fill this rank's tensors from Hugging Face files, reading only the slices it holds.
+    """Load this rank's tensors from Hugging Face files, reading only its slices.
 
     Raises UserError where a tensor is missing or has another shape than the config says.
     """
     for name, tensor in tensors.items():
         param = params[name]
-        count, part = parts.count(param), tensor_part(param, coords)
+        count, part = sizes.count(param), tensor_part(param, coords)
         shards = [
-            _read(reader, param, hf_name, shape, count, part)
+            _read_shard(reader, param, hf_name, shape, count, part)
             for hf_name, shape in zip(param.hf, param.shapes, strict=True)
         ]
-        whole = fuse(param, shards)
+        fused = fuse(param, shards)
         if param.keep_float32:
-            tensor.data = tensor.data.float()  # Megatron widens it at the first forward, after bfloat16 has rounded it
+            tensor.data = tensor.data.float()  # Megatron widens it only at the first forward, once rounded to bfloat16
         tensor.zero_()  # rows of vocabulary padding stay zero
-        tensor[: whole.shape[0]].copy_(whole)
+        tensor[: fused.shape[0]].copy_(fused)
 
 
 class TpSizes:
-    """How many tensor-parallel parts dense and expert parameters have."""
+    """Tensor-parallel sizes of dense and expert parameters."""
 
     def __init__(self, tensor: int, expert_tensor: int) -> None:
         self.tensor, self.expert_tensor = tensor, expert_tensor
 
     def count(self, param: Param) -> int:
+        """Return into how many parts tensor parallelism splits `param`; 1 where it is replicated."""
+        if param.split is None:
+            return 1
         return self.expert_tensor if param.expert is not None else self.tensor
 
 
-def _read(reader: Weights, param: Param, name: str, shape: tuple[int, ...], parts: int, part: int) -> torch.Tensor:
+def _read_shard(
+    reader: Weights, param: Param, name: str, shape: tuple[int, ...], parts: int, part: int
+) -> torch.Tensor:
     check_shape(reader, name, shape)
     if param.split is None or parts == 1:
         return reader.read(name)
     return reader.read(name, param.split, *shard_range(param, shape, parts, part))
 
 
-def _named(chunk: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from chunk.named_parameters()
-    yield from chunk.named_buffers()
-
-
-def _whole_name(name: str, chunk: PolicyModel, params: dict[str, Param], expert_rank: int, expert_parallel: int) -> str:
-    """Local layer and expert numbers -> those of the whole model."""
+def _full_name(name: str, chunk: PolicyModel, params: dict[str, Param], expert_rank: int, expert_parallel: int) -> str:
+    """Replace the local layer and expert numbers in a parameter's name by those of the full model."""
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     if not match:
         return name
     layer: TransformerLayer = chunk.decoder.layers[int(match.group(1))]
     name = f"decoder.layers.{layer.layer_number - 1}.{name[match.end() :]}"
-    expert = EXPERT.search(name)
+    expert = LOCAL_EXPERT.search(name)
     if not expert:
         return name
-    experts = params[EXPERT.sub("0", name)].experts
-    return EXPERT.sub(str(int(expert.group()) + expert_rank * (experts // expert_parallel)), name)
+    experts = params[LOCAL_EXPERT.sub("0", name)].experts
+    return LOCAL_EXPERT.sub(str(int(expert.group()) + expert_rank * (experts // expert_parallel)), name)

@@ -39,7 +39,7 @@ from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.weight_sync.engine_check import EngineCheck
 from grpo_mp.weight_sync.ipc import IpcTransport
 from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.transport import HostTransport, Transport, over_ipc
+from grpo_mp.weight_sync.transport import HostTransport, Transport, uses_cuda_ipc
 from grpo_mp.weight_sync.update import WeightSync, make_plan
 
 
@@ -115,7 +115,7 @@ def open_train_context(
             preemption=preemption,
             state=state,
         )
-        with platform.spared_collections():
+        with platform.gc_frozen():
             yield ctx
         stop_parallel()
 
@@ -253,7 +253,7 @@ def _build_scheduler(settings: Settings, policy: Policy, rollout: Rollout, monit
 
 
 def _build_weight_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout: Rollout) -> WeightSync:
-    targets = rollout.ranks if over_ipc(settings.sync) else rollout.hosts
+    targets = rollout.ranks if uses_cuda_ipc(settings.sync) else rollout.hosts
     plan = make_plan(
         policy.params,
         policy.local_shards(),
@@ -269,7 +269,7 @@ def _build_weight_sync(settings: Settings, parallel: Parallel, policy: Policy, r
 
 def _build_transport(settings: Settings, parallel: Parallel, rollout: Rollout) -> Transport | None:
     """Build the transport to this rank's engine; None where the rank sends nothing."""
-    if not over_ipc(settings.sync):
+    if not uses_cuda_ipc(settings.sync):
         return HostTransport(rollout.client, settings.engine.gpus) if rollout.client else None
     size = settings.engine.gpus
     groups = engine_groups(rollout.hosts, size, settings.monitor.phase_timeout_s)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.config import exit_with
-from grpo_mp.distributed.exit_marks import mark_end
+from grpo_mp.distributed.exit_marks import mark_finished
 from grpo_mp.errors import UserError
 
 PEER_FAILED_STATUS = 1
@@ -82,7 +82,7 @@ def exit_on_error() -> Iterator[None]:
     rank = int(os.environ.get("RANK", 0))
     try:
         yield
-        mark_end(rank)
+        mark_finished(rank)
     except UserError as error:
         if rank and not dist.is_initialized():
             _wait_for_first_rank()
@@ -99,7 +99,7 @@ def exit_on_error() -> Iterator[None]:
         raise SystemExit(INTERRUPT_STATUS) from None
     except SystemExit as error:
         if not error.code:  # --help
-            mark_end(rank)
+            mark_finished(rank)
         raise
     except Exception as error:
         _report_to_torchrun(f"{type(error).__name__}: {error}")

@@ -19,7 +19,7 @@ from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
 from grpo_mp.rollout.placement import engine_placements
 from grpo_mp.rollout.precision import in_fp8
-from grpo_mp.weight_sync.transport import over_ipc
+from grpo_mp.weight_sync.transport import uses_cuda_ipc
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> 
     """Check run folder, engines, device and sizes; return the model's tokenizer."""
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
     nodes = engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)[0].nodes
-    if nodes > 1 and not over_ipc(settings.sync):
+    if nodes > 1 and not uses_cuda_ipc(settings.sync):
         raise UserError(
             f"engine.gpus={settings.engine.gpus} spans {nodes} nodes of {ranks_per_node} ranks, but through "
             "host memory weights reach only the engine's first node: lower engine.gpus, or use CUDA and "

@@ -20,7 +20,7 @@ from grpo_mp.monitor.samples import SampleWriter, spread
 from grpo_mp.monitor.summary import StepSummary, over_ranks, step_scalars, summarise
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.writer import MetricWriter
-from grpo_mp.policy.expert_load import ExpertLoad, heat_map, over_mean, worst_ratio
+from grpo_mp.policy.expert_load import ExpertLoad, heat_map, load_ratios, max_load_ratio
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rewards.tally import Tally
@@ -124,9 +124,9 @@ class StepLogger:
         histograms: dict[str, Sequence[float] | torch.Tensor] = {**distributions(rollouts.scored, batch.advantages)}
         texts: dict[str, str] = {}
         load = self._expert_load.take(self._parallel.cpu_group)
-        if load is not None and (worst := worst_ratio(load)) is not None:
+        if load is not None and (worst := max_load_ratio(load)) is not None:
             scalars["train/expert_load/max_over_mean"] = worst
-            histograms["train/expert_load/values"] = over_mean(load)
+            histograms["train/expert_load/values"] = load_ratios(load)
             texts["train/expert_load/by_layer"] = heat_map(load)
         return StepRecord(scalars, histograms, texts, self._gather_samples(rollouts))
 

@@ -1,33 +1,35 @@
-"""The engine is not trusted: after a sync its logprobs of fixed tokens must be the policy's. Pure parts."""
+"""Compare an engine's logprobs with the policy's after a weight sync, and name the tensor that differs. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "fp8": 0.25}  # mean |engine - policy|, nats; of fp8 not measured yet
-# Where two experts' scores are equal but for rounding, policy and engine may choose differently: every weight is
-# right, and that one token is far off. Among the tokens of one set it outweighs all others; among so many sets not.
-WIDER_SETS = 32
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "fp8": 0.25}  # mean |engine - policy| in nats; fp8: not yet measured
+# Sets of sequences in the second, larger check. Where rounding decides between two experts, policy and engine may
+# route one token differently though all weights are equal; its error dominates one set, but not this many.
+RECHECK_SETS = 32
+
+Checksums = Mapping[str, str]  # of an engine's tensors, by its own names
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """How far an engine is from the policy on `tokens` tokens, in nats."""
+    """Hold mean and largest |engine - policy| logprob difference over `tokens` tokens, in nats."""
 
     mean: float
     largest: float
     tokens: int
 
     def passes(self, tolerance: float) -> bool:
-        """Whether the mean over all tokens is within the tolerance; False also where a value is not a number."""
+        """Tell whether the mean is within the tolerance; False where it is NaN."""
         return self.mean <= tolerance
 
 
-def fixed_sequences(
+def comparison_sequences(
     vocabulary: int, longest: int, seed: int, prompts: Sequence[tuple[int, ...]] = (), count: int = 4
 ) -> tuple[tuple[int, ...], ...]:
-    """Token sequences to compare on: real prompts, and random ones that visit the whole vocabulary."""
+    """Return sequences to compare on: real prompts of 2 to `longest` tokens, and random tokens."""
     generator = torch.Generator().manual_seed(seed)
     length = max(2, min(longest, 64))
     random = torch.randint(0, vocabulary, (count, length), generator=generator).tolist()
@@ -35,25 +37,44 @@ def fixed_sequences(
 
 
 def compare(engine: Sequence[Sequence[float]], policy: Sequence[Sequence[float]]) -> CheckReport:
-    """Compare logprobs of the same tokens; raises ValueError where the shapes differ or there is no token."""
+    """Compare logprobs of the same tokens. Raises ValueError where the shapes differ or there is no token."""
     if [len(sequence) for sequence in engine] != [len(sequence) for sequence in policy]:
         raise ValueError("engine and policy scored different numbers of tokens")
     flat = [[value for sequence in side for value in sequence] for side in (engine, policy)]
     if not flat[0]:
         raise ValueError("there is no token to compare engine and policy on")
-    apart = torch.tensor(flat[0], dtype=torch.float64).sub(torch.tensor(flat[1], dtype=torch.float64)).abs()
-    return CheckReport(float(apart.mean()), float(apart.max()), len(apart))
+    difference = torch.tensor(flat, dtype=torch.float64).diff(dim=0).abs()
+    return CheckReport(float(difference.mean()), float(difference.max()), difference.numel())
 
 
-def pooled(reports: Sequence[CheckReport]) -> CheckReport:
-    """The report on all the tokens of several."""
+def pool_reports(reports: Sequence[CheckReport]) -> CheckReport:
+    """Return one report over the tokens of all reports."""
     tokens = sum(report.tokens for report in reports)
     mean = sum(report.mean * report.tokens for report in reports) / tokens
     return CheckReport(mean, max(report.largest for report in reports), tokens)
 
 
-def worst(reports: Sequence[CheckReport]) -> CheckReport:
-    """The largest values of several engines' reports on the same tokens."""
+def worst_report(reports: Sequence[CheckReport]) -> CheckReport:
+    """Return the largest values of several engines' reports on the same tokens."""
     return CheckReport(
         max(report.mean for report in reports), max(report.largest for report in reports), reports[0].tokens
     )
+
+
+def describe_difference(before: Checksums, again: Checksums, restored: Checksums) -> str:
+    """Return one sentence that names the tensors at fault after a sync that failed the check.
+
+    before: checksums after that sync; again: after a second one; restored: after the engine's weights were
+    overwritten at random and a third one. The second sync changes what the first did not deliver; what differs
+    after the third is reached by no sync.
+    """
+    if changed := [name for name in again if before.get(name) != again[name]]:
+        return f"a second push changed {_first_names(changed)}: the first did not arrive whole"
+    if unreached := [name for name in restored if again.get(name) != restored[name]]:
+        return f"no push reaches {_first_names(unreached)}"
+    return "every tensor arrives as it was sent: the difference lies in how the engine computes, not in its weights"
+
+
+def _first_names(names: list[str], shown: int = 3) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -16,8 +16,16 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.scheduler.phases import Phase
 from grpo_mp.types import Sample
-from grpo_mp.weight_sync.compare import TOLERANCE, WIDER_SETS, CheckReport, compare, fixed_sequences, pooled, worst
-from grpo_mp.weight_sync.diagnose import describe_difference
+from grpo_mp.weight_sync.compare import (
+    RECHECK_SETS,
+    TOLERANCE,
+    CheckReport,
+    compare,
+    comparison_sequences,
+    describe_difference,
+    pool_reports,
+    worst_report,
+)
 from grpo_mp.weight_sync.update import WeightSync
 
 PROMPTS = 4  # of the train data, scored beside the random sequences
@@ -73,9 +81,9 @@ class EngineCheck:
         dtype = "fp8" if self.weight_sync.fp8 else self.settings.model.dtype
         tolerance = self.settings.sync.check_tolerance or TOLERANCE[dtype]
         reports = self._compare_engines(0)
-        if not worst(reports).passes(tolerance):
-            more = [self._compare_engines(number) for number in range(1, WIDER_SETS)]
-            reports = [pooled(of_engine) for of_engine in zip(reports, *more, strict=True)]
+        if not worst_report(reports).passes(tolerance):
+            more = [self._compare_engines(number) for number in range(1, RECHECK_SETS)]
+            reports = [pool_reports(of_engine) for of_engine in zip(reports, *more, strict=True)]
         for engine, report in enumerate(reports):
             if not report.passes(tolerance):
                 raise EngineDisagreesError(
@@ -84,12 +92,12 @@ class EngineCheck:
                     f"{report.largest:.3g}, allowed mean {tolerance:g} (sync.check_tolerance); "
                     f"{self._find_wrong_tensor(version)}"
                 )
-        return worst(reports)
+        return worst_report(reports)
 
     def _compare_engines(self, number: int) -> list[CheckReport]:
         """Return every engine's report on one set of sequences, the same on every rank; set 0 holds real prompts."""
         parallel, engines, rollout = self.policy.parallel, self.engines, self.settings.rollout
-        sequences = fixed_sequences(
+        sequences = comparison_sequences(
             self.policy.hf.int("vocab_size"),
             rollout.max_prompt_tokens + rollout.max_response_tokens,
             self.settings.run.seed + number,

@@ -1,19 +1,20 @@
-"""Which shard of which parameter travels from which rank to which rank, in which bucket. Pure data.
+"""Plan of a weight sync: which shard goes from which rank to which, in which bucket. Pure data.
 
-The unit is an atom: the parameters of one layer without its experts, one expert, or one tensor outside the
-layers. An atom is never divided over two buckets, because engines fuse tensors (gate and up, the two latent
-down-projections) only inside one update call.
+Parameters are bucketed by atom: one layer without its experts, one expert, or one tensor outside the layers. An atom
+is never split over buckets, because engines fuse tensors (gate and up, the two latent down-projections) only within
+one update call.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from grpo_mp.models.mapping import Param
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """One rank holds tensor-parallel part `part` of the parameter `name`."""
+    """Says that `rank` holds tensor-parallel part `part` of the parameter `name`."""
 
     name: str
     part: int
@@ -22,7 +23,7 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A shard on its way. `source == target`: it is there already. A large model on many ranks has millions."""
+    """One shard from rank `source` to rank `target`, which may be equal. Large jobs have millions: hence slots."""
 
     name: str
     part: int
@@ -32,7 +33,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are in flight together. `nbytes`: of their whole Hugging Face tensors."""
+    """Parameters sent together. `nbytes`: of their full Hugging Face tensors."""
 
     names: tuple[str, ...]
     transfers: tuple[Transfer, ...]
@@ -41,34 +42,35 @@ class Bucket:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Every parameter in exactly one bucket; every part of it reaches every target exactly once."""
+    """Buckets that hold each parameter once and bring each of its parts to each target once."""
 
     buckets: tuple[Bucket, ...]
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of all parameters."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
 
 def plan_sync(
     params: Mapping[str, Param],
-    holdings: Iterable[LocalShard],
+    shards: Iterable[LocalShard],
     targets: Sequence[int],
     bucket_bytes: int,
     itemsize: Mapping[str, int],
 ) -> SyncPlan:
-    """Plan the way of all parameters to all `targets` (ranks).
+    """Plan the transfers of all parameters to all `targets` (ranks).
 
-    A target takes a shard from itself where it can, else from the holders in turn, so that replicas share
-    the work. `itemsize`: bytes per element of each parameter. An atom larger than `bucket_bytes` gets a bucket
-    of its own. Raises ValueError where no rank holds a parameter, or a part below the highest that is held.
+    A target uses its own shard where it has one, else those of the holders in turn, which balances the load over
+    replicas. `itemsize`: bytes per element of each parameter. An atom larger than `bucket_bytes` gets a bucket
+    of its own. Raises ValueError where no rank holds a parameter or one of its parts is missing.
     """
-    holders = _holders(params, holdings)
+    holders = _holders(params, shards)
     buckets: list[Bucket] = []
     names: list[str] = []
     size = 0
     for atom in _atoms(params):
-        nbytes = sum(whole_bytes(params[name], itemsize[name]) for name in atom)
+        nbytes = sum(full_bytes(params[name], itemsize[name]) for name in atom)
         if names and size + nbytes > bucket_bytes:
             buckets.append(_bucket(names, size, holders, targets))
             names, size = [], 0
@@ -79,15 +81,9 @@ def plan_sync(
     return SyncPlan(tuple(buckets))
 
 
-def whole_bytes(param: Param, itemsize: int) -> int:
-    """Bytes of the Hugging Face tensors of one parameter."""
-    total = 0
-    for shape in param.shapes:
-        elements = 1
-        for size in shape:
-            elements *= size
-        total += elements * itemsize
-    return total
+def full_bytes(param: Param, itemsize: int) -> int:
+    """Return the bytes of one parameter's full Hugging Face tensors."""
+    return sum(prod(shape) for shape in param.shapes) * itemsize
 
 
 def _atoms(params: Mapping[str, Param]) -> list[list[str]]:
@@ -98,10 +94,11 @@ def _atoms(params: Mapping[str, Param]) -> list[list[str]]:
     return list(atoms.values())
 
 
-def _holders(params: Mapping[str, Param], holdings: Iterable[LocalShard]) -> dict[str, dict[int, list[int]]]:
+def _holders(params: Mapping[str, Param], shards: Iterable[LocalShard]) -> dict[str, dict[int, list[int]]]:
+    """Return parameter name -> part -> ranks that hold it."""
     holders: dict[str, dict[int, list[int]]] = {name: {} for name in params}
-    for held in holdings:
-        holders[held.name].setdefault(held.part, []).append(held.rank)
+    for shard in shards:
+        holders[shard.name].setdefault(shard.part, []).append(shard.rank)
     for name, parts in holders.items():
         if not parts:
             raise ValueError(f"no rank holds {name}")
@@ -114,13 +111,9 @@ def _bucket(
     names: Sequence[str], nbytes: int, holders: Mapping[str, dict[int, list[int]]], targets: Sequence[int]
 ) -> Bucket:
     transfers = tuple(
-        Transfer(name, part, _source(ranks, target, turn), target)
+        Transfer(name, part, target if target in ranks else ranks[index % len(ranks)], target)
         for name in names
         for part, ranks in sorted(holders[name].items())
-        for turn, target in enumerate(targets)
+        for index, target in enumerate(targets)
     )
     return Bucket(tuple(names), transfers, nbytes)
-
-
-def _source(ranks: Sequence[int], target: int, turn: int) -> int:
-    return target if target in ranks else ranks[turn % len(ranks)]

@@ -1,7 +1,7 @@
-"""A bucket in anonymous shared memory: written once by the trainer, mapped by every process of the engine.
+"""Weight buckets in anonymous shared memory: written by the trainer, mapped by every process of the engine.
 
-Only a note of where the tensors lie goes over HTTP. The memory has no name in any folder, so nothing is left behind
-when a process is killed, and it ends when the last one that maps it lets it go.
+Only metadata (path, names, dtypes, shapes, offsets) goes over HTTP. The memory has no name in a file system, so a
+killed process leaves nothing behind; it is freed when the last process unmaps it.
 """
 
 import json
@@ -12,48 +12,51 @@ from typing import Any
 
 import torch
 
-ALIGNMENT = 64  # bytes; every tensor begins at a multiple, as views of any dtype need
+ALIGNMENT = 64  # bytes; every tensor's offset is a multiple, as views of any dtype need
 LOADER = f"{__name__}.load_bucket"  # what SGLang imports: its `custom_weight_loader` and `load_format`
 
-Named = list[tuple[str, torch.Tensor]]
+NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 @contextmanager
-def export_tensors(bucket: Named) -> Iterator[torch.Tensor]:
-    """Let processes of this user on this machine open the bucket, while the body runs, by its note (uint8, [n])."""
-    starts = [0]
+def export_tensors(bucket: NamedTensors) -> Iterator[torch.Tensor]:
+    """Copy the bucket to shared memory; yield its metadata (uint8 [n]), by which this user's processes can open it.
+
+    It can be opened while the body runs.
+    """
+    offsets = [0]
     for _, tensor in bucket:
-        starts.append(starts[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+        offsets.append(offsets[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
     descriptor = os.memfd_create("grpo_mp_bucket")
     try:
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        memory = torch.from_file(path, shared=True, size=starts[-1], dtype=torch.uint8)
-        places = []
-        for (name, tensor), start in zip(bucket, starts, strict=False):
-            place = (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start)
-            _view(memory, *place[1:]).copy_(tensor)
-            places.append(place)
-        note = json.dumps({"path": path, "nbytes": starts[-1], "places": places})
-        yield torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
+        memory = torch.from_file(path, shared=True, size=offsets[-1], dtype=torch.uint8)
+        tensors = []
+        for (name, tensor), offset in zip(bucket, offsets, strict=False):
+            spec = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset)
+            _view(memory, *spec).copy_(tensor)
+            tensors.append((name, *spec))
+        metadata = json.dumps({"path": path, "nbytes": offsets[-1], "tensors": tensors})
+        yield torch.frombuffer(bytearray(metadata.encode()), dtype=torch.uint8)
     finally:
         os.close(descriptor)
 
 
-def open_tensors(note: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The lent tensors, without a copy. They may be kept, and a change to them is seen by no other process."""
-    lent = json.loads(bytes(note.tolist()))
-    memory = torch.from_file(lent["path"], shared=False, size=lent["nbytes"], dtype=torch.uint8)
-    for name, *place in lent["places"]:
-        yield name, _view(memory, *place)
+def open_tensors(metadata: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the exported tensors without a copy. They may outlive the export; writes to them are private."""
+    bucket = json.loads(bytes(metadata.tolist()))
+    memory = torch.from_file(bucket["path"], shared=False, size=bucket["nbytes"], dtype=torch.uint8)
+    for name, *spec in bucket["tensors"]:
+        yield name, _view(memory, *spec)
 
 
-def load_bucket(model: Any, named_tensors: Named) -> None:
-    """Called by SGLang in each process that holds weights; the only tensor is the note."""
-    ((_, note),) = named_tensors
-    model.load_weights(open_tensors(note))
+def load_bucket(model: Any, named_tensors: NamedTensors) -> None:
+    """Load a bucket into SGLang's model; `named_tensors` holds only the metadata. SGLang calls this in each rank."""
+    ((_, metadata),) = named_tensors
+    model.load_weights(open_tensors(metadata))
 
 
-def _view(memory: torch.Tensor, dtype: str, shape: list[int], start: int) -> torch.Tensor:
-    kind: torch.dtype = getattr(torch, dtype)
-    size = torch.Size(shape).numel() * kind.itemsize
-    return memory[start : start + size].view(kind).view(shape)
+def _view(memory: torch.Tensor, dtype_name: str, shape: list[int], offset: int) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return memory[offset : offset + size].view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""How a bucket of Hugging Face tensors gets from an engine's host rank into the engine."""
+"""Transports that bring a bucket of Hugging Face tensors from an engine's host rank into the engine."""
 
 import base64
 import pickle
@@ -6,12 +6,12 @@ from typing import Protocol
 
 from grpo_mp import platform
 from grpo_mp.config import Sync
-from grpo_mp.weight_sync.reshard import Named
+from grpo_mp.weight_sync.reshard import NamedTensors
 from grpo_mp.weight_sync.shared_memory import LOADER, export_tensors
 
 
 class WeightClient(Protocol):
-    """The calls of an engine's client that take weights in."""
+    """The weight-update calls of an engine's client."""
 
     async def begin_weight_update(self) -> None: ...
 
@@ -21,20 +21,20 @@ class WeightClient(Protocol):
 
 
 class Transport(Protocol):
-    """One sync: `begin`, `send` for each bucket, `end`."""
+    """Sends one sync: `begin`, `send` for each bucket, `end`."""
 
     async def begin(self) -> None: ...
 
-    async def send(self, bucket: Named) -> None: ...
+    async def send(self, bucket: NamedTensors) -> None: ...
 
     async def end(self, version: int) -> None: ...
 
 
 class HostTransport:
-    """Through memory that the engine on this machine maps; a request only says where the tensors lie in it.
+    """Sends buckets through shared host memory that the engine maps; requests carry metadata only.
 
-    Every tensor-parallel rank of the engine sees the whole tensors and takes its slice. The engine unpickles
-    what its own job sends over loopback under the run's secret, and nothing else.
+    Every tensor-parallel rank of the engine maps the full tensors and loads its slice. The engine unpickles only
+    what its own job sends over loopback, authenticated by the run's secret.
     """
 
     def __init__(self, client: WeightClient, engine_ranks: int) -> None:
@@ -43,20 +43,20 @@ class HostTransport:
     async def begin(self) -> None:
         await self._client.begin_weight_update()
 
-    async def send(self, bucket: Named) -> None:
-        with export_tensors(bucket) as note:
-            payload = base64.b64encode(pickle.dumps([("note", note)])).decode()
+    async def send(self, bucket: NamedTensors) -> None:
+        with export_tensors(bucket) as metadata:
+            payload = base64.b64encode(pickle.dumps([("metadata", metadata)])).decode()
             await self._client.update_weights_from_tensor([payload] * self._engine_ranks, load_format=LOADER)
 
     async def end(self, version: int) -> None:
         await self._client.end_weight_update(version)
 
 
-def over_ipc(wanted: Sync) -> bool:
-    """Whether buckets stay on the device; otherwise they go through host memory."""
-    return wanted.transport == "ipc" or (wanted.transport == "auto" and platform.on_cuda())
+def uses_cuda_ipc(settings: Sync) -> bool:
+    """Tell whether buckets go by CUDA IPC; otherwise through shared host memory."""
+    return settings.transport == "ipc" or (settings.transport == "auto" and platform.on_cuda())
 
 
-def bucket_bytes(bucket: Named) -> int:
-    """Bytes of the tensors of one bucket."""
+def bucket_bytes(bucket: NamedTensors) -> int:
+    """Return the bytes of the tensors of one bucket."""
     return sum(tensor.nbytes for _, tensor in bucket)

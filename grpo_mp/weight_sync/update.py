@@ -1,4 +1,4 @@
-"""One sync: every bucket out of the policy's layout, into every engine, under a new version."""
+"""Weight sync: send all buckets of the policy to every engine as a new version."""
 
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -13,12 +13,12 @@ from grpo_mp.weight_sync.plan import SyncPlan, plan_sync
 from grpo_mp.weight_sync.reshard import Resharder, all_gather_shards
 from grpo_mp.weight_sync.transport import Transport, bucket_bytes
 
-Run = Callable[[Coroutine[Any, Any, None]], None]
+RunCoroutine = Callable[[Coroutine[Any, Any, None]], None]
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync moved. `largest_bucket` is the most that is in flight at a time."""
+    """Sizes and duration of one sync. `nbytes` and `largest_bucket`: bytes that this rank sent to its engine."""
 
     version: int
     nbytes: int
@@ -35,23 +35,23 @@ def make_plan(
     dtype: torch.dtype,
     group: dist.ProcessGroup,
 ) -> SyncPlan:
-    """The plan that all ranks share; every rank must call this. `local_shards`: what this rank holds."""
+    """Return the plan, the same on all ranks; every rank must call this. `local_shards`: name -> part on this rank."""
     owned = {name: param for name, param in params.items() if not param.alias}
-    holdings = [held for held in all_gather_shards(local_shards, group) if held.name in owned]
+    shards = [shard for shard in all_gather_shards(local_shards, group) if shard.name in owned]
     itemsize = {name: 4 if param.keep_float32 else dtype.itemsize for name, param in owned.items()}
-    return plan_sync(owned, holdings, targets, bucket_bytes, itemsize)
+    return plan_sync(owned, shards, targets, bucket_bytes, itemsize)
 
 
 class WeightSync:
-    """Pushes the policy's weights. `transport` is None on ranks that host no engine."""
+    """Sends the policy's weights to the engines. `transport` is None on ranks that host no engine."""
 
-    def __init__(self, resharder: Resharder, transport: Transport | None, run: Run) -> None:
-        """`run` drives a coroutine of the transport to its end."""
+    def __init__(self, resharder: Resharder, transport: Transport | None, run: RunCoroutine) -> None:
+        """Take the plan's executor, the engine's transport, and what runs a coroutine of it to completion."""
         self._resharder, self._transport, self._run = resharder, transport, run
 
     @property
     def fp8(self) -> bool:
-        """Whether engines get projections in blockwise FP8."""
+        """Tell whether engines get projections in blockwise FP8."""
         return self._resharder.fp8
 
     def update_weights(self, version: int) -> SyncReport:
@@ -62,9 +62,9 @@ class WeightSync:
         for bucket in self._resharder.buckets():
             if self._transport:
                 self._run(self._transport.send(bucket))
-            nbytes += bucket_bytes(bucket)
-            largest = max(largest, bucket_bytes(bucket))
-            bucket.clear()  # its memory is free before the next one is received
+            size = bucket_bytes(bucket)
+            nbytes, largest = nbytes + size, max(largest, size)
+            bucket.clear()  # free its memory before the next one is received
         if self._transport:
             self._run(self._transport.end(version))
         return SyncReport(version, nbytes, len(self._resharder.plan.buckets), largest, time.monotonic() - started)

@@ -1,4 +1,4 @@
-"""Coordinates against counting ranks out in Megatron's order, and against the groups that Megatron makes."""
+"""Coordinates against nested loops in Megatron's rank order, and against Megatron's RankGenerator."""
 
 import inspect
 from collections.abc import Iterator
@@ -14,20 +14,20 @@ WORLD_SIZES = (1, 2, 4, 6, 8, 12)
 
 
 def layouts(world_size: int) -> Iterator[Layout]:
-    """All whose dense and expert sizes divide the ranks."""
+    """Yield all layouts whose dense and expert sizes divide the ranks."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     for tensor, context, pipeline, expert, expert_tensor in product(sizes, repeat=5):
         if world_size % (tensor * context * pipeline) == 0 == world_size % (expert_tensor * expert * pipeline):
             yield Layout(tensor=tensor, context=context, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor)
 
 
-def counted(layout: Layout, world_size: int) -> list[RankCoordinates]:
-    """Every rank's position: loops from the slowest dimension to the fastest."""
+def expected_coordinates(layout: Layout, world_size: int) -> list[RankCoordinates]:
+    """Return every rank's coordinates from loops over the dimensions, slowest first."""
     stages = range(layout.pipeline)
-    copies = range(world_size // layout.tensor // layout.context // layout.pipeline)
-    expert_copies = range(world_size // layout.expert // layout.expert_tensor // layout.pipeline)
-    dense = product(stages, copies, range(layout.context), range(layout.tensor))
-    sparse = product(stages, expert_copies, range(layout.expert), range(layout.expert_tensor))
+    replicas = range(world_size // layout.tensor // layout.context // layout.pipeline)
+    expert_replicas = range(world_size // layout.expert // layout.expert_tensor // layout.pipeline)
+    dense = product(stages, replicas, range(layout.context), range(layout.tensor))
+    sparse = product(stages, expert_replicas, range(layout.expert), range(layout.expert_tensor))
     return [
         RankCoordinates(
             tensor=tensor,
@@ -44,53 +44,54 @@ def counted(layout: Layout, world_size: int) -> list[RankCoordinates]:
     ]
 
 
-def generators(layout: Layout, world_size: int) -> tuple[RankGenerator, RankGenerator]:
-    """Megatron's own, for dense and for expert parameters, in its default order."""
+def rank_generators(layout: Layout, world_size: int) -> tuple[RankGenerator, RankGenerator]:
+    """Return Megatron's generators for dense and for expert parameters, in its default order."""
     order = inspect.signature(initialize_model_parallel).parameters["order"].default
     tensor, context, pipeline = layout.tensor, layout.context, layout.pipeline
     expert, expert_tensor = layout.expert, layout.expert_tensor
-    copies, expert_copies = (
-        world_size // (tensor * context * pipeline),
-        world_size // (expert * expert_tensor * pipeline),
-    )
+    data = world_size // (tensor * context * pipeline)
+    expert_data = world_size // (expert * expert_tensor * pipeline)
     return (
-        RankGenerator(tp=tensor, ep=1, dp=copies, pp=pipeline, cp=context, order=order),
-        RankGenerator(tp=expert_tensor, ep=expert, dp=expert_copies, pp=pipeline, cp=1, order=order),
+        RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order=order),
+        RankGenerator(tp=expert_tensor, ep=expert, dp=expert_data, pp=pipeline, cp=1, order=order),
     )
 
 
-def positions(generator: RankGenerator, token: str) -> dict[int, int]:
-    """Rank -> its place in its group."""
-    return {rank: place for group in generator.get_ranks(token) for place, rank in enumerate(group)}
+def group_ranks(generator: RankGenerator, token: str) -> dict[int, int]:
+    """Return rank -> rank within its group."""
+    return {rank: group_rank for group in generator.get_ranks(token) for group_rank, rank in enumerate(group)}
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_coordinates_are_counted_out_in_megatron_s_order(world_size: int) -> None:
+def test_coordinates_follow_megatron_order(world_size: int) -> None:
     for layout in layouts(world_size):
-        assert [coordinates(rank, layout, world_size) for rank in range(world_size)] == counted(layout, world_size)
+        actual = [coordinates(rank, layout, world_size) for rank in range(world_size)]
+        assert actual == expected_coordinates(layout, world_size)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_coordinates_are_places_in_megatron_s_groups(world_size: int) -> None:
+def test_coordinates_are_ranks_in_megatron_groups(world_size: int) -> None:
     for layout in layouts(world_size):
-        dense, sparse = generators(layout, world_size)
-        tables = {
-            "tensor": positions(dense, "tp"),
-            "context": positions(dense, "cp"),
-            "data": positions(dense, "dp"),
-            "pipeline": positions(dense, "pp"),
-            "expert_tensor": positions(sparse, "tp"),
-            "expert": positions(sparse, "ep"),
-            "expert_data": positions(sparse, "dp"),
+        dense, sparse = rank_generators(layout, world_size)
+        expected = {
+            "tensor": group_ranks(dense, "tp"),
+            "context": group_ranks(dense, "cp"),
+            "data": group_ranks(dense, "dp"),
+            "pipeline": group_ranks(dense, "pp"),
+            "expert_tensor": group_ranks(sparse, "tp"),
+            "expert": group_ranks(sparse, "ep"),
+            "expert_data": group_ranks(sparse, "dp"),
         }
         for rank in range(world_size):
-            assert vars(coordinates(rank, layout, world_size)) == {name: table[rank] for name, table in tables.items()}
+            assert vars(coordinates(rank, layout, world_size)) == {
+                name: ranks[rank] for name, ranks in expected.items()
+            }
         assert data_parallel(layout, world_size) == len(dense.get_ranks("dp")[0])
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_replicas_are_megatron_s_model_parallel_groups(world_size: int) -> None:
+def test_replicas_are_megatron_model_parallel_groups(world_size: int) -> None:
     for layout in layouts(world_size):
         replicas = [model_parallel_ranks(data, layout, world_size) for data in range(data_parallel(layout, world_size))]
-        groups = generators(layout, world_size)[0].get_ranks("tp-cp-pp")
+        groups = rank_generators(layout, world_size)[0].get_ranks("tp-cp-pp")
         assert sorted(replicas) == sorted(tuple(sorted(group)) for group in groups)

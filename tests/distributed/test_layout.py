@@ -1,4 +1,4 @@
-"""Each rule's sentence; and over all small layouts: what is valid, and which valid one is nearest."""
+"""Each rule's message; over all small layouts, which are valid and which valid one is nearest."""
 
 from itertools import product
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from grpo_mp.config import Layout
-from grpo_mp.distributed.layout import ModelShape, broken_rules, check_layout, describe, nearest_layout
+from grpo_mp.distributed.layout import ModelShape, check_layout, describe, layout_violations, nearest_layout
 from grpo_mp.errors import UserError
 
 SPARSE = ModelShape(layers=4, attention_heads=4, query_groups=2, ffn_widths=(12,), experts=6, expert_width=4)
@@ -22,8 +22,8 @@ def all_layouts(largest: int, layers: int) -> list[Layout]:
     ]
 
 
-def fits(layout: Layout, model: ModelShape, world_size: int) -> bool:
-    """In terms of what each rank would hold: equal whole shares of everything."""
+def is_valid(layout: Layout, model: ModelShape, world_size: int) -> bool:
+    """Tell whether every size divides evenly over the ranks."""
     chunks = layout.virtual_pipeline or 1
     shares = [
         world_size / (layout.tensor * layout.context * layout.pipeline),
@@ -38,28 +38,30 @@ def fits(layout: Layout, model: ModelShape, world_size: int) -> bool:
     return all(share == int(share) for share in shares) and (chunks == 1 or layout.pipeline > 1)
 
 
-def factors(one: Layout, other: Layout) -> float:
-    pairs = zip(one.model_dump().values(), other.model_dump().values(), strict=True)
+def factors(layout: Layout, other: Layout) -> float:
+    pairs = zip(layout.model_dump().values(), other.model_dump().values(), strict=True)
     return sum(max(a or 1, b or 1) / min(a or 1, b or 1) for a, b in pairs)
 
 
 @pytest.mark.parametrize("model", [SPARSE, DENSE])
 @pytest.mark.parametrize("world_size", [1, 4, 6])
-def test_valid_is_what_divides_and_nearest_is_the_best_of_the_valid(model: ModelShape, world_size: int) -> None:
+def test_valid_layouts_and_nearest_valid_layout(model: ModelShape, world_size: int) -> None:
     layouts = all_layouts(4, model.layers)
-    valid = [layout for layout in layouts if fits(layout, model, world_size)]
-    found = [layout for layout in layouts if next(broken_rules(layout, model, world_size), None) is None]
-    assert found == valid
-    for wanted in (*valid[::7], *layouts[3 :: len(layouts) // 25]):
-        near = nearest_layout(wanted, model, world_size)
-        assert near is not None
-        assert fits(near, model, world_size)
-        assert factors(near, wanted) <= min(factors(other, wanted) for other in valid)
-        assert (near == wanted) == (wanted in valid)
+    valid = [layout for layout in layouts if is_valid(layout, model, world_size)]
+    without_violation = [
+        layout for layout in layouts if next(layout_violations(layout, model, world_size), None) is None
+    ]
+    assert without_violation == valid
+    for layout in (*valid[::7], *layouts[3 :: len(layouts) // 25]):
+        nearest = nearest_layout(layout, model, world_size)
+        assert nearest is not None
+        assert is_valid(nearest, model, world_size)
+        assert factors(nearest, layout) <= min(factors(other, layout) for other in valid)
+        assert (nearest == layout) == (layout in valid)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "model", "sentence"),
+    ("sizes", "model", "message"),
     [
         ({"tensor": 3}, SPARSE, "tensor x context x pipeline = 3 does not divide the 8 ranks"),
         ({"tensor": 2, "context": 8}, SPARSE, "tensor x context x pipeline = 16 does not divide the 8 ranks"),
@@ -79,14 +81,14 @@ def test_valid_is_what_divides_and_nearest_is_the_best_of_the_valid(model: Model
         ({"expert_tensor": 8}, SPARSE, "expert_tensor=8 does not divide the expert width 4"),
     ],
 )
-def test_each_rule_has_its_sentence(sizes: dict[str, Any], model: ModelShape, sentence: str) -> None:
+def test_each_rule_has_its_message(sizes: dict[str, Any], model: ModelShape, message: str) -> None:
     layout = Layout(**sizes)
-    assert sentence in list(broken_rules(layout, model, 8))
+    assert message in list(layout_violations(layout, model, 8))
     with pytest.raises(UserError, match=r"^layout: .*; the nearest valid layout is tensor=\d, .*expert_tensor=\d$"):
         check_layout(layout, model, 8)
 
 
-def test_the_first_broken_rule_and_the_nearest_layout_are_named() -> None:
+def test_error_names_first_broken_rule_and_nearest_layout() -> None:
     with pytest.raises(UserError) as caught:
         check_layout(Layout(tensor=4, pipeline=2, virtual_pipeline=3), SPARSE, 8)
     assert str(caught.value) == (
@@ -95,14 +97,14 @@ def test_the_first_broken_rule_and_the_nearest_layout_are_named() -> None:
     )
 
 
-def test_layers_that_megatron_places_need_not_divide() -> None:
+def test_uneven_pipeline_need_not_divide_layers() -> None:
     layout = Layout(pipeline=8)
     check_layout(layout, SPARSE, 8, uneven_pipeline=True)
     with pytest.raises(UserError, match="does not divide the 4 layers"):
         check_layout(layout, SPARSE, 8)
 
 
-def test_a_valid_layout_passes_and_is_described_as_in_the_settings_file() -> None:
+def test_valid_layout_passes_and_is_described_as_in_settings_file() -> None:
     layout = Layout(tensor=2, pipeline=2, virtual_pipeline=2, expert=2, expert_tensor=2)
     check_layout(layout, SPARSE, 8)
     assert describe(layout) == "tensor=2, pipeline=2, virtual_pipeline=2, context=1, expert=2, expert_tensor=2"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.config import load_settings
-from grpo_mp.distributed.layout import broken_rules, model_shape
+from grpo_mp.distributed.layout import layout_violations, model_shape
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
@@ -136,7 +136,7 @@ def test_search_finds_valid_layouts_fastest_first() -> None:
     shape = model_shape(family_of(job.hf).config(job.hf))
     for plan in result.best:
         assert check_fits(plan).fits
-        assert not list(broken_rules(plan.job.settings.layout, shape, 16, uneven_pipeline=True))
+        assert not list(layout_violations(plan.job.settings.layout, shape, 16, uneven_pipeline=True))
         check_parameter_counts(plan.job)
         assert "layout: {tensor:" in plan_to_yaml(plan)
 

@@ -1,4 +1,4 @@
-"""Megatron is loaded through the platform in every test of this folder."""
+"""Every test of this folder imports Megatron through the platform."""
 
 from grpo_mp.platform import prepare
 

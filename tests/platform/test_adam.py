@@ -15,30 +15,30 @@ def parameters() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in ((5, 3), (7,), (0,))]
 
 
-def give_gradients(params: list[torch.nn.Parameter], seed: int) -> None:
+def set_gradients(params: list[torch.nn.Parameter], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for param in params:
         param.grad = torch.randn(param.shape, generator=generator)
 
 
 @pytest.mark.parametrize(("decoupled", "reference"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
-def test_same_as_torch_over_steps(decoupled, reference):
-    ours, theirs = parameters(), parameters()
-    mine, other = FusedAdam(ours, adam_w_mode=decoupled, **HYPER), reference(theirs, **HYPER)
+def test_steps_equal_torch(decoupled, reference):
+    params, expected = parameters(), parameters()
+    optimizers = FusedAdam(params, adam_w_mode=decoupled, **HYPER), reference(expected, **HYPER)
     for step in range(5):
-        for group in (*mine.param_groups, *other.param_groups):
+        for optimizer in optimizers:
+            (group,) = optimizer.param_groups
             group["lr"] = 3e-2 / (1 + step)
-        for params, optimizer in ((ours, mine), (theirs, other)):
-            give_gradients(params, step)
+            set_gradients(group["params"], step)
             optimizer.step()
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for param, expected_param in zip(params, expected, strict=True):
+        torch.testing.assert_close(param, expected_param, rtol=1e-5, atol=1e-6)
 
 
-def test_state_lies_where_megatron_looks_for_it():
+def test_state_has_the_layout_of_fused_adam():
     params = parameters()
     optimizer = FusedAdam(params, **HYPER)
-    give_gradients(params, 0)
+    set_gradients(params, 0)
     params[1].grad = None
     optimizer.step()
     assert optimizer.param_groups[0]["step"] == 1
@@ -46,16 +46,16 @@ def test_state_lies_where_megatron_looks_for_it():
     assert params[1] not in optimizer.state
 
 
-def test_a_loaded_optimizer_goes_on_alike():
+def test_loaded_optimizer_continues_identically():
     params, copies = parameters(), parameters()
     first, second = FusedAdam(params, **HYPER), FusedAdam(copies, **HYPER)
-    give_gradients(params, 0)
+    set_gradients(params, 0)
     first.step()
     second.load_state_dict(deepcopy(first.state_dict()))
     for param, copy in zip(params, copies, strict=True):
         copy.data.copy_(param.data)
     for group, optimizer in ((params, first), (copies, second)):
-        give_gradients(group, 1)
+        set_gradients(group, 1)
         optimizer.step()
     for param, copy in zip(params, copies, strict=True):
         assert torch.equal(param, copy)

@@ -1,4 +1,4 @@
-"""The core attention module as Megatron calls it; the arithmetic itself is tested in test_packed_attention."""
+"""The core attention module as Megatron calls it; test_packed_attention tests the arithmetic."""
 
 import megatron.core  # noqa: F401
 import pytest
@@ -8,7 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from grpo_mp.platform.attention import Attention, whole_lengths
+from grpo_mp.platform.attention import Attention, sequence_lengths
 
 
 def attention(**changes) -> Attention:
@@ -16,16 +16,16 @@ def attention(**changes) -> Attention:
     return Attention(TransformerConfig(**fields), 1, AttnMaskType.causal, "self")
 
 
-def test_a_batch_equals_each_row_alone():
+def test_batch_equals_each_row():
     query, key, value = (torch.randn(7, 3, 4, 8) for _ in range(3))
     out = attention()(query, key, value, None)
     for row in range(3):
         q, k, v = (x[:, row].transpose(0, 1) for x in (query, key, value))
-        alone = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
-        torch.testing.assert_close(out[:, row].double(), alone.transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-6)
+        expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+        torch.testing.assert_close(out[:, row].double(), expected.transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-6)
 
 
-def test_packed_rows_equal_a_batch():
+def test_packed_sequences_equal_a_batch():
     query, key, value = (torch.randn(7, 3, 4, 8) for _ in range(3))
     bounds = torch.tensor([0, 7, 14, 21], dtype=torch.int32)
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
@@ -35,13 +35,13 @@ def test_packed_rows_equal_a_batch():
     torch.testing.assert_close(packed.unflatten(0, (3, 7)).transpose(0, 1), batch)
 
 
-def test_padded_bounds_are_those_of_the_rows():
+def test_sequence_lengths_include_padding():
     bounds, padded = torch.tensor([0, 3, 8]), torch.tensor([0, 4, 12])
-    assert whole_lengths(PackedSeqParams(cu_seqlens_q=bounds)) == (3, 5)
-    assert whole_lengths(PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_q_padded=padded)) == (4, 8)
+    assert sequence_lengths(bounds, None) == (3, 5)
+    assert sequence_lengths(bounds, padded) == (4, 8)
 
 
-def test_what_it_cannot_do_is_refused():
+def test_unsupported_arguments_are_an_error():
     with pytest.raises(NotImplementedError, match="dropout"):
         attention(attention_dropout=0.1)
     with pytest.raises(NotImplementedError, match="causal"):

@@ -10,7 +10,7 @@ from grpo_mp.platform.engine_attention import paged_attention
 SLOTS = 400
 
 
-def one_by_one(
+def attention_per_sequence(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -19,14 +19,14 @@ def one_by_one(
     new_tokens: list[int],
     scale: float,
 ) -> torch.Tensor:
-    """The same in float64, each sequence alone, from torch."""
+    """Return torch's attention in float64, one sequence at a time."""
     outputs = []
-    for part, places, length, new in zip(query.split(new_tokens), slots, lengths, new_tokens, strict=True):
-        k, v = keys[places[:length]].double(), values[places[:length]].double()
+    for new_query, row, length, new in zip(query.split(new_tokens), slots, lengths, new_tokens, strict=True):
+        k, v = keys[row[:length]].double(), values[row[:length]].double()
         mask = torch.ones(length, length, dtype=torch.bool).tril()[length - new :]
-        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (part.double(), k, v))
-        found = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-        outputs.append(found[0].transpose(0, 1))
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (new_query.double(), k, v))
+        output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs).to(query.dtype)
 
 
@@ -43,7 +43,7 @@ def one_by_one(
 )
 @pytest.mark.parametrize("limit", [1, 300, 2**24])
 @pytest.mark.parametrize("latent", [False, True])
-def test_equals_one_sequence_at_a_time(
+def test_equals_attention_per_sequence(
     monkeypatch: pytest.MonkeyPatch,
     heads: int,
     groups: int,
@@ -54,7 +54,7 @@ def test_equals_one_sequence_at_a_time(
     limit: int,
     latent: bool,
 ) -> None:
-    monkeypatch.setattr(engine_attention, "SCORES_LIMIT", limit)
+    monkeypatch.setattr(engine_attention, "MAX_SCORES", limit)
     torch.manual_seed(0)
     query = torch.randn(sum(new_tokens), heads, size)
     keys, values = torch.randn(SLOTS, groups, size), torch.randn(SLOTS, groups, value_size)
@@ -62,15 +62,15 @@ def test_equals_one_sequence_at_a_time(
         values = keys[..., :value_size]
     slots = torch.stack([torch.randperm(SLOTS)[:64] for _ in lengths])
     arguments = (query, keys, values, slots, lengths, new_tokens, 0.3)
-    torch.testing.assert_close(paged_attention(*arguments), one_by_one(*arguments), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(paged_attention(*arguments), attention_per_sequence(*arguments), atol=2e-6, rtol=1e-5)
 
 
-def test_a_low_precision_cache_is_used_as_it_is() -> None:
+def test_bfloat16_cache() -> None:
     torch.manual_seed(0)
     query = torch.randn(3, 4, 8, dtype=torch.bfloat16)
     keys, values = (torch.randn(SLOTS, 2, 8, dtype=torch.bfloat16) for _ in range(2))
     slots = torch.stack([torch.randperm(SLOTS)[:64] for _ in range(3)])
     arguments = (query, keys, values, slots, [64, 3, 20], [1, 1, 1], 0.3)
-    found = paged_attention(*arguments)
-    assert found.dtype is torch.bfloat16
-    torch.testing.assert_close(found, one_by_one(*arguments), atol=2e-2, rtol=2e-2)
+    output = paged_attention(*arguments)
+    assert output.dtype is torch.bfloat16
+    torch.testing.assert_close(output, attention_per_sequence(*arguments), atol=2e-2, rtol=2e-2)

@@ -1,4 +1,4 @@
-"""Decode steps with keys kept side by side against attention of one sequence at a time."""
+"""Decode steps with contiguous copies of keys and values against attention of one sequence at a time."""
 
 from dataclasses import dataclass
 
@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from grpo_mp.platform import engine_decode
-from grpo_mp.platform.engine_decode import RunningSequences, room_for
-from tests.platform.test_engine_attention import one_by_one
+from grpo_mp.platform.engine_decode import RunningSequences, capacity_for
+from tests.platform.test_engine_attention import attention_per_sequence
 
 ROWS, LONGEST, LAYERS = 12, 300, 2
-BOUND = {"atol": 2e-6, "rtol": 1e-5}
+TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}
 
 
 @dataclass
 class Engine:
-    """A paged cache as SGLang's: `table` [row, token] names the slot of each token of each running sequence."""
+    """A paged cache like SGLang's: `table` [row, token] holds the slot of each token of each running sequence."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -32,25 +32,26 @@ class Engine:
         return cls(keys, values, torch.randperm(slots).view(ROWS, LONGEST).int(), {})
 
     def decode(self, running: RunningSequences, heads: int) -> None:
-        """One step: each sequence gets a token, and every layer attends; checked against torch, one at a time."""
+        """Do one step in which each sequence gets a token; check every layer against torch."""
         for row in self.lengths:
             self.lengths[row] += 1
         rows, lengths = list(self.lengths), list(self.lengths.values())
         running.step(rows, lengths, self.table)
         for keys, values in zip(self.keys, self.values, strict=True):
-            newest = self.table[rows, torch.tensor(lengths) - 1]
-            keys[newest] = torch.randn(len(rows), *keys.shape[1:])
+            newest_slots = self.table[rows, torch.tensor(lengths) - 1]
+            keys[newest_slots] = torch.randn(len(rows), *keys.shape[1:])
             query = torch.randn(len(rows), heads, keys.shape[2])
-            found = running.attend(query, keys, values, 0.3)
-            wanted = one_by_one(query, keys, values, self.table[rows].long(), lengths, [1] * len(rows), 0.3)
-            torch.testing.assert_close(found, wanted, **BOUND)
+            output = running.attend(query, keys, values, 0.3)
+            slots = self.table[rows].long()
+            expected = attention_per_sequence(query, keys, values, slots, lengths, [1] * len(rows), 0.3)
+            torch.testing.assert_close(output, expected, **TOLERANCE)
 
     def prefill(self, running: RunningSequences, row: int, length: int) -> None:
-        """A new sequence in `row`: its tokens are written wherever the table has it now."""
+        """Start a new sequence in `row`, with new slots."""
         self.table[row] = self.table[row][torch.randperm(LONGEST)]
         for keys in self.keys:
             keys[self.table[row, :length].long()] = torch.randn(length, *keys.shape[1:])
-        running.forget()
+        running.clear()
         self.lengths[row] = length
 
 
@@ -61,17 +62,17 @@ def engine_and_heads(request: pytest.FixtureRequest) -> tuple[Engine, int]:
     return Engine.make(groups, size, value_size, latent), heads
 
 
-def test_steps_equal_one_sequence_at_a_time(engine_and_heads: tuple[Engine, int]) -> None:
+def test_steps_equal_attention_per_sequence(engine_and_heads: tuple[Engine, int]) -> None:
     engine, heads = engine_and_heads
     running = RunningSequences()
     for row, length in ((3, 60), (0, 5), (7, 61), (9, 130), (1, 200)):
         engine.prefill(running, row, length)
-    for _ in range(6):  # two sequences outgrow their room on the way
+    for _ in range(6):  # two sequences outgrow their capacity
         engine.decode(running, heads)
-    assert sum(len(bucket.stayed) for bucket in running.buckets) == len(engine.lengths)
+    assert sum(len(bucket.kept) for bucket in running.buckets) == len(engine.lengths)
 
 
-def test_sequences_leave_and_come(engine_and_heads: tuple[Engine, int]) -> None:
+def test_sequences_end_and_start(engine_and_heads: tuple[Engine, int]) -> None:
     engine, heads = engine_and_heads
     running = RunningSequences()
     for row in range(5):
@@ -80,12 +81,12 @@ def test_sequences_leave_and_come(engine_and_heads: tuple[Engine, int]) -> None:
     for row in (2, 0):
         del engine.lengths[row]
         engine.decode(running, heads)
-    engine.prefill(running, 3, engine.lengths.pop(3))  # a new one in the row of another, and as long
+    engine.prefill(running, 3, engine.lengths.pop(3))  # a new one in the row of another, of the same length
     engine.decode(running, heads)
     engine.decode(running, heads)
 
 
-def test_a_sequence_that_stood_still_is_gathered_anew(engine_and_heads: tuple[Engine, int]) -> None:
+def test_paused_sequence_is_gathered_again(engine_and_heads: tuple[Engine, int]) -> None:
     engine, heads = engine_and_heads
     running = RunningSequences()
     for row in range(3):
@@ -97,31 +98,32 @@ def test_a_sequence_that_stood_still_is_gathered_anew(engine_and_heads: tuple[En
     engine.decode(running, heads)
 
 
-def test_nothing_is_kept_past_the_limit(engine_and_heads: tuple[Engine, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copy_is_kept_past_the_limit(engine_and_heads: tuple[Engine, int], monkeypatch: pytest.MonkeyPatch) -> None:
     engine, heads = engine_and_heads
     running = RunningSequences()
     engine.prefill(running, 0, 30)
     engine.decode(running, heads)
     assert [len(bucket.layers) for bucket in running.buckets] == [LAYERS]
-    monkeypatch.setattr(engine_decode, "KEPT_LIMIT_BYTES", 1)
+    monkeypatch.setattr(engine_decode, "MAX_KEPT_BYTES", 1)
     engine.decode(running, heads)
     assert [len(bucket.layers) for bucket in running.buckets] == [0]
     engine.decode(running, heads)
 
 
-def test_low_precision_stays() -> None:
+def test_bfloat16_cache() -> None:
     torch.manual_seed(0)
     engine = Engine.make(2, 8, 8, False)
-    engine.keys, engine.values = ([layer.bfloat16() for layer in part] for part in (engine.keys, engine.values))
+    engine.keys = [layer.bfloat16() for layer in engine.keys]
+    engine.values = [layer.bfloat16() for layer in engine.values]
     running = RunningSequences()
     running.step([1, 4], [30, 9], engine.table)
     query = torch.randn(2, 4, 8).bfloat16()
-    found = running.attend(query, engine.keys[0], engine.values[0], 0.3)
-    rows = engine.table[[1, 4]].long()
-    wanted = one_by_one(query, engine.keys[0], engine.values[0], rows, [30, 9], [1, 1], 0.3)
-    assert found.dtype is torch.bfloat16
-    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+    output = running.attend(query, engine.keys[0], engine.values[0], 0.3)
+    slots = engine.table[[1, 4]].long()
+    expected = attention_per_sequence(query, engine.keys[0], engine.values[0], slots, [30, 9], [1, 1], 0.3)
+    assert output.dtype is torch.bfloat16
+    torch.testing.assert_close(output, expected, atol=2e-2, rtol=2e-2)
 
 
-def test_room_is_at_least_the_length_and_little_more_than_half_as_much_again() -> None:
-    assert all(length <= room_for(length) <= length * 3 / 2 + 64 for length in range(1, 5000))
+def test_capacity_is_at_most_half_more_than_the_length() -> None:
+    assert all(length <= capacity_for(length) <= length * 3 / 2 + 64 for length in range(1, 5000))

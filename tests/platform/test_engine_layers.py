@@ -1,4 +1,4 @@
-"""The engine's layers against their formulas in float64, and what they leave to SGLang."""
+"""The engine's layers against their formulas in float64, and their fallbacks to SGLang."""
 
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -10,10 +10,10 @@ from torch import Tensor
 from grpo_mp.platform.engine_layers import rms_norm, rotary, routed_experts
 
 CONFIG = SimpleNamespace(activation="silu", gemm1_alpha=None, apply_router_weight_on_input=False)
-BOUND = {"atol": 2e-6, "rtol": 1e-5}
+TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}
 
 
-def not_asked(*_: Any, **__: Any) -> NoReturn:
+def no_fallback(*_: Any, **__: Any) -> NoReturn:
     raise AssertionError("left to SGLang")
 
 
@@ -22,26 +22,26 @@ def experts(count: int, hidden: int, inner: int, dtype: torch.dtype = torch.floa
     return SimpleNamespace(w13_weight=up.to(dtype), w2_weight=down.to(dtype))
 
 
-def one_token_at_a_time(layer: SimpleNamespace, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+def experts_per_token(layer: SimpleNamespace, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     rows = []
-    for token, shares, chosen in zip(x.double(), weights.double(), ids, strict=True):
+    for token, token_weights, token_experts in zip(x.double(), weights.double(), ids, strict=True):
         total = torch.zeros_like(token)
-        for share, expert in zip(shares, chosen, strict=True):
+        for weight, expert in zip(token_weights, token_experts, strict=True):
             gate, up = (layer.w13_weight[expert].double() @ token).chunk(2)
-            total += share * (layer.w2_weight[expert].double() @ (gate / (1 + (-gate).exp()) * up))
+            total += weight * (layer.w2_weight[expert].double() @ (gate / (1 + (-gate).exp()) * up))
         rows.append(total)
     return torch.stack(rows).to(x.dtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-@pytest.mark.parametrize("experts_of_token", [1, 2, 4])
-def test_routed_experts(tokens: int, experts_of_token: int) -> None:
+@pytest.mark.parametrize("topk", [1, 2, 4])
+def test_routed_experts(tokens: int, topk: int) -> None:
     torch.manual_seed(tokens)
     layer, x = experts(6, 16, 8), torch.randn(tokens, 16)
-    weights, ids = torch.rand(tokens, 6).topk(experts_of_token)
-    for kind in (torch.int64, torch.int32):
-        found = routed_experts(not_asked, layer, x, (weights, ids.to(kind), None), CONFIG)
-        torch.testing.assert_close(found, one_token_at_a_time(layer, x, weights, ids), **BOUND)
+    weights, ids = torch.rand(tokens, 6).topk(topk)
+    for dtype in (torch.int64, torch.int32):
+        output = routed_experts(no_fallback, layer, x, (weights, ids.to(dtype), None), CONFIG)
+        torch.testing.assert_close(output, experts_per_token(layer, x, weights, ids), **TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -55,20 +55,20 @@ def test_routed_experts(tokens: int, experts_of_token: int) -> None:
         ({}, 16, torch.float32, True),
     ],
 )
-def test_other_experts_are_left_to_sglang(
+def test_unsupported_experts_fall_back_to_sglang(
     config: dict[str, Any], hidden: int, dtype: torch.dtype, biased: bool
 ) -> None:
     layer, x = experts(4, hidden, 8, dtype), torch.randn(2, hidden, dtype=dtype)
     if biased:
         layer.w2_weight_bias = torch.zeros(4, hidden)
-    chosen = (torch.rand(2, 1), torch.zeros(2, 1, dtype=torch.int32), None)
-    whole = SimpleNamespace(**(vars(CONFIG) | config))
-    asked = []
-    routed_experts(lambda *given: asked.append(given), layer, x, chosen, whole)
-    assert asked == [(layer, x, chosen, whole)]
+    topk_output = (torch.rand(2, 1), torch.zeros(2, 1, dtype=torch.int32), None)
+    runner_config = SimpleNamespace(**(vars(CONFIG) | config))
+    calls = []
+    routed_experts(lambda *args: calls.append(args), layer, x, topk_output, runner_config)
+    assert calls == [(layer, x, topk_output, runner_config)]
 
 
-def norm(size: int, **changes: Any) -> SimpleNamespace:
+def make_norm(size: int, **changes: Any) -> SimpleNamespace:
     values = {"variance_size_override": None, "override_orig_dtype": None, "fp32_residual": False}
     return SimpleNamespace(**(values | {"weight": torch.rand(size) + 0.5, "variance_epsilon": 1e-6} | changes))
 
@@ -76,18 +76,18 @@ def norm(size: int, **changes: Any) -> SimpleNamespace:
 @pytest.mark.parametrize("shape", [(5, 16), (3, 4, 16)])
 def test_rms_norm(shape: tuple[int, ...]) -> None:
     torch.manual_seed(1)
-    of, x, residual = norm(16), torch.randn(shape), torch.randn(shape)
+    norm, x, residual = make_norm(16), torch.randn(shape), torch.randn(shape)
 
-    def wanted(values: Tensor) -> Tensor:
-        whole = values.double()
-        return (whole / (whole.square().mean(-1, keepdim=True) + 1e-6).sqrt() * of.weight).float()
+    def expected(values: Tensor) -> Tensor:
+        wide = values.double()
+        return (wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight).float()
 
-    before = x.clone()
-    torch.testing.assert_close(rms_norm(not_asked, of, x), wanted(x), **BOUND)
-    found, added = rms_norm(not_asked, of, x, residual)
-    torch.testing.assert_close(found, wanted(x + residual), **BOUND)
-    torch.testing.assert_close(added, x + residual, atol=0, rtol=0)
-    assert x.equal(before)
+    original = x.clone()
+    torch.testing.assert_close(rms_norm(no_fallback, norm, x), expected(x), **TOLERANCE)
+    output, total = rms_norm(no_fallback, norm, x, residual)
+    torch.testing.assert_close(output, expected(x + residual), **TOLERANCE)
+    torch.testing.assert_close(total, x + residual, atol=0, rtol=0)
+    assert x.equal(original)
 
 
 @pytest.mark.parametrize(
@@ -98,21 +98,21 @@ def test_rms_norm(shape: tuple[int, ...]) -> None:
         ({}, torch.bfloat16),
     ],
 )
-def test_other_norms_are_left_to_sglang(changes: dict[str, Any], dtype: torch.dtype) -> None:
-    of, x = norm(16, **changes), torch.randn(2, 16, dtype=dtype)
-    asked = []
-    rms_norm(lambda *given: asked.append(given), of, x)
-    assert asked == [(of, x, None)]
+def test_unsupported_norms_fall_back_to_sglang(changes: dict[str, Any], dtype: torch.dtype) -> None:
+    norm, x = make_norm(16, **changes), torch.randn(2, 16, dtype=dtype)
+    calls = []
+    rms_norm(lambda *args: calls.append(args), norm, x)
+    assert calls == [(norm, x, None)]
 
 
-def embedding(size: int, **changes: Any) -> SimpleNamespace:
+def make_embedding(size: int, **changes: Any) -> SimpleNamespace:
     angles = torch.arange(50)[:, None] * 100.0 ** -(torch.arange(size // 2) * 2 / size)
     values = {"head_size": size, "rotary_dim": size, "is_neox_style": True}
     return SimpleNamespace(**(values | {"cos_sin_cache": torch.cat([angles.cos(), angles.sin()], -1)} | changes))
 
 
-def turned(heads: Tensor, positions: Tensor, size: int) -> Tensor:
-    """As complex numbers: the halves of a head are real and imaginary parts."""
+def rotate(heads: Tensor, positions: Tensor, size: int) -> Tensor:
+    """Rotate heads as complex numbers, whose real and imaginary parts are the halves of a head."""
     first, second = heads.double().chunk(2, -1)
     angles = positions[:, None, None] * 100.0 ** -(torch.arange(size // 2, dtype=torch.float64) * 2 / size)
     result = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
@@ -123,18 +123,18 @@ def test_rotary() -> None:
     torch.manual_seed(2)
     positions = torch.tensor([3, 49, 0])
     query, key = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
-    found = rotary(not_asked, embedding(8), positions, query.flatten(1), key.flatten(1), None, None)
-    for one, given in zip(found, (query, key), strict=True):
-        torch.testing.assert_close(one, turned(given, positions, 8).flatten(1), **BOUND)
+    rotated = rotary(no_fallback, make_embedding(8), positions, query.flatten(1), key.flatten(1), None, None)
+    for output, heads in zip(rotated, (query, key), strict=True):
+        torch.testing.assert_close(output, rotate(heads, positions, 8).flatten(1), **TOLERANCE)
 
 
 @pytest.mark.parametrize(
     ("changes", "offsets"),
     [({"rotary_dim": 4}, None), ({"is_neox_style": False}, None), ({}, torch.ones(3, dtype=torch.long))],
 )
-def test_other_rotaries_are_left_to_sglang(changes: dict[str, Any], offsets: Tensor | None) -> None:
-    asked = []
+def test_unsupported_rotaries_fall_back_to_sglang(changes: dict[str, Any], offsets: Tensor | None) -> None:
+    calls = []
     positions, query, key = torch.arange(3), torch.randn(3, 32), torch.randn(3, 16)
-    of = embedding(8, **changes)
-    rotary(lambda *given: asked.append(given), of, positions, query, key, offsets)
-    assert asked == [(of, positions, query, key, offsets)]
+    embedding = make_embedding(8, **changes)
+    rotary(lambda *args: calls.append(args), embedding, positions, query, key, offsets)
+    assert calls == [(embedding, positions, query, key, offsets)]

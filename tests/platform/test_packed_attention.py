@@ -1,4 +1,4 @@
-"""Packed attention against attention written out for one sequence at a time, in float64."""
+"""Packed attention against explicit attention of one sequence at a time, in float64."""
 
 from itertools import chain
 
@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_mp.platform.packed_attention import bucket_lengths, packed_attention, plan_packing, zigzag_positions
+from grpo_mp.platform.packed_attention import bucket_by_length, packed_attention, plan_packing, zigzag_positions
 
 LENGTHS = (5, 1, 17, 16, 0, 9, 40)
 SCALE = 0.3
 
 
 def one_sequence(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal softmax attention of one sequence [T, heads, dim], nothing shared with the code under test."""
+    """Return causal softmax attention of one sequence [T, heads, dim], independent of the code under test."""
     repeat = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * SCALE
@@ -23,9 +23,9 @@ def one_sequence(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    pieces = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-    return torch.cat([one_sequence(*piece) for piece in pieces if len(piece[0])])
+def per_sequence(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    sequences = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+    return torch.cat([one_sequence(*qkv) for qkv in sequences if len(qkv[0])])
 
 
 def random_qkv(total: int, heads: tuple[int, int], dims: tuple[int, int]) -> list[Tensor]:
@@ -45,51 +45,52 @@ def with_gradients(attend, tensors: list[Tensor], weight: Tensor) -> list[Tensor
 @pytest.mark.parametrize("dims", [(16, 16), (24, 16), (8, 16)], ids=["equal", "latent", "wide_value"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 def test_output_and_gradients(heads, dims, dtype, tolerance):
-    rounded = [t.to(dtype) for t in random_qkv(sum(LENGTHS), heads, dims)]
+    inputs = [t.to(dtype) for t in random_qkv(sum(LENGTHS), heads, dims)]
     weight = torch.randn(sum(LENGTHS), heads[0], dims[1]).to(dtype)
-    expected = with_gradients(lambda *qkv: plain(*qkv, LENGTHS), [t.double() for t in rounded], weight)
+    expected = with_gradients(lambda *qkv: per_sequence(*qkv, LENGTHS), [t.double() for t in inputs], weight)
     packing = plan_packing(LENGTHS)
-    found = with_gradients(lambda *qkv: packed_attention(*qkv, packing, SCALE), rounded, weight)
-    for a, b in zip(found, expected, strict=True):
-        assert a.dtype is dtype
-        assert (a.double() - b).abs().max() <= tolerance * b.abs().max()
+    actual = with_gradients(lambda *qkv: packed_attention(*qkv, packing, SCALE), inputs, weight)
+    for tensor, reference in zip(actual, expected, strict=True):
+        assert tensor.dtype is dtype
+        assert (tensor.double() - reference).abs().max() <= tolerance * reference.abs().max()
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_context_parallel_ranks_together_give_the_whole(cp):
-    """Every rank's part of the output, and the sum of the ranks' key and value gradients, with no process group."""
+def test_context_parallel_ranks_sum_to_the_unsplit_result(cp):
+    """Sum the ranks' outputs and gradients, without a process group."""
     lengths = (16, 48, 8, 40)
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    held = [
+    local = [  # row numbers of the tokens on each rank
         torch.cat([zigzag_positions(n, cp, r) + b for n, b in zip(lengths, bounds, strict=False)]) for r in range(cp)
     ]
     query, key, value = random_qkv(sum(lengths), (4, 2), (24, 16))
     weight = torch.randn(sum(lengths), 4, 16, dtype=torch.float64)
-    expected = with_gradients(lambda *qkv: plain(*qkv, lengths), [query, key, value], weight)
+    expected = with_gradients(lambda *qkv: per_sequence(*qkv, lengths), [query, key, value], weight)
 
-    gathered = torch.cat(held)
+    gathered = torch.cat(local)
     sums = [torch.zeros_like(t) for t in expected]
     for rank in range(cp):
         packing = plan_packing(lengths, cp, rank)
-        part = [query[held[rank]], key[gathered], value[gathered]]
-        mine = with_gradients(
-            lambda *qkv, p=packing: packed_attention(*qkv, p, SCALE), [t.float() for t in part], weight[held[rank]]
+        inputs = [query[local[rank]], key[gathered], value[gathered]]
+        results = with_gradients(
+            lambda *qkv, p=packing: packed_attention(*qkv, p, SCALE), [t.float() for t in inputs], weight[local[rank]]
         )
-        for total, tensor, where in zip(sums, mine, (held[rank], held[rank], gathered, gathered), strict=True):
-            total.index_add_(0, where, tensor.double())
-    for a, b in zip(sums, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-6 * b.abs().max().item())
+        rows = (local[rank], local[rank], gathered, gathered)
+        for total, tensor, tensor_rows in zip(sums, results, rows, strict=True):
+            total.index_add_(0, tensor_rows, tensor.double())
+    for total, reference in zip(sums, expected, strict=True):
+        torch.testing.assert_close(total, reference, rtol=0, atol=2e-6 * reference.abs().max().item())
 
 
-def test_zigzag_ranks_share_every_position_once():
+def test_zigzag_assigns_each_position_once():
     ranks = [zigzag_positions(16, 4, r).tolist() for r in range(4)]
     assert ranks[0] == [0, 1, 14, 15]
     assert sorted(chain(*ranks)) == list(range(16))
 
 
 @given(st.lists(st.integers(0, 500), max_size=30))
-def test_buckets_hold_each_sequence_once_and_waste_little(lengths):
-    buckets = bucket_lengths(tuple(lengths))
+def test_buckets_hold_each_sequence_once_with_little_padding(lengths):
+    buckets = bucket_by_length(tuple(lengths))
     assert sorted(chain(*buckets)) == [i for i, n in enumerate(lengths) if n]
     cells = sum(len(bucket) * max(lengths[i] for i in bucket) for bucket in buckets)
     assert cells * 4 <= sum(lengths) * 5

@@ -16,29 +16,29 @@ def angles(rotary_dim: int, batch: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("rotary_dim", [SIZE, SIZE // 2])
 @pytest.mark.parametrize("latent", [False, True])
-def test_values_and_gradient_are_those_of_megatron(latent, rotary_dim, batch):
-    ours = rope_utils._apply_rotary_pos_emb_bshd
-    stock, freqs = ours.args[0], angles(rotary_dim, batch)
-    whole = torch.randn(TOKENS, batch, HEADS, SIZE + 4)
+def test_values_and_gradients_equal_megatron(latent, rotary_dim, batch):
+    patched = rope_utils._apply_rotary_pos_emb_bshd
+    stock, freqs = patched.args[0], angles(rotary_dim, batch)
+    x = torch.randn(TOKENS, batch, HEADS, SIZE + 4)
     grad = torch.randn(TOKENS, batch, HEADS, SIZE)
-    found = []
-    for function in (ours, stock):
-        leaf = whole.clone().requires_grad_()
+    results = []
+    for function in (patched, stock):
+        leaf = x.clone().requires_grad_()
         out = function(leaf[..., 4:], freqs, multi_latent_attention=latent, mscale=1.3)  # not contiguous, as in a model
         out.backward(grad)
-        found.append((out.detach(), leaf.grad))
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+        results.append((out.detach(), leaf.grad))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_pair_turns_by_its_angle():
+def test_pairs_are_rotated_by_their_angles():
     x, freqs = torch.randn(TOKENS, 1, HEADS, SIZE, dtype=torch.float64), angles(SIZE).double()
     out = rope_utils._apply_rotary_pos_emb_bshd(x, freqs)
     pairs = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones(()).double(), freqs[..., : SIZE // 2])
     torch.testing.assert_close(out, torch.cat((pairs.real, pairs.imag), -1))
 
 
-def test_an_interleaved_embedding_is_megatrons_own():
+def test_interleaved_embedding_falls_back_to_megatron():
     x, freqs = torch.randn(TOKENS, 1, HEADS, SIZE), torch.randn(TOKENS, 1, 1, SIZE)
-    ours = rope_utils._apply_rotary_pos_emb_bshd
-    assert torch.equal(ours(x, freqs, rotary_interleaved=True), ours.args[0](x, freqs, rotary_interleaved=True))
+    patched = rope_utils._apply_rotary_pos_emb_bshd
+    assert torch.equal(patched(x, freqs, rotary_interleaved=True), patched.args[0](x, freqs, rotary_interleaved=True))

@@ -61,7 +61,7 @@ LATENT = {
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_norm_is_the_formula(dtype, tolerance):
+def test_norm_equals_the_formula(dtype, tolerance):
     norm = Norm(TransformerConfig(**COMMON, params_dtype=dtype), 32, 1e-3)
     torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
     x = torch.randn(5, 32).to(dtype)
@@ -71,16 +71,16 @@ def test_norm_is_the_formula(dtype, tolerance):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_gradient_of_the_norm_is_that_of_torch_in_float64(dtype, tolerance):
+def test_norm_gradient_equals_torch_in_float64(dtype, tolerance):
     x, weight, grad = (torch.randn(shape).to(dtype) for shape in ((3, 7, 16), (16,), (3, 7, 16)))
-    found = []
-    for function, wide in ((rms_norm, dtype), (lambda x, w, eps: F.rms_norm(x, (16,), w, eps), torch.float64)):
-        leaves = [given.to(wide, copy=True).requires_grad_() for given in (x, weight)]
-        function(*leaves, 1e-3).backward(grad.to(wide))
-        found.append([leaf.grad for leaf in leaves])
-    for mine, theirs in zip(*found, strict=True):
-        assert mine.dtype is dtype
-        torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=10 * tolerance)
+    results = []
+    for function, work_dtype in ((rms_norm, dtype), (lambda x, w, eps: F.rms_norm(x, (16,), w, eps), torch.float64)):
+        leaves = [tensor.to(work_dtype, copy=True).requires_grad_() for tensor in (x, weight)]
+        function(*leaves, 1e-3).backward(grad.to(work_dtype))
+        results.append([leaf.grad for leaf in leaves])
+    for actual, expected in zip(*results, strict=True):
+        assert actual.dtype is dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=10 * tolerance)
 
 
 def test_norm_marks_its_weight_for_sequence_parallelism():
@@ -92,9 +92,9 @@ def test_norm_marks_its_weight_for_sequence_parallelism():
 
 def grouped_linear(experts: int) -> ColumnParallelGroupedLinear:
     config = TransformerConfig(**COMMON, perform_initialization=False)
-    alone = SimpleNamespace(ep=None, expt_tp=None, expt_dp=None)
+    groups = SimpleNamespace(ep=None, expt_tp=None, expt_dp=None)
     layer = ColumnParallelGroupedLinear(
-        experts, 6, 4, config=config, init_method=torch.nn.init.normal_, bias=False, pg_collection=alone
+        experts, 6, 4, config=config, init_method=torch.nn.init.normal_, bias=False, pg_collection=groups
     )
     for weight in layer.parameters():
         torch.nn.init.normal_(weight)
@@ -102,7 +102,7 @@ def grouped_linear(experts: int) -> ColumnParallelGroupedLinear:
 
 
 @pytest.mark.parametrize("splits", [[3, 0, 5, 1], [0, 0, 9, 0], [0, 0, 0, 0]])
-def test_each_token_meets_its_expert_and_an_idle_expert_has_gradient_zero(splits):
+def test_grouped_linear_and_zero_gradient_of_idle_experts(splits):
     layer, x = grouped_linear(4), torch.randn(sum(splits), 6, requires_grad=True)
     out, bias = layer(x, splits)
     assert bias is None
@@ -114,15 +114,15 @@ def test_each_token_meets_its_expert_and_an_idle_expert_has_gradient_zero(splits
         torch.testing.assert_close(weight.grad, x[expert == i].sum(0).expand(4, 6))
 
 
-def test_a_linear_layer_of_another_kind_is_refused():
+def test_unsupported_parallel_mode_is_an_error():
     config = TransformerConfig(**COMMON)
     with pytest.raises(NotImplementedError, match="column"):
         DuplicatedLinear(4, 4, config=config, init_method=torch.nn.init.normal_, parallel_mode="column")
 
 
 @pytest.fixture(scope="module")
-def one_rank():
-    """Megatron's process groups in a job of this process alone."""
+def single_rank():
+    """Create Megatron's process groups for a job of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
@@ -131,8 +131,8 @@ def one_rank():
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_norm_and_linear_are_the_two_formulas():
+@pytest.mark.usefixtures("single_rank")
+def test_layer_norm_linear_equals_the_formulas():
     config = TransformerConfig(**COMMON | {"layernorm_epsilon": 1e-2})
     layer = LayerNormColumnParallelLinear(
         32, 8, config=config, init_method=torch.nn.init.normal_, bias=False, gather_output=False
@@ -149,7 +149,7 @@ def tiny_model(config: TransformerConfig) -> GPTModel:
 
 
 def packed_gradients(config: TransformerConfig) -> dict[str, torch.Tensor]:
-    """Gradient of every parameter after two packed sequences."""
+    """Return the gradient of every parameter after two packed sequences."""
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
     model = tiny_model(config)
@@ -167,20 +167,22 @@ RECOMPUTE = {
 }
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("single_rank")
 @pytest.mark.parametrize("shape", ["deepseek", "qwen"])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_every_parameter_learns_and_recompute_changes_nothing(shape, recompute):
-    kind, more = (MLATransformerConfig, LATENT) if shape == "deepseek" else (TransformerConfig, {"num_query_groups": 2})
-    plain = packed_gradients(kind(**COMMON, **EXPERTS, **more))
-    again = packed_gradients(kind(**COMMON, **EXPERTS, **more, **RECOMPUTE[recompute]))
-    assert all(grad is not None and grad.abs().sum() > 0 for grad in plain.values())
-    for name, grad in plain.items():
-        torch.testing.assert_close(again[name], grad, msg=lambda text, name=name: f"{name}: {text}")
+def test_every_parameter_has_a_gradient_and_recompute_changes_none(shape, recompute):
+    config_class, fields = (
+        (MLATransformerConfig, LATENT) if shape == "deepseek" else (TransformerConfig, {"num_query_groups": 2})
+    )
+    expected = packed_gradients(config_class(**COMMON, **EXPERTS, **fields))
+    recomputed = packed_gradients(config_class(**COMMON, **EXPERTS, **fields, **RECOMPUTE[recompute]))
+    assert all(grad is not None and grad.abs().sum() > 0 for grad in expected.values())
+    for name, grad in expected.items():
+        torch.testing.assert_close(recomputed[name], grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_names_are_those_of_transformer_engine():
+@pytest.mark.usefixtures("single_rank")
+def test_parameter_names_equal_transformer_engine():
     names = dict(tiny_model(MLATransformerConfig(**COMMON, **EXPERTS, **LATENT)).named_parameters())
     attention = {n.removeprefix("decoder.layers.0.self_attention.") for n in names if "layers.0.self_attention" in n}
     assert attention == {
@@ -197,8 +199,8 @@ def test_names_are_those_of_transformer_engine():
     assert names["decoder.layers.1.mlp.experts.linear_fc2.weight3"].shape == (32, 16)
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_bfloat16_model_gives_finite_gradients():
+@pytest.mark.usefixtures("single_rank")
+def test_bfloat16_gradients_are_finite():
     gradients = packed_gradients(
         MLATransformerConfig(**COMMON, **EXPERTS, **LATENT, bf16=True, params_dtype=torch.bfloat16)
     )

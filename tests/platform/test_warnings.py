@@ -1,4 +1,4 @@
-"""Known notices are left out, and nothing else."""
+"""Known notices are silenced, and nothing else."""
 
 import logging
 import warnings
@@ -10,7 +10,7 @@ from grpo_mp.platform.warnings import LOGGERS, silence_known_warnings
 
 
 @pytest.fixture(autouse=True)
-def _hushed() -> Iterator[None]:
+def _silenced() -> Iterator[None]:
     levels = {name: logging.getLogger(name).level for name in LOGGERS}
     with warnings.catch_warnings():
         warnings.resetwarnings()
@@ -20,8 +20,8 @@ def _hushed() -> Iterator[None]:
         logging.getLogger(name).setLevel(level)
 
 
-def warned(message: str, module: str) -> bool:
-    """Whether a warning of this module would be shown."""
+def is_shown(message: str, module: str) -> bool:
+    """Tell whether a warning of this module would be shown."""
     with warnings.catch_warnings(record=True) as shown:
         warnings.warn_explicit(message, FutureWarning, f"{module}.py", 1, module=module)
     return bool(shown)
@@ -36,19 +36,19 @@ def warned(message: str, module: str) -> bool:
         ("Please use DTensor instead and we are", "torch.distributed.checkpoint.planner_helpers"),
     ],
 )
-def test_only_that_notice_of_that_module_is_left_out(message: str, module: str) -> None:
-    assert not warned(message, module)
-    assert warned(message, "grpo_mp.policy.optimizer")
-    assert warned("the gradient is not finite", module)
+def test_only_the_known_warning_of_the_module_is_silenced(message: str, module: str) -> None:
+    assert not is_shown(message, module)
+    assert is_shown(message, "grpo_mp.policy.optimizer")
+    assert is_shown("the gradient is not finite", module)
 
 
-def test_errors_of_a_hushed_logger_stay() -> None:
+def test_errors_of_a_silenced_logger_are_shown() -> None:
     logger = logging.getLogger("megatron.core.rerun_state_machine")
     assert not logger.isEnabledFor(logging.WARNING)
     assert logger.isEnabledFor(logging.ERROR)
 
 
-def test_only_that_message_of_that_logger_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_known_message_of_the_logger_is_silenced(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
     logger.warning("GPTModel IS DEPRECATED. GPTModel is only accepting critical bug fixes")
     logger.warning("something else")

@@ -1,4 +1,4 @@
-"""Megatron's own loader, for what was converted: it, too, must find every weight there."""
+"""Load a converted checkpoint with Megatron's own loader."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from grpo_mp.policy.policy import Policy
 
 
 def load_by_megatron(policy: Policy, folder: Path) -> None:
-    """Fill the policy's weights. Transformer Engine's extra states are not asked for: they hold nothing here."""
+    """Load the policy's weights, without TransformerEngine's extra states, which are empty."""
     models = policy.models()
     names = ["model"] if len(models) == 1 else [f"model{number}" for number in range(len(models))]
     states = {
@@ -28,10 +28,11 @@ def load_by_megatron(policy: Policy, folder: Path) -> None:
 
 
 def copies(policy: Policy) -> dict[str, torch.Tensor]:
+    """Return copies of this rank's weights by name."""
     return {name: tensor.detach().clone() for name, tensor in policy.tensors.items()}
 
 
-def unequal(policy: Policy, wanted: dict[str, torch.Tensor]) -> list[str]:
-    """Names of weights that differ."""
-    assert policy.tensors.keys() == wanted.keys()
-    return [name for name, tensor in policy.tensors.items() if not torch.equal(tensor, wanted[name])]
+def unequal(policy: Policy, expected: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of weights that differ."""
+    assert policy.tensors.keys() == expected.keys()
+    return [name for name, tensor in policy.tensors.items() if not torch.equal(tensor, expected[name])]

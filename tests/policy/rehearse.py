@@ -1,8 +1,8 @@
-"""The trainer of recipes on CUDA up to its first kernel: `python -m tests.policy.rehearse WHEEL RECIPE ...`
+"""Build the trainer of recipes as on CUDA, up to the first kernel: `python -m tests.policy.rehearse WHEEL RECIPE ...`
 
 WHEEL: a folder that holds TransformerEngine's Python code. Model, gradient buffers and optimizer of one rank of each
-pipeline stage are built on the meta device by Megatron and TransformerEngine, with the fields that the trainer gives
-them on CUDA, in a process group that only pretends. Prints one JSON object, a list of `Found` by recipe, last.
+pipeline stage are built on the meta device by Megatron and TransformerEngine, with the config fields of CUDA, in a fake
+process group. The last line of the output is a JSON object: a list of `Rehearsal` by recipe.
 """
 
 import json
@@ -22,17 +22,17 @@ from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import Job, make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import find_config
-from grpo_mp.platform import fake_cuda as cuda_stand_ins
-from tests.policy.te_python import load_python_parts
+from grpo_mp.platform import fake_cuda
+from tests.policy.te_stub import install_te_stub
 
 COMMAND = re.compile(r"--cluster (\S+) --nodes (\d+)")
 META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class Found:
-    """Of one rank: bytes of what stays, as allocated and as planned; bytes that the state_dicts of a save and of a
-    load allocate beside it; and what its layers are set to."""
+class Rehearsal:
+    """Results of one rank: bytes of weights, gradients and optimizer, allocated and planned; bytes that a save, a load
+    and TransformerEngine's own state_dict allocate in addition; which fused kernels are on."""
 
     weights: float
     gradients: float
@@ -48,24 +48,24 @@ class Found:
 
 
 def main() -> None:
-    """Rehearse the recipes that are named."""
-    load_python_parts(Path(sys.argv[1]))
-    cuda_stand_ins.current_device = lambda: META
-    cuda_stand_ins.is_available = lambda: True
-    cuda_stand_ins.get_device_capability = lambda *_: (9, 0)
-    torch.Tensor.type = _type_as_on_a_device
+    """Rehearse the recipes on the command line."""
+    install_te_stub(Path(sys.argv[1]))
+    fake_cuda.current_device = lambda: META
+    fake_cuda.is_available = lambda: True
+    fake_cuda.get_device_capability = lambda *_: (9, 0)
+    torch.Tensor.type = _cuda_type
     platform.on_cuda = lambda: True
     platform.device = lambda: META
-    print(json.dumps({path: [asdict(one) for one in _rehearse(Path(path))] for path in sys.argv[2:]}))
+    print(json.dumps({path: [asdict(rehearsal) for rehearsal in _rehearse(Path(path))] for path in sys.argv[2:]}))
 
 
-def _type_as_on_a_device(tensor: torch.Tensor, *wanted: Any) -> Any:
-    """Megatron knows tensors by the names of their types, which differ on meta."""
-    found = super(torch.Tensor, tensor).type(*wanted)
-    return found.replace("torch.meta.", "torch.") if isinstance(found, str) else found
+def _cuda_type(tensor: torch.Tensor, *args: Any) -> Any:
+    """Return type names without `meta`: Megatron compares them."""
+    result = super(torch.Tensor, tensor).type(*args)
+    return result.replace("torch.meta.", "torch.") if isinstance(result, str) else result
 
 
-def _rehearse(path: Path) -> Iterator[Found]:
+def _rehearse(path: Path) -> Iterator[Rehearsal]:
     settings = load_settings(path)
     command = COMMAND.search(path.read_text())
     assert command
@@ -73,39 +73,40 @@ def _rehearse(path: Path) -> Iterator[Found]:
     job = make_job(settings, hf, read_cluster(command[1]), int(command[2]))
     per_stage = job.world_size // settings.layout.pipeline
     for stage in range(settings.layout.pipeline):
-        yield _rank(job, stage, stage * per_stage)
+        yield _rehearse_rank(job, stage, stage * per_stage)
 
 
-def _rank(job: Job, stage: int, rank: int) -> Found:
+def _rehearse_rank(job: Job, stage: int, rank: int) -> Rehearsal:
     from grpo_mp.planner.meta_model import built_on_meta
-    from grpo_mp.policy import optimizer as rooms
+    from grpo_mp.policy import optimizer as policy_optimizer
 
-    # The gathers of a checkpoint go through gloo, which does not pretend.
-    rooms.get_megatron_optimizer = partial(rooms.get_megatron_optimizer, use_gloo_process_groups=False)
+    # Checkpoint gathers use gloo, which the fake process group does not cover.
+    policy_optimizer.get_megatron_optimizer = partial(
+        policy_optimizer.get_megatron_optimizer, use_gloo_process_groups=False
+    )
     with built_on_meta(job.settings, job.hf, job.world_size, rank) as models:
-        chunks = rooms.wrap_for_training(job.settings, models[0].config, models)
-        optimizer, _ = rooms.build_optimizer(job.settings, chunks)
-        return _found(job, stage, chunks, optimizer)
+        chunks = policy_optimizer.wrap_for_training(job.settings, models[0].config, models)
+        optimizer, _ = policy_optimizer.build_optimizer(job.settings, chunks)
+        return _measure(job, stage, chunks, optimizer)
 
 
-def _found(job: Job, stage: int, chunks: Sequence[Any], optimizer: Any) -> Found:
-    from grpo_mp.policy.te_adam import state_in_place
+def _measure(job: Job, stage: int, chunks: Sequence[Any], optimizer: Any) -> Rehearsal:
+    from grpo_mp.policy.te_adam import state_dict_without_copies
 
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     weights = [buffer.param_data for buffer in buffers]
     gradients = [buffer.grad_data for buffer in buffers]
     parts = optimizer.chained_optimizers
-    kept = _bytes(weights + gradients)
     planned = plan_memory(job).device[stage][SubPhase.TRAIN]
     linear = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "fuse_wgrad_accumulation")]
-    with state_in_place(parts):
+    with state_dict_without_copies(parts):
         save = _allocated(lambda: [part.state_dict() for part in parts])
         load = _allocated(lambda: [part.load_state_dict(part.state_dict()) for part in parts])
     config = chunks[0].config
-    return Found(
+    return Rehearsal(
         weights=_bytes(weights),
         gradients=_bytes(gradients),
-        optimizer=_bytes([*weights, *gradients, *_state(parts)]) - kept,
+        optimizer=_bytes([*weights, *gradients, *_optimizer_tensors(parts)]) - _bytes(weights + gradients),
         planned=(planned["weights"], planned["gradients"], planned["optimizer"]),
         save=save,
         load=load,
@@ -117,7 +118,7 @@ def _found(job: Job, stage: int, chunks: Sequence[Any], optimizer: Any) -> Found
     )
 
 
-def _state(parts: Sequence[Any]) -> Iterator[torch.Tensor]:
+def _optimizer_tensors(parts: Sequence[Any]) -> Iterator[torch.Tensor]:
     for part in parts:
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -126,18 +127,19 @@ def _state(parts: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> float:
-    """Each storage once."""
-    return float(sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}.values()))
+    """Return the bytes of all distinct storages."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return float(sum({storage._cdata: storage.nbytes() for storage in storages}.values()))
 
 
 def _allocated(run: Any) -> int:
-    """Bytes of all new storages that `run` makes."""
-    with _Count() as counted:
+    """Return the bytes of all new storages that `run` allocates."""
+    with _AllocationCounter() as counter:
         run()
-    return counted.nbytes
+    return counter.nbytes
 
 
-class _Count(torch.utils._python_dispatch.TorchDispatchMode):
+class _AllocationCounter(torch.utils._python_dispatch.TorchDispatchMode):
     nbytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

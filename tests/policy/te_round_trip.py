@@ -1,8 +1,8 @@
 """TransformerEngine's Adam through a checkpoint on a CPU: `python -m tests.policy.te_round_trip WHEEL FOLDER`
 
-WHEEL: a folder that holds its Python code. For each way of keeping state: a tiny policy of Megatron's TransformerEngine
-layers saves a state that was drawn, wipes it, loads it, and loads it a second time into a new policy. Prints one JSON
-object as the last line: `Found` by case, and what a policy says that keeps main weights otherwise than the checkpoint.
+WHEEL: a folder that holds its Python code. For each optimizer config, a tiny policy of TransformerEngine layers saves a
+random state, zeroes it and loads it; then a new policy loads it. The last line of the output is a JSON object:
+`RoundTrip` by case, and the error of a policy whose main weights have another format than the checkpoint's.
 """
 
 import json
@@ -18,8 +18,8 @@ import torch
 from grpo_mp.config import check_settings
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
-from grpo_mp.platform import fake_cuda as cuda_stand_ins
-from tests.policy.te_python import load_python_parts
+from grpo_mp.platform import fake_cuda
+from tests.policy.te_stub import install_te_stub
 
 BFLOAT16 = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 CASES: dict[str, dict[str, Any]] = {
@@ -32,8 +32,8 @@ STEP = 7
 
 
 @dataclass(frozen=True)
-class Found:
-    """dtypes of the state by name, and names that came back otherwise than they were saved."""
+class RoundTrip:
+    """dtypes of the state by name, and names of tensors that a load did not restore."""
 
     dtypes: dict[str, str]
     changed: list[str]
@@ -42,46 +42,46 @@ class Found:
 
 
 def main() -> None:
-    """Every case."""
-    load_python_parts(Path(sys.argv[1]))
-    cuda_stand_ins.is_available = lambda: True  # TransformerEngine's layers are built only then
-    cuda_stand_ins.get_device_capability = lambda *_: (9, 0)
+    """Run every case."""
+    install_te_stub(Path(sys.argv[1]))
+    fake_cuda.is_available = lambda: True  # otherwise TransformerEngine's layers are not built
+    fake_cuda.get_device_capability = lambda *_: (9, 0)
     folder = Path(sys.argv[2])
     make_tiny(folder / "model", "qwen3_moe", make_tokenizer(["apples"]), num_hidden_layers=2, hidden_size=64)
-    found = {name: asdict(_case(folder, name, megatron)) for name, megatron in CASES.items()}
-    print(json.dumps({"cases": found, "refused": _refusal(folder, "remainders", CASES["whole"])}))
+    cases = {name: asdict(_round_trip(folder, name, megatron)) for name, megatron in CASES.items()}
+    print(json.dumps({"cases": cases, "refused": _load_error(folder, "remainders", CASES["whole"])}))
 
 
-def _case(folder: Path, name: str, megatron: dict[str, Any]) -> Found:
+def _round_trip(folder: Path, name: str, megatron: dict[str, Any]) -> RoundTrip:
     from grpo_mp.policy.checkpoint import load_policy, save_policy
     from grpo_mp.policy.te_adam import init_state
 
-    saved = folder / name
-    saved.mkdir()
+    checkpoint = folder / name
+    checkpoint.mkdir()
     with _policy(folder / "model", megatron) as policy:
         for tensor in _state(policy).values():
-            _draw(tensor)
+            _randomize(tensor)
         for group in policy.optimizer.param_groups:
             group["step"] = STEP
-        wanted = {key: tensor.clone() for key, tensor in _state(policy).items()}
+        expected = {key: tensor.clone() for key, tensor in _state(policy).items()}
         for part in policy.optimizer.chained_optimizers:
-            init_state(part)  # makes what is missing only
-        save_policy(policy, saved)
+            init_state(part)  # only creates what is missing
+        save_policy(policy, checkpoint)
         for tensor in _state(policy).values():
             tensor.zero_()
         for group in policy.optimizer.param_groups:
             group["step"] = 0
-        load_policy(policy, saved)
-        changed = _unequal(_state(policy), wanted)
+        load_policy(policy, checkpoint)
+        changed = _unequal(_state(policy), expected)
         steps = [group["step"] for group in policy.optimizer.param_groups]
     with _policy(folder / "model", megatron) as policy:
-        load_policy(policy, saved)
-        again = _unequal(_state(policy), wanted)
-    dtypes = {key.partition(".")[2]: str(tensor.dtype) for key, tensor in wanted.items()}
-    return Found(dtypes, changed, again, steps)
+        load_policy(policy, checkpoint)
+        changed_in_new = _unequal(_state(policy), expected)
+    dtypes = {key.partition(".")[2]: str(tensor.dtype) for key, tensor in expected.items()}
+    return RoundTrip(dtypes, changed, changed_in_new, steps)
 
 
-def _refusal(folder: Path, name: str, megatron: dict[str, Any]) -> str:
+def _load_error(folder: Path, name: str, megatron: dict[str, Any]) -> str:
     from grpo_mp.errors import UserError
     from grpo_mp.policy.checkpoint import load_policy
 
@@ -116,31 +116,34 @@ def _policy(model: Path, megatron: dict[str, Any]) -> Iterator[Any]:
 
 
 def _state(policy: Any) -> dict[str, torch.Tensor]:
-    """Everything that Adam keeps of a parameter, by number and name."""
-    found: dict[str, torch.Tensor] = {}
+    """Return Adam's state tensors by parameter number and name."""
+    tensors: dict[str, torch.Tensor] = {}
     for part in policy.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             for param in group["params"]:
-                number = len(found)
-                kept = part.optimizer.state[param]
-                found |= {f"{number}.{name}": one for name, one in kept.items() if isinstance(one, torch.Tensor)}
+                number = len(tensors)
+                for name, value in part.optimizer.state[param].items():
+                    if isinstance(value, torch.Tensor):
+                        tensors[f"{number}.{name}"] = value
                 if not part.config.use_precision_aware_optimizer:
-                    found[f"{number}.main"] = param.data
-    return found
+                    tensors[f"{number}.main"] = param.data
+    return tensors
 
 
-def _draw(tensor: torch.Tensor) -> None:
+def _randomize(tensor: torch.Tensor) -> None:
     if tensor.is_floating_point():
         tensor.uniform_(-1, 1)
     else:
         tensor.random_(torch.iinfo(tensor.dtype).min, torch.iinfo(tensor.dtype).max)
 
 
-def _unequal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+def _unequal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
     return [
         name
-        for name in found.keys() | wanted.keys()
-        if name not in found or found[name].dtype != wanted[name].dtype or not torch.equal(found[name], wanted[name])
+        for name in actual.keys() | expected.keys()
+        if name not in actual
+        or actual[name].dtype != expected[name].dtype
+        or not torch.equal(actual[name], expected[name])
     ]
 
 

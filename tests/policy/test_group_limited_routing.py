@@ -1,4 +1,4 @@
-"""Experts from few groups: as transformers' routers choose them, and as Megatron does where both mean the same."""
+"""Group-limited routing against transformers' router, and against Megatron's where both rank groups equally."""
 
 import pytest
 import torch
@@ -7,13 +7,14 @@ from torch import Tensor
 from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
-from grpo_mp.policy.group_limited_routing import GroupRouting
+from grpo_mp.policy.group_limited_routing import GroupLimitedTopk
 
-TOKENS, EXPERTS, GROUPS, OPEN, TOPK = 200, 40, 8, 3, 6  # as in DeepSeek-V2, with fewer experts
+TOKENS, EXPERTS, GROUPS, GROUP_TOPK, TOPK = 200, 40, 8, 3, 6  # as in DeepSeek-V2, with fewer experts
 
 
-def chosen(best: int, scores: Tensor) -> tuple[Tensor, Tensor]:
-    values, experts = GroupRouting(best).get_replay_topk(scores, TOPK, GROUPS, OPEN, group_limited_topk)
+def routed(best: int, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scores and experts, sorted by expert."""
+    values, experts = GroupLimitedTopk(best).get_replay_topk(scores, TOPK, GROUPS, GROUP_TOPK, group_limited_topk)
     order = experts.argsort(1)
     return values.gather(1, order), experts.gather(1, order)
 
@@ -23,20 +24,20 @@ def scores() -> Tensor:
     return torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0)).softmax(1)
 
 
-def test_the_best_two_are_megatrons_ranking_here(scores: Tensor) -> None:
-    values, experts = group_limited_topk(scores, TOPK, TOKENS, EXPERTS, GROUPS, OPEN)
+def test_ranking_by_best_two_equals_megatron(scores: Tensor) -> None:
+    values, experts = group_limited_topk(scores, TOPK, TOKENS, EXPERTS, GROUPS, GROUP_TOPK)
     order = experts.argsort(1)
-    assert torch.equal(chosen(2, scores)[1], experts.gather(1, order))
-    assert torch.equal(chosen(2, scores)[0], values.gather(1, order))
+    assert torch.equal(routed(2, scores)[1], experts.gather(1, order))
+    assert torch.equal(routed(2, scores)[0], values.gather(1, order))
 
 
-def test_the_best_one_is_the_ranking_of_deepseek_v2(scores: Tensor) -> None:
+def test_ranking_by_best_one_equals_deepseek_v2(scores: Tensor) -> None:
     config = DeepseekV2Config(
         hidden_size=EXPERTS,
         num_attention_heads=1,
         n_routed_experts=EXPERTS,
         n_group=GROUPS,
-        topk_group=OPEN,
+        topk_group=GROUP_TOPK,
         num_experts_per_tok=TOPK,
         topk_method="group_limited_greedy",
         routed_scaling_factor=1.0,
@@ -45,6 +46,6 @@ def test_the_best_one_is_the_ranking_of_deepseek_v2(scores: Tensor) -> None:
     router.weight.data = torch.eye(EXPERTS)
     _, weights, experts = router(scores.log())
     order = experts.argsort(1)
-    assert torch.equal(chosen(1, scores)[1], experts.gather(1, order))
-    torch.testing.assert_close(chosen(1, scores)[0], weights.gather(1, order))
-    assert not torch.equal(chosen(1, scores)[1], chosen(2, scores)[1])
+    assert torch.equal(routed(1, scores)[1], experts.gather(1, order))
+    torch.testing.assert_close(routed(1, scores)[0], weights.gather(1, order))
+    assert not torch.equal(routed(1, scores)[1], routed(2, scores)[1])

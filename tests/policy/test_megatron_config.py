@@ -1,4 +1,4 @@
-"""What optimizer.megatron becomes in Megatron's configs."""
+"""Overrides of optimizer.megatron and fused kernels in Megatron's configs."""
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from grpo_mp.policy.megatron_config import check_overrides, overrides_for
 from tests.planner.jobs import settings_of
 
 
-def test_what_is_no_dtype_is_refused() -> None:
+def test_unknown_dtype_is_an_error() -> None:
     settings = settings_of(optimizer={"lr": 1e-6, "megatron": {"exp_avg_dtype": "bf17"}})
     with pytest.raises(UserError, match=r"optimizer\.megatron.exp_avg_dtype: 'bf17' is no dtype"):
         check_overrides(settings)
 
 
-def test_a_dtype_is_written_by_its_name() -> None:
+def test_dtype_is_given_by_name() -> None:
     megatron = {"exp_avg_dtype": "bfloat16", "clip_grad": 2.0, "moe_permute_fusion": True}
     settings = settings_of(optimizer={"lr": 1e-6, "megatron": megatron})
     assert overrides_for(settings, OptimizerConfig) == {"exp_avg_dtype": torch.bfloat16, "clip_grad": 2.0}
@@ -43,18 +43,18 @@ def test_a_dtype_is_written_by_its_name() -> None:
         ),
     ],
 )
-def test_cuda_takes_the_fused_kernels_that_megatron_has_for_the_model(name: str, fields: dict[str, object]) -> None:
+def test_fused_kernels_by_model(name: str, fields: dict[str, object]) -> None:
     hf = published_config(name)
     assert fused_fields(family_of(hf).config(hf)) == fields
 
 
-def test_yarn_of_factor_1_is_the_plain_rotary_embedding() -> None:
-    """Megatron fuses the rotary embedding of latent attention with yarn alone."""
-    shape = {"kv_channels": 64, "rotary_percent": 1.0, "rotary_base": 50000, "use_cpu_initialization": True}
-    plain = RotaryEmbedding(**shape, cp_group=None)(8192, packed_seq=True)
-    yarn, magnitude = YarnRotaryEmbedding(**shape, scaling_factor=1.0, original_max_position_embeddings=4096)(
+def test_yarn_of_factor_1_equals_the_plain_rotary_embedding() -> None:
+    """Megatron fuses the rotary embedding of latent attention with yarn only."""
+    arguments = {"kv_channels": 64, "rotary_percent": 1.0, "rotary_base": 50000, "use_cpu_initialization": True}
+    plain = RotaryEmbedding(**arguments, cp_group=None)(8192, packed_seq=True)
+    yarn, mscale = YarnRotaryEmbedding(**arguments, scaling_factor=1.0, original_max_position_embeddings=4096)(
         8192, packed_seq=True
     )
-    assert magnitude == 1.0
+    assert mscale == 1.0
     torch.testing.assert_close(yarn.cos(), plain.cos(), atol=1e-4, rtol=0)
     torch.testing.assert_close(yarn.sin(), plain.sin(), atol=1e-4, rtol=0)

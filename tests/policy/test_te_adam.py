@@ -1,4 +1,4 @@
-"""What is added to TransformerEngine's Adam, with its own Python code: only its kernels need a GPU."""
+"""Checkpoints of TransformerEngine's Adam, with its own Python code; its kernels are not called."""
 
 import subprocess
 import sys
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from grpo_mp.policy.te_adam import as_remainders
-from tests.policy.gpu_python import last_line, transformer_engine
+from tests.policy.te_stub import last_json_line, te_wheel
 
-KEPT = {
+STATE_DTYPES = {
     "plain": {"exp_avg": "torch.float32", "exp_avg_sq": "torch.float32", "main": "torch.float32"},
     "remainders": {"exp_avg": "torch.bfloat16", "exp_avg_sq": "torch.bfloat16", "master_param": "torch.int16"},
     "whole": {"exp_avg": "torch.bfloat16", "exp_avg_sq": "torch.bfloat16", "master_param": "torch.float32"},
@@ -19,29 +19,31 @@ KEPT = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What became of states that were saved and loaded."""
+def round_trips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the results of saving and loading every case."""
     folder = tmp_path_factory.mktemp("round_trip")
-    command = [sys.executable, "-m", "tests.policy.te_round_trip", str(transformer_engine()), str(folder)]
-    return last_line(subprocess.run(command, capture_output=True, text=True, timeout=300))
+    command = [sys.executable, "-m", "tests.policy.te_round_trip", str(te_wheel()), str(folder)]
+    return last_json_line(subprocess.run(command, capture_output=True, text=True, timeout=300))
 
 
-@pytest.mark.parametrize("case", KEPT)
-def test_the_state_is_kept_as_the_settings_say_and_comes_back_bit_for_bit(case: str, found: dict[str, Any]) -> None:
-    one = found["cases"][case]
-    assert one["dtypes"] == KEPT[case]
-    assert one["changed"] == []
-    assert one["changed_in_a_new_policy"] == []
-    assert set(one["steps"]) == {7}
+@pytest.mark.parametrize("case", STATE_DTYPES)
+def test_state_has_the_configured_dtypes_and_is_restored_exactly(case: str, round_trips: dict[str, Any]) -> None:
+    result = round_trips["cases"][case]
+    assert result["dtypes"] == STATE_DTYPES[case]
+    assert result["changed"] == []
+    assert result["changed_in_a_new_policy"] == []
+    assert set(result["steps"]) == {7}
 
 
-def test_a_policy_that_keeps_main_weights_otherwise_is_refused(found: dict[str, Any]) -> None:
-    assert "the checkpoint holds main weights as remainders, optimizer.megatron asks for whole" in found["refused"]
+def test_other_main_weight_format_is_an_error(round_trips: dict[str, Any]) -> None:
+    assert (
+        "the checkpoint holds main weights as remainders, optimizer.megatron asks for whole" in round_trips["refused"]
+    )
 
 
-def test_remainders_come_back_from_float32_as_they_were() -> None:
-    every = torch.arange(-(2**15), 2**15).to(torch.int16)
-    saved: dict[int, dict[str, Any]] = {0: {"param": every.float(), "exp_avg": torch.ones(2)}}
-    read = as_remainders(saved)
-    assert torch.equal(read[0]["param"], every)
-    assert read[0]["exp_avg"].dtype == torch.float32
+def test_remainders_are_restored_from_float32() -> None:
+    values = torch.arange(-(2**15), 2**15).to(torch.int16)
+    saved: dict[int, dict[str, Any]] = {0: {"param": values.float(), "exp_avg": torch.ones(2)}}
+    loaded = as_remainders(saved)
+    assert torch.equal(loaded[0]["param"], values)
+    assert loaded[0]["exp_avg"].dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Chunked logprobs and entropies against log_softmax in float64; and what memory they take."""
+"""Chunked logprobs and entropies against log_softmax in float64, and their memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_mp.policy.vocab_parallel import VocabularyShard, token_logprobs
-from tests.policy.head_rounding import bounds
+from tests.policy.logprob_error_bounds import error_bounds
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Case:
     cotangent: Tensor
 
 
-def draw(tokens: int, hidden: int, vocabulary: int, padding: int, seed: int = 0, scale: float = 1.0) -> Case:
+def random_case(tokens: int, hidden: int, vocabulary: int, padding: int, seed: int = 0, scale: float = 1.0) -> Case:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -36,14 +36,14 @@ def draw(tokens: int, hidden: int, vocabulary: int, padding: int, seed: int = 0,
 
 
 def chunked(case: Case, vocabulary: int, temperature: float, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, gradient of hidden, gradient of weight."""
+    """Return output, gradient of hidden, gradient of weight."""
     hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
     out = token_logprobs(hidden, weight, case.targets, VocabularyShard(0, vocabulary, None), temperature, chunk)
     return (out.detach(), *torch.autograd.grad(out, (hidden, weight), case.cotangent))
 
 
-def whole(case: Case, vocabulary: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in float64, without chunks."""
+def reference(case: Case, vocabulary: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same in float64, without chunks."""
     hidden, weight = case.hidden.double().requires_grad_(), case.weight.double().requires_grad_()
     distribution = torch.distributions.Categorical(logits=hidden @ weight[:vocabulary].t() / temperature)
     out = torch.stack([distribution.log_prob(case.targets), distribution.entropy()])
@@ -51,42 +51,42 @@ def whole(case: Case, vocabulary: int, temperature: float) -> tuple[Tensor, Tens
 
 
 def check(case: Case, vocabulary: int, temperature: float, chunk: int) -> None:
-    found, expected = chunked(case, vocabulary, temperature, chunk), whole(case, vocabulary, temperature)
-    limits = bounds(
+    actual, expected = chunked(case, vocabulary, temperature, chunk), reference(case, vocabulary, temperature)
+    bounds = error_bounds(
         case.hidden.double(), case.weight[:vocabulary].double(), case.cotangent.double(), case.targets, temperature
     )
-    for one, other, limit in zip(found, expected, limits, strict=True):
-        assert one.dtype == torch.float32
-        real = slice(len(limit))  # beyond is the gradient of padding: none at all
-        assert bool(((one - other).abs()[real] <= limit).all())
-        assert not one[real.stop :].any()
+    for tensor, expected_tensor, bound in zip(actual, expected, bounds, strict=True):
+        assert tensor.dtype == torch.float32
+        unpadded = len(bound)
+        assert bool(((tensor - expected_tensor).abs()[:unpadded] <= bound).all())
+        assert not tensor[unpadded:].any()  # the gradient of padding is 0
 
 
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 5), st.sampled_from([0.5, 1.0, 2.0]), st.integers(1, 21))
 @settings(max_examples=60)
-def test_equal_to_log_softmax(tokens: int, vocabulary: int, padding: int, temperature: float, chunk: int) -> None:
-    check(draw(tokens, 6, vocabulary, padding, seed=tokens), vocabulary, temperature, chunk)
+def test_equals_log_softmax(tokens: int, vocabulary: int, padding: int, temperature: float, chunk: int) -> None:
+    check(random_case(tokens, 6, vocabulary, padding, seed=tokens), vocabulary, temperature, chunk)
 
 
 @pytest.mark.parametrize("row", [0, 1])
-@pytest.mark.parametrize("size", [1e-3, 1.0, 50.0])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])
 @pytest.mark.parametrize("padding", [0, 3])
-def test_each_cotangent_alone(row: int, size: float, padding: int) -> None:
-    case = draw(11, 6, 17, padding)
-    case.cotangent[row] *= size
+def test_each_cotangent(row: int, scale: float, padding: int) -> None:
+    case = random_case(11, 6, 17, padding)
+    case.cotangent[row] *= scale
     case.cotangent[1 - row] = 0.0
     check(case, 17, 0.7, 4)
 
 
 def test_peaked_distributions_stay_finite() -> None:
-    case = draw(9, 4, 13, 3, scale=200.0)
-    found, expected = chunked(case, 13, 0.5, 2), whole(case, 13, 0.5)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-3)
+    case = random_case(9, 4, 13, 3, scale=200.0)
+    actual, expected = chunked(case, 13, 0.5, 2), reference(case, 13, 0.5)
+    for tensor, expected_tensor in zip(actual, expected, strict=True):
+        torch.testing.assert_close(tensor.double(), expected_tensor, rtol=1e-4, atol=1e-3)
 
 
-def test_padding_columns_change_nothing_and_get_no_gradient() -> None:
-    case = draw(10, 6, 16, 4)
+def test_padding_columns_have_no_effect_and_no_gradient() -> None:
+    case = random_case(10, 6, 16, 4)
     case.weight[16:] = 1e3
     padded = chunked(case, 16, 1.0, 3)
     plain = chunked(Case(case.hidden, case.weight[:16], case.targets, case.cotangent), 16, 1.0, 3)
@@ -95,17 +95,17 @@ def test_padding_columns_change_nothing_and_get_no_gradient() -> None:
     assert torch.equal(padded[2][16:], torch.zeros(4, 6))
 
 
-def test_half_precision_weights_give_float32_logprobs_and_half_precision_gradients() -> None:
-    case = draw(12, 8, 20, 0)
+def test_bfloat16_weights_give_float32_logprobs_and_bfloat16_gradients() -> None:
+    case = random_case(12, 8, 20, 0)
     half = Case(case.hidden.bfloat16(), case.weight.bfloat16(), case.targets, case.cotangent)
-    found, expected = chunked(half, 20, 1.0, 5), whole(half, 20, 1.0)
-    assert [one.dtype for one in found] == [torch.float32, torch.bfloat16, torch.bfloat16]
-    for one, other in zip(found, expected, strict=True):
-        assert float((one - other).norm()) <= 0.01 * float(other.norm())
+    actual, expected = chunked(half, 20, 1.0, 5), reference(half, 20, 1.0)
+    assert [tensor.dtype for tensor in actual] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    for tensor, expected_tensor in zip(actual, expected, strict=True):
+        assert float((tensor - expected_tensor).norm()) <= 0.01 * float(expected_tensor.norm())
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operation made or read."""
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation read or returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,10 +121,10 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("chunk", [4, 16, 64])
 def test_no_tensor_is_larger_than_a_chunk_of_logits(chunk: int) -> None:
     tokens, vocabulary = 128, 640
-    case = draw(tokens, 1, vocabulary, 0)
-    with Largest() as largest:
+    case = random_case(tokens, 1, vocabulary, 0)
+    with LargestTensor() as chunked_largest:
         chunked(case, vocabulary, 1.0, chunk)
-    assert largest.elements == chunk * vocabulary
-    with Largest() as plain:
-        whole(case, vocabulary, 1.0)
-    assert plain.elements == tokens * vocabulary
+    assert chunked_largest.elements == chunk * vocabulary
+    with LargestTensor() as reference_largest:
+        reference(case, vocabulary, 1.0)
+    assert reference_largest.elements == tokens * vocabulary

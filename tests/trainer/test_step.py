@@ -15,7 +15,7 @@ from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import StepBatch, assemble
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
-from grpo_mp.policy.expert_load import heat_map, over_mean, worst_ratio
+from grpo_mp.policy.expert_load import heat_map, load_ratios, max_load_ratio
 from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.trainer.logprobs import Updates, compute_logprobs, sample_microbatches
 from grpo_mp.trainer.metrics import logprob_tokens, update_metrics
@@ -263,15 +263,15 @@ def test_the_load_of_experts_is_what_transformers_routes(make_step: Callable[...
     assert by_layer.any()
     assert load_of_experts.tolist() == by_layer.tolist()
     routed = by_layer[by_layer.any(1)]
-    assert worst_ratio(load_of_experts) == pytest.approx((routed.max(1) / routed.mean(1)).max())
-    assert over_mean(load_of_experts).numpy() == pytest.approx(routed / routed.mean(1, keepdims=True))
+    assert max_load_ratio(load_of_experts) == pytest.approx((routed.max(1) / routed.mean(1)).max())
+    assert load_ratios(load_of_experts).numpy() == pytest.approx(routed / routed.mean(1, keepdims=True))
     assert len(heat_map(load_of_experts).splitlines()) == len(routed)
 
     step.policy.logprobs(update)
     no_load = step.policy.expert_load.take(cpu_group)
     assert no_load is not None
     assert not no_load.any()
-    assert worst_ratio(no_load) is None
+    assert max_load_ratio(no_load) is None
 
 
 def test_the_drawing_of_a_heat_map() -> None:

@@ -12,7 +12,7 @@ from grpo_mp.config import Layout, Settings, load_settings
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
 from grpo_mp.scheduler.phase_manager import PhaseManager
-from grpo_mp.weight_sync.compare import WIDER_SETS
+from grpo_mp.weight_sync.compare import RECHECK_SETS
 from grpo_mp.weight_sync.engine_check import EngineCheck, EngineDisagreesError, sequence_logprobs
 from grpo_mp.weight_sync.update import WeightSync
 from tests.conftest import TinyRun
@@ -92,7 +92,7 @@ def test_an_error_in_the_first_set_alone_is_forgiven(settings: Settings, policy:
     engine = Engine(policy, [2e-4, 0.0])
     report = make_check(settings, policy, engine).run(3)
     assert 0 < report.mean < 1e-4 < report.largest
-    assert len(engine.sets) == WIDER_SETS
+    assert len(engine.sets) == RECHECK_SETS
     assert not any(prompt in sequences for sequences in engine.sets[1:] for prompt in PROMPTS)
 
 

@@ -1,4 +1,4 @@
-"""What an engine in blockwise FP8 is sent: the very tensors that tools/convert.py writes to such a folder."""
+"""An engine in blockwise FP8 gets the same tensors that tools/convert.py writes to an FP8 folder."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,11 +28,12 @@ def parallel() -> Iterator[Parallel]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_projections_arrive_as_the_converter_writes_them(family: str, parallel: Parallel, tmp_path: Path) -> None:
+def test_fp8_sync_equals_converter_output(family: str, parallel: Parallel, tmp_path: Path) -> None:
     model = tmp_path / "model"
     make_tiny(model, family, make_tokenizer(["apples"]), num_hidden_layers=2, hidden_size=160)
-    wide = {name: t if "bias" in name else t.bfloat16() for name, t in load_file(model / "model.safetensors").items()}
-    save_file(wide, model / "model.safetensors", metadata={"format": "pt"})
+    weights = load_file(model / "model.safetensors")
+    weights = {name: tensor if "bias" in name else tensor.bfloat16() for name, tensor in weights.items()}
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     to_megatron(model, tmp_path / "megatron", lambda done, total: None)
     to_hf(tmp_path / "megatron", tmp_path / "fp8", None, True, lambda done, total: None)
 

@@ -1,4 +1,4 @@
-"""Plans over every small layout: each parameter in one bucket, each part once to each target, atoms whole."""
+"""Plans over every small layout: each parameter in one bucket, each part once to each target, no atom split."""
 
 import gc
 import tracemalloc
@@ -11,8 +11,8 @@ import pytest
 from grpo_mp.config import Layout
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.models.mapping import Param, Rule, expand
-from grpo_mp.platform import spared_collections
-from grpo_mp.weight_sync.plan import LocalShard, SyncPlan, Transfer, plan_sync, whole_bytes
+from grpo_mp.platform import gc_frozen
+from grpo_mp.weight_sync.plan import LocalShard, SyncPlan, Transfer, full_bytes, plan_sync
 
 LAYERS, EXPERTS = 2, 4
 RULES = [
@@ -36,9 +36,9 @@ LAYOUTS = [
 ]
 
 
-def held(world_size: int, layout: Layout) -> list[LocalShard]:
-    """Layers by stage, experts by expert rank, everything split by its tensor rank; replicas hold the same."""
-    holdings = []
+def local_shards(world_size: int, layout: Layout) -> list[LocalShard]:
+    """Return all ranks' shards: layers by stage, experts by expert rank, split tensors by tensor rank."""
+    shards = []
     for rank, (name, param) in product(range(world_size), PARAMS.items()):
         coords = coordinates(rank, layout, world_size)
         first, last = coords.pipeline == 0, coords.pipeline == layout.pipeline - 1
@@ -49,84 +49,86 @@ def held(world_size: int, layout: Layout) -> list[LocalShard]:
         if param.expert is not None and param.expert * layout.expert // EXPERTS != coords.expert:
             continue
         part = coords.tensor if param.expert is None else coords.expert_tensor
-        holdings.append(LocalShard(name, part if param.split is not None else 0, rank))
-    return holdings
+        shards.append(LocalShard(name, part if param.split is not None else 0, rank))
+    return shards
 
 
 def atom(param: Param) -> object:
     return (param.layer, param.expert) if param.layer is not None else param.name
 
 
-def check(plan: SyncPlan, holdings: Sequence[LocalShard], targets: Sequence[int], bucket_bytes: int) -> None:
-    holders = {(held.name, held.part, held.rank) for held in holdings}
+def check(plan: SyncPlan, shards: Sequence[LocalShard], targets: Sequence[int], bucket_bytes: int) -> None:
+    holders = {(shard.name, shard.part, shard.rank) for shard in shards}
     ranks = {rank for _, _, rank in holders}
     parts = {(name, part) for name, part, _ in holders}
     assert Counter(name for bucket in plan.buckets for name in bucket.names) == Counter(list(PARAMS))
-    arrived = Counter((move.name, move.part, move.target) for bucket in plan.buckets for move in bucket.transfers)
-    assert arrived == Counter((name, part, target) for name, part in parts for target in targets)
+    transfers = [transfer for bucket in plan.buckets for transfer in bucket.transfers]
+    received = Counter((transfer.name, transfer.part, transfer.target) for transfer in transfers)
+    assert received == Counter((name, part, target) for name, part in parts for target in targets)
     bucket_of = {name: number for number, bucket in enumerate(plan.buckets) for name in bucket.names}
-    for one, other in combinations(PARAMS.values(), 2):
-        assert atom(one) != atom(other) or bucket_of[one.name] == bucket_of[other.name]
+    for param, other in combinations(PARAMS.values(), 2):
+        assert atom(param) != atom(other) or bucket_of[param.name] == bucket_of[other.name]
     for bucket in plan.buckets:
-        assert bucket.nbytes == sum(whole_bytes(PARAMS[name], ITEMSIZE[name]) for name in bucket.names)
+        assert bucket.nbytes == sum(full_bytes(PARAMS[name], ITEMSIZE[name]) for name in bucket.names)
         assert bucket.nbytes <= bucket_bytes or len({atom(PARAMS[name]) for name in bucket.names}) == 1
-        for move in bucket.transfers:
-            assert move.name in bucket.names
-            assert (move.name, move.part, move.source) in holders
-            assert move.source == move.target or (move.name, move.part, move.target) not in holders
-            assert move.source in ranks
-    assert plan.nbytes == sum(whole_bytes(param, ITEMSIZE[name]) for name, param in PARAMS.items())
+        for transfer in bucket.transfers:
+            shard = (transfer.name, transfer.part)
+            assert transfer.name in bucket.names
+            assert (*shard, transfer.source) in holders
+            assert transfer.source == transfer.target or (*shard, transfer.target) not in holders
+            assert transfer.source in ranks
+    assert plan.nbytes == sum(full_bytes(param, ITEMSIZE[name]) for name, param in PARAMS.items())
 
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
 def test_every_layout_target_set_and_bucket_size(world_size: int, layout: Layout) -> None:
-    holdings = held(world_size, layout)
+    shards = local_shards(world_size, layout)
     ranks = range(world_size)
     target_sets = [(0,), tuple(ranks), tuple(ranks[::2]), (world_size - 1,), ()]
     for targets, bucket_bytes in product(target_sets, (1, LARGEST_ATOM, 10**6)):
-        check(plan_sync(PARAMS, holdings, targets, bucket_bytes, ITEMSIZE), holdings, targets, bucket_bytes)
+        check(plan_sync(PARAMS, shards, targets, bucket_bytes, ITEMSIZE), shards, targets, bucket_bytes)
 
 
-def test_buckets_are_filled_in_order_and_a_large_atom_stands_alone() -> None:
-    holdings = [LocalShard(name, 0, 0) for name in PARAMS]
-    everything = plan_sync(PARAMS, holdings, (0,), 10**6, ITEMSIZE)
-    assert len(everything.buckets) == 1
-    single = plan_sync(PARAMS, holdings, (0,), 1, ITEMSIZE)
-    assert len(single.buckets) == len({atom(param) for param in PARAMS.values()}) == 3 + 2 + 2 * EXPERTS
+def test_buckets_are_filled_in_order_and_a_large_atom_gets_its_own() -> None:
+    shards = [LocalShard(name, 0, 0) for name in PARAMS]
+    assert len(plan_sync(PARAMS, shards, (0,), 10**6, ITEMSIZE).buckets) == 1
+    by_atom = plan_sync(PARAMS, shards, (0,), 1, ITEMSIZE)
+    assert len(by_atom.buckets) == len({atom(param) for param in PARAMS.values()}) == 3 + 2 + 2 * EXPERTS
     two_experts = 2 * (12 * 4 + 4 * 12) * 2
-    buckets = plan_sync(PARAMS, holdings, (0,), two_experts, ITEMSIZE).buckets
+    buckets = plan_sync(PARAMS, shards, (0,), two_experts, ITEMSIZE).buckets
     assert max(bucket.nbytes for bucket in buckets) == two_experts
-    assert all(one.nbytes + other.nbytes > two_experts for one, other in pairwise(buckets))
+    assert all(bucket.nbytes + following.nbytes > two_experts for bucket, following in pairwise(buckets))
 
 
-def test_replicas_share_the_work_and_a_holder_takes_its_own() -> None:
-    holdings = [LocalShard(name, 0, rank) for name in PARAMS for rank in (0, 1)]
-    moves = plan_sync(PARAMS, holdings, (0, 2, 3, 4, 5), 10**6, ITEMSIZE).buckets[0].transfers
-    sources = {target: {move.source for move in moves if move.target == target} for target in (0, 2, 3, 4, 5)}
+def test_replicas_share_the_load_and_holders_use_their_own_shards() -> None:
+    shards = [LocalShard(name, 0, rank) for name in PARAMS for rank in (0, 1)]
+    targets = (0, 2, 3, 4, 5)
+    transfers = plan_sync(PARAMS, shards, targets, 10**6, ITEMSIZE).buckets[0].transfers
+    sources = {target: {transfer.source for transfer in transfers if transfer.target == target} for target in targets}
     assert sources == {0: {0}, 2: {1}, 3: {0}, 4: {1}, 5: {0}}
 
 
-def test_bytes_are_those_of_the_whole_tensors() -> None:
-    assert whole_bytes(PARAMS["layer.0.qkv"], 2) == 2 * (8 * 4 + 4 * 4)
-    assert whole_bytes(PARAMS["norm"], 4) == 16
+def test_full_bytes() -> None:
+    assert full_bytes(PARAMS["layer.0.qkv"], 2) == 2 * (8 * 4 + 4 * 4)
+    assert full_bytes(PARAMS["norm"], 4) == 16
 
 
-def test_a_parameter_without_a_holder_and_a_hole_in_its_parts_are_refused() -> None:
-    holdings = [LocalShard(name, 0, 0) for name in PARAMS]
+def test_parameter_without_holder_or_with_missing_part_is_an_error() -> None:
+    shards = [LocalShard(name, 0, 0) for name in PARAMS]
     with pytest.raises(ValueError, match="no rank holds norm"):
-        plan_sync(PARAMS, [one for one in holdings if one.name != "norm"], (0,), 10, ITEMSIZE)
-    holes = [LocalShard("embedding", 2, 1) if one.name == "embedding" else one for one in holdings]
+        plan_sync(PARAMS, [shard for shard in shards if shard.name != "norm"], (0,), 10, ITEMSIZE)
+    incomplete = [LocalShard("embedding", 2, 1) if shard.name == "embedding" else shard for shard in shards]
     with pytest.raises(ValueError, match=r"embedding: parts \[2\] are held, one is missing"):
-        plan_sync(PARAMS, holes, (0,), 10, ITEMSIZE)
+        plan_sync(PARAMS, incomplete, (0,), 10, ITEMSIZE)
 
 
-def test_millions_of_transfers_take_little_memory_and_no_collection() -> None:
+def test_transfers_are_small_and_excluded_from_garbage_collection() -> None:
     tracemalloc.start()
     transfers = [Transfer("decoder.layers.3.mlp.experts.17", 0, 3, 5) for _ in range(10_000)]
     nbytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert nbytes / len(transfers) < 100
-    with spared_collections():
+    with gc_frozen():
         assert gc.get_freeze_count() >= len(transfers)
-        assert not {id(one) for one in gc.get_objects()} & {id(one) for one in transfers}
+        assert not {id(item) for item in gc.get_objects()} & {id(transfer) for transfer in transfers}
     assert gc.get_freeze_count() == 0

@@ -1,4 +1,4 @@
-"""A bucket through shared memory, read by another process as an engine does."""
+"""Export of a bucket over shared memory, opened by another process as an engine does."""
 
 import json
 import os
@@ -13,32 +13,32 @@ from grpo_mp.weight_sync.shared_memory import export_tensors
 
 READER = """
 import json, sys, torch
-from grpo_mp.weight_sync.shared_memory import borrow
-note = torch.tensor(json.loads(sys.stdin.read()), dtype=torch.uint8)
-print(json.dumps({name: [str(x.dtype), list(x.shape), x.double().sum().item()] for name, x in borrow(note)}))
+from grpo_mp.weight_sync.shared_memory import open_tensors
+metadata = torch.tensor(json.loads(sys.stdin.read()), dtype=torch.uint8)
+print(json.dumps({name: [str(x.dtype), list(x.shape), x.double().sum().item()] for name, x in open_tensors(metadata)}))
 """
 
 
 def make_bucket() -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(7, 10, generator=generator)
+    matrix = torch.randn(7, 10, generator=generator)
     return [
         ("odd", torch.randn(3, 5, generator=generator)),
         ("half", torch.randn(9, generator=generator).bfloat16()),
-        ("transposed", whole.T),
-        ("slice", whole[2:4]),
+        ("transposed", matrix.T),
+        ("slice", matrix[2:4]),
         ("scalar", torch.tensor(2.5)),
         ("empty", torch.empty(0, 4)),
         ("whole_numbers", torch.arange(5)),
     ]
 
 
-def test_another_process_reads_what_was_lent() -> None:
+def test_another_process_opens_exported_tensors() -> None:
     bucket = make_bucket()
-    with export_tensors(bucket) as note:
-        run = subprocess.run(
+    with export_tensors(bucket) as metadata:
+        reader = subprocess.run(
             [sys.executable, "-c", READER],
-            input=json.dumps(note.tolist()),
+            input=json.dumps(metadata.tolist()),
             capture_output=True,
             text=True,
             timeout=120,
@@ -46,10 +46,10 @@ def test_another_process_reads_what_was_lent() -> None:
             check=True,
         )
     expected = {name: [str(x.dtype), list(x.shape), x.double().sum().item()] for name, x in bucket}
-    assert json.loads(run.stdout) == expected
+    assert json.loads(reader.stdout) == expected
 
 
-def test_a_loan_leaves_no_descriptor_open() -> None:
+def test_export_closes_its_file_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(ZeroDivisionError), export_tensors(make_bucket()):
         raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""What the host transport lends to an engine, taken as the engine's own processes take it."""
+"""Buckets sent by HostTransport, loaded as the engine's processes load them."""
 
 import asyncio
 import base64
@@ -16,8 +16,8 @@ from grpo_mp.weight_sync.transport import HostTransport, bucket_bytes
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
 
 
-class StepLogger:
-    """A client whose engine keeps every tensor it is given, by engine rank."""
+class RecordingClient:
+    """A client whose engine stores the tensors that each of its ranks receives."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -46,9 +46,9 @@ class StepLogger:
         return weights
 
 
-def sent(bucket: list[tuple[str, Tensor]], engine_ranks: int = 1) -> StepLogger:
-    async def update_weights() -> StepLogger:
-        client = StepLogger()
+def send_bucket(bucket: list[tuple[str, Tensor]], engine_ranks: int = 1) -> RecordingClient:
+    async def update_weights() -> RecordingClient:
+        client = RecordingClient()
         transport = HostTransport(client, engine_ranks)
         await transport.begin()
         await transport.send(bucket)
@@ -59,14 +59,14 @@ def sent(bucket: list[tuple[str, Tensor]], engine_ranks: int = 1) -> StepLogger:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_rank_of_the_engine_gets_equal_tensors(dtype: torch.dtype) -> None:
+def test_every_engine_rank_receives_the_bucket(dtype: torch.dtype) -> None:
     bucket = [
         ("a.weight", torch.randn(3, 5).mul(9).to(dtype)),
         ("b.weight", torch.randn(4, 3).mul(9).to(dtype).t()),
         ("c.scale", torch.tensor(2.5)),
         ("d.bias", torch.randn(7)),
     ]
-    client = sent(bucket, engine_ranks=3)
+    client = send_bucket(bucket, engine_ranks=3)
     assert client.calls == ["begin", f"update by {LOADER}", "end 7"]
     assert len(client.received) == 3
     for received in client.received:
@@ -76,32 +76,32 @@ def test_every_rank_of_the_engine_gets_equal_tensors(dtype: torch.dtype) -> None
             assert torch.equal(received[name].double(), expected.double())
 
 
-def test_a_slice_travels_without_the_storage_it_looks_into() -> None:
-    whole = torch.randn(1000, 64)
-    client = sent([("rows", whole[10:12]), ("columns", whole[:2, 3:5])])
+def test_slice_is_sent_without_its_full_storage() -> None:
+    matrix = torch.randn(1000, 64)
+    client = send_bucket([("rows", matrix[10:12]), ("columns", matrix[:2, 3:5])])
     assert client.payload_bytes < 2000
     (received,) = client.received
-    assert torch.equal(received["rows"], whole[10:12])
-    assert torch.equal(received["columns"], whole[:2, 3:5])
+    assert torch.equal(received["rows"], matrix[10:12])
+    assert torch.equal(received["columns"], matrix[:2, 3:5])
     assert received["rows"].untyped_storage().nbytes() < 1000
 
 
-def test_what_is_borrowed_stays_and_is_a_copy_of_one_s_own() -> None:
+def test_opened_tensors_outlive_the_export_and_are_private() -> None:
     tensor = torch.arange(5.0)
-    with export_tensors([("a", tensor)]) as note:
-        (_, kept), *_ = open_tensors(note)
-        (_, changed), *_ = open_tensors(note)
+    with export_tensors([("a", tensor)]) as metadata:
+        (_, kept), *_ = open_tensors(metadata)
+        (_, changed), *_ = open_tensors(metadata)
         changed.zero_()
     tensor.fill_(9.0)
     assert kept.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert changed.tolist() == [0.0] * 5
 
 
-def test_the_loader_is_named_as_python_imports_it() -> None:
+def test_loader_name_is_importable() -> None:
     module, _, name = LOADER.rpartition(".")
     assert (load_bucket.__module__, load_bucket.__name__) == (module, name)
 
 
-def test_bytes_of_a_bucket() -> None:
+def test_bucket_bytes() -> None:
     assert bucket_bytes([("a", torch.zeros(3, 2)), ("b", torch.zeros(5, dtype=torch.bfloat16))]) == 34
     assert bucket_bytes([]) == 0

@@ -1,4 +1,4 @@
-"""mbridge, another project's mapping, makes the same Hugging Face tensors of Megatron's parameters."""
+"""mbridge maps Megatron's parameters to the same Hugging Face tensors as grpo_mp."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mixtral", "glm4_moe", "deep
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_rank() -> Iterator[None]:
+def _single_rank() -> Iterator[None]:
     with single_process_group():
         start_parallel(Layout(), 0, 60.0)
         yield
@@ -29,23 +29,23 @@ def _one_rank() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_names_and_values_are_the_same(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mbridge import AutoBridge  # after Megatron was prepared
+def test_names_and_values_equal_mbridge(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mbridge import AutoBridge  # after platform.prepare()
     from mbridge.models import DeepseekV3Bridge
 
-    # Its settings of DeepSeek-V3 are for another Megatron; the names do not depend on them.
+    # Its DeepSeek-V3 config is for another Megatron version; the names do not depend on it.
     monkeypatch.setattr(DeepseekV3Bridge, "TransformerConfigClass", SimpleNamespace)
 
     make_tiny(tmp_path, family, make_tokenizer(["apples"]), num_hidden_layers=2)
     hf = HfConfig.read(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
-    config.rope_theta = hf.rope["rope_theta"]  # transformers 5 has it elsewhere
+    config.rope_theta = hf.rope["rope_theta"]  # transformers 5 moved it
     bridge = AutoBridge.from_config(config)
     for name, param in family_of(hf).params(hf).items():
         if param.alias:
             continue
         weight = torch.randn(param.local_shape(1))
-        theirs = dict(zip(*bridge._weight_to_hf_format(name, weight), strict=True))
-        ours = dict(zip(param.hf, unfuse(param, weight), strict=True))
-        assert theirs.keys() == ours.keys()
-        assert all(torch.equal(theirs[hf_name], tensor) for hf_name, tensor in ours.items()), name
+        expected = dict(zip(*bridge._weight_to_hf_format(name, weight), strict=True))
+        actual = dict(zip(param.hf, unfuse(param, weight), strict=True))
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(expected[hf_name], tensor) for hf_name, tensor in actual.items()), name
