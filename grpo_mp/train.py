@@ -12,7 +12,7 @@ from grpo_mp.checkpoint.run_state import FINAL, TrainState
 from grpo_mp.config import Settings
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.scheduler.phases import Phase
+from grpo_mp.phases import Phase
 from grpo_mp.trainer.collect import RolloutBatch, collect
 from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.context import TrainContext, newest_checkpoint, open_train_context

@@ -6,15 +6,15 @@ from typing import Literal
 
 Kind = Literal["scalar", "histogram", "text", "image"]
 
-_PLACE = re.compile(r"\{(\w+)\}")
-_UNSAFE = re.compile(r"[^\w.\-]+")
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_UNSAFE_CHARACTERS = re.compile(r"[^\w.\-]+")
 
 
 @dataclass(frozen=True)
 class Metric:
     """What one metric name means, when it is healthy, and what to do when it is not.
 
-    `name` may hold places in braces: `eval/{set}/accuracy` stands for one metric per eval set.
+    `name` may hold placeholders in braces: `eval/{set}/accuracy` stands for one metric per eval set.
     `low` and `high` bound the healthy range where a number can say it; outside it a step is worth a warning.
     `known_as` gives the name of the same number in other trainers.
     """
@@ -39,22 +39,22 @@ class Metric:
         return "{" in self.name
 
     def matches(self, name: str) -> bool:
-        """Whether `name` is this metric, or one of its members when it is a pattern."""
+        """Check whether `name` is this metric, or an instance of this pattern."""
         if not self.is_pattern:
             return name == self.name
         literal = [re.escape(part) for part in re.split(r"\{\w+\}", self.name)]
         return re.fullmatch(r"[\w.\-]+".join(literal), name) is not None
 
-    def healthy_value(self, value: float) -> bool:
-        """Whether `value` lies in the numeric range; NaN never does where there is a range."""
-        above = self.low is None or value >= self.low
-        below = self.high is None or value <= self.high
-        return above and below
+    def is_healthy(self, value: float) -> bool:
+        """Check whether `value` lies in the healthy range; NaN never does where there is one."""
+        above_low = self.low is None or value >= self.low
+        below_high = self.high is None or value <= self.high
+        return above_low and below_high
 
 
 def fill(pattern: str, **parts: str) -> str:
-    """Put `parts` into the places of a name; characters that a name cannot hold become `_`.
+    """Put `parts` into the placeholders of a name; characters that a name cannot hold become `_`.
 
     `fill("reward/part/{name}", name="my.py:score")` is `reward/part/my.py_score`.
     """
-    return _PLACE.sub(lambda place: _UNSAFE.sub("_", parts[place.group(1)]), pattern)
+    return _PLACEHOLDER.sub(lambda placeholder: _UNSAFE_CHARACTERS.sub("_", parts[placeholder.group(1)]), pattern)

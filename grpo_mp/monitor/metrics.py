@@ -16,7 +16,7 @@ TABLE: tuple[Metric, ...] = tuple(
 
 
 def find(name: str, kind: Kind | None = None) -> Metric:
-    """Return the row of `name`; a row without places wins over a pattern.
+    """Return the row of `name`; a row without placeholders wins over a pattern.
 
     Raises ValueError for a name that is not in the table, or that is there as another kind.
     """
@@ -34,23 +34,23 @@ def warnings(scalars: Mapping[str, float]) -> dict[str, str]:
     sentences = {}
     for name, value in scalars.items():
         metric = find(name, "scalar")
-        if not metric.healthy_value(value):
+        if not metric.is_healthy(value):
             sentences[name] = f"{name} is {value:.4g} (healthy: {metric.healthy}). {metric.action}"
     return sentences
 
 
 class RangeWatch:
-    """Tells of a metric when it leaves its healthy range, and not again until it has come back into it."""
+    """Warns of a metric when it leaves its healthy range, and not again until it has returned."""
 
     def __init__(self) -> None:
         self._outside: set[str] = set()
 
-    def news(self, scalars: Mapping[str, float]) -> list[str]:
-        """One sentence for each metric of this step that was in its range, or unknown, before."""
-        found = warnings(scalars)
-        fresh = [sentence for name, sentence in found.items() if name not in self._outside]
-        self._outside = (self._outside - scalars.keys()) | found.keys()
-        return fresh
+    def new_warnings(self, scalars: Mapping[str, float]) -> list[str]:
+        """Return a warning for each metric of this step that was in its range, or unknown, before."""
+        current = warnings(scalars)
+        new = [warning for name, warning in current.items() if name not in self._outside]
+        self._outside = (self._outside - scalars.keys()) | current.keys()
+        return new
 
 
 def markdown() -> str:

@@ -35,7 +35,7 @@ digits, `_`, `.` and `-` in such a name become `_`. A writer refuses names that 
 
 
 def page() -> str:
-    """The whole page as Markdown."""
+    """Render the page as Markdown."""
     return HEAD + markdown()
 
 

@@ -88,9 +88,9 @@ def cut_lines(path: Path, first_step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in read_lines(path) if (line["step"] or 0) < first_step]
-    fresh = path.with_suffix(".jsonl.new")
-    fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    os.replace(fresh, path)
+    rewritten = path.with_suffix(".jsonl.new")
+    rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    os.replace(rewritten, path)
 
 
 def _json_number(value: float) -> float | None:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from grpo_mp.distributed.coordinates import coordinates
+from grpo_mp.phases import Phase, Residency
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from grpo_mp.planner.engine import EngineLoad, engine_load
 from grpo_mp.planner.job import Job
 from grpo_mp.planner.overheads import OVERHEADS
 from grpo_mp.planner.parameter_count import Count
-from grpo_mp.scheduler.phases import RESIDENT, Phase, Residency
 
 Items = Mapping[str, float]
 
@@ -99,7 +99,7 @@ def _residency(job: Job, stretch: SubPhase) -> Residency:
         return Residency(engine_weights=True, engine_cache=True)
     if stretch is SubPhase.LOAD:
         return Residency(policy_weights=True, gradients=True, optimizer=True)
-    return RESIDENT[PHASES[stretch]]
+    return PHASES[stretch].resident
 
 
 def _resident(job: Job, stretch: SubPhase, held: Items) -> dict[str, float]:

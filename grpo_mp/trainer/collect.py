@@ -8,7 +8,7 @@ from grpo_mp.batching.group_filters import GroupSelection, PromptCurriculum, adm
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.data.cursor import take
 from grpo_mp.errors import UserError
-from grpo_mp.scheduler.phases import Phase
+from grpo_mp.phases import Phase
 from grpo_mp.trainer.context import TrainContext
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 

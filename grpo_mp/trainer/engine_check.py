@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.errors import UserError
-from grpo_mp.scheduler.phases import Phase
+from grpo_mp.phases import Phase
 from grpo_mp.trainer.context import TrainContext
 from grpo_mp.trainer.sequence_logprobs import sequence_logprobs
 from grpo_mp.weight_sync.compare import TOLERANCE, WIDER_SETS, CheckReport, compare, fixed_sequences, pooled, worst

@@ -18,9 +18,9 @@ from grpo_mp.checkpoint.run_state import (
     write_manifest,
 )
 from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.phases import Phase
 from grpo_mp.policy.checkpoint import save_policy, save_reference
 from grpo_mp.policy.policy import Policy
-from grpo_mp.scheduler.phases import Phase
 from grpo_mp.trainer.context import TrainContext
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import make_plan

@@ -13,7 +13,7 @@ from grpo_mp.evaluation.picture import draw, write_svg
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import RangeWatch, fill
 from grpo_mp.monitor.samples import SampleWriter, spread
-from grpo_mp.monitor.summary import StepSummary, over_ranks, step_scalars, summarise
+from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars, summarise
 from grpo_mp.monitor.writer import MetricWriter
 from grpo_mp.policy.expert_load import heat_map, over_mean, worst_ratio
 from grpo_mp.policy.policy import UpdateReport
@@ -72,7 +72,7 @@ class StepLogger:
         mine = summarise(timeline.take(), self._start_ns, timeline.now_ns())
         everyone: list[StepSummary] = [mine] * parallel.world_size
         dist.all_gather_object(everyone, mine, group=parallel.cpu_group)
-        return over_ranks(everyone)
+        return reduce_over_ranks(everyone)
 
     def step_record(
         self,
@@ -96,7 +96,7 @@ class StepLogger:
             **{fill("train/control/{name}", name=name): value for name, value in session.state.controls.items()},
             "train/optimizer_step": session.state.optimizer_step,
             "train/samples_seen": session.state.samples_seen,
-            **memory_metrics(session.scheduler.ledger.take(), parallel),
+            **memory_metrics(session.scheduler.memory_tracker.take(), parallel),
             **step_scalars(summary),
             **self._speed(collected, batch, summary, logprob_tokens(updates, parallel)),
             **self.sync_metrics(*sync),
@@ -136,7 +136,7 @@ class StepLogger:
             self._writer.text(step, name, text)
         if self._samples and record.groups:
             self._samples.write(step, record.groups)
-        for sentence in self._ranges.news(record.scalars):
+        for sentence in self._ranges.new_warnings(record.scalars):
             self._session.progress.note(f"step {step}: {sentence}")
 
     def evaluated(self, step: int, before: Mapping[str, EvalScore], now: Mapping[str, EvalScore]) -> None:
