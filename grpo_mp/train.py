@@ -7,12 +7,12 @@ from dataclasses import replace
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
 
-from grpo_mp.batching.step_batch import StepBatch, assemble
+from grpo_mp.batching.step_batch import StepBatch, assemble_step_batch
 from grpo_mp.checkpoint.run_state import FINAL, TrainState
 from grpo_mp.config import Settings
 from grpo_mp.monitor.timeline import merge_traces
-from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.phases import Phase
+from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch, collect
 from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.context import TrainContext, newest_checkpoint, open_train_context
@@ -74,7 +74,7 @@ def train(session: TrainContext) -> None:
 
 def make_batch(session: TrainContext, collected: RolloutBatch, step: int) -> StepBatch:
     """Rewards to advantages, and samples to the ranks that train on them."""
-    return assemble(
+    return assemble_step_batch(
         collected.groups,
         collected.infos,
         session.inputs.scorer.weights,

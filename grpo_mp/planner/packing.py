@@ -5,7 +5,7 @@ from functools import lru_cache
 from math import exp
 from statistics import NormalDist, fmean
 
-from grpo_mp.batching.shared_prompts import PromptOf
+from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import padded_size, plan_update
 from grpo_mp.config import Layout
 from grpo_mp.planner.overheads import OVERHEADS
@@ -24,10 +24,10 @@ class Lengths:
     sharing: int = 0
 
     @property
-    def prompts(self) -> list[PromptOf]:
+    def prompts(self) -> list[SamplePrompt]:
         """By sample, in the order of `responses`: every prompt gets short and long ones."""
         groups = -(-self.samples // self.sharing) if self.sharing else 0
-        return [PromptOf(sample % groups, self.prompt) for sample in range(self.samples)] if groups else []
+        return [SamplePrompt(sample % groups, self.prompt) for sample in range(self.samples)] if groups else []
 
 
 @dataclass(frozen=True)

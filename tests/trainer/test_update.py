@@ -11,7 +11,7 @@ import torch.distributed as dist
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import assemble
+from grpo_mp.batching.step_batch import assemble_step_batch
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Layout, Settings, load_settings
 from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
@@ -55,13 +55,13 @@ def a_session(tiny_run: TinyRun, parallel: Parallel, *overrides: str) -> TrainCo
 
 def micro_batches(session: TrainContext) -> Updates:
     infos = all_gather_sample_info(groups(), dist.group.WORLD)
-    batch = assemble(groups(), infos, {}, session.settings, session.parallel, 64, step=1)
+    batch = assemble_step_batch(groups(), infos, {}, session.settings, session.parallel, 64, step=1)
     return compute_logprobs(session, batch)
 
 
 def planned(session: TrainContext) -> Updates:
     """The step's micro-batches before anything is computed for them."""
-    batch = assemble(
+    batch = assemble_step_batch(
         groups(), all_gather_sample_info(groups(), dist.group.WORLD), {}, session.settings, session.parallel, 64, step=1
     )
     return [list(update) for update in batch.updates]
@@ -147,7 +147,7 @@ def test_shuffled_samples_are_spread_over_the_updates_alike_on_every_rank(
     infos = all_gather_sample_info(groups(), dist.group.WORLD)
 
     def parts(step: int, settings: Settings) -> list[set[int]]:
-        batch = assemble(groups(), infos, {}, settings, parallel, 64, step)
+        batch = assemble_step_batch(groups(), infos, {}, settings, parallel, 64, step)
         return [set(update.samples) for update in batch.plan]
 
     in_order = shuffled.settings.model_copy(
