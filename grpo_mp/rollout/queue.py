@@ -1,4 +1,4 @@
-"""Shared work: engine hosts pull group numbers from one counter in the job's store, so fast engines take more."""
+"""Dynamic load balancing: engine hosts pull group numbers from one counter in the job's store."""
 
 import torch.distributed as dist
 
@@ -11,14 +11,14 @@ class WorkQueue:
         self._store, self._key, self._size = store, f"queue/{name}", size
 
     def next(self) -> int | None:
-        """The next number, or None when all are taken."""
+        """Take the next number, or None when all are taken."""
         number = self._store.add(self._key, 1) - 1
         return number if number < self._size else None
 
-    def finish(self) -> int:
-        """Count one as done; its place in the order of all that are."""
+    def mark_finished(self) -> int:
+        """Count one group as finished; return its place in the order of finishing."""
         return int(self._store.add(f"{self._key}/finished", 1))
 
-    def finished(self) -> int:
-        """How many are done in the whole job."""
+    def finished_count(self) -> int:
+        """Count the groups that are finished in the whole job."""
         return int(self._store.add(f"{self._key}/finished", 0))

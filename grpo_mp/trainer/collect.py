@@ -4,7 +4,13 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.group_filters import GroupSelection, PromptCurriculum, admit, length_bias, to_launch
+from grpo_mp.batching.group_filters import (
+    GroupSelection,
+    PromptCurriculum,
+    groups_to_launch,
+    length_bias,
+    select_groups,
+)
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.data.cursor import take
 from grpo_mp.errors import UserError
@@ -43,7 +49,7 @@ def collect(session: TrainContext, step: int) -> RolloutBatch:
         if rounds == rule.most_tries:
             raise UserError(_cannot_fill(session, step, admission, launched))
         missing = admission.missing(wanted)
-        prompts, state = _next_prompts(session, state, to_launch(missing, launched, admission, rule), step)
+        prompts, state = _next_prompts(session, state, groups_to_launch(missing, launched, admission, rule), step)
         with session.scheduler.phase(Phase.GENERATE):
             groups = session.rollout.generate(
                 prompts,
@@ -51,13 +57,13 @@ def collect(session: TrainContext, step: int) -> RolloutBatch:
                 step,
                 session.parallel.store,
                 name=f"step/{step}/{rounds}",
-                enough=missing if rule.admit == "finish" else None,
+                target_groups=missing if rule.admit == "finish" else None,
             )
         state = replace(state, groups_launched=state.groups_launched + len(prompts))
         with session.scheduler.phase(Phase.SCORE):
             infos += all_gather_sample_info(groups, session.parallel.cpu_group)
         held, rounds = held + groups, rounds + 1
-        admission, launched = admit(infos, wanted, rule), len({info.group_id for info in infos})
+        admission, launched = select_groups(infos, wanted, rule), len({info.group_id for info in infos})
         if rule.no_difference != "refill":
             break
     admitted = set(admission.admitted)
@@ -97,8 +103,10 @@ def _graduation(state: TrainState) -> PromptCurriculum:
 
 def _graduated(state: TrainState, infos: list[SampleInfo], step: int, session: TrainContext) -> TrainState:
     after = _graduation(state).after(infos, step, session.settings.algorithm.filter)
-    in_a_row, resting = ({str(key): value for key, value in side.items()} for side in (after.in_a_row, after.resting))
-    return replace(state, solve_streak=in_a_row, resting=resting)
+    solve_streak, resting = (
+        {str(prompt): value for prompt, value in by_prompt.items()} for by_prompt in (after.solve_streak, after.resting)
+    )
+    return replace(state, solve_streak=solve_streak, resting=resting)
 
 
 def _cannot_fill(session: TrainContext, step: int, admission: GroupSelection, launched: int) -> str:

@@ -62,8 +62,8 @@ def test_the_users_arguments_win_over_defaults_only() -> None:
 
 
 def test_an_engine_over_nodes_and_gpus() -> None:
-    place: dict[str, Any] = {"gpus": 16, "nodes": 2, "node_rank": 1}
-    spec = replace(SPEC, rank=8, **place)
+    fields: dict[str, Any] = {"gpus": 16, "nodes": 2, "node_rank": 1}
+    spec = replace(SPEC, rank=8, **fields)
     arguments = engine_arguments(spec, 1, "name", "key", "10.0.0.1:7000")
     assert arguments["tp_size"] == 16
     assert (arguments["nnodes"], arguments["node_rank"]) == (2, 1)
@@ -81,14 +81,14 @@ def test_a_tokenizer_only_for_stop_strings(stop_strings: bool, skipped: bool) ->
 
 @pytest.mark.parametrize("spec", [SPEC, CPU])
 def test_environment(spec: EngineSpec) -> None:
-    base = {
+    parent = {
         "RANK": "3",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "HOME": "/h",
         "PYTHONPATH": "/mine",
         "no_proxy": "x.org",
     }
-    environment = engine_environment(spec, {"port": 5}, "/scratch", base)
+    environment = engine_environment(spec, {"port": 5}, "/scratch", parent)
     assert json.loads(environment[ARGUMENTS]) == {"port": 5}
     assert not {"RANK", "TORCHELASTIC_USE_AGENT_STORE"} & set(environment)
     assert environment["HOME"] == "/h"
