@@ -12,7 +12,7 @@ from rich.text import Text
 
 from grpo_mp.evaluation.pass_at_k import Estimate
 from grpo_mp.evaluation.score import EvalScore
-from grpo_mp.monitor.metric import fill
+from grpo_mp.monitor.metrics import fill
 from grpo_mp.phases import Phase
 
 __all__ = ["AnswerPair", "EvalScore", "View"]

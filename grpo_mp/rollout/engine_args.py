@@ -108,7 +108,10 @@ def engine_arguments(
     """
     if dist_init_addr is None and _needs_rendezvous(spec):
         dist_init_addr = f"127.0.0.1:{port + 1}"  # SGLang's own choice may lie outside the job's port range
-    device = {**CPU_DEFAULTS, "max_total_tokens": _cpu_cache_tokens(spec)} if spec.cpu else CUDA_DEFAULTS
+    context_tokens = spec.context_tokens + CONTEXT_SLACK_TOKENS
+    # SGLang would size the cache by the host's memory, where the trainer and other engines live too.
+    running_requests = int(spec.args.get("max_running_requests", CPU_DEFAULTS["max_running_requests"]))
+    cpu_defaults = {**CPU_DEFAULTS, "max_total_tokens": running_requests * context_tokens}
     # The trainer computes on the same cores while the engine waits. With attention in replicas every replica's first
     # process sleeps up to a second on a socket of its own, and control requests, of which a weight sync sends
     # hundreds, arrive at the first replica's alone: the others would join each of them late.
@@ -118,7 +121,7 @@ def engine_arguments(
         "device": "cpu" if spec.cpu else "cuda",
         "dtype": spec.dtype,
         "random_seed": spec.seed,
-        "context_length": spec.context_tokens + CONTEXT_SLACK_TOKENS,
+        "context_length": context_tokens,
         "tp_size": spec.gpus,
         "base_gpu_id": spec.first_gpu,
         "nnodes": spec.nodes,
@@ -136,7 +139,13 @@ def engine_arguments(
         "custom_weight_loader": [LOADER],
         **({"load_format": "dummy"} if spec.dummy_weights else {}),
     }
-    return {**DEFAULTS, **device, "sleep_on_idle": sleep_on_idle, **spec.args, **owned}
+    return {
+        **DEFAULTS,
+        **(cpu_defaults if spec.cpu else CUDA_DEFAULTS),
+        "sleep_on_idle": sleep_on_idle,
+        **spec.args,
+        **owned,
+    }
 
 
 def engine_environment(
@@ -151,13 +160,15 @@ def engine_environment(
         for name, value in parent.items()
         if name not in LAUNCHER_VARIABLES | UNSET_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
     }
+    python_path = [str(ENGINE_SITE)] * spec.cpu + [str(Path(__file__).parents[2])]
+    python_path += filter(None, parent.get("PYTHONPATH", "").split(":"))
     loopback = ",".join(filter(None, [parent.get("no_proxy") or parent.get("NO_PROXY"), "127.0.0.1,localhost"]))
     return {
         **inherited,
         ARGUMENTS: json.dumps(arguments),
         SCRATCH: scratch,
         "TMPDIR": scratch,
-        "PYTHONPATH": ":".join(_python_path(spec, parent)),
+        "PYTHONPATH": ":".join(python_path),
         "PYTHONSAFEPATH": "1",  # the working folder is not on the path: a user's queue.py would shadow the library
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(spec.threads),
@@ -215,15 +226,3 @@ def _cpu_environment(spec: EngineSpec) -> dict[str, str]:
 
 def _needs_rendezvous(spec: EngineSpec) -> bool:
     return spec.nodes > 1 or attention_replicas(spec.args) > 1
-
-
-def _cpu_cache_tokens(spec: EngineSpec) -> int:
-    # SGLang would take a share of the host's memory; the trainer and other engines live there too.
-    running = int(spec.args.get("max_running_requests", CPU_DEFAULTS["max_running_requests"]))
-    return running * (spec.context_tokens + CONTEXT_SLACK_TOKENS)
-
-
-def _python_path(spec: EngineSpec, parent: Mapping[str, str]) -> list[str]:
-    site = [str(ENGINE_SITE)] if spec.cpu else []
-    package = [str(Path(__file__).parents[2])]
-    return [*site, *package, *filter(None, parent.get("PYTHONPATH", "").split(":"))]

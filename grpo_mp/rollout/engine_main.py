@@ -45,7 +45,8 @@ def _wait_for_server(server: int, trainer: int) -> int:
         pid, status = os.waitpid(server, os.WNOHANG)
         if pid:
             code = os.waitstatus_to_exitcode(status)
-            print(f"engine process ended with {_exit_text(code)}", flush=True)
+            reason = f"status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+            print(f"engine process ended with {reason}", flush=True)
             return code if code >= 0 else 128 - code
         if signalled and signalled.si_signo == signal.SIGTERM:
             return _terminate(server)
@@ -95,10 +96,6 @@ def _run_server() -> None:
 def _prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl failed")
-
-
-def _exit_text(code: int) -> str:
-    return f"status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.placement import EnginePlacement, engine_hosts, engine_placements
 from grpo_mp.rollout.ports import own_address
 from grpo_mp.rollout.precision import precision_arguments
-from grpo_mp.rollout.queue import WorkQueue
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
+from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, WorkQueue
 from grpo_mp.types import Prompt, SampleGroup
 
 
@@ -188,6 +187,6 @@ def engine_spec(
 
 
 def reads_weights(settings: Settings) -> bool:
-    """Check whether engines can read the weights of `model.path`: `engine.args` sets the folder's own precision."""
+    """Check whether engines can read the weights of `model.path` and compute in the precision of `engine.args`."""
     folder, cpu = settings.model.path, not platform.on_cuda()
     return holds_weights(folder) and not precision_arguments(settings.engine.args, HfConfig.read(folder), cpu)

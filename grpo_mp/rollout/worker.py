@@ -4,15 +4,36 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.client import EngineClient, Generated, Sampling
-from grpo_mp.rollout.queue import WorkQueue
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 POLL_S = 0.02
+
+
+class WorkQueue:
+    """Numbers 0 .. size-1, each given to exactly one caller in the whole job, so that fast engines take more."""
+
+    def __init__(self, store: dist.Store, name: str, size: int) -> None:
+        """`name` must be new in the job: a counter is never reset."""
+        self._store, self._key, self._size = store, f"queue/{name}", size
+
+    def next(self) -> int | None:
+        """Take the next number, or None when all are taken."""
+        number = self._store.add(self._key, 1) - 1
+        return number if number < self._size else None
+
+    def mark_finished(self) -> int:
+        """Count one group as finished; return its place in the order of finishing."""
+        return int(self._store.add(f"{self._key}/finished", 1))
+
+    def finished_count(self) -> int:
+        """Count the groups that are finished in the whole job."""
+        return int(self._store.add(f"{self._key}/finished", 0))
 
 
 @dataclass(frozen=True)
@@ -42,32 +63,32 @@ class RolloutWorker:
         Raises UserError from the engine or a reward; the other groups are dropped then.
         """
         groups: list[SampleGroup] = []
-        done = asyncio.Event()
+        stop = asyncio.Event()
 
         async def consume() -> None:
-            while not done.is_set() and (number := queue.next()) is not None:
+            while not stop.is_set() and (number := queue.next()) is not None:
                 groups.append(await self._generate_group(task, number, queue))
 
         async def consume_all() -> None:
             async with asyncio.TaskGroup() as consumers:
                 for _ in range(max_in_flight):
                     consumers.create_task(consume())
-            done.set()
+            stop.set()
 
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(consume_all())
                 if task.target_groups is not None:
-                    tasks.create_task(self._abort_at_target(task.target_groups, queue, done))
+                    tasks.create_task(self._abort_at_target(task.target_groups, queue, stop))
         except* Exception as errors:
             raise _first_error(errors) from errors
         return sorted((group for group in groups if group.samples), key=lambda group: group.samples[0].group_id)
 
-    async def _abort_at_target(self, target_groups: int, queue: WorkQueue, done: asyncio.Event) -> None:
+    async def _abort_at_target(self, target_groups: int, queue: WorkQueue, stop: asyncio.Event) -> None:
         """Abort the requests in flight once `target_groups` are finished; each returns the tokens it has."""
-        while not done.is_set():
+        while not stop.is_set():
             if queue.finished_count() >= target_groups:
-                done.set()
+                stop.set()
                 await self._client.abort_all()
             await asyncio.sleep(POLL_S)
 

@@ -15,7 +15,7 @@ from grpo_mp.types import SampleInfo
 
 
 def make_infos(*groups: tuple[float, ...], first: int = 10) -> list[SampleInfo]:
-    """One group for each tuple of rewards; prompts are numbered from 100."""
+    """Make one group for each tuple of rewards; prompts are numbered from 100."""
     return [
         SampleInfo(first + group, index, 0, 3, 5, reward, False, 0, prompt=100 + group, right=reward >= 1)
         for group, rewards in enumerate(groups)

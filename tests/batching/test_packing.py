@@ -9,7 +9,7 @@ from grpo_mp.types import Sample
 
 
 def make_sample(prompt: int, response: int, first: int = 10) -> Sample:
-    """Distinct tokens from `first` on, and a distinct logprob for every response token."""
+    """Make a sample with distinct tokens from `first` on, and a distinct logprob for every response token."""
     return Sample(
         group_id=0,
         index=first,

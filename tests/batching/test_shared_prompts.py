@@ -27,7 +27,7 @@ def make_samples(prompts: list[int], responses: list[list[int]]) -> list[Sample]
 
 
 def pack_all(samples: list[Sample], layout: Layout, data_parallel: int, max_tokens: int) -> list[MicroBatch]:
-    """The micro-batches of all data-parallel ranks. A sample's advantage and weight are its number."""
+    """Pack the micro-batches of all data-parallel ranks. A sample's advantage and weight are its number."""
     lengths = [sample.total_tokens for sample in samples]
     prompts = [SamplePrompt(sample.group_id, len(sample.prompt_tokens)) for sample in samples]
     (update,) = plan_updates(lengths, 1, layout, data_parallel, max_tokens, HIDDEN, prompts=prompts)

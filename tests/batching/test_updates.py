@@ -35,7 +35,7 @@ def plan(samples: list[Sample], updates: int, layout: Layout, data_parallel: int
 
 
 def joined_batches(update: Update, samples: list[Sample], layout: Layout, data_rank: int) -> list[dict[str, object]]:
-    """What the context-parallel ranks of one data-parallel rank hold together, given only this rank's samples."""
+    """Join the micro-batches of one data-parallel rank's context-parallel ranks, made from its samples only."""
     local_samples = {i: samples[i] for i in update.samples_of(data_rank)}
     advantages = [float(i) for i in range(len(samples))]
     weights = [1.0 / (len(update.samples) * len(samples[i].tokens)) for i in update.samples]

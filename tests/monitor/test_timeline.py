@@ -13,7 +13,7 @@ from grpo_mp.monitor.timeline import Event, Timeline, close_open_spans, merge_tr
 
 
 def balanced(events: list[Event]) -> bool:
-    """Whether on each lane every E ends the last open B, in order of time: what trace viewers require."""
+    """Check that on each lane every E ends the last open B, in order of time: trace viewers require it."""
     open_names: dict[tuple[int, int], list[str]] = {}
     last: dict[tuple[int, int], float] = {}
     for event in (event for event in events if event["ph"] in "BE"):

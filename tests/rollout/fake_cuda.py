@@ -113,7 +113,7 @@ def set_group_sizes(parallel: Any) -> None:
 
 @contextmanager
 def cuda_on_meta() -> Iterator[None]:
-    """Tensors that are made here have no memory, also where the caller says "cuda"."""
+    """Make tensors without memory in the body, also where the caller says "cuda"."""
     with torch.device("meta"), _MetaForCudaMode():
         yield
 

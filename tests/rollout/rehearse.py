@@ -81,7 +81,7 @@ def rehearse(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _claimed_ports(server_args: Any) -> list[int]:
-    """Every port that SGLang takes for this engine; those of its replicas follow dist_init_addr."""
+    """List every port that SGLang takes for this engine; those of its replicas follow dist_init_addr."""
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA, PortArgs
 
@@ -101,7 +101,7 @@ def _resolved_arguments(server_args: Any) -> dict[str, Any]:
 
 
 def _graph_backends(graphs: Any) -> list[str]:
-    """Classes of the backends that SGLang makes for decode and prefill where they are not disabled."""
+    """Name the classes of the backends that SGLang makes for decode and prefill where they are not disabled."""
     from sglang.srt.model_executor.runner_backend.utils import resolve_decode_backend, resolve_prefill_backend
 
     runner = SimpleNamespace(device_module=None, model_runner=SimpleNamespace(device="cuda"))

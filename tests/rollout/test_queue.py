@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
-from grpo_mp.rollout.queue import WorkQueue
+from grpo_mp.rollout.worker import WorkQueue
 
 
 def drain(queue: WorkQueue) -> list[int]:

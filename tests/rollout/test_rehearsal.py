@@ -158,7 +158,7 @@ def refusal_of(gpus: int, args: dict[str, Any], model: str) -> str:
 
 
 def check_suggestion(sentence: str, gpus: int, args: dict[str, Any], model: str) -> None:
-    """The setting that the sentence names is accepted, or it says that there is none."""
+    """Check that the setting which the sentence names is accepted, or that it says there is none."""
     _, separator, settings = sentence.partition("the nearest valid setting is ")
     if not separator:
         assert sentence.endswith(("leave engine.args.quantization out", "use a folder with bfloat16 weights"))

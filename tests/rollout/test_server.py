@@ -38,7 +38,7 @@ SpecFactory = Callable[..., EngineSpec]
 
 
 def session_processes(session_id: int) -> list[psutil.Process]:
-    """Living processes of a session."""
+    """List the living processes of a session."""
     processes = []
     for process in psutil.process_iter():
         try:
@@ -122,7 +122,7 @@ def test_a_server_that_is_late_is_a_timeout_and_stop_ends_it(make_spec: SpecFact
 
 @pytest.fixture
 def other_server() -> Iterator[Callable[[int], None]]:
-    """Serves somebody else's /v1/models on a port."""
+    """Serve another program's /v1/models on a port."""
     servers: list[http.server.HTTPServer] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
