@@ -14,9 +14,8 @@ from grpo_mp.checkpoint.to_hf import to_hf
 from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
 from grpo_mp.config import check_settings
-from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.errors import UserError
-from grpo_mp.examples.cold_start import alone
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.policy.checkpoint import save_policy
@@ -37,7 +36,7 @@ def build(model: Path, run: Path) -> None:
     run_settings = {"folder": str(run), "steps": 3}
     tree = LEAST | {"run": run_settings, "model": {"path": str(model), "dtype": "float32"}}
     settings = check_settings(tree, "test")
-    with alone():
+    with single_process_group():
         parallel = start_parallel(settings.layout, 0, 600.0)
         try:
             build_policy(settings, parallel, TrainState(), newest_checkpoint(settings))
@@ -122,7 +121,7 @@ def test_a_run_does_not_go_on_from_a_changed_checkpoint(model: Path, tmp_path: P
     settings = check_settings(LEAST | {"model": {"path": str(model), "dtype": "float32"}}, "test")
     step = checkpoint_folder(tmp_path / "run", 20)
     (step / "policy").mkdir(parents=True)
-    with alone():
+    with single_process_group():
         parallel = start_parallel(settings.layout, 0, 600.0)
         save_policy(Policy(settings, parallel, with_reference=False), step / "policy")
         stop_parallel()

@@ -15,9 +15,8 @@ from grpo_mp.checkpoint.to_hf import to_hf
 from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
 from grpo_mp.config import check_settings
-from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.errors import UserError
-from grpo_mp.examples.cold_start import alone
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.policy.checkpoint import save_policy
@@ -50,7 +49,7 @@ def policy_of(model: Path, dtype: str, with_reference: bool = False) -> Iterator
         "optimizer": {"lr": 1.0e-3},
     }
     settings = check_settings(tree, "test")
-    with alone():
+    with single_process_group():
         parallel = start_parallel(settings.layout, 0, 600.0)
         try:
             yield Policy(settings, parallel, with_reference)
