@@ -56,7 +56,7 @@ def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
     assert (by_reward.admitted, by_accuracy.admitted) == ((1,), (0,))
 
 
-def test_a_group_that_nothing_judges_is_dropped_by_its_rewards() -> None:
+def test_group_without_verdicts_is_dropped_by_its_rewards() -> None:
     infos = [replace(info, right=None) for info in make_infos(SAME, MIXED)]
     selection = select_groups(infos, count=2, rule=rule(no_difference="drop", metric="accuracy"))
     assert (selection.admitted, selection.no_difference) == ((11,), 1)
@@ -69,7 +69,7 @@ def test_the_first_launched_are_taken_and_the_rest_is_surplus() -> None:
     assert (selection.admitted, selection.no_difference, selection.surplus) == ((10, 12), 1, 1)
 
 
-def test_the_next_round_launches_as_many_as_the_share_that_teaches_demands() -> None:
+def test_next_round_launches_by_the_kept_share() -> None:
     def launch(missing: int, launched: int, taught: int, **values: Any) -> int:
         return groups_to_launch(
             missing, launched, GroupSelection(tuple(range(taught)), launched - taught, 0, 0), rule(**values)
@@ -98,7 +98,7 @@ def test_the_length_bias_of_what_is_admitted() -> None:
     assert length_bias(short, ()) == 1.0
 
 
-def test_a_prompt_rests_after_being_all_right_in_a_row_and_begins_anew() -> None:
+def test_prompt_rests_after_a_solve_streak_and_starts_at_zero() -> None:
     rest_rule = rule(rest_after=2, rest_steps=3)
     state = PromptCurriculum({}, {})
     state = state.after(make_infos(SAME, MIXED), 1, rest_rule)
@@ -112,11 +112,11 @@ def test_a_prompt_rests_after_being_all_right_in_a_row_and_begins_anew() -> None
 
 
 @pytest.mark.parametrize("right", [False, None])
-def test_a_prompt_whose_answers_are_not_said_to_be_right_never_rests(right: bool | None) -> None:
+def test_prompt_without_right_answers_never_rests(right: bool | None) -> None:
     """Whatever its reward: a boxed wrong answer may well have one above 0."""
     not_right = [replace(info, right=right) for info in make_infos(SAME)]
     assert PromptCurriculum({}, {}).after(not_right, 1, rule(rest_after=1)) == PromptCurriculum({}, {})
 
 
-def test_without_the_rule_nothing_is_remembered() -> None:
+def test_without_the_rule_the_curriculum_stays_empty() -> None:
     assert PromptCurriculum({}, {}).after(make_infos(SAME), 1, rule()) == PromptCurriculum({}, {})

@@ -104,7 +104,7 @@ def test_long_tailed_lengths_balance_over_ranks_and_over_simultaneous_microbatch
         assert max(together) / (sum(together) / 8) < 1.02
 
 
-def test_the_rank_that_has_least_gets_the_larger_of_the_next_bins() -> None:
+def test_least_loaded_rank_gets_the_larger_next_bin() -> None:
     schedule = plan_microbatches([10, 9, 9, 3], 2, 10, 1)
     assert sorted(sum(plan.tokens for plan in rank) for rank in schedule.ranks) == [13, 18]
 

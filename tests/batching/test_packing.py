@@ -47,7 +47,7 @@ def test_one_micro_batch_by_hand() -> None:
 
 
 @given(SHAPES, st.sampled_from([1, 2, 4]), st.integers(4, 40), st.integers(1, 3))
-def test_values_come_back_to_their_samples(
+def test_gathered_values_belong_to_their_samples(
     shapes: list[tuple[int, int]], align: int, max_tokens: int, ranks: int
 ) -> None:
     samples = [make_sample(p, r, 100 * i) for i, (p, r) in enumerate(shapes)]

@@ -52,7 +52,7 @@ groups = st.lists(
 
 @given(groups, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 3), st.integers(20, 300))
 @settings(max_examples=200, deadline=None)
-def test_every_sample_is_packed_once_behind_its_prompt(
+def test_every_sample_is_packed_once_after_its_prompt(
     drawn: list[tuple[int, list[int]]], tensor: int, pipeline: int, data_parallel: int, max_tokens: int
 ) -> None:
     samples = make_samples([prompt for prompt, _ in drawn], [lengths for _, lengths in drawn])

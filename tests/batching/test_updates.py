@@ -80,7 +80,7 @@ def test_every_sample_is_trained_on_once_with_its_own_numbers(layout: Layout, da
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_meet_in_equally_many_micro_batches_of_legal_sizes(layout: Layout) -> None:
+def test_ranks_have_equally_many_micro_batches_of_legal_sizes(layout: Layout) -> None:
     samples = make_samples(13, seed=9)
     (update,) = plan(samples, 1, layout, data_parallel=3)
     ranks = [joined_batches(update, samples, layout, data_rank) for data_rank in range(3)]

@@ -54,7 +54,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert len({first, second, other, tuple(range(50))}) == 4
 
 
-def test_every_place_is_equally_likely_for_a_prompt() -> None:
+def test_every_position_is_equally_likely_for_a_prompt() -> None:
     places = Counter(take(Cursor(seed=seed), 5, 5, True)[0].index(0) for seed in range(2000))
     assert all(300 < places[place] < 500 for place in range(5))
 

@@ -21,7 +21,7 @@ LONG = "one two three four five six seven eight nine ten eleven twelve thirteen"
         ("Let $x$ be", "let x be"),
     ],
 )
-def test_the_same_problem(train: str, held_out: str) -> None:
+def test_same_problem_is_exact_overlap(train: str, held_out: str) -> None:
     assert find_overlaps(["other", train], {"set": [held_out]}) == [Overlap("set", 1, exact=1, near=0)]
 
 
@@ -36,7 +36,7 @@ def test_the_same_problem(train: str, held_out: str) -> None:
         ("Tom has 3 eggs", "Tom has 4 eggs"),
     ],
 )
-def test_another_problem(train: str, held_out: str) -> None:
+def test_other_problem_is_no_overlap(train: str, held_out: str) -> None:
     assert find_overlaps([train], {"set": [held_out]}) == [Overlap("set", 1, exact=0, near=0)]
 
 

@@ -140,7 +140,7 @@ def test_questions_are_short_and_every_template_is_used() -> None:
     assert len(shapes) == sum(len(texts) for texts in TEMPLATES.values())
 
 
-def test_seeds_repeat_and_differ() -> None:
+def test_equal_seeds_repeat_and_other_seeds_differ() -> None:
     assert make_problems(50, 10, 7, 30) == make_problems(50, 10, 7, 30)
     assert make_problems(50, 10, 7, 30) != make_problems(50, 10, 8, 30)
 

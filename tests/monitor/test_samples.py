@@ -33,7 +33,7 @@ def make_group(group_id: int, rewards: tuple[float, ...] = (0.0, 1.5, 0.5)) -> S
     return SampleGroup(Prompt(group_id, f"question {group_id}", (1, 2), answer="4"), samples)
 
 
-def test_what_json_does_not_know_is_written_as_text() -> None:
+def test_objects_that_json_lacks_are_written_as_text() -> None:
     """Reward functions hand over what they have: numbers of numpy, dates."""
     (sample,) = make_group(0, (1.0,)).samples
     group = SampleGroup(

@@ -49,7 +49,7 @@ with dog.phase("STEP", 60.0), dog.phase("GENERATE", 0.2, engine=2):
     assert (tmp_path / "last").read_text() == "ran"
 
 
-def test_last_action_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
+def test_before_exit_that_hangs_does_not_block_the_exit(tmp_path: Path) -> None:
     body = """
 dog = watchdog.Watchdog(0, run, before_exit=[threading.Event().wait])
 with dog.phase("TRAIN", 0.1):
@@ -58,7 +58,7 @@ with dog.phase("TRAIN", 0.1):
     assert run_hanging(body, tmp_path).returncode == watchdog.STUCK_STATUS
 
 
-def test_unwritable_run_folder_does_not_keep_the_process(tmp_path: Path) -> None:
+def test_unwritable_run_folder_does_not_block_the_exit(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("a file where the folder should be")
     body = """
 dog = watchdog.Watchdog(0, run)
@@ -81,7 +81,7 @@ with dog.phase("SYNC", 0.1):
     assert 'File "<string>"' in process.stderr
 
 
-def test_phases_in_time_are_left_alone(tmp_path: Path) -> None:
+def test_phases_within_their_limit_are_not_ended(tmp_path: Path) -> None:
     body = """
 with watchdog.Watchdog(0, run) as dog:
     for _ in range(100):

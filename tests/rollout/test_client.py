@@ -135,7 +135,7 @@ def generate_while(
     raise AssertionError("the call never came while the request was running")
 
 
-def test_tokens_around_an_update_carry_their_own_version(ask: Ask, model_folder: Path) -> None:
+def test_tokens_before_and_after_an_update_have_their_weight_version(ask: Ask, model_folder: Path) -> None:
     versions = itertools.count(50)
 
     async def update(client: EngineClient) -> None:
@@ -151,13 +151,15 @@ def test_tokens_around_an_update_carry_their_own_version(ask: Ask, model_folder:
         assert list(response.weight_versions) == sorted(response.weight_versions)
 
 
-def test_abort_returns_what_there_is(ask: Ask) -> None:
+def test_abort_returns_partial_responses(ask: Ask) -> None:
     group = generate_while(ask, lambda client: client.abort_all(), lambda group: group[0].aborted)
     assert all(response.aborted and not response.truncated for response in group)
     assert all(len(response.tokens) < 140 for response in group)
 
 
-def test_memory_calls_leave_a_working_engine(ask: Ask, model_folder: Path, expected_logprobs: Logprobs) -> None:
+def test_engine_works_after_releasing_and_resuming_memory(
+    ask: Ask, model_folder: Path, expected_logprobs: Logprobs
+) -> None:
     async def sleep_and_wake(client: EngineClient) -> list[Generated]:
         await client.release_memory(["kv_cache", "weights"])
         await client.resume_memory(["weights", "kv_cache"])
@@ -174,7 +176,7 @@ def test_capabilities_come_from_the_server(ask: Ask) -> None:
     assert capabilities.version.count(".") >= 2
 
 
-def test_a_refusal_names_engine_path_and_reason(ask: Ask, model_folder: Path) -> None:
+def test_errors_name_engine_path_and_reason(ask: Ask, model_folder: Path) -> None:
     with pytest.raises(UserError, match=r"engine 3: /generate: .*longer than the model's context"):
         ask(lambda client: client.generate([5] * 400, LONG))
     with pytest.raises(UserError, match=r"engine 3: /update_weights_from_tensor: .*begin_weight_update"):
@@ -192,7 +194,7 @@ def test_a_request_without_the_key_is_refused(engine: EngineProcess) -> None:
         asyncio.run(request_without_key())
 
 
-def test_a_silent_server_is_a_timeout_and_a_gone_one_an_error() -> None:
+def test_silent_server_times_out_and_gone_server_raises() -> None:
     async def wait(port: int) -> None:
         async with EngineClient(0, f"http://127.0.0.1:{port}", {}, 0.2) as client:
             await client.server_info()

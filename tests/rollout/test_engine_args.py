@@ -40,7 +40,7 @@ def test_names_read_from_source_are_those_of_the_installed_sglang(tmp_path: Path
     assert known_arguments() == set(json.loads(output.splitlines()[-1]))
 
 
-def test_everything_that_is_sent_is_known() -> None:
+def test_every_argument_is_known_to_sglang() -> None:
     for spec in (SPEC, CPU):
         assert set(engine_arguments(spec, 1, "name", "key")) <= known_arguments()
     assert set(OWNED) <= known_arguments()
@@ -106,7 +106,7 @@ def test_without_sglang_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         known_arguments()
 
 
-def test_the_stand_ins_name_what_was_called(run_in_engine_site: Callable[[str], str]) -> None:
+def test_stand_in_modules_name_the_missing_function(run_in_engine_site: Callable[[str], str]) -> None:
     assert "sgl_kernel.deep.gelu is not there" in run_in_engine_site("import sgl_kernel.deep; sgl_kernel.deep.gelu(1)")
     assert "cannot import" not in run_in_engine_site("from torchvision.transforms import InterpolationMode")
 

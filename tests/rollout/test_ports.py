@@ -78,7 +78,7 @@ def test_own_address_is_the_one_that_leads_to_the_master(monkeypatch: pytest.Mon
             assert own_address() == address
 
 
-def test_ports_in_a_row_are_held_whole_and_leave_no_gap_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consecutive_ports_are_reserved_together_without_unused_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     first = claim_ports(15)
     first.release()
     monkeypatch.setenv(ports.JOB_PORTS, f"{first.port}-{first.port + 44}")

@@ -47,7 +47,7 @@ CASES: list[tuple[bool, dict[str, Any], bool, bool]] = [  # folder in FP8, engin
 ]
 
 
-def test_sglang_reads_the_precision_that_was_meant(folders: dict[bool, HfConfig]) -> None:
+def test_sglang_reads_the_intended_precision(folders: dict[bool, HfConfig]) -> None:
     user = {OVERRIDES: '{"rope_theta": 7.0}'}
     args_of_cases = [user | precision_arguments(user | args, folders[fp8], cpu) for fp8, args, cpu, _ in CASES]
     requests = [
@@ -67,7 +67,7 @@ def test_sglang_reads_the_precision_that_was_meant(folders: dict[bool, HfConfig]
         assert (arguments != user) == (expected != folder_fp8)
 
 
-def test_what_cannot_be_kept_in_step_is_refused(folders: dict[bool, HfConfig]) -> None:
+def test_unsupported_precision_is_refused(folders: dict[bool, HfConfig]) -> None:
     with pytest.raises(UserError, match=r"^engine\.args\.quantization=awq: weights are sent as they are trained or in"):
         in_fp8({"quantization": "awq"}, folders[False], cpu=False)
     with pytest.raises(UserError, match=r"engines compute in FP8 on GPUs only: leave it out"):

@@ -69,7 +69,7 @@ def test_a_running_engine_idles_without_work(engine: EngineProcess) -> None:
     assert used_s() - before < 0.2
 
 
-def test_the_log_is_for_the_user_alone(engine: EngineProcess) -> None:
+def test_log_is_readable_by_its_owner_only(engine: EngineProcess) -> None:
     assert engine.log.stat().st_mode & 0o077 == 0
     assert engine.api_key in engine.log.read_text()
 
@@ -144,7 +144,7 @@ def other_server() -> Iterator[Callable[[int], None]]:
         server.server_close()
 
 
-def test_another_server_on_the_port_is_not_taken_for_ours_and_avoided(
+def test_engine_restarts_on_another_port_where_another_server_answers(
     make_spec: SpecFactory, tmp_path: Path, other_server: Callable[[int], None]
 ) -> None:
     with EngineProcess(make_spec(), tmp_path / "engine.log") as engine:

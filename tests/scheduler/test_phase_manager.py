@@ -49,7 +49,7 @@ def test_everything_that_leaves_goes_before_anything_comes_and_before_the_body(m
     )
 
 
-def test_inside_each_phase_what_it_needs_is_resident(monitors: Monitors) -> None:
+def test_each_phase_has_its_residency(monitors: Monitors) -> None:
     resident: dict[str, bool] = dict.fromkeys(vars(Residency()), False)
     offload_functions: dict[str, OffloadFunction] = {
         name: lambda wake, name=name: resident.update({name: wake}) for name in resident
@@ -81,7 +81,7 @@ def test_spans_and_memory_usage_by_phase(monitors: Monitors) -> None:
     assert set(phase_manager.memory_tracker.take()) == {"TRAIN", "EVAL"}
 
 
-def test_an_error_in_a_phase_comes_out_and_the_next_phase_starts_from_there(monitors: Monitors) -> None:
+def test_error_in_a_phase_propagates_and_keeps_the_residency(monitors: Monitors) -> None:
     calls: list[str] = []
     phase_manager = PhaseManager(*monitors, 60.0, recording_functions(calls), GENERATION)
     with pytest.raises(RuntimeError, match="in the body"), phase_manager.phase(Phase.LOGPROB):

@@ -34,7 +34,7 @@ def test_every_phase_has_a_description_and_something_resident() -> None:
     assert all(phase.description for phase in Phase)
 
 
-def test_policy_and_engine_share_the_device_only_while_weights_go_over() -> None:
+def test_policy_and_engine_share_the_device_only_during_sync() -> None:
     for phase in Phase:
         residency = phase.resident
         of_policy = {name for name in names(residency) if not name.startswith("engine_")}
