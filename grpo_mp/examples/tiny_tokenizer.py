@@ -50,7 +50,7 @@ def _vocabulary(words: Sequence[str]) -> dict[str, int]:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     character_tokens = [byte_level.pre_tokenize_str(chr(code))[0][0] for code in range(128)]
     space = character_tokens[ord(" ")]
-    # A word that only begins a sentence is capital there; names stand in both places.
+    # A word that only begins a sentence is capital there; names occur in both places.
     word_tokens = [
         token for word in words for token in ((word, space + word) if word[0].isupper() else (space + word,))
     ]

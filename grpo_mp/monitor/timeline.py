@@ -42,7 +42,7 @@ class Timeline:
         self._lanes: dict[str, int] = {}
         self._spans: list[Span] = []
         self._lock = threading.Lock()
-        # Spans last as long as the monotonic clock says; the epoch clock only places them beside other ranks.
+        # Durations are those of the monotonic clock; the epoch clock only aligns the ranks.
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
         process = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         self._file = _open_trace(path, [*earlier, process])

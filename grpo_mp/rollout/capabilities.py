@@ -20,7 +20,7 @@ class Capabilities:
     """Differences between SGLang versions that change what this program sends, and what it cannot do without."""
 
     version: str
-    weight_update_session: bool  # updates stand between /begin_weight_update and /end_weight_update (0.5.20 on)
+    weight_update_session: bool  # updates are sent between /begin_weight_update and /end_weight_update (0.5.20 on)
     missing: tuple[str, ...]  # of REQUIRED_ROUTES
 
     @property

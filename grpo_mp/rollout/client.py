@@ -57,7 +57,7 @@ class Generated:
     weight_versions: tuple[int, ...]  # of every token; they differ where weights changed under a paused request
     truncated: bool  # the response reached max_response_tokens
     aborted: bool = False  # ended by `abort_all` or `pause(mode="abort")`; may have no tokens
-    cached_tokens: int = 0  # prompt tokens that were not computed anew
+    cached_tokens: int = 0  # prompt tokens taken from the radix cache
 
 
 class EngineClient:

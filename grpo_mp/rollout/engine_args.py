@@ -61,7 +61,7 @@ CUDA_DEFAULTS: dict[str, Any] = {"cuda_graph_backend_prefill": "disabled"}
 
 CUDA_ENVIRONMENT = {
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",  # or the memory of captured graphs is never given back
-    # A miscount of cache slots only warns: an error would end the engine, and every synchronization empties the cache.
+    # A miscount of cache slots only warns: an error would end the engine, and every weight sync empties the cache.
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
     # NVSHMEM, which DeepEP is built on, would else use NCCL for collectives of its own.
     "NVSHMEM_DISABLE_NCCL": "1",
@@ -207,7 +207,7 @@ def known_arguments() -> frozenset[str]:
 
 
 def _field_names(file: Path) -> Iterator[str]:
-    # Before 0.5.20 all fields stand in class ServerArgs; since then in one class per namespace.
+    # Before 0.5.20 all fields are in class ServerArgs; since then in one class per namespace.
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.ClassDef) and (node.name == "ServerArgs" or file.parent.name == "fields"):
             fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
@@ -219,7 +219,7 @@ def _cpu_environment(spec: EngineSpec) -> dict[str, str]:
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "TORCHDYNAMO_DISABLE": "1",
-        # SGLang gives each rank of an engine a NUMA node of its own unless it is told; here all share the cores.
+        # By default SGLang gives each rank of an engine its own NUMA node; here all share the cores.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * spec.gpus),
     }
 

@@ -93,7 +93,7 @@ def _first_misaligned_matrix(parallelism: EngineParallelism, hf: HfConfig) -> st
     """Describe the first tensor whose part on a GPU is not whole blocks."""
     for param in _fp8_matrices(hf):
         count, setting = parallelism.divisor(param)
-        fused = len(param.hf) > 1 or param.expert is not None  # such parts are laid beside each other in one matrix
+        fused = len(param.hf) > 1 or param.expert is not None  # SGLang concatenates such matrices
         if param.split is None or not (fused or count > 1):
             continue
         for index, (name, shape) in enumerate(zip(param.hf, param.shapes, strict=True)):

@@ -75,7 +75,7 @@ class EngineProcess:
         return self._process.pid
 
     def start(self, host: str | None = None, dist_init_addr: str | None = None) -> str | None:
-        """Start the processes; the log file is begun anew.
+        """Start the processes with an empty log file.
 
         For an engine over several nodes: on the engine host pass `host`, its address for the others; it returns the
         host:port of the rendezvous, to be passed on the others as `dist_init_addr`.
@@ -95,7 +95,7 @@ class EngineProcess:
         return dist_init_addr
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until this very server answers; where another server took its port meanwhile, start anew.
+        """Wait until this very server answers; where another server took its port meanwhile, restart on another one.
 
         Raises UserError with the log's last lines when it ends or is not there after `timeout_s`.
         """
@@ -153,7 +153,7 @@ class EngineProcess:
             return PortOwner.OTHER
 
     def _restart_on_other_port(self, attempts: int) -> None:
-        if attempts == PORT_ATTEMPTS or self.spec.nodes > 1:  # the other nodes were told where this one is
+        if attempts == PORT_ATTEMPTS or self.spec.nodes > 1:  # the other nodes know this address
             raise UserError(f"{self._label()}: somebody else served each of the {attempts} port(s) chosen for it")
         self.stop()
         self.start()
