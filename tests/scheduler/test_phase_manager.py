@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from grpo_mp.phase_manager.phase_manager import OffloadFunction, PhaseManager
 from rich.console import Console
 
 from grpo_mp.errors import UserError
@@ -13,6 +12,7 @@ from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.phases import GENERATION, Phase, Residency
+from grpo_mp.scheduler.phase_manager import OffloadFunction, PhaseManager
 
 ORDER = (Phase.GENERATE, Phase.LOGPROB, Phase.TRAIN, Phase.SYNC, Phase.GENERATE, Phase.SAVE)
 Monitors = tuple[Timeline, Watchdog, Progress]
