@@ -7,12 +7,12 @@ from dataclasses import replace
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
 
-from grpo_mp.batching.step_batch import StepBatch, assemble
+from grpo_mp.batching.step_batch import StepBatch, assemble_step_batch
 from grpo_mp.checkpoint.run_state import FINAL, TrainState
 from grpo_mp.config import Settings
 from grpo_mp.monitor.timeline import merge_traces
+from grpo_mp.phases import Phase
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.scheduler.phases import Phase
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.context import TrainContext, newest_checkpoint, open_train_context
@@ -73,7 +73,7 @@ def make_logger(ctx: TrainContext) -> StepLogger:
         ctx.timeline,
         ctx.progress,
         ctx.inputs.scorer,
-        ctx.scheduler.ledger,
+        ctx.scheduler.memory_tracker,
         ctx.policy.expert_load,
         ctx.state.step,
     )
@@ -83,7 +83,9 @@ def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> 
     """Turn rewards into advantages, and bring samples to the ranks that train on them, packed in micro-batches."""
     weights, hidden_size = ctx.inputs.scorer.weights, ctx.policy.config.hidden_size
     with ctx.scheduler.phase(Phase.SCORE):
-        return assemble(rollouts.groups, rollouts.infos, weights, ctx.settings, ctx.parallel, hidden_size, step)
+        return assemble_step_batch(
+            rollouts.groups, rollouts.infos, weights, ctx.settings, ctx.parallel, hidden_size, step
+        )
 
 
 def compute_old_and_reference_logprobs(ctx: TrainContext, batch: StepBatch) -> Updates:

@@ -37,6 +37,7 @@ ORDER = (
     "errors",
     "section",
     "types",
+    "phases",
     "algorithms",
     "rewards",
     "evaluation",

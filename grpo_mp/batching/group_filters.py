@@ -1,4 +1,4 @@
-"""Which groups of a step are trained on, and which prompts are taken. Pure."""
+"""Select the groups that a step trains on, and the prompts that it may take. Pure."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -9,76 +9,77 @@ from grpo_mp.algorithms.advantages import groups_without_difference
 from grpo_mp.algorithms.settings import Filter
 from grpo_mp.types import SampleInfo
 
-SMALLEST_SHARE = 0.1  # of the launched groups that is counted on: bounds what one round launches
+MIN_KEPT_SHARE = 0.1  # of launched groups, as assumed at least: bounds what one round launches
 
 
 @dataclass(frozen=True)
 class GroupSelection:
-    """What became of the groups that were launched for a step, so far."""
+    """How many of the groups launched so far for a step were selected, and why others were not."""
 
     admitted: tuple[int, ...]  # group ids in launch order
     no_difference: int  # groups dropped because all their rewards are equal
     surplus: int  # groups that were not needed
-    unfinished: int  # groups that were broken off
+    unfinished: int  # groups that were aborted
 
-    def missing(self, wanted: int) -> int:
-        return wanted - len(self.admitted)
+    def missing(self, count: int) -> int:
+        """Return how many groups are missing of `count`."""
+        return count - len(self.admitted)
 
 
-def admit(infos: Sequence[SampleInfo], wanted: int, rule: Filter) -> GroupSelection:
-    """Take the first `wanted` groups by launch or by finish, and none without difference where the rule drops them."""
-    whole = [info for info in infos if info.finished]
-    places = {info.group_id: info.finished if rule.admit == "finish" else info.group_id for info in whole}
-    same: set[int] = set()
+def select_groups(infos: Sequence[SampleInfo], count: int, rule: Filter) -> GroupSelection:
+    """Select the first `count` groups by launch or by finish; with the rule, none whose rewards are all equal."""
+    complete = [info for info in infos if info.finished]
+    position = {info.group_id: info.finished if rule.admit == "finish" else info.group_id for info in complete}
+    no_difference: set[int] = set()
     if rule.no_difference != "keep":
-        judged = {info.group_id for info in whole if info.right is not None and rule.metric == "accuracy"}
-        # Where nothing says what right means, for a group of another kind of problem, the reward must differ.
-        values = [float(info.right is True) if info.group_id in judged else info.reward for info in whole]
-        same = set(groups_without_difference(values, [info.group_id for info in whole]))
-    able = sorted(places.keys() - same, key=lambda group: (places[group], group))
-    broken_off = len({info.group_id for info in infos}) - len(places)
-    return GroupSelection(tuple(sorted(able[:wanted])), len(same), max(0, len(able) - wanted), broken_off)
+        judged = {info.group_id for info in complete if info.right is not None and rule.metric == "accuracy"}
+        # Groups of problems for which nothing says what is right are judged by their rewards.
+        scores = [float(info.right is True) if info.group_id in judged else info.reward for info in complete]
+        no_difference = set(groups_without_difference(scores, [info.group_id for info in complete]))
+    eligible = sorted(position.keys() - no_difference, key=lambda group: (position[group], group))
+    aborted = len({info.group_id for info in infos}) - len(position)
+    return GroupSelection(tuple(sorted(eligible[:count])), len(no_difference), max(0, len(eligible) - count), aborted)
 
 
 def length_bias(infos: Sequence[SampleInfo], admitted: Collection[int]) -> float:
-    """Mean response length of what was admitted over that of all that was launched.
+    """Divide the mean response length of the admitted groups by that of all launched ones.
 
-    Below 1: short answers were preferred. What was broken off counts with the tokens it had, so the truth is lower.
+    Below 1: short answers were preferred. Aborted samples count with the tokens they had, so the true value is lower.
     """
-    taken = [info.response_tokens for info in infos if info.group_id in admitted]
-    return fmean(taken) / fmean(info.response_tokens for info in infos) if taken else 1.0
+    lengths = [info.response_tokens for info in infos if info.group_id in admitted]
+    return fmean(lengths) / fmean(info.response_tokens for info in infos) if lengths else 1.0
 
 
-def to_launch(missing: int, launched: int, so_far: GroupSelection, rule: Filter) -> int:
-    """Groups to launch for those that are missing: more, the smaller the share that taught something so far."""
-    share = (len(so_far.admitted) + so_far.surplus) / launched if launched else 1.0
-    return math.ceil(missing * rule.oversample / max(share, SMALLEST_SHARE))
+def groups_to_launch(missing: int, launched: int, selection: GroupSelection, rule: Filter) -> int:
+    """Return how many groups to launch for the missing ones: more, the smaller the share kept so far."""
+    kept_share = (len(selection.admitted) + selection.surplus) / launched if launched else 1.0
+    return math.ceil(missing * rule.oversample / max(kept_share, MIN_KEPT_SHARE))
 
 
 @dataclass(frozen=True)
 class PromptCurriculum:
-    """Prompts whose samples were all right: how often in a row, and until which step they rest."""
+    """By prompt: for how many steps in a row all samples were right, and the last step that it rests."""
 
-    in_a_row: Mapping[int, int]
+    solve_streak: Mapping[int, int]
     resting: Mapping[int, int]
 
     def rests(self, prompt: int, step: int) -> bool:
-        """Whether a prompt is left out of `step`."""
+        """Check whether a prompt is left out of `step`."""
         return self.resting.get(prompt, 0) >= step
 
     def after(self, infos: Sequence[SampleInfo], step: int, rule: Filter) -> "PromptCurriculum":
-        """The state after a step. A prompt that returns from its rest begins anew."""
+        """Return the state after a step. A prompt that returns from its rest starts at zero."""
         if not rule.rest_after:
             return self
         all_right: dict[int, bool] = {}
         for info in infos:
             all_right[info.prompt] = all_right.get(info.prompt, True) and info.right is True
-        counts = dict(self.in_a_row) | {
-            p: self.in_a_row.get(p, 0) + 1 if right else 0 for p, right in all_right.items()
+        streaks = dict(self.solve_streak) | {
+            prompt: self.solve_streak.get(prompt, 0) + 1 if right else 0 for prompt, right in all_right.items()
         }
-        done = {prompt for prompt, count in counts.items() if count >= rule.rest_after}
+        solved = {prompt for prompt, count in streaks.items() if count >= rule.rest_after}
         resting = {prompt: last for prompt, last in self.resting.items() if last > step}
         return PromptCurriculum(
-            {prompt: count for prompt, count in counts.items() if count and prompt not in done},
-            resting | dict.fromkeys(done, step + rule.rest_steps),
+            {prompt: count for prompt, count in streaks.items() if count and prompt not in solved},
+            resting | dict.fromkeys(solved, step + rule.rest_steps),
         )

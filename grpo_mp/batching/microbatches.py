@@ -1,7 +1,7 @@
-"""Lengths in, micro-batches per data-parallel rank out. Pure: no tensors, no process groups.
+"""Dynamic micro-batches: balance sequences over data-parallel ranks. Pure: no tensors, no process groups.
 
-Pipeline schedules and expert parallelism need the same number K of micro-batches on every rank, and the ranks meet in
-every one of them. So the plan makes `data_parallel * K` bins of similar cost and lets the most similar run together.
+Pipeline schedules and expert parallelism need the same number K of micro-batches on every rank, and synchronise the
+ranks in each. So the plan makes `data_parallel * K` bins of similar cost and lets the most similar run together.
 """
 
 import heapq
@@ -20,7 +20,7 @@ class Cost:
     quadratic: float = 0.0
 
     def of(self, length: int, before: int = 0) -> float:
-        """Of a sequence whose tokens see `before` other tokens, too."""
+        """Return the time of a sequence whose tokens attend to `before` other tokens, too."""
         return self.linear * length + self.quadratic * length * (2 * before + length)
 
 
@@ -78,21 +78,21 @@ def plan_microbatches(
     padded = [-(-length // align) * align for length in lengths]
     costs = costs or padded
     count = _lower_bound(padded, max_tokens, data_parallel, multiple)
-    while (bins := _pack(padded, data_parallel * count, max_tokens, costs)) is None:
+    while (bins := _pack_bins(padded, data_parallel * count, max_tokens, costs)) is None:
         count += multiple
-    return Schedule(_spread(bins, padded, data_parallel, costs), align)
+    return Schedule(_assign_to_ranks(bins, padded, data_parallel, costs), align)
 
 
 def _lower_bound(padded: list[int], max_tokens: int, data_parallel: int, multiple: int) -> int:
-    """The fewest micro-batches that could hold the tokens, as a multiple of `multiple`."""
-    alone = sum(length > max_tokens for length in padded)
+    """Return the fewest micro-batches per rank that could hold the tokens, as a multiple of `multiple`."""
+    oversized = sum(length > max_tokens for length in padded)
     rest = sum(length for length in padded if length <= max_tokens)
-    bins = alone + -(-rest // max_tokens)
+    bins = oversized + -(-rest // max_tokens)
     return max(1, -(-bins // (data_parallel * multiple))) * multiple
 
 
-def _pack(padded: list[int], bins: int, max_tokens: int, costs: Sequence[float]) -> list[list[int]] | None:
-    """Balanced bins where they fit; else the tighter first fit; None where neither fits."""
+def _pack_bins(padded: list[int], bins: int, max_tokens: int, costs: Sequence[float]) -> list[list[int]] | None:
+    """Pack into balanced bins where they fit, else by first fit; None where neither fits."""
     order = sorted(range(len(padded)), key=lambda sample: (-padded[sample], sample))
     return _least_loaded(order, padded, bins, max_tokens, costs) or _first_fit(order, padded, bins, max_tokens)
 
@@ -100,25 +100,25 @@ def _pack(padded: list[int], bins: int, max_tokens: int, costs: Sequence[float])
 def _least_loaded(
     order: list[int], padded: list[int], bins: int, max_tokens: int, costs: Sequence[float]
 ) -> list[list[int]] | None:
-    """Longest first, each into the cheapest bin that has room."""
+    """Put the longest first, each into the cheapest bin that has room."""
     contents: list[list[int]] = [[] for _ in range(bins)]
     heap = [(0.0, 0, index) for index in range(bins)]  # cost, tokens, bin
     for sample in order:
-        full = []
+        popped = []
         while heap and heap[0][1] and heap[0][1] + padded[sample] > max_tokens:
-            full.append(heapq.heappop(heap))
+            popped.append(heapq.heappop(heap))
         if not heap:
             return None
-        load, tokens, index = heapq.heappop(heap)
+        cost, tokens, index = heapq.heappop(heap)
         contents[index].append(sample)
-        full.append((load + costs[sample], tokens + padded[sample], index))
-        for entry in full:
+        popped.append((cost + costs[sample], tokens + padded[sample], index))
+        for entry in popped:
             heapq.heappush(heap, entry)
     return contents
 
 
 def _first_fit(order: list[int], padded: list[int], bins: int, max_tokens: int) -> list[list[int]] | None:
-    """Longest first, each into the first bin that has room."""
+    """Put the longest first, each into the first bin that has room."""
     contents: list[list[int]] = [[] for _ in range(bins)]
     tokens = [0] * bins
     for sample in order:
@@ -131,20 +131,20 @@ def _first_fit(order: list[int], padded: list[int], bins: int, max_tokens: int) 
     return contents
 
 
-def _spread(
+def _assign_to_ranks(
     bins: list[list[int]], padded: list[int], data_parallel: int, costs: Sequence[float]
 ) -> tuple[tuple[MicroBatchPlan, ...], ...]:
-    """Bins of similar cost to the same k; among them the dearest to the rank that has the least so far."""
+    """Give bins of similar cost the same k; among them, the costliest to the rank with the least so far."""
 
-    def of(samples: list[int]) -> float:
+    def cost(samples: list[int]) -> float:
         return sum(costs[sample] for sample in samples)
 
-    ordered = sorted((sorted(samples) for samples in bins), key=lambda samples: (-of(samples), samples))
+    ordered = sorted((sorted(samples) for samples in bins), key=lambda samples: (-cost(samples), samples))
     ranks: list[list[MicroBatchPlan]] = [[] for _ in range(data_parallel)]
     totals = [0.0] * data_parallel
     for start in range(0, len(ordered), data_parallel):
-        poorest = sorted(range(data_parallel), key=lambda rank: (totals[rank], rank))
-        for rank, samples in zip(poorest, ordered[start : start + data_parallel], strict=True):
+        least_loaded = sorted(range(data_parallel), key=lambda rank: (totals[rank], rank))
+        for rank, samples in zip(least_loaded, ordered[start : start + data_parallel], strict=True):
             ranks[rank].append(MicroBatchPlan(tuple(samples), tuple(padded[sample] for sample in samples)))
-            totals[rank] += of(samples)
+            totals[rank] += cost(samples)
     return tuple(tuple(rank) for rank in ranks)

@@ -1,4 +1,4 @@
-"""Samples and a plan in, tensors of one micro-batch out; and the way back from per-token values to samples.
+"""Pack samples into the tensors of a micro-batch, and gather per-token values back by sample.
 
 A sequence is prompt then response then padding. The position before a response token predicts it, so a sample of
 p prompt and r response tokens has its r values at positions p-1 .. p+r-2 of its sequence.
@@ -22,59 +22,59 @@ def pack(
     align: int,
     pad_to: int = 0,
 ) -> MicroBatch:
-    """Pack the plan's samples end to end; what is missing to `pad_to` tokens becomes one last sequence of padding.
+    """Pack the plan's samples end to end; padding up to `pad_to` tokens becomes one last sequence.
 
     The plan's indices pick the samples, their `advantages` and the loss `weights` of their tokens: one number, or
-    [response tokens]. A prompt that samples share lies before them, as a sequence of its own. Without samples the
+    [response tokens]. A prompt that samples share is packed before them, as a sequence of its own. Without samples the
     micro-batch is one dummy sequence of padding, `align` tokens or `pad_to`.
     Raises ValueError for a sample longer than planned or without a prompt.
     """
     total = max(plan.tokens, pad_to) or align
-    sequences = _sequences(plan)
+    sequences = _lay_out_sequences(plan)
     if total > plan.tokens:
         sequences.append(_Sequence(plan.tokens, total - plan.tokens))
     batch = MicroBatch(
         tokens=torch.zeros(total, dtype=torch.int64),
-        positions=torch.cat([torch.arange(one.length) + one.prompt.count for one in sequences]),
+        positions=torch.cat([torch.arange(sequence.length) + sequence.prompt.count for sequence in sequences]),
         targets=torch.zeros(total, dtype=torch.int64),
         mask=torch.zeros(total),
-        lengths=tuple(one.length for one in sequences),
+        lengths=tuple(sequence.length for sequence in sequences),
         sequence=torch.full((total,), -1),
         sample_ids=plan.samples,
         advantages=torch.zeros(total, dtype=torch.float64),
         weights=torch.zeros(total, dtype=torch.float64),
         rollout_logprobs=torch.zeros(total),
-        prompts=tuple(one.prompt for one in sequences) if plan.prompts else (),
+        prompts=tuple(sequence.prompt for sequence in sequences) if plan.prompts else (),
     )
-    for one in sequences:
-        if one.number >= 0:
-            index = plan.samples[one.number]
-            shared = batch.tokens[one.prompt.start :][: one.prompt.count]
-            response = _place_sample(batch, one, samples[index], shared)
+    for sequence in sequences:
+        if sequence.number >= 0:
+            index = plan.samples[sequence.number]
+            shared = batch.tokens[sequence.prompt.start :][: sequence.prompt.count]
+            response = _write_sample(batch, sequence, samples[index], shared)
             batch.advantages[response] = advantages[index]
             batch.weights[response] = weights[index]
     return batch
 
 
-NO_ROWS = Rows()
+NO_PROMPT = Rows()
 
 
 @dataclass(frozen=True)
 class _Sequence:
-    """Where a packed sequence lies, which of the plan's samples it is (-1: none) and which prompt it sees."""
+    """A packed sequence: where it lies, which of the plan's samples it is (-1: none), its shared prompt."""
 
     start: int
     length: int
     number: int = -1
-    prompt: Rows = NO_ROWS
+    prompt: Rows = NO_PROMPT
 
 
-def _sequences(plan: MicroBatchPlan) -> list[_Sequence]:
-    """The plan's sequences, each shared prompt before its samples."""
+def _lay_out_sequences(plan: MicroBatchPlan) -> list[_Sequence]:
+    """List the plan's sequences, each shared prompt before its samples."""
     sequences: list[_Sequence] = []
     start = number = 0
     for shared in plan.prompts or (SharedPrompt(len(plan.samples), 0, 0),):
-        prompt = Rows(start, shared.tokens) if shared.tokens else NO_ROWS
+        prompt = Rows(start, shared.tokens) if shared.tokens else NO_PROMPT
         if shared.length:
             sequences.append(_Sequence(start, shared.length))
             start += shared.length
@@ -85,45 +85,44 @@ def _sequences(plan: MicroBatchPlan) -> list[_Sequence]:
     return sequences
 
 
-def _place_sample(batch: MicroBatch, place: _Sequence, sample: Sample, shared: torch.Tensor) -> slice:
-    """Write one sample, and what it shares into `shared`; return the positions that predict its response."""
-    name = f"sample {sample.group_id}/{sample.index}"
+def _write_sample(batch: MicroBatch, sequence: _Sequence, sample: Sample, prompt_rows: torch.Tensor) -> slice:
+    """Write one sample, and its shared tokens into `prompt_rows`; return the positions that predict its response."""
+    label = f"sample {sample.group_id}/{sample.index}"
     if not sample.prompt_tokens:
-        raise ValueError(f"{name} has no prompt token that could predict its first token")
-    count = len(shared)
-    if count:
-        shared[:] = torch.tensor(sample.prompt_tokens[:count])
-        sample = replace(sample, prompt_tokens=sample.prompt_tokens[count:])
-    start, length, number = place.start, place.length, place.number
-    if sample.total_tokens > length:
-        raise ValueError(f"{name} has {sample.total_tokens} tokens, planned were {length}")
-    end = start + sample.total_tokens
+        raise ValueError(f"{label} has no prompt token that could predict its first token")
+    shared_tokens = len(prompt_rows)
+    if shared_tokens:
+        prompt_rows[:] = torch.tensor(sample.prompt_tokens[:shared_tokens])
+        sample = replace(sample, prompt_tokens=sample.prompt_tokens[shared_tokens:])
+    if sample.total_tokens > sequence.length:
+        raise ValueError(f"{label} has {sample.total_tokens} tokens, planned were {sequence.length}")
+    start, end = sequence.start, sequence.start + sample.total_tokens
     response = slice(start + len(sample.prompt_tokens) - 1, end - 1)
     tokens = torch.tensor(sample.prompt_tokens + sample.tokens)
     batch.tokens[start:end] = tokens
     batch.targets[start : end - 1] = tokens[1:]
-    batch.sequence[start:end] = number
+    batch.sequence[start:end] = sequence.number
     batch.mask[response] = 1.0
     batch.rollout_logprobs[response] = torch.tensor(sample.rollout_logprobs)
     return response
 
 
 def gather_responses(values: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-    """Per-token values [T] of a whole micro-batch -> [response tokens] for each of `sample_ids`."""
+    """Gather per-token values [T] of a whole micro-batch as [response tokens] for each of `sample_ids`."""
     counts = torch.bincount(batch.sequence[batch.mask.bool()], minlength=len(batch.sample_ids))
     return values[batch.mask.bool()].split(counts.tolist()) if batch.sample_ids else ()
 
 
 def scatter_responses(values: Sequence[torch.Tensor], batch: MicroBatch) -> torch.Tensor:
-    """[response tokens] for each of `sample_ids` -> [T], zero where the mask is: the way back of `gather_responses`."""
-    placed = torch.zeros_like(batch.mask)
+    """Scatter [response tokens] for each of `sample_ids` into [T], zero elsewhere: inverts `gather_responses`."""
+    scattered = torch.zeros_like(batch.mask)
     if batch.sample_ids:
-        placed[batch.mask.bool()] = torch.cat(list(values)).to(placed)
-    return placed
+        scattered[batch.mask.bool()] = torch.cat(list(values)).to(scattered)
+    return scattered
 
 
 def slice_context(batch: MicroBatch, context: int, rank: int) -> MicroBatch:
-    """The part of a micro-batch that context-parallel rank `rank` of `context` holds.
+    """Slice out the part of a micro-batch that context-parallel rank `rank` of `context` holds.
 
     Each sequence is cut into 2 * context chunks; the rank holds chunk `rank` and its mirror, which evens out causal
     attention. `lengths` stay those of the whole sequences.
@@ -141,7 +140,7 @@ def slice_context(batch: MicroBatch, context: int, rank: int) -> MicroBatch:
 
 
 def join_context(parts: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
-    """Per-token values of all context-parallel ranks, in rank order -> [T] of the whole micro-batch."""
+    """Join per-token values of all context-parallel ranks, in rank order, to [T] of the whole micro-batch."""
     index = torch.cat([context_index(lengths, len(parts), rank) for rank in range(len(parts))])
     joined = torch.empty_like(torch.cat(list(parts)))
     joined[index.to(joined.device)] = torch.cat(list(parts))
@@ -149,7 +148,7 @@ def join_context(parts: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch
 
 
 def context_index(lengths: Sequence[int], context: int, rank: int) -> torch.Tensor:
-    """Positions in the whole micro-batch that a context-parallel rank holds, in its order: int64 [T / context]."""
+    """Return the positions that a context-parallel rank holds, in its order: int64 [T / context]."""
     if context == 1:
         return torch.arange(sum(lengths))
     if any(length % (2 * context) for length in lengths):

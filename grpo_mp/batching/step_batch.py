@@ -1,4 +1,4 @@
-"""A step's groups -> the micro-batches that this rank trains on."""
+"""Turn a step's groups into the micro-batches that this rank trains on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ import torch
 from grpo_mp.algorithms.advantages import decoupled_advantages, outcome_advantages, process_advantages
 from grpo_mp.algorithms.aggregation import token_weights
 from grpo_mp.batching.exchange import redistribute
-from grpo_mp.batching.shared_prompts import PromptOf
+from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import Update, microbatches, plan_updates, sample_order
 from grpo_mp.config import Settings
 from grpo_mp.distributed.coordinates import model_parallel_ranks
@@ -18,7 +18,7 @@ from grpo_mp.types import MicroBatch, PerToken, SampleGroup, SampleInfo
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Samples of the whole step in numbers, and this rank's micro-batches of each update."""
+    """Infos of all samples of the step, and this rank's micro-batches of each update."""
 
     infos: tuple[SampleInfo, ...]
     learns: tuple[bool, ...]
@@ -27,7 +27,7 @@ class StepBatch:
     updates: tuple[tuple[MicroBatch, ...], ...]
 
 
-def assemble(
+def assemble_step_batch(
     groups: Sequence[SampleGroup],
     infos: Sequence[SampleInfo],
     reward_weights: Mapping[str, float],
@@ -36,13 +36,14 @@ def assemble(
     hidden_size: int,
     step: int,
 ) -> StepBatch:
-    """Plan alike on every rank, and bring each sample to where it is trained on.
+    """Plan the updates, the same on every rank, and send each sample to the rank that trains on it.
 
-    groups: of this rank's engine; infos: of the whole step, the same on every rank; step: decides a random order.
+    groups: of this rank's engine; infos: of the whole step, the same on every rank; step: seeds the shuffle.
     """
     advantages = sample_advantages(infos, reward_weights, settings)
-    masks = settings.algorithm.filter.truncated == "mask"
-    learns = tuple(not (masks and info.truncated) for info in infos)
+    mask_truncated = settings.algorithm.filter.truncated == "mask"
+    learns = tuple(not (mask_truncated and info.truncated) for info in infos)
+    prompts = [SamplePrompt(info.group_id, info.prompt_tokens) for info in infos]
     plan = plan_updates(
         [info.total_tokens for info in infos],
         settings.optimizer.updates_per_step,
@@ -51,76 +52,52 @@ def assemble(
         settings.optimizer.max_tokens_per_microbatch,
         hidden_size,
         sample_order(len(infos), settings.optimizer.shuffle, settings.run.seed, step),
-        prompts_of(infos) if settings.optimizer.share_prompts else (),
+        prompts if settings.optimizer.share_prompts else (),
     )
-    samples = redistribute(
-        groups, _wanted(infos, plan, settings, parallel), parallel.cpu_group, parallel.replica, parallel.replica_source
-    )
-    at = {info.key: i for i, info in enumerate(infos)}
-    mine = {at[key]: sample for key, sample in samples.items()}
-    coords = parallel.coords
-    updates = tuple(
-        tuple(
-            replace(batch, entropy_weight=1.0 / max(1, _learning_tokens(update, infos, learns)))
-            for batch in microbatches(
-                update,
-                mine,
-                advantages,
-                _weights(update, infos, learns, settings),
-                settings.layout,
-                coords.data,
-                coords.context,
-            )
+    keys_by_rank = _keys_by_rank(infos, plan, settings, parallel)
+    samples = redistribute(groups, keys_by_rank, parallel.cpu_group, parallel.replica, parallel.replica_source)
+    index_of = {info.key: i for i, info in enumerate(infos)}
+    local_samples = {index_of[key]: sample for key, sample in samples.items()}
+    updates = []
+    for update in plan:
+        response_tokens = [infos[i].response_tokens for i in update.samples]
+        update_learns = [learns[i] for i in update.samples]
+        max_response_tokens = settings.rollout.max_response_tokens
+        weights = token_weights(response_tokens, update_learns, settings.algorithm, max_response_tokens)
+        learning_tokens = sum(tokens for tokens, learn in zip(response_tokens, update_learns, strict=True) if learn)
+        batches = microbatches(
+            update, local_samples, advantages, weights, settings.layout, parallel.coords.data, parallel.coords.context
         )
-        for update in plan
-    )
-    return StepBatch(tuple(infos), learns, tuple(advantages), plan, updates)
-
-
-def prompts_of(infos: Sequence[SampleInfo]) -> list[PromptOf]:
-    """The samples of a group have one prompt."""
-    return [PromptOf(info.group_id, info.total_tokens - info.response_tokens) for info in infos]
+        updates.append(tuple(replace(batch, entropy_weight=1.0 / max(1, learning_tokens)) for batch in batches))
+    return StepBatch(tuple(infos), learns, tuple(advantages), plan, tuple(updates))
 
 
 def sample_advantages(infos: Sequence[SampleInfo], weights: Mapping[str, float], settings: Settings) -> list[PerToken]:
-    """The advantage of each sample, as the settings say from its reward, the reward's parts or its steps."""
-    wanted, ids = settings.algorithm.advantage, [info.group_id for info in infos]
-    if wanted.level == "process":
+    """Compute the advantage of each sample from its reward, its reward parts or its step rewards, by the settings."""
+    advantage, ids = settings.algorithm.advantage, [info.group_id for info in infos]
+    if advantage.level == "process":
         lengths = [info.response_tokens for info in infos]
-        return list(process_advantages([info.step_rewards for info in infos], lengths, ids, wanted))
-    if wanted.combine == "normalise":
-        return list(decoupled_advantages([info.reward_parts for info in infos], weights, ids, wanted))
-    return list(outcome_advantages([info.reward for info in infos], ids, wanted))
-
-
-def _weights(update: Update, infos: Sequence[SampleInfo], learns: Sequence[bool], settings: Settings) -> list[PerToken]:
-    return token_weights(
-        [infos[i].response_tokens for i in update.samples],
-        [learns[i] for i in update.samples],
-        settings.algorithm,
-        settings.rollout.max_response_tokens,
-    )
-
-
-def _learning_tokens(update: Update, infos: Sequence[SampleInfo], learns: Sequence[bool]) -> int:
-    return sum(infos[i].response_tokens for i in update.samples if learns[i])
+        return list(process_advantages([info.step_rewards for info in infos], lengths, ids, advantage))
+    if advantage.combine == "normalise":
+        return list(decoupled_advantages([info.reward_parts for info in infos], weights, ids, advantage))
+    return list(outcome_advantages([info.reward for info in infos], ids, advantage))
 
 
 def with_reference_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor]) -> list[MicroBatch]:
-    """The micro-batches with the reference's logprobs; unchanged on stages that computed none."""
+    """Add the reference's logprobs to the micro-batches; leave them on stages that computed none."""
     if not outputs:
         return list(update)
     return [replace(batch, reference_logprobs=out[0].cpu()) for batch, out in zip(update, outputs, strict=True)]
 
 
 def with_old_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor]) -> list[MicroBatch]:
-    """The micro-batches with the logprobs of the policy before the step's first update."""
+    """Add the logprobs of the policy before the step's first update, in the same way."""
     if not outputs:
         return list(update)
     return [replace(batch, old_logprobs=out[0].cpu()) for batch, out in zip(update, outputs, strict=True)]
 
 
-def _wanted(
+def _keys_by_rank(
     infos: Sequence[SampleInfo], plan: Sequence[Update], settings: Settings, parallel: Parallel
 ) -> dict[int, list[tuple[int, int]]]:
     return {

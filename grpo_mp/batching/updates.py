@@ -1,4 +1,4 @@
-"""The samples of a step -> optimizer updates -> micro-batches of each data-parallel rank. Pure."""
+"""Divide the samples of a step into optimizer updates, and those into micro-batches of each rank. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 from grpo_mp.batching.microbatches import Cost, Schedule, plan_microbatches
 from grpo_mp.batching.packing import pack, slice_context
-from grpo_mp.batching.shared_prompts import PromptOf, make_units, unpack_units
+from grpo_mp.batching.shared_prompts import SamplePrompt, make_units, unpack_units
 from grpo_mp.config import Layout
 from grpo_mp.types import MicroBatch, PerToken, Sample
 
@@ -21,7 +21,7 @@ class Update:
     schedule: Schedule
 
     def samples_of(self, data_rank: int) -> tuple[int, ...]:
-        """Indices, into the samples of the step, of what one data-parallel rank trains on."""
+        """Return the indices, into the samples of the step, of what one data-parallel rank trains on."""
         return tuple(self.samples[i] for plan in self.schedule.ranks[data_rank] for i in plan.samples)
 
 
@@ -33,12 +33,12 @@ def plan_updates(
     max_tokens: int,
     hidden_size: int,
     order: Sequence[int] | None = None,
-    prompts: Sequence[PromptOf] = (),
+    prompts: Sequence[SamplePrompt] = (),
 ) -> tuple[Update, ...]:
     """Divide the step's samples into `updates` parts of equal size, as near as may be, and plan each.
 
     `lengths` are tokens of prompt and response; `max_tokens` bounds one micro-batch; `order` is the permutation in
-    which samples are taken (null: as they are); with `prompts`, of every sample, those of one are packed once.
+    which samples are taken (None: as they are); with `prompts`, of every sample, a shared prompt is packed once.
     """
     order = range(len(lengths)) if order is None else order
     bounds = [len(lengths) * part // updates for part in range(updates + 1)]
@@ -72,12 +72,12 @@ def plan_update(
     data_parallel: int,
     max_tokens: int,
     hidden_size: int,
-    prompts: Sequence[PromptOf] = (),
+    prompts: Sequence[SamplePrompt] = (),
 ) -> Schedule:
-    """The micro-batches of one update.
+    """Plan the micro-batches of one update.
 
-    With a pipeline all of them have one size, at least that of the longest sequence: up to there more samples in one
-    micro-batch take no more memory, and leave less padding.
+    With a pipeline all of them have one size, at least that of the longest sequence: up to that size more samples in
+    one micro-batch take no more memory, and leave less padding.
     """
     cost, align = Cost(1.0, 1.0 / (12 * hidden_size)), alignment(layout)
     multiple = layout.pipeline if layout.virtual_pipeline else 1
@@ -93,7 +93,7 @@ def plan_update(
 
 
 def padded_size(schedule: Schedule, layout: Layout) -> int:
-    """Tokens of every micro-batch where all have one size, with a pipeline; 0 where each has its own.
+    """Return the tokens that every micro-batch is padded to with a pipeline; 0 without one.
 
     Stages exchange tensors of a fixed shape.
     """
@@ -103,7 +103,7 @@ def padded_size(schedule: Schedule, layout: Layout) -> int:
 
 
 def alignment(layout: Layout) -> int:
-    """Every sequence is padded to a multiple of this: zigzag slices for context, equal shards for tensor parallel."""
+    """Return what every padded length is a multiple of: zigzag slices for context, equal shards for tensor parallel."""
     return layout.tensor * (2 * layout.context if layout.context > 1 else 1)
 
 
@@ -116,13 +116,13 @@ def microbatches(
     data_rank: int,
     context_rank: int,
 ) -> list[MicroBatch]:
-    """What one rank computes in an update. `samples` by index in the step; `advantages` of the step's samples.
+    """Pack the micro-batches that one rank computes in an update.
 
-    `weights` are those of the update's samples.
+    `samples`: by index in the step; `advantages`: of the step's samples; `weights`: of the update's samples.
     """
     plans = update.schedule.ranks[data_rank]
-    mine = {i: samples[update.samples[i]] for plan in plans for i in plan.samples}
+    local_samples = {i: samples[update.samples[i]] for plan in plans for i in plan.samples}
     pad_to = padded_size(update.schedule, layout)
-    of_update = [advantages[i] for i in update.samples]
-    packed = [pack(mine, of_update, weights, plan, update.schedule.align, pad_to) for plan in plans]
-    return [slice_context(batch, layout.context, context_rank) for batch in packed]
+    update_advantages = [advantages[i] for i in update.samples]
+    batches = [pack(local_samples, update_advantages, weights, plan, update.schedule.align, pad_to) for plan in plans]
+    return [slice_context(batch, layout.context, context_rank) for batch in batches]

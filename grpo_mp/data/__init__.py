@@ -1,1 +1,1 @@
-"""Prompt sets and their cursor, micro-batch plans, packing."""
+"""Prompt sets, the cursor in them, and their overlap with eval sets."""

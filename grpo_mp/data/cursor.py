@@ -1,4 +1,4 @@
-"""Where the run stands in its prompt set: a seeded permutation per epoch and a position that can be saved."""
+"""The run's position in its prompt set: a seeded permutation per epoch and a position that can be saved."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,17 +16,17 @@ class Cursor:
     deferred: tuple[int, ...] = ()  # prompts that this epoch takes last: the end of the epoch before
 
     def to_dict(self) -> dict[str, Any]:
-        """The cursor as plain JSON values; `from_dict` reads it back equal."""
+        """Return the cursor as plain JSON values; `from_dict` restores it."""
         return {**asdict(self), "deferred": list(self.deferred)}
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> "Cursor":
-        """Raises TypeError for a dictionary that `to_dict` did not make."""
+        """Restore a cursor. Raises TypeError for a dictionary that `to_dict` did not make."""
         return cls(**{**state, "deferred": tuple(state["deferred"])})
 
 
 def take(cursor: Cursor, size: int, count: int, shuffle: bool) -> tuple[tuple[int, ...], Cursor]:
-    """The next `count` indices out of `size` prompts, and the cursor behind them.
+    """Take the next `count` indices out of `size` prompts; return them and the cursor after them.
 
     Every epoch holds every prompt once. A take that runs over the end of an epoch goes on in the next one and
     repeats no prompt, unless `count` is larger than `size`. Raises ValueError for a cursor of a larger set.
@@ -36,7 +36,7 @@ def take(cursor: Cursor, size: int, count: int, shuffle: bool) -> tuple[tuple[in
     taken: list[int] = []
     while len(taken) < count:
         if cursor.position == size:
-            # What this take already holds moves to the end of the new epoch, so that it is not drawn twice.
+            # Prompts of this take move to the end of the new epoch, so that none is drawn twice.
             deferred = tuple(taken) if len(taken) < size else ()
             cursor = Cursor(cursor.epoch + 1, 0, cursor.seed, deferred)
         end = min(size, cursor.position + count - len(taken))
@@ -46,10 +46,10 @@ def take(cursor: Cursor, size: int, count: int, shuffle: bool) -> tuple[tuple[in
 
 
 def epoch_order(cursor: Cursor, size: int, shuffle: bool) -> list[int]:
-    """All prompts in the order of the cursor's epoch: its permutation, then the deferred ones."""
+    """Return all prompts in the order of the cursor's epoch: its permutation, the deferred ones last."""
     if shuffle:
         order = np.random.default_rng([cursor.seed % 2**64, cursor.epoch]).permutation(size)
     else:
         order = np.arange(size)
-    late = np.isin(order, np.array(cursor.deferred, dtype=np.int64))
-    return np.concatenate([order[~late], order[late]]).tolist()
+    deferred = np.isin(order, np.array(cursor.deferred, dtype=np.int64))
+    return np.concatenate([order[~deferred], order[deferred]]).tolist()

@@ -1,4 +1,4 @@
-"""Prompt sets: rows through the column mapping, the chat template and the tokenizer."""
+"""Prompt sets: rows are read by the column mapping, rendered by the chat template and tokenized."""
 
 import re
 from collections.abc import Iterator
@@ -53,8 +53,8 @@ def load_prompts(
             "add chat_template.jinja or `chat_template` in tokenizer_config.json"
         )
     rows = list(read_rows(source))
-    chats = [_messages(row, data) for row in rows]
-    answers = [_answer(row, data) for row in rows]
+    chats = [_read_messages(row, data) for row in rows]
+    answers = [_read_answer(row, data) for row in rows]
     tokens = _tokenize(chats, rows, tokenizer)
     fitting = [i for i in range(len(rows)) if len(tokens[i]) <= max_prompt_tokens]
     if not fitting:
@@ -67,16 +67,16 @@ def load_prompts(
 
 
 def final_answer(text: str) -> str:
-    """'... #### 1,234' -> '1234', GSM8K's form; any other text as it is, without outer blanks."""
-    found = re.search(r"####([^#\n]*)\s*$", text)
-    answer = (found.group(1) if found else text).strip()
+    """Extract GSM8K's answer, '... #### 1,234' -> '1234'; strip any other text."""
+    match = re.search(r"####([^#\n]*)\s*$", text)
+    answer = (match.group(1) if match else text).strip()
     is_number = re.fullmatch(r"[-+$]*\d{1,3}(,\d{3})+(\.\d+)?", answer)
-    return answer.replace(",", "") if found and is_number else answer
+    return answer.replace(",", "") if match and is_number else answer
 
 
-def _messages(row: Row, data: Data) -> Messages:
-    """The row's chat: its own messages, or its text as one user message; the system message of the settings first."""
-    prompt = _column(row, data.prompt, "data.prompt")
+def _read_messages(row: Row, data: Data) -> Messages:
+    """Return the row's messages, or its text as one user message, after the system message of the settings."""
+    prompt = _read_column(row, data.prompt, "data.prompt")
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     _check_chat(chat, row, data.prompt)
     if data.system and chat[0]["role"] != "system":
@@ -85,35 +85,36 @@ def _messages(row: Row, data: Data) -> Messages:
 
 
 def _check_chat(chat: Any, row: Row, column: str) -> None:
+    location = f"{row.location}: column {column}"
     if not isinstance(chat, list) or not chat or not all(isinstance(message, dict) for message in chat):
-        raise UserError(f"{row.where}: column {column}: expected text or a list of chat messages")
+        raise UserError(f"{location}: expected text or a list of chat messages")
     for message in chat:
         content = message.get("content")
         if message.get("role") not in ROLES or not isinstance(content, str):
-            raise UserError(f"{row.where}: column {column}: a message needs role ({', '.join(ROLES)}) and text content")
+            raise UserError(f"{location}: a message needs role ({', '.join(ROLES)}) and text content")
     if not chat[-1]["content"].strip():
-        raise UserError(f"{row.where}: column {column}: the prompt is empty")
+        raise UserError(f"{location}: the prompt is empty")
     if chat[-1]["role"] not in ("user", "tool"):
-        raise UserError(f"{row.where}: column {column}: the last message must be the user's, not {chat[-1]['role']}'s")
+        raise UserError(f"{location}: the last message must be the user's, not {chat[-1]['role']}'s")
 
 
-def _answer(row: Row, data: Data) -> str | None:
+def _read_answer(row: Row, data: Data) -> str | None:
     if data.answer is None:
         return None
-    value = _column(row, data.answer, "data.answer")
+    value = _read_column(row, data.answer, "data.answer")
     answer = final_answer(str(value)) if isinstance(value, str | int | float) else ""
     if not answer:
-        raise UserError(f"{row.where}: column {data.answer}: expected an answer as text or number, found {value!r}")
+        raise UserError(f"{row.location}: column {data.answer}: expected an answer as text or number, found {value!r}")
     return answer
 
 
-def _column(row: Row, name: str, setting: str) -> Any:
+def _read_column(row: Row, name: str, setting: str) -> Any:
     if name in row.columns:
         return row.columns[name]
     known = ", ".join(row.columns) or "none"
     hint = " or to null" if setting == "data.answer" else ""
     raise UserError(
-        f"{row.where}: no column {name}{nearest(name, row.columns)}, the row has: {known}: "
+        f"{row.location}: no column {name}{nearest(name, row.columns)}, the row has: {known}: "
         f"set {setting} to one of them{hint}"
     )
 
@@ -121,16 +122,16 @@ def _column(row: Row, name: str, setting: str) -> Any:
 def _tokenize(chats: list[Messages], rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     if not chats:
         return []
-    texts = [_render(chat, row, tokenizer) for chat, row in zip(chats, rows, strict=True)]
+    texts = [_apply_chat_template(chat, row, tokenizer) for chat, row in zip(chats, rows, strict=True)]
     # The template has written the special tokens already; adding them here would begin prompts with two.
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
-def _render(chat: Messages, row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
+def _apply_chat_template(chat: Messages, row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
-        raise UserError(f"{row.where}: the tokenizer's chat template refuses the prompt: {error}") from error
+        raise UserError(f"{row.location}: the tokenizer's chat template refuses the prompt: {error}") from error
 
 
 def _nothing_left(source: str, rows: int, max_prompt_tokens: int) -> str:

@@ -1,4 +1,4 @@
-"""Data rows from JSONL, Parquet or `datasets`, each with the place that an error can name."""
+"""Read data rows from JSONL, Parquet or `datasets`, each with its location for error messages."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -15,12 +15,12 @@ FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 class Row:
     """One row as the user wrote it."""
 
-    where: str  # file and line, for errors
+    location: str  # file and line, for errors
     columns: dict[str, Any]
 
 
 def read_rows(source: str) -> Iterator[Row]:
-    """Rows of a JSONL or Parquet file, or of a `datasets` name or folder: `name`, `name:split`, `name:config:split`.
+    """Read a JSONL or Parquet file, or a `datasets` name or folder: `name`, `name:split`, `name:config:split`.
 
     Raises UserError: file or data set not found, row that is empty or no JSON object (with line number).
     """
@@ -38,19 +38,19 @@ def read_rows(source: str) -> Iterator[Row]:
 def _json_rows(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            where = f"{path}, line {number}"
+            location = f"{path}, line {number}"
             if not line.strip():
-                raise UserError(f"{where}: empty row: remove it")
-            yield Row(where, _json_object(line, where))
+                raise UserError(f"{location}: empty row: remove it")
+            yield Row(location, _json_object(line, location))
 
 
-def _json_object(line: bytes, where: str) -> dict[str, Any]:
+def _json_object(line: bytes, location: str) -> dict[str, Any]:
     try:
         columns = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where}: not valid JSON ({error}): write one object per line") from error
+        raise UserError(f"{location}: not valid JSON ({error}): write one object per line") from error
     if not isinstance(columns, dict):
-        raise UserError(f"{where}: expected an object with columns, found {type(columns).__name__}")
+        raise UserError(f"{location}: expected an object with columns, found {type(columns).__name__}")
     return columns
 
 
@@ -62,7 +62,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         table = parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not readable as Parquet: {_one_line(error)}") from error
-    yield from _numbered(table.to_pylist(), str(path))
+    yield from _number_rows(table.to_pylist(), str(path))
 
 
 def _dataset_rows(source: str) -> Iterator[Row]:
@@ -71,7 +71,7 @@ def _dataset_rows(source: str) -> Iterator[Row]:
         raise UserError(f"{source!r}: write a .jsonl or .parquet file, name:split or name:config:split")
     split = rest[-1] if rest else None
     config = rest[0] if len(rest) == 2 else None
-    yield from _numbered(_load_dataset(name, config, split or "train", source), source)
+    yield from _number_rows(_load_dataset(name, config, split or "train", source), source)
 
 
 def _load_dataset(name: str, config: str | None, split: str, source: str) -> Iterable[dict[str, Any]]:
@@ -89,7 +89,7 @@ def _load_dataset(name: str, config: str | None, split: str, source: str) -> Ite
         ) from error
 
 
-def _numbered(rows: Iterable[dict[str, Any]], source: str) -> Iterator[Row]:
+def _number_rows(rows: Iterable[dict[str, Any]], source: str) -> Iterator[Row]:
     for number, columns in enumerate(rows, start=1):
         yield Row(f"{source}, row {number}", columns)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from grpo_mp.errors import UserError
 
 NAMES = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva")
-THINGS = ("apples", "books", "coins", "pens", "eggs", "cards")
+OBJECTS = ("apples", "books", "coins", "pens", "eggs", "cards")
 TEMPLATES = {
     "add": (
         "{name} has {a} {thing} and buys {b} more. How many {thing} does {name} have?",
@@ -29,13 +29,13 @@ TEMPLATES = {
         "{name} had {a} {thing}, got {b} more and lost {c}. How many does {name} have?",
     ),
 }
-SMALLEST = 2
+SMALLEST_OPERAND = 2
 DRAWS_PER_PROBLEM = 200
 
 
 @dataclass(frozen=True)
 class Slip:
-    """A careless moment: the result of column number `step` is off by `by`."""
+    """An error in a worked answer: the result of column number `step` is off by `by`."""
 
     step: int
     by: int
@@ -63,48 +63,48 @@ class Problem:
 def make_problems(
     count_train: int, count_eval: int, seed: int, largest: int, kinds: tuple[str, ...] = ("add", "subtract")
 ) -> tuple[list[Problem], list[Problem]]:
-    """Problems over operands 2 .. `largest`, all with different questions; kinds: add, subtract, two_steps.
+    """Make problems over operands 2 .. `largest`, all with different questions; kinds: add, subtract, two_steps.
 
-    Train and eval share no operands, in whatever order and template: each set of operands belongs to one of the two.
+    Train and eval share no operands, in whatever order and template: each set of operands belongs to one split.
     Raises UserError for an unknown kind, and where the range does not give so many problems.
     """
     if unknown := set(kinds) - set(TEMPLATES):
         raise UserError(f"unknown kind of problem {sorted(unknown)}: choose from {', '.join(TEMPLATES)}")
     held_out = max(0.1, count_eval / max(1, count_train + count_eval)) if count_eval else 0.0
-    wanted = {"train": count_train, "eval": count_eval}
-    made: dict[str, dict[str, Problem]] = {"train": {}, "eval": {}}
-    draw = random.Random(seed)
+    counts = {"train": count_train, "eval": count_eval}
+    problems_of: dict[str, dict[str, Problem]] = {"train": {}, "eval": {}}
+    rng = random.Random(seed)
     for _ in range(DRAWS_PER_PROBLEM * (count_train + count_eval)):
-        if all(len(made[split]) == wanted[split] for split in wanted):
+        if all(len(problems_of[split]) == counts[split] for split in counts):
             break
-        problem = _draw_problem(draw, largest, kinds)
+        problem = _draw_problem(rng, largest, kinds)
         split = _split_of(problem.operands, seed, held_out)
-        if len(made[split]) < wanted[split]:
-            made[split].setdefault(problem.question, problem)
-    for split, problems in made.items():
-        if len(problems) < wanted[split]:
+        if len(problems_of[split]) < counts[split]:
+            problems_of[split].setdefault(problem.question, problem)
+    for split, split_problems in problems_of.items():
+        if len(split_problems) < counts[split]:
             raise UserError(
-                f"operands up to {largest} gave only {len(problems)} of {wanted[split]} {split} problems: "
+                f"operands up to {largest} gave only {len(split_problems)} of {counts[split]} {split} problems: "
                 "ask for fewer or raise the largest operand"
             )
-    return list(made["train"].values()), list(made["eval"].values())
+    return list(problems_of["train"].values()), list(problems_of["eval"].values())
 
 
 def worked_response(problem: Problem, slip: Slip | None = None) -> str:
-    r"""The response that a supervised example shows: '8+4=12 1+3+1=5 \boxed{52}'; with `slip` it goes wrong there."""
+    r"""Write the response of a supervised example: '8+4=12 1+3+1=5 \boxed{52}'; with `slip` a wrong one."""
     working, result = solve(problem.kind, problem.operands, slip)
     return f"{working} \\boxed{{{result}}}"
 
 
-def draw_slip(draw: random.Random, share: float) -> Slip | None:
-    """A slip in `share` of the cases."""
-    if draw.random() >= share:
+def draw_slip(rng: random.Random, share: float) -> Slip | None:
+    """Draw a slip in `share` of the cases."""
+    if rng.random() >= share:
         return None
-    return Slip(draw.randrange(2), draw.choice((-2, -1, 1, 2)))
+    return Slip(rng.randrange(2), rng.choice((-2, -1, 1, 2)))
 
 
 def solve(kind: str, operands: tuple[int, ...], slip: Slip | None = None) -> tuple[str, int]:
-    """The working, column by column, and the result that its digits spell."""
+    """Return the working, column by column, and the result that its digits spell."""
     a, b = operands[:2]
     if kind == "add":
         return add_columns(a, b, slip)
@@ -116,25 +116,25 @@ def solve(kind: str, operands: tuple[int, ...], slip: Slip | None = None) -> tup
 
 
 def write_jsonl(problems: Iterable[Problem], path: Path) -> None:
-    """One {"question", "answer"} object per line; the file appears whole or not at all."""
+    """Write one {"question", "answer"} object per line, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     lines = (json.dumps({"question": problem.question, "answer": problem.answer}) for problem in problems)
-    unfinished.write_text("".join(f"{line}\n" for line in lines))
-    unfinished.replace(path)
+    temporary.write_text("".join(f"{line}\n" for line in lines))
+    temporary.replace(path)
 
 
 def vocabulary_words() -> tuple[str, ...]:
-    """Every word that a question can hold, sorted: what a tokenizer keeps whole."""
+    """List every word that a question can hold, sorted: the tokenizer has a token for each."""
     texts = [re.sub(r"\{\w+\}", "", text) for group in TEMPLATES.values() for text in group]
-    return tuple(sorted({word for text in (*texts, *NAMES, *THINGS) for word in re.findall(r"[A-Za-z]+", text)}))
+    return tuple(sorted({word for text in (*texts, *NAMES, *OBJECTS) for word in re.findall(r"[A-Za-z]+", text)}))
 
 
 def add_columns(a: int, b: int, slip: Slip | None = None) -> tuple[str, int]:
-    """a + b digit by digit from the right, the carry in its place: 18 + 34 is '8+4=12 1+3+1=5', 52."""
+    """Add digit by digit from the right, with carries: 18 + 34 is '8+4=12 1+3+1=5', 52."""
     steps, carry, result = [], 0, 0
-    for place, (x, y) in enumerate(_columns(a, b)):
-        total = min(19, abs(x + y + carry + _off(slip, place)))  # more than a carry of one is no column sum
+    for place, (x, y) in enumerate(_digit_pairs(a, b)):
+        total = min(19, abs(x + y + carry + _slip_offset(slip, place)))  # more than a carry of one is no column sum
         steps.append(f"{x}+{y}{'+1' if carry else ''}={total}")
         carry, digit = divmod(total, 10)
         result += digit * 10**place
@@ -142,41 +142,41 @@ def add_columns(a: int, b: int, slip: Slip | None = None) -> tuple[str, int]:
 
 
 def subtract_columns(a: int, b: int, slip: Slip | None = None) -> tuple[str, int]:
-    """a - b >= 0 digit by digit from the right, borrowing ten: 52 - 18 is '12-8=4 5-1-1=3', 34."""
+    """Subtract b <= a digit by digit from the right, borrowing ten: 52 - 18 is '12-8=4 5-1-1=3', 34."""
     steps, borrowed, result = [], 0, 0
-    for place, (x, y) in enumerate(_columns(a, b)):
+    for place, (x, y) in enumerate(_digit_pairs(a, b)):
         ten = 10 if x - y - borrowed < 0 else 0
-        digit = (x + ten - y - borrowed + _off(slip, place)) % 10
+        digit = (x + ten - y - borrowed + _slip_offset(slip, place)) % 10
         steps.append(f"{x + ten}-{y}{'-1' if borrowed else ''}={digit}")
         borrowed = ten // 10
         result += digit * 10**place
     return " ".join(steps), result
 
 
-def _off(slip: Slip | None, place: int) -> int:
+def _slip_offset(slip: Slip | None, place: int) -> int:
     return slip.by if slip and slip.step == place else 0
 
 
-def _columns(a: int, b: int) -> Iterator[tuple[int, int]]:
+def _digit_pairs(a: int, b: int) -> Iterator[tuple[int, int]]:
     for place in range(len(str(max(a, b)))):
         yield a // 10**place % 10, b // 10**place % 10
 
 
-def _draw_problem(draw: random.Random, largest: int, kinds: tuple[str, ...]) -> Problem:
-    kind = draw.choice(kinds)
-    name, other = draw.sample(NAMES, 2)
-    a, b, c = (draw.randint(SMALLEST, largest) for _ in range(3))
+def _draw_problem(rng: random.Random, largest: int, kinds: tuple[str, ...]) -> Problem:
+    kind = rng.choice(kinds)
+    name, other = rng.sample(NAMES, 2)
+    a, b, c = (rng.randint(SMALLEST_OPERAND, largest) for _ in range(3))
     if kind == "two_steps":
-        c = draw.randint(SMALLEST, min(largest, a + b))
+        c = rng.randint(SMALLEST_OPERAND, min(largest, a + b))
     if kind == "subtract":
         a, b = max(a, b), min(a, b)
     operands = (a, b, c) if kind == "two_steps" else (a, b)
-    text = draw.choice(TEMPLATES[kind])
-    question = text.format(name=name, other=other, thing=draw.choice(THINGS), a=a, b=b, c=c)
+    template = rng.choice(TEMPLATES[kind])
+    question = template.format(name=name, other=other, thing=rng.choice(OBJECTS), a=a, b=b, c=c)
     return Problem(question, kind, operands)
 
 
 def _split_of(operands: tuple[int, ...], seed: int, held_out: float) -> str:
-    """The half that these operands, in any order, belong to: decided by seed and operands alone."""
+    """Return the split that these operands, in any order, belong to: decided by seed and operands alone."""
     digest = hashlib.blake2b(f"{seed} {sorted(operands)}".encode(), digest_size=8).digest()
     return "eval" if int.from_bytes(digest, "big") < held_out * 2**64 else "train"

@@ -41,29 +41,29 @@ class ColdStartStep:
 
 
 def cold_start(
-    random: Path,
-    result: Path,
+    random_model: Path,
+    output: Path,
     problems: Sequence[tuple[str, str]],
     seed: int,
     target: float,
     recipe: Recipe,
-    watch: Callable[[ColdStartStep], None],
+    on_step: Callable[[ColdStartStep], None],
 ) -> ColdStartStep:
-    """Supervise the random model of one folder, alone on this machine, and write the result as another folder.
+    """Train the model of `random_model` on worked examples, in this process, and write it to the folder `output`.
 
-    `problems`: prompts and worked responses; the last `recipe.held_out` measure and are not trained on.
-    Returns the last step that was measured. Raises UserError where `target` is not reached in time.
+    `problems`: prompts and worked responses; the last `recipe.held_out` are for evaluation only.
+    Returns the last step that was evaluated. Raises UserError where `target` is not reached in time.
     """
-    settings = _settings(random, seed, recipe)
-    tokenizer = AutoTokenizer.from_pretrained(str(random))
+    settings = _settings(random_model, seed, recipe)
+    tokenizer = AutoTokenizer.from_pretrained(str(random_model))
     examples = [make_example(i, prompt, response, tokenizer) for i, (prompt, response) in enumerate(problems)]
     train, held_out = examples[: -recipe.held_out], examples[-recipe.held_out :]
     with single_process_group():
         parallel = start_parallel(settings.layout, seed, LIMIT_S)
         policy = Policy(settings, parallel, with_reference=False)
         for step in supervise(policy, settings, train, held_out, recipe.batch, target):
-            watch(step)
-        export_policy(policy, result, random, settings.sync.bucket_bytes)
+            on_step(step)
+        export_policy(policy, output, random_model, settings.sync.bucket_bytes)
         stop_parallel()
     if (step.right or 0.0) < target:
         raise UserError(f"the cold start reached {step.right:.0%} of {target:.0%} in {recipe.steps} steps: allow more")
@@ -71,11 +71,19 @@ def cold_start(
 
 
 def make_example(number: int, prompt: str, response: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    """A worked example as the tokens that the chat template makes of it."""
+    """Tokenize a worked example with the chat template."""
     chat = [{"role": "user", "content": prompt}]
-    tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    answer = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
-    return Sample(number, 0, tuple(tokens), tuple(answer), (0.0,) * len(answer), (0,) * len(answer), truncated=False)
+    prompt_tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    response_tokens = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
+    return Sample(
+        number,
+        0,
+        tuple(prompt_tokens),
+        tuple(response_tokens),
+        (0.0,) * len(response_tokens),
+        (0,) * len(response_tokens),
+        truncated=False,
+    )
 
 
 def supervise(
@@ -85,32 +93,32 @@ def supervise(
     held_out: Sequence[Sample],
     batch: int,
     target: float,
-    measure_every: int = 10,
+    eval_every: int = 10,
 ) -> Iterator[ColdStartStep]:
-    """Supervised updates until the held-out examples are answered with probability `target`, or run.steps is reached.
+    """Update until the held-out examples are answered with probability `target`, or run.steps is reached.
 
     The probability of the worked response itself is a lower bound of the accuracy of sampled answers.
     """
     cursor = Cursor(seed=settings.run.seed)
     for step in range(1, settings.run.steps + 1):
         indices, cursor = take(cursor, len(examples), batch, shuffle=True)
-        update = _batches(policy, settings, [examples[i] for i in indices])
+        update = _microbatches(policy, settings, [examples[i] for i in indices])
         report = policy.update(update, negative_log_likelihood)
         loss = sum(float(value) for value in report.losses)
-        right = _probability(policy, settings, held_out) if step % measure_every == 0 else None
+        right = _response_probability(policy, settings, held_out) if step % eval_every == 0 else None
         yield ColdStartStep(step, loss, right)
         if right is not None and right >= target:
             return
 
 
 def negative_log_likelihood(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Token mean of -log p over the responses; the weights carry the denominator."""
+    """Return the token mean of -log p over the responses; the weights hold the denominator."""
     loss = -(logprobs * batch.to(logprobs.device).weights).sum()
     return loss, loss.detach()
 
 
 def _settings(model: Path, seed: int, recipe: Recipe) -> Settings:
-    tree = {
+    values = {
         "run": {"folder": model.parent, "steps": recipe.steps, "seed": seed},
         "model": {"path": model, "dtype": "float32"},
         "data": {"train": "worked examples"},
@@ -124,11 +132,11 @@ def _settings(model: Path, seed: int, recipe: Recipe) -> Settings:
             "max_tokens_per_microbatch": 8192,
         },
     }
-    return check_settings(tree, "cold start")
+    return check_settings(values, "cold start")
 
 
-def _probability(policy: Policy, settings: Settings, held_out: Sequence[Sample]) -> float:
-    batches = _batches(policy, settings, held_out)
+def _response_probability(policy: Policy, settings: Settings, held_out: Sequence[Sample]) -> float:
+    batches = _microbatches(policy, settings, held_out)
     with policy.at_temperature(1.0):
         outputs = policy.logprobs(batches)
     responses = [
@@ -139,7 +147,7 @@ def _probability(policy: Policy, settings: Settings, held_out: Sequence[Sample])
     return float(torch.stack(responses).exp().mean())
 
 
-def _batches(policy: Policy, settings: Settings, samples: Sequence[Sample]) -> list[MicroBatch]:
+def _microbatches(policy: Policy, settings: Settings, samples: Sequence[Sample]) -> list[MicroBatch]:
     update: Update = plan_updates(
         [sample.total_tokens for sample in samples],
         1,

@@ -89,25 +89,28 @@ RELEASED: dict[str, dict[str, Any]] = {
 def make_tiny(
     folder: Path, family: str, tokenizer: PreTrainedTokenizerBase, seed: int = 0, **shape: Any
 ) -> dict[str, Any]:
-    """Write a random model of `family` (a key of SHAPES) with its tokenizer; returns its config.json.
+    """Write a random model of `family` (a key of SHAPES) with its tokenizer; return its config.json.
 
     `shape` overrides any key of the config. Norms and biases are random, too, so that a test sees them.
     """
-    values = SHAPES[family] | {"vocab_size": _padded(len(tokenizer)), "eos_token_id": tokenizer.eos_token_id}
-    values |= {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None} | shape
+    config_values = SHAPES[family] | {
+        "vocab_size": -(-len(tokenizer) // 16) * 16,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    config_values |= {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None} | shape
     torch.manual_seed(seed)
-    code = TRANSFORMERS_NAMES.get(family, family)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(code, **values), dtype=torch.float32)
-    _randomise(model)
+    model_type = TRANSFORMERS_NAMES.get(family, family)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config_values), dtype=torch.float32)
+    _randomise_norms_and_biases(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text()) | RELEASED.get(family, {}) | shape
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    return config
+    saved_config = json.loads((folder / "config.json").read_text()) | RELEASED.get(family, {}) | shape
+    (folder / "config.json").write_text(json.dumps(saved_config, indent=2))
+    return saved_config
 
 
 @torch.no_grad()
-def _randomise(model: torch.nn.Module) -> None:
+def _randomise_norms_and_biases(model: torch.nn.Module) -> None:
     for name, tensor in model.named_parameters():
         if "norm" in name:
             tensor.uniform_(0.8, 1.2)
@@ -116,7 +119,3 @@ def _randomise(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.uniform_(-0.05, 0.05)
-
-
-def _padded(size: int, multiple: int = 16) -> int:
-    return -(-size // multiple) * multiple

@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer whose vocabulary is ASCII, `words` with and without a blank before them, and the chat's marks.
+    """Make a tokenizer of ASCII characters, `words` with and without a blank before, and the chat's special tokens.
 
     Any ASCII text round-trips; other characters become `<|unknown|>`. `save_pretrained` writes an ordinary folder.
     """
@@ -46,11 +46,13 @@ def make_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def _vocabulary(words: Sequence[str]) -> dict[str, int]:
-    """Entries to ids: the marks first, then the characters, then the words."""
+    """Map tokens to ids: the special tokens first, then the characters, then the words."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    characters = [byte_level.pre_tokenize_str(chr(code))[0][0] for code in range(128)]
-    blank = characters[ord(" ")]
-    # A word that only begins a sentence is capital there; names stand in both places.
-    spelled = [form for word in words for form in ((word, blank + word) if word[0].isupper() else (blank + word,))]
-    entries = [PAD, END, UNKNOWN, *ROLES, *characters, BOXED, *spelled]
-    return {entry: index for index, entry in enumerate(dict.fromkeys(entries))}
+    character_tokens = [byte_level.pre_tokenize_str(chr(code))[0][0] for code in range(128)]
+    space = character_tokens[ord(" ")]
+    # A word that only begins a sentence is capital there; names occur in both places.
+    word_tokens = [
+        token for word in words for token in ((word, space + word) if word[0].isupper() else (space + word,))
+    ]
+    tokens = [PAD, END, UNKNOWN, *ROLES, *character_tokens, BOXED, *word_tokens]
+    return {token: index for index, token in enumerate(dict.fromkeys(tokens))}

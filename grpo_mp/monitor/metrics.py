@@ -1,22 +1,78 @@
 """The metric dictionary: every name the run may write, with unit, meaning, healthy range and what to do."""
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
 from grpo_mp.errors import nearest
-from grpo_mp.monitor.metric import Kind, Metric, fill
 
-__all__ = ["TABLE", "Kind", "Metric", "RangeWatch", "fill", "find", "markdown", "warnings"]
+Kind = Literal["scalar", "histogram", "text", "image"]
+
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_UNSAFE_CHARACTERS = re.compile(r"[^\w.\-]+")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What one metric name means, when it is healthy, and what to do when it is not.
+
+    `name` may hold placeholders in braces: `eval/{set}/accuracy` stands for one metric per eval set.
+    `low` and `high` bound the healthy range where a number can say it; outside it a step is worth a warning.
+    `known_as` gives the name of the same number in other trainers.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    healthy: str
+    action: str
+    kind: Kind = "scalar"
+    low: float | None = None
+    high: float | None = None
+    known_as: str = ""
+
+    @property
+    def group(self) -> str:
+        """The part of the name before the first slash."""
+        return self.name.split("/", 1)[0]
+
+    @property
+    def is_pattern(self) -> bool:
+        return "{" in self.name
+
+    def matches(self, name: str) -> bool:
+        """Check whether `name` is this metric, or an instance of this pattern."""
+        if not self.is_pattern:
+            return name == self.name
+        literal = [re.escape(part) for part in re.split(r"\{\w+\}", self.name)]
+        return re.fullmatch(r"[\w.\-]+".join(literal), name) is not None
+
+    def is_healthy(self, value: float) -> bool:
+        """Check whether `value` lies in the healthy range; NaN never does where there is one."""
+        above_low = self.low is None or value >= self.low
+        below_high = self.high is None or value <= self.high
+        return above_low and below_high
+
 
 TABLE: tuple[Metric, ...] = tuple(
     Metric(**row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 )
 
 
+def fill(pattern: str, **parts: str) -> str:
+    """Put `parts` into the placeholders of a name; characters that a name cannot hold become `_`.
+
+    `fill("reward/part/{name}", name="my.py:score")` is `reward/part/my.py_score`.
+    """
+    return _PLACEHOLDER.sub(lambda placeholder: _UNSAFE_CHARACTERS.sub("_", parts[placeholder.group(1)]), pattern)
+
+
 def find(name: str, kind: Kind | None = None) -> Metric:
-    """Return the row of `name`; a row without places wins over a pattern.
+    """Return the row of `name`; a row without placeholders wins over a pattern.
 
     Raises ValueError for a name that is not in the table, or that is there as another kind.
     """
@@ -34,35 +90,33 @@ def warnings(scalars: Mapping[str, float]) -> dict[str, str]:
     sentences = {}
     for name, value in scalars.items():
         metric = find(name, "scalar")
-        if not metric.healthy_value(value):
+        if not metric.is_healthy(value):
             sentences[name] = f"{name} is {value:.4g} (healthy: {metric.healthy}). {metric.action}"
     return sentences
 
 
 class RangeWatch:
-    """Tells of a metric when it leaves its healthy range, and not again until it has come back into it."""
+    """Warns of a metric when it leaves its healthy range, and not again until it has returned."""
 
     def __init__(self) -> None:
         self._outside: set[str] = set()
 
-    def news(self, scalars: Mapping[str, float]) -> list[str]:
-        """One sentence for each metric of this step that was in its range, or unknown, before."""
-        found = warnings(scalars)
-        fresh = [sentence for name, sentence in found.items() if name not in self._outside]
-        self._outside = (self._outside - scalars.keys()) | found.keys()
-        return fresh
+    def new_warnings(self, scalars: Mapping[str, float]) -> list[str]:
+        """Return a warning for each metric of this step that was in its range, or unknown, before."""
+        current = warnings(scalars)
+        new = [warning for name, warning in current.items() if name not in self._outside]
+        self._outside = (self._outside - scalars.keys()) | current.keys()
+        return new
 
 
 def markdown() -> str:
     """Render the table as Markdown, one section per group."""
-    groups = dict.fromkeys(metric.group for metric in TABLE)
-    return "\n".join(_section(group) for group in groups)
-
-
-def _section(group: str) -> str:
-    rows = [_row(metric) for metric in TABLE if metric.group == group]
     head = ["| name | unit | meaning | healthy | what to do | known as |", "|---|---|---|---|---|---|"]
-    return "\n".join([f"### {group}/", "", *head, *rows, ""])
+    lines = []
+    for group in dict.fromkeys(metric.group for metric in TABLE):
+        rows = [_row(metric) for metric in TABLE if metric.group == group]
+        lines += [f"### {group}/", "", *head, *rows, ""]
+    return "\n".join(lines)
 
 
 def _row(metric: Metric) -> str:

@@ -1,4 +1,4 @@
-"""What the person in front of the run sees: live on a terminal, plain lines in a log. Only rank 0 prints."""
+"""Progress output: live lines on a terminal, plain lines in a log. Only rank 0 prints."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +12,7 @@ from rich.live import Live
 
 from grpo_mp.monitor import screen
 from grpo_mp.monitor.screen import AnswerPair, EvalScore, View
+from grpo_mp.phases import Phase
 
 __all__ = ["AnswerPair", "EvalScore", "Progress"]
 
@@ -51,7 +52,7 @@ class Progress:
         self.stop()
 
     def stop(self) -> None:
-        """Give the terminal back: no live lines from here on. Harmless when called again."""
+        """Stop the live lines. Safe to call twice."""
         self._live.stop()
 
     def note(self, text: str) -> None:
@@ -60,10 +61,10 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str, detail: str = "") -> Iterator[None]:
-        """Show that a phase goes on. The first GENERATE starts the clock of the time left."""
+        """Show a phase while the body runs. The first GENERATE starts the estimate of the time left."""
         outer, outer_began_s = self._view, self._phase_began_s
         self._phase_began_s = self._clock()
-        if name == "GENERATE" and self._loop_began_s is None:
+        if name == Phase.GENERATE and self._loop_began_s is None:
             self._loop_began_s = self._phase_began_s
         self._view = replace(self._view, phase=name, detail=detail)
         self._live.refresh()
@@ -87,10 +88,10 @@ class Progress:
         """Print the scores of the eval sets after `step`; 0 is before training."""
         self._print(screen.eval_line(step, scores))
 
-    def scores(self, title: str, of_sets: Mapping[str, EvalScore]) -> None:
+    def scores(self, title: str, scores_by_set: Mapping[str, EvalScore]) -> None:
         """Print the table of one evaluation."""
         self.stop()
-        self._print("", screen.scores(of_sets, title), "")
+        self._print("", screen.scores(scores_by_set, title), "")
 
     def finish(
         self, before: Mapping[str, EvalScore], after: Mapping[str, EvalScore], pairs: Sequence[AnswerPair] = ()

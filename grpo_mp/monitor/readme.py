@@ -1,4 +1,4 @@
-"""The page of this room, with the metric table in it; `python -m grpo_mp.monitor.readme` writes it anew."""
+"""The README of this package, with the metric table; `python -m grpo_mp.monitor.readme` writes it."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ digits, `_`, `.` and `-` in such a name become `_`. A writer refuses names that 
 
 
 def page() -> str:
-    """The whole page as Markdown."""
+    """Render the page as Markdown."""
     return HEAD + markdown()
 
 

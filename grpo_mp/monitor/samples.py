@@ -1,4 +1,4 @@
-"""Sampled answers of a step, to be read by people: JSON lines in the run folder and a text in TensorBoard."""
+"""Write sampled answers of a step for people to read: JSON lines in the run folder and a text in TensorBoard."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ class SampleWriter:
         """Write the chosen groups of one step and return the file. `name` is a text metric of the dictionary."""
         chosen = spread(groups, self._groups_per_step)
         path = self._folder / f"step_{step:06d}.jsonl"
-        path.write_text("".join(lines_of(chosen)), encoding="utf-8")
+        path.write_text("".join(sample_lines(chosen)), encoding="utf-8")
         if self._metrics is not None:
             self._metrics.text(step, name, markdown(chosen))
         return path
@@ -49,18 +49,18 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 def add_samples(file: Path, name: str, groups: Iterable[SampleGroup]) -> None:
     """Append every sample of a set, one JSON object a line."""
     with file.open("a", encoding="utf-8") as lines:
-        lines.writelines(lines_of(groups, set=name))
+        lines.writelines(sample_lines(groups, set=name))
 
 
-def lines_of(groups: Iterable[SampleGroup], **said: Any) -> Iterator[str]:
-    """Every sample as a line of JSON; what JSON does not know, such as a user's own objects, as text."""
+def sample_lines(groups: Iterable[SampleGroup], **columns: Any) -> Iterator[str]:
+    """Yield every sample as a line of JSON, after `columns`; objects that JSON lacks are written as text."""
     for group in groups:
         for sample in group.samples:
-            yield json.dumps(said | record(group, sample), ensure_ascii=False, default=str) + "\n"
+            yield json.dumps(columns | sample_record(group, sample), ensure_ascii=False, default=str) + "\n"
 
 
-def record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
-    """One sample as a JSON object. `weight_version` is that of the first and last token."""
+def sample_record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
+    """Return one sample as a JSON object. `weight_version` is that of the first and last token."""
     return {
         "prompt": group.prompt.text,
         "expected": group.prompt.answer,
@@ -80,22 +80,22 @@ def record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
 
 
 def markdown(groups: Sequence[SampleGroup]) -> str:
-    """The best and the worst answer of each group, as Markdown. Model text is shown as code, never as markup."""
+    """Render the best and the worst answer of each group. Model text is shown as code, never as markup."""
     blocks = []
     for group in groups:
         ordered = sorted(group.samples, key=lambda sample: sample.reward, reverse=True)
         shown = ordered[:1] + ordered[-1:] if len(ordered) > 1 else ordered
-        expected = "" if group.prompt.answer is None else f"\n\nexpected: {_code(group.prompt.answer)}"
-        answers = "\n\n".join(f"{_verdict(sample)}\n\n{_code(sample.text)}" for sample in shown)
-        blocks.append(f"**prompt {group.prompt.index}**\n\n{_code(group.prompt.text)}{expected}\n\n{answers}")
+        expected = "" if group.prompt.answer is None else f"\n\nexpected: {_code_block(group.prompt.answer)}"
+        answers = "\n\n".join(f"{_reward_text(sample)}\n\n{_code_block(sample.text)}" for sample in shown)
+        blocks.append(f"**prompt {group.prompt.index}**\n\n{_code_block(group.prompt.text)}{expected}\n\n{answers}")
     return "\n\n---\n\n".join(blocks)
 
 
-def _verdict(sample: Sample) -> str:
-    """The reward, and as code, because they may hold model text, the columns of reward functions."""
-    extra = "".join(f"\n\n{_code(f'{column}: {value}')}" for column, value in sample.extra.items())
+def _reward_text(sample: Sample) -> str:
+    """Render the reward, and the columns of reward functions as code: they may hold model text."""
+    extra = "".join(f"\n\n{_code_block(f'{column}: {value}')}" for column, value in sample.extra.items())
     return f"reward {sample.reward:g}{extra}"
 
 
-def _code(text: str) -> str:
+def _code_block(text: str) -> str:
     return "\n".join("    " + line for line in text.splitlines() or [""])

@@ -1,4 +1,4 @@
-"""Timeline of one rank: named spans on lanes, written as a Chrome trace while the run goes on.
+"""Timeline of one rank: named spans on lanes, written as a Chrome trace during the run.
 
 The file is a JSON array of events without its closing bracket, which chrome://tracing and Perfetto read,
 so a killed run leaves a trace that opens. In it pid is the rank and tid a lane, such as "policy" or "engine 0".
@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Span:
-    """A named stretch of time of one rank, in nanoseconds since the epoch."""
+    """A named span of one rank, in nanoseconds since the epoch."""
 
     name: str
     start_ns: int
@@ -42,10 +42,10 @@ class Timeline:
         self._lanes: dict[str, int] = {}
         self._spans: list[Span] = []
         self._lock = threading.Lock()
-        # Spans last as long as the monotonic clock says; the epoch clock only places them beside other ranks.
+        # Durations are those of the monotonic clock; the epoch clock only aligns the ranks.
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
         process = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        self._file = _begin(path, [*earlier, process])
+        self._file = _open_trace(path, [*earlier, process])
 
     def now_ns(self) -> int:
         """Nanoseconds since the epoch, never going back within this process."""
@@ -77,9 +77,9 @@ class Timeline:
                 self._file.write("\n]\n")
                 self._file.close()
 
-    def _record(self, kind: str, name: str, lane: str, at_ns: int, args: dict[str, Any]) -> None:
+    def _record(self, event_type: str, name: str, lane: str, time_ns: int, args: dict[str, Any]) -> None:
         with self._lock:
-            event = {"ph": kind, "name": name, "pid": self._rank, "tid": self._lane(lane), "ts": at_ns / 1000}
+            event = {"ph": event_type, "name": name, "pid": self._rank, "tid": self._lane(lane), "ts": time_ns / 1000}
             self._write({**event, "args": args} if args else event)
 
     def _lane(self, lane: str) -> int:
@@ -96,18 +96,19 @@ class Timeline:
 
 
 def trace_path(run_folder: Path, rank: int) -> Path:
+    """Return the trace file of a rank."""
     return run_folder / "trace" / f"rank_{rank}.json"
 
 
-def _begin(path: Path, events: list[Event]) -> TextIO:
+def _open_trace(path: Path, events: list[Event]) -> TextIO:
     # The earlier trace is replaced in one go, so a kill during the rewrite loses nothing.
-    fresh = path.with_suffix(".new")
-    fresh.write_text("[\n" + _lines(events), encoding="utf-8")
-    os.replace(fresh, path)
+    rewritten = path.with_suffix(".new")
+    rewritten.write_text("[\n" + _join_events(events), encoding="utf-8")
+    os.replace(rewritten, path)
     return path.open("a", encoding="utf-8")
 
 
-def _lines(events: list[Event]) -> str:
+def _join_events(events: list[Event]) -> str:
     return ",\n".join(json.dumps(event) for event in events)
 
 
@@ -130,10 +131,12 @@ def close_open_spans(events: list[Event]) -> list[Event]:
             lane.append(event)
         elif event["ph"] == "E":
             lane.pop()
-    last = max((event["ts"] for event in events if "ts" in event), default=0)
-    left = [event for lane in open_spans.values() for event in reversed(lane)]
-    ends = [{"ph": "E", "ts": last, **{key: event[key] for key in ("name", "pid", "tid")}} for event in left]
-    return [*events, *ends]
+    last_ts = max((event["ts"] for event in events if "ts" in event), default=0)
+    unclosed = [event for lane in open_spans.values() for event in reversed(lane)]
+    end_events = [
+        {"ph": "E", "ts": last_ts, **{key: event[key] for key in ("name", "pid", "tid")}} for event in unclosed
+    ]
+    return [*events, *end_events]
 
 
 def merge_traces(run_folder: Path) -> Path:
@@ -142,5 +145,5 @@ def merge_traces(run_folder: Path) -> Path:
     for path in sorted((run_folder / "trace").glob("rank_*.json")):
         events += close_open_spans(read_trace(path))
     merged = run_folder / "trace.json"
-    merged.write_text("[\n" + _lines(events) + "\n]\n", encoding="utf-8")
+    merged.write_text("[\n" + _join_events(events) + "\n]\n", encoding="utf-8")
     return merged

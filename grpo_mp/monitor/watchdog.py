@@ -1,4 +1,4 @@
-"""Every wait has a limit: a deadline for loops that poll, a watchdog for calls that cannot be interrupted."""
+"""Time limits of every wait: a deadline for loops that poll, a watchdog for calls that cannot be interrupted."""
 
 import faulthandler
 import os
@@ -14,7 +14,7 @@ from types import TracebackType
 from grpo_mp.errors import PhaseTimeout
 
 STUCK_STATUS = 3  # exit status of a process that its watchdog ended
-LAST_ACTIONS_S = 5.0  # what runs before the end, runs no longer than this
+BEFORE_EXIT_LIMIT_S = 5.0  # for the `before_exit` functions, together
 GRACE_S = 15.0  # how long after a limit the C-level timer ends a process whose threads cannot run
 
 
@@ -29,7 +29,7 @@ class Deadline:
     started_s: float = field(default_factory=time.monotonic)
 
     def left_s(self) -> float:
-        """Seconds until the limit; negative after it."""
+        """Return the seconds until the limit; negative after it."""
         return self.started_s + self.limit_s - time.monotonic()
 
     def check(self, waiting_for: str = "") -> None:
@@ -38,7 +38,7 @@ class Deadline:
             raise PhaseTimeout(self.message() + (f", waiting for {waiting_for}" if waiting_for else ""))
 
     def message(self) -> str:
-        """Which rank, engine and phase passed which limit."""
+        """Say which rank, engine and phase passed which limit."""
         engine = "" if self.engine is None else f", engine {self.engine}"
         return f"rank {self.rank}{engine}: {self.phase} passed its limit of {self.limit_s:g} s"
 
@@ -47,7 +47,7 @@ class Watchdog:
     """Ends the process when a phase passes its limit, because a rank inside a collective cannot be raised out of.
 
     Before the end it writes the stacks of all threads to `<run>/logs/stuck_rank_<rank>.txt`, prints one line on stderr,
-    and calls `before_exit` (stop the engines, flush the writers) for at most `LAST_ACTIONS_S`. The exit status is
+    and calls `before_exit` (stop the engines, flush the writers) for at most `BEFORE_EXIT_LIMIT_S`. The exit status is
     `STUCK_STATUS`. Should a call hang while it holds Python's lock, a timer in C prints the stacks on stderr and ends
     the process with status 1, `GRACE_S` after the limit. Phases may nest and may run in several threads.
     That timer is one per process, so a process makes one watchdog.
@@ -57,7 +57,7 @@ class Watchdog:
         self.rank = rank
         self._stacks = run_folder / "logs" / f"stuck_rank_{rank}.txt"
         self._before_exit = before_exit
-        self._waits: list[Deadline] = []
+        self._deadlines: list[Deadline] = []
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._watch, name=f"watchdog of rank {rank}", daemon=True)
@@ -71,7 +71,7 @@ class Watchdog:
         """
         deadline = Deadline(self.rank, name, limit_s, engine)
         with self._changed:
-            self._waits.append(deadline)
+            self._deadlines.append(deadline)
             self._rearm()
         try:
             yield deadline
@@ -80,13 +80,13 @@ class Watchdog:
             raise
         finally:
             with self._changed:
-                self._waits = [wait for wait in self._waits if wait is not deadline]
+                self._deadlines = [other for other in self._deadlines if other is not deadline]
                 self._rearm()
 
     def close(self) -> None:
         """Stop watching."""
         with self._changed:
-            self._closed, self._waits = True, []
+            self._closed, self._deadlines = True, []
             self._rearm()
         self._thread.join()
 
@@ -100,30 +100,30 @@ class Watchdog:
 
     def _rearm(self) -> None:
         faulthandler.cancel_dump_traceback_later()
-        if self._waits:
-            _end_in_c(max(0.0, self._nearest().left_s()) + GRACE_S)
+        if self._deadlines:
+            _end_in_c_after(max(0.0, self._next_deadline().left_s()) + GRACE_S)
         self._changed.notify()
 
-    def _nearest(self) -> Deadline:
-        return min(self._waits, key=Deadline.left_s)
+    def _next_deadline(self) -> Deadline:
+        return min(self._deadlines, key=Deadline.left_s)
 
     def _watch(self) -> None:
         with self._changed:
             while not self._closed:
-                left_s = self._nearest().left_s() if self._waits else None
+                left_s = self._next_deadline().left_s() if self._deadlines else None
                 if left_s is not None and left_s <= 0:
-                    self._end(self._nearest())
+                    self._end_process(self._next_deadline())
                 self._changed.wait(left_s)
 
-    def _end(self, deadline: Deadline) -> None:
+    def _end_process(self, deadline: Deadline) -> None:
         try:
-            _end_in_c(GRACE_S)
+            _end_in_c_after(GRACE_S)
             line = f"error: {deadline.message()}; the stacks of all threads are in {self._stacks}\n"
             os.write(2, line.encode())  # not sys.stderr: the thread that hangs may hold its lock
             self._write_stacks(deadline)
-            last = threading.Thread(target=self._last_actions, daemon=True)
-            last.start()
-            last.join(LAST_ACTIONS_S)
+            before_exit_thread = threading.Thread(target=self._run_before_exit, daemon=True)
+            before_exit_thread.start()
+            before_exit_thread.join(BEFORE_EXIT_LIMIT_S)
         finally:
             os._exit(STUCK_STATUS)
 
@@ -134,12 +134,12 @@ class Watchdog:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
 
-    def _last_actions(self) -> None:
+    def _run_before_exit(self) -> None:
         for action in self._before_exit:
             action()
         sys.stdout.flush()
         sys.stderr.flush()
 
 
-def _end_in_c(after_s: float) -> None:
+def _end_in_c_after(after_s: float) -> None:
     faulthandler.dump_traceback_later(after_s, exit=True, file=2)

@@ -41,7 +41,8 @@ class MetricWriter:
         for name, value in values.items():
             self._events.add_scalar(name, value, step)
         self._events.flush()
-        line = {"step": step, **{name: _json_number(value) for name, value in values.items()}}
+        numbers = {name: float(value) for name, value in values.items()}
+        line = {"step": step, **{name: n if math.isfinite(n) else None for name, n in numbers.items()}}
         self._lines.write(json.dumps(line, allow_nan=False) + "\n")
         self._lines.flush()
 
@@ -88,11 +89,6 @@ def cut_lines(path: Path, first_step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in read_lines(path) if (line["step"] or 0) < first_step]
-    fresh = path.with_suffix(".jsonl.new")
-    fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    os.replace(fresh, path)
-
-
-def _json_number(value: float) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None
+    rewritten = path.with_suffix(".jsonl.new")
+    rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    os.replace(rewritten, path)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from grpo_mp.distributed.coordinates import coordinates
+from grpo_mp.phases import Phase, Residency
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from grpo_mp.planner.engine_memory import EngineMemory, engine_memory
 from grpo_mp.planner.job import Job
 from grpo_mp.planner.overheads import OVERHEADS
 from grpo_mp.planner.parameter_count import ParameterCount
-from grpo_mp.scheduler.phases import RESIDENT, Phase, Residency
 
 BytesByKind = Mapping[str, float]
 
@@ -96,7 +96,7 @@ def _residency(job: Job, sub_phase: SubPhase) -> Residency:
         return Residency(engine_weights=True, engine_cache=True)
     if sub_phase is SubPhase.LOAD:
         return Residency(policy_weights=True, gradients=True, optimizer=True)
-    return RESIDENT[PHASE_OF[sub_phase]]
+    return PHASE_OF[sub_phase].resident
 
 
 def _temporary_memory(job: Job, stage: int, sub_phase: SubPhase, per_parameter: BytesPerParameter) -> dict[str, float]:

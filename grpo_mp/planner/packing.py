@@ -5,7 +5,7 @@ from functools import lru_cache
 from math import exp
 from statistics import NormalDist, fmean
 
-from grpo_mp.batching.shared_prompts import PromptOf
+from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import padded_size, plan_update
 from grpo_mp.config import Layout
 from grpo_mp.planner.overheads import OVERHEADS
@@ -22,12 +22,12 @@ class AssumedLengths:
     samples_per_prompt: int = 0  # that share one prompt; 0: each computes its own
 
     @property
-    def prompts(self) -> list[PromptOf]:
+    def prompts(self) -> list[SamplePrompt]:
         """By sample, in the order of `response_lengths`: every prompt gets short and long ones."""
         if not self.samples_per_prompt:
             return []
         num_prompts = -(-self.num_samples // self.samples_per_prompt)
-        return [PromptOf(sample % num_prompts, self.prompt_tokens) for sample in range(self.num_samples)]
+        return [SamplePrompt(sample % num_prompts, self.prompt_tokens) for sample in range(self.num_samples)]
 
 
 @dataclass(frozen=True)

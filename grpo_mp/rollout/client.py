@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from grpo_mp.errors import PhaseTimeout, UserError
-from grpo_mp.rollout.capabilities import Capabilities, probe
+from grpo_mp.rollout.capabilities import Capabilities, read_capabilities
 
 MESSAGE_CHARACTERS = 500
 # SGLang closes a connection that was idle for five seconds; a request that goes out at that moment is lost.
@@ -21,7 +21,7 @@ BUSY_POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a response is drawn. `max_response_tokens` includes the stop token."""
+    """Sampling parameters. `max_response_tokens` includes the stop token."""
 
     max_response_tokens: int
     temperature: float = 1.0
@@ -31,7 +31,7 @@ class Sampling:
     ignore_eos: bool = False
 
     def as_json(self, count: int) -> dict[str, Any]:
-        """SGLang's `sampling_params` for `count` responses to one prompt."""
+        """Return SGLang's `sampling_params` for `count` responses to one prompt."""
         return {
             "n": count,
             "max_new_tokens": self.max_response_tokens,
@@ -46,7 +46,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generated:
-    """One response as the engine gave it.
+    """One response of the engine.
 
     `logprobs` are of log_softmax(logits / temperature) over the whole vocabulary: SGLang applies top-p
     after it, so with top_p < 1 they are not of the truncated distribution. The policy computes the same.
@@ -57,20 +57,20 @@ class Generated:
     weight_versions: tuple[int, ...]  # of every token; they differ where weights changed under a paused request
     truncated: bool  # the response reached max_response_tokens
     aborted: bool = False  # ended by `abort_all` or `pause(mode="abort")`; may have no tokens
-    cached_tokens: int = 0  # prompt tokens that were not computed anew
+    cached_tokens: int = 0  # prompt tokens taken from the radix cache
 
 
 class EngineClient:
-    """Calls to one engine. Every call has a limit, and every error names engine, path and the server's words.
+    """Client of one engine. Every call has a time limit; every error names engine, path and the server's message.
 
-    Raises UserError when the server refuses or is gone, PhaseTimeout when it does not answer in time.
+    Raises UserError where the server refuses or is gone, PhaseTimeout where it does not answer in time.
     """
 
     def __init__(self, index: int, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
         """`timeout_s` limits one call; `headers` come from EngineProcess."""
         self.index = index
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_LIMIT_S)
-        # Proxies of the environment would take loopback for the outside: trust_env is off.
+        # trust_env is off: the environment's proxies would also be used for loopback.
         self._http = httpx.AsyncClient(
             base_url=url, headers=dict(headers), timeout=timeout_s, limits=limits, trust_env=False
         )
@@ -86,27 +86,28 @@ class EngineClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # -- questions -------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------
 
     async def health(self) -> None:
-        """Return when scheduler and detokenizer answer; takes a second, for SGLang samples one token."""
+        """Wait until scheduler and detokenizer answer: a second, for SGLang samples one token."""
         await self._call("GET", "/health")
 
     async def server_info(self) -> dict[str, Any]:
-        """The server's resolved arguments, version and state."""
-        return _as_object(await self._call("GET", "/server_info"))
+        """Return the server's resolved arguments, version and state."""
+        return _expect_object(await self._call("GET", "/server_info"))
 
     async def capabilities(self) -> Capabilities:
-        """What this SGLang can do; asked once. Raises UserError where it lacks what is needed."""
+        """Ask, once, what this SGLang can do. Raises UserError where it lacks a required route."""
         if self._capabilities is None:
-            found = probe(await self.server_info(), _as_object(await self._call("GET", "/openapi.json")))
-            if found.missing:
-                lacks = f"SGLang {found.version} lacks {', '.join(found.missing)}"
-                raise UserError(f"engine {self.index}: {lacks}: install 0.5.17 or newer")
-            self._capabilities = found
+            openapi = _expect_object(await self._call("GET", "/openapi.json"))
+            capabilities = read_capabilities(await self.server_info(), openapi)
+            if capabilities.missing:
+                message = f"SGLang {capabilities.version} lacks {', '.join(capabilities.missing)}"
+                raise UserError(f"engine {self.index}: {message}: install 0.5.17 or newer")
+            self._capabilities = capabilities
         return self._capabilities
 
-    # -- tokens ----------------------------------------------------------------------------------------------
+    # -- generation ----------------------------------------------------------------------------------------------
 
     async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling, count: int = 1) -> list[Generated]:
         """Draw `count` responses to one prompt, in one call: the prompt is computed once."""
@@ -119,12 +120,12 @@ class EngineClient:
         outputs = reply if isinstance(reply, list) else [reply]
         if len(outputs) != count:
             raise self._error("/generate", f"returned {len(outputs)} responses where {count} were asked for")
-        return [self._generated(output) for output in outputs]
+        return [self._parse_output(output) for output in outputs]
 
     async def score(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Logprobs of given sequences at temperature 1: entry i of a list belongs to token i + 1.
+        """Compute the logprobs of given sequences at temperature 1: entry i of a list belongs to token i + 1.
 
-        Each list is one shorter than its sequence. The radix cache is not used for them.
+        Each list is one shorter than its sequence. The radix cache is not used.
         """
         body = {
             "input_ids": [list(tokens) for tokens in token_lists],
@@ -138,21 +139,21 @@ class EngineClient:
     # -- requests in flight ----------------------------------------------------------------------------------
 
     async def flush_cache(self) -> None:
-        """Forget every computed prefix. Refused by the server while requests run."""
+        """Empty the radix cache. The server refuses while requests run."""
         await self._call("POST", "/flush_cache")
 
     async def flush_cache_when_idle(self, limit_s: float = BUSY_LIMIT_S) -> None:
-        """`flush_cache` as soon as no request runs: the last batch is put away after its answers are out.
+        """Flush the cache as soon as no request runs: the last batch is cleared after its responses were sent.
 
-        Raises PhaseTimeout where something still runs after `limit_s`.
+        Raises PhaseTimeout where a request still runs after `limit_s`.
         """
         deadline = time.monotonic() + limit_s
         while (reply := await self._request("POST", "/flush_cache")).status_code == httpx.codes.BAD_REQUEST:
             if time.monotonic() > deadline:
-                message = f"requests still ran after {limit_s:g} s: {_message(_content(reply)).strip()}"
+                message = f"requests still ran after {limit_s:g} s: {_error_message(_parse_body(reply)).strip()}"
                 raise PhaseTimeout(f"engine {self.index}: /flush_cache: {message}")
             await asyncio.sleep(BUSY_POLL_S)
-        self._checked("/flush_cache", reply)
+        self._check_status("/flush_cache", reply)
 
     async def pause(self, mode: str = "abort") -> None:
         """Stop generating: `abort` ends the requests, `retract` and `in_place` go on with them after `resume`."""
@@ -169,33 +170,33 @@ class EngineClient:
     # -- weights ---------------------------------------------------------------------------------------------
 
     async def begin_weight_update(self) -> None:
-        """Open an update. Nothing to do on an SGLang without the call."""
+        """Begin a weight update; nothing to do on an SGLang without weight update sessions."""
         if (await self.capabilities()).weight_update_session:
-            await self._succeed("/begin_weight_update", {})
+            await self._post("/begin_weight_update", {})
 
     async def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str | None = None) -> None:
-        """Hand over one bucket: `payloads` is base64 text for each of the engine's tensor-parallel ranks.
+        """Send one bucket: `payloads` is base64 text for each of the engine's tensor-parallel ranks.
 
         SGLang answers success for a tensor name that it does not know.
         """
         body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False}
-        await self._succeed("/update_weights_from_tensor", body)
+        await self._post("/update_weights_from_tensor", body)
 
     async def update_weights_from_disk(self, folder: str) -> None:
         """Load all weights from a Hugging Face folder that the engine's host sees. Needs no begin and end."""
-        await self._succeed("/update_weights_from_disk", {"model_path": folder, "flush_cache": False})
+        await self._post("/update_weights_from_disk", {"model_path": folder, "flush_cache": False})
 
     async def end_weight_update(self, version: int) -> None:
-        """Close the update, forget prefixes of the old weights, and number the new ones."""
+        """End the update, flush prefixes of the old weights, and set the version of the new ones."""
         if (await self.capabilities()).weight_update_session:
-            await self._succeed("/end_weight_update", {})
+            await self._post("/end_weight_update", {})
         await self.flush_cache()
-        await self._succeed("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def checksums(self) -> dict[str, str]:
-        """Checksum of each of the engine's own tensors, over all its tensor-parallel ranks."""
+        """Return the checksum of each of the engine's tensors, on each of its tensor-parallel ranks."""
         reply = await self._call("POST", "/weights_checker", {"action": "checksum"})
-        ranks = _as_object(reply)["ranks"]
+        ranks = _expect_object(reply)["ranks"]
         return {
             f"{name}{f' (rank {number})' if len(ranks) > 1 else ''}": value
             for number, rank in enumerate(ranks)
@@ -203,15 +204,15 @@ class EngineClient:
         }
 
     async def overwrite_weights(self) -> None:
-        """Fill every tensor with random values: what a push does not reach then shows."""
-        await self._succeed("/weights_checker", {"action": "reset_tensors"})
+        """Fill every tensor with random values, so that a tensor which a sync does not send shows."""
+        await self._post("/weights_checker", {"action": "reset_tensors"})
 
     # -- memory ----------------------------------------------------------------------------------------------
 
     async def release_memory(self, tags: Sequence[str] | None = None) -> None:
         """Free device memory of `weights`, `kv_cache`, `cuda_graph` (None: all), as soon as the engine is idle.
 
-        Asked while a request runs, SGLang's scheduler would end. Raises PhaseTimeout as `flush_cache_when_idle`.
+        Called while a request runs, it would end SGLang's scheduler. Raises PhaseTimeout as `flush_cache_when_idle`.
         """
         await self.flush_cache_when_idle()
         await self._call("POST", "/release_memory_occupation", {"tags": list(tags) if tags else None})
@@ -220,9 +221,9 @@ class EngineClient:
         """Take the memory back; weights come back undefined and must be sent."""
         await self._call("POST", "/resume_memory_occupation", {"tags": list(tags) if tags else None})
 
-    # -- wire ------------------------------------------------------------------------------------------------
+    # -- HTTP ------------------------------------------------------------------------------------------------
 
-    def _generated(self, output: dict[str, Any]) -> Generated:
+    def _parse_output(self, output: dict[str, Any]) -> Generated:
         meta = output["meta_info"]
         pairs = meta["output_token_logprobs"] or []
         tokens = tuple(entry[1] for entry in pairs)
@@ -238,13 +239,13 @@ class EngineClient:
             cached_tokens=meta.get("cached_tokens", 0),
         )
 
-    async def _succeed(self, path: str, body: dict[str, Any]) -> None:
+    async def _post(self, path: str, body: dict[str, Any]) -> None:
         reply = await self._call("POST", path, body)
         if not (isinstance(reply, dict) and reply.get("success") is True):
-            raise self._error(path, _message(reply))
+            raise self._error(path, _error_message(reply))
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        return self._checked(path, await self._request(method, path, body))
+        return self._check_status(path, await self._request(method, path, body))
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:
@@ -255,10 +256,10 @@ class EngineClient:
         except httpx.TransportError as error:
             raise self._error(path, f"the connection failed ({str(error) or type(error).__name__})") from error
 
-    def _checked(self, path: str, reply: httpx.Response) -> Any:
-        content = _content(reply)
+    def _check_status(self, path: str, reply: httpx.Response) -> Any:
+        content = _parse_body(reply)
         if reply.status_code != httpx.codes.OK:
-            raise self._error(path, f"status {reply.status_code}: {_message(content)}")
+            raise self._error(path, f"status {reply.status_code}: {_error_message(content)}")
         return content
 
     def _error(self, path: str, message: str) -> UserError:
@@ -266,32 +267,31 @@ class EngineClient:
 
 
 def token_versions(meta: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """The weight version of each of `count` tokens, from SGLang's meta_info: one version, or spans of versions."""
+    """Read the weight version of each of `count` tokens from SGLang's meta_info: one version, or spans of versions."""
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
-    versions = [version_number(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+    versions = [
+        0 if span["version"] == "default" else int(span["version"])  # default: the engine loaded its weights itself
+        for span in spans
+        for _ in range(span["start"], span["end"])
+    ]
     if len(versions) != count:
         raise ValueError(f"weight versions of {len(versions)} tokens for {count} tokens")
     return tuple(versions)
 
 
-def version_number(version: str) -> int:
-    """The number that `end_weight_update` gave; weights that the engine loaded itself at start are version 0."""
-    return 0 if version == "default" else int(version)
-
-
-def _content(reply: httpx.Response) -> Any:
+def _parse_body(reply: httpx.Response) -> Any:
     is_json = reply.headers.get("content-type", "").startswith("application/json")
     return reply.json() if is_json and reply.content else reply.text
 
 
-def _message(content: Any) -> str:
+def _error_message(content: Any) -> str:
     if isinstance(content, dict):
         message = content.get("message") or content.get("error") or content
         return str(message.get("message", message) if isinstance(message, dict) else message)
     return str(content) or "(no message)"
 
 
-def _as_object(content: Any) -> dict[str, Any]:
+def _expect_object(content: Any) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"expected a JSON object from the engine, found {type(content).__name__}")
     return content

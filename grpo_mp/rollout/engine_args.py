@@ -1,4 +1,4 @@
-"""What an SGLang server is started with: its arguments by name and its environment. Pure, except `known_arguments`."""
+"""SGLang server arguments and environment of an engine. Pure, except `known_arguments`."""
 
 import ast
 import importlib.util
@@ -14,8 +14,8 @@ from grpo_mp.rollout.engine_main import ARGUMENTS, SCRATCH
 from grpo_mp.rollout.engine_parallelism import attention_replicas
 from grpo_mp.weight_sync.shared_memory import LOADER
 
-ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # what a CPU engine finds before anything else
-MEETING_PORTS = 14  # processes of replicated attention meet at a port, the six behind it, and the thirteenth
+ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # first on the path of a CPU engine
+DP_ATTENTION_PORTS = 14  # data-parallel attention takes the rendezvous port, the six behind it, and the thirteenth
 CONTEXT_SLACK_TOKENS = 8  # SGLang keeps a few positions of the context for itself
 
 OWNED = {
@@ -61,12 +61,12 @@ CUDA_DEFAULTS: dict[str, Any] = {"cuda_graph_backend_prefill": "disabled"}
 
 CUDA_ENVIRONMENT = {
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",  # or the memory of captured graphs is never given back
-    # A miscount of cache slots only warns: an error would end the engine, and every synchronization empties the cache.
+    # A miscount of cache slots only warns: an error would end the engine, and every weight sync empties the cache.
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
     # NVSHMEM, which DeepEP is built on, would else use NCCL for collectives of its own.
     "NVSHMEM_DISABLE_NCCL": "1",
 }
-UNWANTED = {"DISABLE_OPENAPI_DOC"}  # the probe asks for the server's own description
+UNSET_VARIABLES = {"DISABLE_OPENAPI_DOC"}  # the probe asks for the server's own description
 # What torchrun and Slurm tell a rank; SGLang would take its own process group for the trainer's.
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 LAUNCHER_PREFIXES = ("LOCAL_RANK", "LOCAL_WORLD_", "GROUP_", "ROLE_", "TORCHELASTIC_")
@@ -74,79 +74,101 @@ LAUNCHER_PREFIXES = ("LOCAL_RANK", "LOCAL_WORLD_", "GROUP_", "ROLE_", "TORCHELAS
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine as the settings and the layout describe it. `node_rank` 0 is the engine host."""
+    """What an engine process is started from. `node_rank` 0 is the engine host."""
 
     index: int
-    rank: int  # the rank that starts this process: named in errors
+    rank: int  # the rank that starts this process, for errors
     model: Path
     dtype: str  # float32 or bfloat16
     context_tokens: int  # prompt and response together
     seed: int = 0
     gpus: int = 1
     cpu: bool = False
-    stop_strings: bool = False  # only these need a tokenizer in the engine
+    stop_strings: bool = False  # the engine needs a tokenizer for these only
     first_gpu: int = 0  # device number on this node
     nodes: int = 1
     node_rank: int = 0
     threads: int = 1  # CPU threads of each process of the engine
-    dummy: bool = False  # the engine reads no weights: the first synchronization brings them all
+    dummy_weights: bool = False  # the engine reads no weights: the first weight sync sends them all
     args: Mapping[str, Any] = field(default_factory=dict)  # the user's engine.args
 
 
 def ports_needed(spec: EngineSpec) -> int:
-    """How many ports in a row an engine process claims: of its server, and those of its processes behind it."""
-    return 1 + (MEETING_PORTS if _meets(spec) else 1)
+    """Count the consecutive ports that an engine process claims: its server's, then those of its processes."""
+    return 1 + (DP_ATTENTION_PORTS if _needs_rendezvous(spec) else 1)
 
 
-def engine_arguments(spec: EngineSpec, port: int, name: str, key: str, meeting: str | None = None) -> dict[str, Any]:
-    """Every ServerArgs value that differs from SGLang's default. `name` and `key` prove who answers.
+def engine_arguments(
+    spec: EngineSpec, port: int, served_model_name: str, api_key: str, dist_init_addr: str | None = None
+) -> dict[str, Any]:
+    """Return every ServerArgs value that differs from SGLang's default.
 
-    `port`: the first of the `ports_needed`. `meeting`: host:port where the nodes of one engine find each other.
+    `served_model_name` and `api_key` identify the server. `port`: the first of the `ports_needed`. `dist_init_addr`:
+    host:port of the rendezvous of an engine over several nodes.
     """
-    if meeting is None and _meets(spec):
-        meeting = f"127.0.0.1:{port + 1}"  # by itself SGLang would take ports beyond the job's range
-    device = {**CPU_DEFAULTS, "max_total_tokens": _cpu_cache_tokens(spec)} if spec.cpu else CUDA_DEFAULTS
+    if dist_init_addr is None and _needs_rendezvous(spec):
+        dist_init_addr = f"127.0.0.1:{port + 1}"  # SGLang's own choice may lie outside the job's port range
+    context_tokens = spec.context_tokens + CONTEXT_SLACK_TOKENS
+    # SGLang would size the cache by the host's memory, where the trainer and other engines live too.
+    running_requests = int(spec.args.get("max_running_requests", CPU_DEFAULTS["max_running_requests"]))
+    cpu_defaults = {**CPU_DEFAULTS, "max_total_tokens": running_requests * context_tokens}
+    # The trainer computes on the same cores while the engine waits. With attention in replicas every replica's first
+    # process sleeps up to a second on a socket of its own, and control requests, of which a weight sync sends
+    # hundreds, arrive at the first replica's alone: the others would join each of them late.
+    sleep_on_idle = attention_replicas(spec.args) == 1
     owned = {
         "model_path": str(spec.model),
         "device": "cpu" if spec.cpu else "cuda",
         "dtype": spec.dtype,
         "random_seed": spec.seed,
-        "context_length": spec.context_tokens + CONTEXT_SLACK_TOKENS,
+        "context_length": context_tokens,
         "tp_size": spec.gpus,
         "base_gpu_id": spec.first_gpu,
         "nnodes": spec.nodes,
         "node_rank": spec.node_rank,
-        "dist_init_addr": meeting,
+        "dist_init_addr": dist_init_addr,
         "host": "127.0.0.1",
         "port": port,
         "nccl_port": port + 1,
-        "served_model_name": name,
-        "api_key": key,
+        "served_model_name": served_model_name,
+        "api_key": api_key,
         "skip_tokenizer_init": not spec.stop_strings,
         "sampling_defaults": "openai",
         "skip_server_warmup": True,
         "enable_memory_saver": not spec.cpu,
         "custom_weight_loader": [LOADER],
-        **({"load_format": "dummy"} if spec.dummy else {}),
+        **({"load_format": "dummy"} if spec.dummy_weights else {}),
     }
-    return {**DEFAULTS, **device, "sleep_on_idle": _may_sleep(spec), **spec.args, **owned}
+    return {
+        **DEFAULTS,
+        **(cpu_defaults if spec.cpu else CUDA_DEFAULTS),
+        "sleep_on_idle": sleep_on_idle,
+        **spec.args,
+        **owned,
+    }
 
 
 def engine_environment(
-    spec: EngineSpec, arguments: Mapping[str, Any], scratch: str, base: Mapping[str, str]
+    spec: EngineSpec, arguments: Mapping[str, Any], scratch: str, parent: Mapping[str, str]
 ) -> dict[str, str]:
-    """The child's environment: `base` without the launcher's words, plus what the engine needs.
+    """Return the engine's environment: `parent` without the launcher's variables, plus what the engine needs.
 
-    `scratch` is a folder for its temporary files.
+    `scratch`: folder for its temporary files.
     """
-    kept = {name: value for name, value in base.items() if not (_from_launcher(name) or name in UNWANTED)}
-    loopback = ",".join(filter(None, [base.get("no_proxy") or base.get("NO_PROXY"), "127.0.0.1,localhost"]))
+    inherited = {
+        name: value
+        for name, value in parent.items()
+        if name not in LAUNCHER_VARIABLES | UNSET_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
+    }
+    python_path = [str(ENGINE_SITE)] * spec.cpu + [str(Path(__file__).parents[2])]
+    python_path += filter(None, parent.get("PYTHONPATH", "").split(":"))
+    loopback = ",".join(filter(None, [parent.get("no_proxy") or parent.get("NO_PROXY"), "127.0.0.1,localhost"]))
     return {
-        **kept,
+        **inherited,
         ARGUMENTS: json.dumps(arguments),
         SCRATCH: scratch,
         "TMPDIR": scratch,
-        "PYTHONPATH": ":".join(_python_path(spec, base)),
+        "PYTHONPATH": ":".join(python_path),
         "PYTHONSAFEPATH": "1",  # the working folder is not on the path: a user's queue.py would shadow the library
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(spec.threads),
@@ -158,10 +180,10 @@ def engine_environment(
     }
 
 
-def check_arguments(args: Iterable[str], known: Iterable[str]) -> None:
-    """Raises UserError for an argument of `engine.args` that SGLang does not know or that the run itself sets."""
+def check_arguments(names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise UserError for an argument of `engine.args` that SGLang does not know or that the run itself sets."""
     known = set(known)
-    for name in args:
+    for name in names:
         if name in OWNED:
             raise UserError(f"engine.args.{name} cannot be set: {OWNED[name]}")
         if name not in known:
@@ -169,31 +191,27 @@ def check_arguments(args: Iterable[str], known: Iterable[str]) -> None:
 
 
 def known_arguments() -> frozenset[str]:
-    """Names of the installed SGLang's server arguments, read from its source: importing it takes seconds.
+    """Read the names of the installed SGLang's server arguments from its source: importing it takes seconds.
 
     Raises UserError when SGLang is not installed.
     """
-    found = importlib.util.find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
+    package = importlib.util.find_spec("sglang")
+    if package is None or not package.submodule_search_locations:
         raise UserError("SGLang is not installed here: install the engine as launch/ does")
-    source = Path(found.submodule_search_locations[0], "srt")
+    source = Path(package.submodule_search_locations[0], "srt")
     files = [source / "server_args.py", *sorted((source / "arg_groups" / "fields").glob("*.py"))]
-    names = {name for file in files if file.exists() for name in _annotated_fields(file)}
+    names = {name for file in files if file.exists() for name in _field_names(file)}
     if "model_path" not in names:
         raise UserError(f"{source}: this SGLang keeps its arguments elsewhere: install a supported version")
     return frozenset(names)
 
 
-def _annotated_fields(file: Path) -> Iterator[str]:
-    # Before 0.5.20 all fields stand in class ServerArgs; since then in one class per namespace.
+def _field_names(file: Path) -> Iterator[str]:
+    # Before 0.5.20 all fields are in class ServerArgs; since then in one class per namespace.
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.ClassDef) and (node.name == "ServerArgs" or file.parent.name == "fields"):
             fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
             yield from (target.id for target in fields if isinstance(target, ast.Name))
-
-
-def _from_launcher(name: str) -> bool:
-    return name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES)
 
 
 def _cpu_environment(spec: EngineSpec) -> dict[str, str]:
@@ -201,29 +219,10 @@ def _cpu_environment(spec: EngineSpec) -> dict[str, str]:
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "TORCHDYNAMO_DISABLE": "1",
-        # SGLang gives each rank of an engine a NUMA node of its own unless it is told; here all share the cores.
+        # By default SGLang gives each rank of an engine its own NUMA node; here all share the cores.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * spec.gpus),
     }
 
 
-def _meets(spec: EngineSpec) -> bool:
+def _needs_rendezvous(spec: EngineSpec) -> bool:
     return spec.nodes > 1 or attention_replicas(spec.args) > 1
-
-
-def _may_sleep(spec: EngineSpec) -> bool:
-    # The trainer computes on the same cores while the engine waits. With attention in replicas every replica's first
-    # process sleeps up to a second on a socket of its own, and control requests, of which a synchronization sends
-    # hundreds, arrive at the first replica's alone: the others would join each of them late.
-    return attention_replicas(spec.args) == 1
-
-
-def _cpu_cache_tokens(spec: EngineSpec) -> int:
-    # SGLang would take a share of the host's memory; the trainer and other engines live there too.
-    running = int(spec.args.get("max_running_requests", CPU_DEFAULTS["max_running_requests"]))
-    return running * (spec.context_tokens + CONTEXT_SLACK_TOKENS)
-
-
-def _python_path(spec: EngineSpec, base: Mapping[str, str]) -> list[str]:
-    site = [str(ENGINE_SITE)] if spec.cpu else []
-    package = [str(Path(__file__).parents[2])]
-    return [*site, *package, *filter(None, base.get("PYTHONPATH", "").split(":"))]

@@ -1,8 +1,8 @@
 """The process that an engine host starts: `python -m grpo_mp.rollout.engine_main`, arguments in the environment.
 
-It splits in two before anything heavy is imported. The child becomes the SGLang server, in a process group of its
-own. The parent keeps watch: when it is told to (TERM), when the server ends, or when the trainer that started it is
-gone however it ended, it ends the whole group, removes the engine's temporary files and ends with the server's status.
+It forks before anything heavy is imported. The child becomes the SGLang server, in a process group of its own. The
+parent watches it: on SIGTERM, when the server ends, or when the trainer that started it is gone, it kills the whole
+group, removes the engine's temporary files and exits with the server's status.
 """
 
 import ctypes
@@ -23,29 +23,30 @@ WATCHED = {signal.SIGTERM, signal.SIGCHLD}
 
 
 def main() -> None:
-    """Runs until the server has ended; exits with its status."""
+    """Run the server until it has ended; exit with its status."""
     trainer = os.getppid()
     for number in (signal.SIGINT, signal.SIGUSR1):  # for the trainer, which then ends its engines or saves
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    _process_control(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
     server = os.fork()
     if server == 0:
-        _become_server()
-    status = _watch(server, trainer)
+        _run_server()
+    status = _wait_for_server(server, trainer)
     _reap_all(server)
     shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
     sys.exit(status)
 
 
-def _watch(server: int, trainer: int) -> int:
-    """The server's exit status as a shell shows it, after it has ended or was ended."""
+def _wait_for_server(server: int, trainer: int) -> int:
+    """Wait until the server has ended or must end; return its exit status as a shell shows it."""
     signalled = None
     while os.getppid() == trainer:
-        ended, status = os.waitpid(server, os.WNOHANG)
-        if ended:
+        pid, status = os.waitpid(server, os.WNOHANG)
+        if pid:
             code = os.waitstatus_to_exitcode(status)
-            print(f"engine process ended with {_describe(code)}", flush=True)
+            reason = f"status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+            print(f"engine process ended with {reason}", flush=True)
             return code if code >= 0 else 128 - code
         if signalled and signalled.si_signo == signal.SIGTERM:
             return _terminate(server)
@@ -77,9 +78,9 @@ def _reap_all(group: int) -> None:
             return
 
 
-def _become_server() -> None:
+def _run_server() -> None:
     os.setpgid(0, 0)
-    _process_control(PR_SET_PDEATHSIG, signal.SIGKILL)  # should the watching process be killed
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should the watching process be killed
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     arguments = json.loads(os.environ.pop(ARGUMENTS))
 
@@ -92,13 +93,9 @@ def _become_server() -> None:
     sys.exit(0)
 
 
-def _process_control(option: int, value: int) -> None:
+def _prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl failed")
-
-
-def _describe(code: int) -> str:
-    return f"status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 if __name__ == "__main__":

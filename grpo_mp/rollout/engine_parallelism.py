@@ -16,8 +16,8 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, expand
 from grpo_mp.rollout.precision import folder_in_fp8, in_fp8
 
-# With these every rank computes the shared experts for its own tokens, so it holds them whole.
-TOKENS_STAY = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "flashinfer_megamoe")
+# With these every rank computes the shared experts for its own tokens, so it holds all of them.
+REPLICATING_A2A_BACKENDS = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "flashinfer_megamoe")
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class EngineParallelism:
     def expert_tensor(self) -> int:
         return self.gpus // self.expert
 
-    def parts(self, param: Param) -> tuple[int, str]:
-        """Over how many GPUs a matrix of the layers is divided, and the settings that say so."""
+    def divisor(self, param: Param) -> tuple[int, str]:
+        """Return over how many GPUs a matrix of the layers is divided, and the settings that decide it."""
         if param.expert is not None:
             return self.expert_tensor, "engine.gpus / engine.args.ep_size"
         if "shared_experts" in param.name:
@@ -50,13 +50,13 @@ class EngineParallelism:
 
 
 def attention_replicas(args: Mapping[str, Any]) -> int:
-    """`attn_dp_size`; `dp_size` where `enable_dp_attention`, its deprecated spelling, stands beside it."""
-    old = int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
-    return int(args.get("attn_dp_size", old))
+    """Read `attn_dp_size`, or `dp_size` with `enable_dp_attention`, its deprecated spelling."""
+    deprecated = int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
+    return int(args.get("attn_dp_size", deprecated))
 
 
 def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:
-    """From engine.gpus and engine.args. Raises UserError where they do not divide each other or the model."""
+    """Read engine.gpus and engine.args. Raises UserError where they do not divide each other or the model."""
     replicas, expert = attention_replicas(args), int(args.get("ep_size", 1))
     if int(args.get("dp_size", 1)) > 1 and not args.get("enable_dp_attention"):
         raise UserError(
@@ -65,34 +65,36 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
         )
     values = family_of(hf).config(hf)
     experts, heads = values.get("num_moe_experts") or expert, values["num_attention_heads"]
-    for name, size, whole, what in (
+    for name, size, total, meaning in (
         ("attn_dp_size", replicas, gpus, "engine.gpus"),
         ("ep_size", expert, gpus, "engine.gpus"),
         ("ep_size", expert, experts, "experts of the model"),
         ("attn_dp_size", gpus // replicas, heads, "attention heads, by engine.gpus / attn_dp_size"),
     ):
-        if size < 1 or whole % size:
-            near = max(part for part in range(1, whole + 1) if whole % part == 0 and part <= max(1, size))
-            raise UserError(f"engine.args.{name}: {size} does not divide {whole}, the {what}: the nearest is {near}")
-    shared = 1 if args.get("moe_a2a_backend") in TOKENS_STAY else gpus
+        if size < 1 or total % size:
+            nearest = max(part for part in range(1, total + 1) if total % part == 0 and part <= max(1, size))
+            raise UserError(
+                f"engine.args.{name}: {size} does not divide {total}, the {meaning}: the nearest is {nearest}"
+            )
+    shared = 1 if args.get("moe_a2a_backend") in REPLICATING_A2A_BACKENDS else gpus
     return EngineParallelism(gpus, replicas, expert, int(args.get("moe_dense_tp_size") or gpus), shared)
 
 
 def check_engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:
-    """The division of an engine on GPUs. Raises UserError also where it cuts a block of blockwise FP8."""
-    division = engine_parallelism(gpus, args, hf)
-    misfit = _first_misfit(division, hf) if in_fp8(args, hf, cpu=False) else None
-    if misfit:
-        raise UserError(f"engine.args.quantization=fp8: {misfit}: {_remedy(gpus, args, hf)}")
-    return division
+    """Read an engine's parallelism on GPUs. Raises UserError also where it cuts a block of blockwise FP8."""
+    parallelism = engine_parallelism(gpus, args, hf)
+    misaligned = _first_misaligned_matrix(parallelism, hf) if in_fp8(args, hf, cpu=False) else None
+    if misaligned:
+        raise UserError(f"engine.args.quantization=fp8: {misaligned}: {_remedy(gpus, args, hf)}")
+    return parallelism
 
 
-def _first_misfit(division: EngineParallelism, hf: HfConfig) -> str | None:
-    """The first tensor whose part on a GPU is not whole blocks, in words."""
-    for param in _matrices(hf):
-        count, setting = division.parts(param)
-        merged = len(param.hf) > 1 or param.expert is not None  # such parts are laid beside each other in one matrix
-        if param.split is None or not (merged or count > 1):
+def _first_misaligned_matrix(parallelism: EngineParallelism, hf: HfConfig) -> str | None:
+    """Describe the first tensor whose part on a GPU is not whole blocks."""
+    for param in _fp8_matrices(hf):
+        count, setting = parallelism.divisor(param)
+        fused = len(param.hf) > 1 or param.expert is not None  # SGLang concatenates such matrices
+        if param.split is None or not (fused or count > 1):
             continue
         for index, (name, shape) in enumerate(zip(param.hf, param.shapes, strict=True)):
             size = shape[param.split]
@@ -108,8 +110,8 @@ def _first_misfit(division: EngineParallelism, hf: HfConfig) -> str | None:
     return None
 
 
-def _matrices(hf: HfConfig) -> Iterator[Param]:
-    """Of each rule that FP8 releases quantise its first layer and expert."""
+def _fp8_matrices(hf: HfConfig) -> Iterator[Param]:
+    """Yield the first layer and expert of each rule that FP8 releases quantise."""
     for rule in family_of(hf).rules(hf):
         if rule.layers:
             single = replace(rule, layers=rule.layers[:1], experts=min(rule.experts, 1))
@@ -117,40 +119,41 @@ def _matrices(hf: HfConfig) -> Iterator[Param]:
 
 
 def _remedy(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> str:
-    """The settings that change least and fit."""
-    for changed in _nearby(gpus, args):
+    """Name the valid settings that change least."""
+    for changed in _nearby_settings(gpus, args):
         try:
-            division = engine_parallelism(changed["gpus"], {**args, **changed["args"]}, hf)
+            parallelism = engine_parallelism(changed["gpus"], {**args, **changed["args"]}, hf)
         except UserError:
             continue
-        if not _first_misfit(division, hf):
-            named = [
+        if not _first_misaligned_matrix(parallelism, hf):
+            arguments = [
                 f"engine.args.{name}={value}" for name, value in changed["args"].items() if args.get(name) != value
             ]
-            sizes = [f"engine.gpus={changed['gpus']}"] if changed["gpus"] != gpus else []
-            return f"the nearest valid setting is {', '.join([*sizes, *named])}"
+            gpu_setting = [f"engine.gpus={changed['gpus']}"] if changed["gpus"] != gpus else []
+            return f"the nearest valid setting is {', '.join([*gpu_setting, *arguments])}"
     without = "use a folder with bfloat16 weights" if folder_in_fp8(hf) else "leave engine.args.quantization out"
     return f"no smaller division of this model fits either: {without}"
 
 
-def _nearby(gpus: int, args: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Other divisions, the nearest first: of as many GPUs, then of fewer; of each the fewest settings changed."""
+def _nearby_settings(gpus: int, args: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield other settings, the nearest first: as many GPUs, then fewer; of each the fewest settings changed."""
     name = "dp_size" if args.get("enable_dp_attention") and "attn_dp_size" not in args else "attn_dp_size"
-    wanted = {name: attention_replicas(args), "ep_size": int(args.get("ep_size", 1))}
+    requested = {name: attention_replicas(args), "ep_size": int(args.get("ep_size", 1))}
     dense = [args.get("moe_dense_tp_size"), 1]
-    for fewer in (size for size in range(gpus, 0, -1) if gpus % size == 0):
-        kept = {key: min(value, fewer) for key, value in wanted.items()}
-        divisors = [size for size in range(1, fewer + 1) if fewer % size == 0]
+    for count in (size for size in range(gpus, 0, -1) if gpus % size == 0):
+        closest = {key: min(value, count) for key, value in requested.items()}
+        divisors = [size for size in range(1, count + 1) if count % size == 0]
         choices = [
             ({name: replicas, "ep_size": expert}, dense_tensor)
             for dense_tensor in dense
             for expert in divisors
             for replicas in divisors
         ]
-        for sizes, dense_tensor in sorted(choices, key=lambda one: _distance(kept, one[0], one[1] != dense[0])):
-            yield {"gpus": fewer, "args": sizes | ({"moe_dense_tp_size": dense_tensor} if dense_tensor else {})}
+        choices.sort(key=lambda choice: _distance(closest, choice[0], choice[1] != dense[0]))
+        for sizes, dense_tensor in choices:
+            yield {"gpus": count, "args": sizes | ({"moe_dense_tp_size": dense_tensor} if dense_tensor else {})}
 
 
-def _distance(kept: Mapping[str, int], sizes: Mapping[str, int], dense_changed: bool) -> tuple[int, int]:
-    changed = sum(sizes[name] != value for name, value in kept.items()) + dense_changed
-    return changed, sum(abs(sizes[name] - value) for name, value in kept.items())
+def _distance(closest: Mapping[str, int], sizes: Mapping[str, int], dense_changed: bool) -> tuple[int, int]:
+    changed = sum(sizes[name] != value for name, value in closest.items()) + dense_changed
+    return changed, sum(abs(sizes[name] - value) for name, value in closest.items())

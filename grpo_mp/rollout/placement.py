@@ -22,9 +22,9 @@ class EnginePlacement:
 def engine_placements(
     world_size: int, ranks_per_node: int, gpus: int, count: int | None
 ) -> tuple[EnginePlacement, ...]:
-    """Engine e spans the ranks [e * gpus, (e + 1) * gpus); one process for each node it touches.
+    """Place engine e on ranks [e * gpus, (e + 1) * gpus), with one process on each node it spans.
 
-    Raises UserError where an engine does not fit the job or would straddle nodes unevenly.
+    Raises UserError where the engines do not fit the job or would span nodes unevenly.
     """
     engines = world_size // gpus if count is None else count
     if engines < 1 or engines * gpus > world_size:
@@ -41,6 +41,6 @@ def engine_placements(
     )
 
 
-def engine_hosts(places: tuple[EnginePlacement, ...]) -> tuple[int, ...]:
-    """The ranks that talk to an engine, in engine order."""
-    return tuple(place.rank for place in places if place.is_host)
+def engine_hosts(placements: tuple[EnginePlacement, ...]) -> tuple[int, ...]:
+    """List the ranks that talk to an engine, in engine order."""
+    return tuple(placement.rank for placement in placements if placement.is_host)

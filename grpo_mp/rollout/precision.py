@@ -1,8 +1,8 @@
-"""Whether engines compute in blockwise FP8, and what SGLang must be told where the model's folder says otherwise. Pure.
+"""Precision of the engines: blockwise FP8 or not, and SGLang's arguments where the model's folder differs. Pure.
 
-An engine that quantises weights as it loads them keeps no place for later ones; one whose model *is* blockwise FP8
-takes new bytes and factors at every synchronization. So the model is declared to be that, and starts with random
-weights: the first synchronization brings them all.
+An engine that quantises weights as it loads them cannot take later ones; one whose model *is* blockwise FP8 takes new
+bytes and scales at every weight sync. So the model is declared to be that, and starts with random weights: the first
+sync sends them all.
 """
 
 import json
@@ -24,25 +24,25 @@ BLOCKWISE = {
 
 
 def in_fp8(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> bool:
-    """As engine.args.quantization says, else as the folder is. Raises UserError for what cannot be kept in step."""
-    wanted = args.get("quantization")
-    if wanted not in (None, "fp8"):
+    """Decide by engine.args.quantization, else by the folder. Raises UserError for what a weight sync cannot serve."""
+    quantization = args.get("quantization")
+    if quantization not in (None, "fp8"):
         raise UserError(
-            f"engine.args.quantization={wanted}: weights are sent as they are trained or in blockwise FP8: set fp8, or "
-            "leave it out"
+            f"engine.args.quantization={quantization}: weights are sent as they are trained or in blockwise FP8: "
+            "set fp8, or leave it out"
         )
-    if wanted and cpu:
+    if quantization and cpu:
         raise UserError("engine.args.quantization=fp8: engines compute in FP8 on GPUs only: leave it out")
-    return not cpu and (wanted == "fp8" or folder_in_fp8(hf))
+    return not cpu and (quantization == "fp8" or folder_in_fp8(hf))
 
 
 def folder_in_fp8(hf: HfConfig) -> bool:
-    """Whether the folder's weights are blockwise FP8."""
+    """Check whether the folder's weights are blockwise FP8."""
     return bool(hf.get(QUANTISED))
 
 
 def precision_arguments(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> dict[str, Any]:
-    """ServerArgs that make an engine compute as `in_fp8` says where the folder holds something else.
+    """Return ServerArgs that make an engine compute as `in_fp8` says where the folder holds something else.
 
     With them it cannot read the folder's weights.
     """

@@ -1,4 +1,4 @@
-"""Everything a rank does for generation: its engine process, its client, and its share of the work."""
+"""The rollout of one rank: its engine process, its client, and its share of the prompts."""
 
 import asyncio
 import os
@@ -19,9 +19,8 @@ from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.placement import EnginePlacement, engine_hosts, engine_placements
 from grpo_mp.rollout.ports import own_address
 from grpo_mp.rollout.precision import precision_arguments
-from grpo_mp.rollout.queue import WorkQueue
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
+from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, WorkQueue
 from grpo_mp.types import Prompt, SampleGroup
 
 
@@ -37,17 +36,17 @@ class Rollout:
         world_size: int,
         own_weights: bool = False,
     ) -> None:
-        """Plan the places; nothing is started. Raises UserError for places that do not fit or unknown arguments.
+        """Place the engines; nothing is started. Raises UserError for engines that do not fit or unknown arguments.
 
-        `own_weights`: engines read the folder's weights and no synchronization follows; see `reads_weights`.
+        `own_weights`: engines read the folder's weights and no weight sync follows; see `reads_weights`.
         """
         self._settings, self._tokenizer, self._scorer = settings, tokenizer, scorer
         self._own_weights = own_weights
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        places = engine_placements(world_size, per_node, settings.engine.gpus, settings.engine.count)
-        self.hosts = engine_hosts(places)
-        self.place = next((place for place in places if place.rank == rank), None)
-        self._process = self._make_process(self.place) if self.place else None
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        placements = engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
+        self.hosts = engine_hosts(placements)
+        self.placement = next((placement for placement in placements if placement.rank == rank), None)
+        self._process = self._make_process(self.placement) if self.placement else None
         self._runner = asyncio.Runner()
         self.client: EngineClient | None = None
 
@@ -59,30 +58,31 @@ class Rollout:
 
     @property
     def is_host(self) -> bool:
-        return self.place is not None and self.place.is_host
+        return self.placement is not None and self.placement.is_host
 
     def start(self, store: dist.Store) -> None:
-        """Start this rank's engine process, if it has one. Returns at once, but on an engine's further nodes
-        after its first has started: the job's `store` tells them where that is.
+        """Start this rank's engine process, if it has one, and return at once.
+
+        An engine's further nodes wait until its first has put its rendezvous address into the job's `store`.
         """
-        if not (self._process and self.place):
+        if not (self._process and self.placement):
             return
-        where = f"engine/{self.place.engine}/meeting"
-        if self.place.nodes == 1:
+        key = f"engine/{self.placement.engine}/dist_init_addr"
+        if self.placement.nodes == 1:
             self._process.start()
-        elif self.place.is_host:
-            store.set(where, self._process.start(host=own_address()) or "")
+        elif self.placement.is_host:
+            store.set(key, self._process.start(host=own_address()) or "")
         else:
-            self._process.start(meeting=store.get(where).decode())
+            self._process.start(dist_init_addr=store.get(key).decode())
 
     def wait_ready(self) -> None:
-        """Return when this rank's engine answers."""
-        if not (self._process and self.is_host and self.place):
+        """Wait until this rank's engine answers."""
+        if not (self._process and self.is_host and self.placement):
             return
         engine = self._settings.engine
         self._process.wait_ready(engine.start_timeout_s)
         self.client = EngineClient(
-            self.place.engine, self._process.url, self._process.headers, engine.request_timeout_s
+            self.placement.engine, self._process.url, self._process.headers, engine.request_timeout_s
         )
 
     def generate(
@@ -92,28 +92,29 @@ class Rollout:
         step: int,
         store: dist.Store,
         name: str,
-        enough: int | None,
+        target_groups: int | None,
     ) -> list[SampleGroup]:
-        """The groups that this rank's engine generated and scored. `name` is new in the job each time.
+        """Generate and score groups on this rank's engine. `name` must be new in the job each time.
 
-        `enough`: groups of the whole job after which those in flight are broken off; null: none is.
+        `target_groups`: finished groups of the whole job after which those in flight are aborted; None: none is.
         """
-        size = self._settings.rollout.group_size
-        return self._work(RolloutTask(prompts, size, first_group_id, step, self._sampling(), enough), name, store)
+        group_size = self._settings.rollout.group_size
+        task = RolloutTask(prompts, group_size, first_group_id, step, self._sampling(), target_groups)
+        return self._run_task(task, name, store)
 
     def evaluate(self, prompts: Sequence[Prompt], name: str, step: int, store: dist.Store) -> list[SampleGroup]:
-        """The scored samples of each prompt of this eval set that this rank's engine took, drawn as the set says."""
-        wanted = self._settings.eval_set(name)
-        own = wanted.model_dump(include={"max_response_tokens", "temperature", "top_p"})
-        sampling = replace(self._sampling(), **own)
-        return self._work(RolloutTask(prompts, wanted.samples, 0, step, sampling), f"eval/{name}/{step}", store)
+        """Generate and score the prompts of an eval set that this rank's engine takes, with the set's sampling."""
+        eval_set = self._settings.eval_set(name)
+        overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
+        sampling = replace(self._sampling(), **overrides)
+        return self._run_task(RolloutTask(prompts, eval_set.samples, 0, step, sampling), f"eval/{name}/{step}", store)
 
     def call(self, coroutine):  # type: ignore[no-untyped-def]
         """Run one of the client's coroutines to its end."""
         return self._runner.run(coroutine)
 
     def check_alive(self, phase: str) -> None:
-        """Raises UserError with the log's last lines where this rank's engine has ended."""
+        """Raise UserError with the log's last lines where this rank's engine has ended."""
         if self._process:
             self._process.check_alive(f"in {phase}")
 
@@ -133,54 +134,59 @@ class Rollout:
     ) -> None:
         self.stop()
 
-    def _work(self, task: RolloutTask, name: str, store: dist.Store) -> list[SampleGroup]:
+    def _run_task(self, task: RolloutTask, name: str, store: dist.Store) -> list[SampleGroup]:
         if self.client is None:
             return []
         settings = self._settings
-        share = -(-len(task.prompts) // len(self.hosts))
-        in_flight = max(1, min(settings.engine.concurrent_groups, share))
+        groups_per_engine = -(-len(task.prompts) // len(self.hosts))
+        max_in_flight = max(1, min(settings.engine.concurrent_groups, groups_per_engine))
         worker = RolloutWorker(self.client, self._scorer, self._tokenizer, settings.rollout.group_timeout_s)
-        return self._runner.run(worker.run(task, WorkQueue(store, name, len(task.prompts)), in_flight))
+        return self._runner.run(worker.run(task, WorkQueue(store, name, len(task.prompts)), max_in_flight))
 
     def _sampling(self) -> Sampling:
-        wanted = self._settings.rollout
-        return Sampling(wanted.max_response_tokens, wanted.temperature, wanted.top_p, wanted.stop)
+        rollout = self._settings.rollout
+        return Sampling(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.stop)
 
-    def _make_process(self, place: EnginePlacement) -> EngineProcess:
+    def _make_process(self, placement: EnginePlacement) -> EngineProcess:
         settings, cpu = self._settings, not platform.on_cuda()
         first_gpu = 0 if cpu else int(os.environ.get("LOCAL_RANK", 0))
-        spec = engine_spec(settings, HfConfig.read(settings.model.path), place, cpu, first_gpu, self._own_weights)
-        return EngineProcess(spec, settings.run.folder / "logs" / f"engine_{place.engine}.log")
+        spec = engine_spec(settings, HfConfig.read(settings.model.path), placement, cpu, first_gpu, self._own_weights)
+        return EngineProcess(spec, settings.run.folder / "logs" / f"engine_{placement.engine}.log")
 
 
 def engine_spec(
-    settings: Settings, hf: HfConfig, place: EnginePlacement, cpu: bool, first_gpu: int = 0, own_weights: bool = False
+    settings: Settings,
+    hf: HfConfig,
+    placement: EnginePlacement,
+    cpu: bool,
+    first_gpu: int = 0,
+    own_weights: bool = False,
 ) -> EngineSpec:
-    """The engine at a place as the settings want it; `first_gpu` is a device number of its node.
+    """Describe the engine at a placement; `first_gpu` is a device number of its node.
 
-    An engine on a GPU never reads weights: the first synchronization would overwrite what each of its ranks had read.
-    With `own_weights` there is no synchronization, and it reads them; see `reads_weights`.
+    An engine on a GPU never reads weights: the first weight sync would overwrite what each of its ranks had read.
+    With `own_weights` there is no sync, and it reads them; see `reads_weights`.
     """
     precision = precision_arguments(settings.engine.args, hf, cpu)
     return EngineSpec(
-        index=place.engine,
-        rank=place.rank,
+        index=placement.engine,
+        rank=placement.rank,
         model=settings.model.path,
         dtype=settings.model.dtype,
         context_tokens=settings.rollout.max_prompt_tokens + settings.longest_response,
-        seed=settings.run.seed + place.engine,
+        seed=settings.run.seed + placement.engine,
         gpus=settings.engine.gpus,
         cpu=cpu,
         stop_strings=bool(settings.rollout.stop),
         first_gpu=first_gpu,
-        nodes=place.nodes,
-        node_rank=place.node_rank,
-        dummy=not own_weights and (not cpu or bool(precision) or not holds_weights(settings.model.path)),
+        nodes=placement.nodes,
+        node_rank=placement.node_rank,
+        dummy_weights=not own_weights and (not cpu or bool(precision) or not holds_weights(settings.model.path)),
         args=settings.engine.args | precision,
     )
 
 
 def reads_weights(settings: Settings) -> bool:
-    """Whether engines can read the weights of `model.path` and compute as `engine.args` says: in its own precision."""
+    """Check whether engines can read the weights of `model.path` and compute in the precision of `engine.args`."""
     folder, cpu = settings.model.path, not platform.on_cuda()
     return holds_weights(folder) and not precision_arguments(settings.engine.args, HfConfig.read(folder), cpu)

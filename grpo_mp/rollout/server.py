@@ -33,92 +33,93 @@ LOG_LINES = 12
 LOG_COLUMNS = 300  # SGLang writes all its arguments into one line
 
 
-class Answer(Enum):
-    """Who answers on an engine's port."""
+class PortOwner(Enum):
+    """Which server answers on an engine's port."""
 
     NONE = 0
-    OURS = 1
-    STRANGER = 2
+    THIS_ENGINE = 1
+    OTHER = 2
 
 
 class EngineProcess:
     """Starts one SGLang server (or this node's part of it) in its own session.
 
-    `start` returns at once, `wait_ready` waits; so engines start side by side. Use as a context manager to
-    be sure of `stop`. Even without it the server ends within a second of this process.
+    `start` returns at once, `wait_ready` waits: engines start side by side. A context manager, which calls `stop`;
+    even without it the server ends within a second of this process.
     """
 
     def __init__(self, spec: EngineSpec, log: Path, environment: Mapping[str, str] | None = None) -> None:
-        """Checks the user's arguments. Raises UserError for an argument that SGLang does not know or the run owns."""
+        """Check the user's arguments. Raises UserError for an argument that SGLang does not know or the run sets."""
         check_arguments(spec.args, known_arguments())
         self.spec = spec
         self.log = log
-        self.name = f"engine-{spec.index}-{secrets.token_hex(8)}"
-        self.key = secrets.token_hex(16)
-        self._base = dict(os.environ if environment is None else environment)
+        self.served_model_name = f"engine-{spec.index}-{secrets.token_hex(8)}"
+        self.api_key = secrets.token_hex(16)
+        self._parent_environment = dict(os.environ if environment is None else environment)
         self._claim: PortClaim | None = None
-        self._meeting: str | None = None
         self._scratch = ""
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         """Where the server listens: http://127.0.0.1:port."""
-        return f"http://127.0.0.1:{self._claimed().port}"
+        if self._claim is None:
+            raise RuntimeError(f"{self._label()} was not started")
+        return f"http://127.0.0.1:{self._claim.port}"
 
     @property
-    def session(self) -> int:
+    def session_id(self) -> int:
         """Id of the session that holds every process of this engine."""
         if self._process is None:
-            raise RuntimeError(f"{self._who()} was not started")
+            raise RuntimeError(f"{self._label()} was not started")
         return self._process.pid
 
-    def start(self, host: str | None = None, meeting: str | None = None) -> str | None:
-        """Start the processes; the log file is begun anew.
+    def start(self, host: str | None = None, dist_init_addr: str | None = None) -> str | None:
+        """Start the processes with an empty log file.
 
-        For an engine over several nodes: `host` is this node's name for the others, given on the engine host, which
-        returns host:port where they meet it; `meeting` is that answer, given on the others.
+        For an engine over several nodes: on the engine host pass `host`, its address for the others; it returns the
+        host:port of the rendezvous, to be passed on the others as `dist_init_addr`.
         """
         self._claim = claim_ports(ports_needed(self.spec))
         port = self._claim.port
-        self._meeting = f"{host}:{port + 1}" if host else meeting
+        dist_init_addr = f"{host}:{port + 1}" if host else dist_init_addr
         self._scratch = tempfile.mkdtemp(prefix="grpo_mp_engine_")
-        arguments = engine_arguments(self.spec, port, self.name, self.key, self._meeting)
-        environment = engine_environment(self.spec, arguments, self._scratch, self._base)
+        arguments = engine_arguments(self.spec, port, self.served_model_name, self.api_key, dist_init_addr)
+        environment = engine_environment(self.spec, arguments, self._scratch, self._parent_environment)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.unlink(missing_ok=True)
-        with open(self.log, "xb", opener=_private) as log:
+        with open(self.log, "xb", opener=_open_private) as log:
             self._process = subprocess.Popen(
                 COMMAND, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
-        return self._meeting
+        return dist_init_addr
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when this very server answers; where somebody else took its port meanwhile, it starts anew.
+        """Wait until this very server answers; where another server took its port meanwhile, restart on another one.
 
         Raises UserError with the log's last lines when it ends or is not there after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         attempts = 1
         with httpx.Client(trust_env=False, timeout=PROBE_TIMEOUT_S, headers=self.headers) as client:
-            while (answer := self._ask(client)) is not Answer.OURS:
-                if answer is Answer.STRANGER:
-                    self._start_elsewhere(attempts)
+            while (owner := self._port_owner(client)) is not PortOwner.THIS_ENGINE:
+                if owner is PortOwner.OTHER:
+                    self._restart_on_other_port(attempts)
                     attempts += 1
                 self.check_alive("while starting")
                 if time.monotonic() > deadline:
-                    raise PhaseTimeout(self._with_log(f"{self._who()} did not come up within {timeout_s:g} s"))
+                    raise PhaseTimeout(self._with_log_lines(f"{self._label()} did not come up within {timeout_s:g} s"))
                 time.sleep(POLL_INTERVAL_S)
 
     @property
     def headers(self) -> dict[str, str]:
         """HTTP headers that every request to this engine needs."""
-        return {"Authorization": f"Bearer {self.key}"}
+        return {"Authorization": f"Bearer {self.api_key}"}
 
     def check_alive(self, phase: str = "") -> None:
-        """Raises UserError with the last lines of the log when the server has ended."""
+        """Raise UserError with the last lines of the log where the server has ended."""
         if self._process is None or self._process.poll() is not None:
-            raise UserError(self._with_log(f"{self._who()} ended {phase}".rstrip()))
+            raise UserError(self._with_log_lines(f"{self._label()} ended {phase}".rstrip()))
 
     def stop(self) -> None:
         """End every process of the engine and wait for it. Safe to call twice and on a dead engine."""
@@ -140,40 +141,35 @@ class EngineProcess:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _ask(self, client: httpx.Client) -> "Answer":
+    def _port_owner(self, client: httpx.Client) -> PortOwner:
         try:
             reply = client.get(f"{self.url}/v1/models")  # /model_info does not name the model before SGLang 0.5.20
             if reply.is_server_error:
-                return Answer.NONE
-            return Answer.OURS if reply.json()["data"][0]["id"] == self.name else Answer.STRANGER
+                return PortOwner.NONE
+            return PortOwner.THIS_ENGINE if reply.json()["data"][0]["id"] == self.served_model_name else PortOwner.OTHER
         except (httpx.ConnectError, httpx.ReadError, httpx.TimeoutException):
-            return Answer.NONE
+            return PortOwner.NONE
         except (httpx.ProtocolError, ValueError, LookupError, TypeError):
-            return Answer.STRANGER
+            return PortOwner.OTHER
 
-    def _start_elsewhere(self, attempts: int) -> None:
-        if attempts == PORT_ATTEMPTS or self.spec.nodes > 1:  # the other nodes were told where this one is
-            raise UserError(f"{self._who()}: somebody else served each of the {attempts} port(s) chosen for it")
+    def _restart_on_other_port(self, attempts: int) -> None:
+        if attempts == PORT_ATTEMPTS or self.spec.nodes > 1:  # the other nodes know this address
+            raise UserError(f"{self._label()}: somebody else served each of the {attempts} port(s) chosen for it")
         self.stop()
         self.start()
 
-    def _claimed(self) -> PortClaim:
-        if self._claim is None:
-            raise RuntimeError(f"{self._who()} was not started")
-        return self._claim
-
-    def _who(self) -> str:
+    def _label(self) -> str:
         return f"engine {self.spec.index} (rank {self.spec.rank}, {self.spec.model})"
 
-    def _with_log(self, sentence: str) -> str:
+    def _with_log_lines(self, sentence: str) -> str:
         return f"{sentence}; the last lines of {self.log}:\n{last_lines(self.log, LOG_LINES)}"
 
 
 def last_lines(log: Path, count: int) -> str:
-    """The last `count` lines of a log that say something, long ones cut."""
+    """Return the last `count` lines of a log that are not blank, long ones cut."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "\n".join([line[:LOG_COLUMNS] for line in lines if line.strip()][-count:]) or "(nothing)"
 
 
-def _private(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, mode=0o600)  # SGLang writes its key into the log

@@ -1,34 +1,55 @@
-"""Groups on one engine: pull a number, generate the group, score it while the others are still being generated."""
+"""Generation on one engine: pull a group number, generate the group, score it while others are generated."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.client import EngineClient, Generated, Sampling
-from grpo_mp.rollout.queue import WorkQueue
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 POLL_S = 0.02
 
 
+class WorkQueue:
+    """Numbers 0 .. size-1, each given to exactly one caller in the whole job, so that fast engines take more."""
+
+    def __init__(self, store: dist.Store, name: str, size: int) -> None:
+        """`name` must be new in the job: a counter is never reset."""
+        self._store, self._key, self._size = store, f"queue/{name}", size
+
+    def next(self) -> int | None:
+        """Take the next number, or None when all are taken."""
+        number = self._store.add(self._key, 1) - 1
+        return number if number < self._size else None
+
+    def mark_finished(self) -> int:
+        """Count one group as finished; return its place in the order of finishing."""
+        return int(self._store.add(f"{self._key}/finished", 1))
+
+    def finished_count(self) -> int:
+        """Count the groups that are finished in the whole job."""
+        return int(self._store.add(f"{self._key}/finished", 0))
+
+
 @dataclass(frozen=True)
 class RolloutTask:
-    """What all engines work on together. Group i is `group_size` samples of `prompts[i]`."""
+    """The rollout of one step, shared by all engines. Group i is `group_size` samples of `prompts[i]`."""
 
     prompts: Sequence[Prompt]
     group_size: int
     first_group_id: int
     step: int
     sampling: Sampling
-    enough: int | None = None  # finished groups in the whole job, after which the others are broken off
+    target_groups: int | None = None  # finished groups of the whole job, after which the others are aborted
 
 
 class RolloutWorker:
-    """Drives one engine. Groups come back complete, scored, in the order of their ids."""
+    """Drives one engine. Its groups are scored and sorted by id."""
 
     def __init__(
         self, client: EngineClient, scorer: Scorer, tokenizer: PreTrainedTokenizerBase, group_timeout_s: float
@@ -36,77 +57,77 @@ class RolloutWorker:
         self._client, self._scorer, self._tokenizer = client, scorer, tokenizer
         self._group_timeout_s = group_timeout_s
 
-    async def run(self, task: RolloutTask, queue: WorkQueue, in_flight: int) -> list[SampleGroup]:
-        """Work until the queue is empty, with at most `in_flight` groups at a time.
+    async def run(self, task: RolloutTask, queue: WorkQueue, max_in_flight: int) -> list[SampleGroup]:
+        """Generate groups until the queue is empty, with at most `max_in_flight` at a time.
 
         Raises UserError from the engine or a reward; the other groups are dropped then.
         """
         groups: list[SampleGroup] = []
-        done = asyncio.Event()
+        stop = asyncio.Event()
 
-        async def lane() -> None:
-            while not done.is_set() and (number := queue.next()) is not None:
-                groups.append(await self._group(task, number, queue))
+        async def consume() -> None:
+            while not stop.is_set() and (number := queue.next()) is not None:
+                groups.append(await self._generate_group(task, number, queue))
 
-        async def all_lanes() -> None:
-            async with asyncio.TaskGroup() as lanes:
-                for _ in range(in_flight):
-                    lanes.create_task(lane())
-            done.set()
+        async def consume_all() -> None:
+            async with asyncio.TaskGroup() as consumers:
+                for _ in range(max_in_flight):
+                    consumers.create_task(consume())
+            stop.set()
 
         try:
-            async with asyncio.TaskGroup() as parts:
-                parts.create_task(all_lanes())
-                if task.enough is not None:
-                    parts.create_task(self._break_off(task.enough, queue, done))
-        except* Exception as several:
-            raise _first(several) from several
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(consume_all())
+                if task.target_groups is not None:
+                    tasks.create_task(self._abort_at_target(task.target_groups, queue, stop))
+        except* Exception as errors:
+            raise _first_error(errors) from errors
         return sorted((group for group in groups if group.samples), key=lambda group: group.samples[0].group_id)
 
-    async def _break_off(self, enough: int, queue: WorkQueue, done: asyncio.Event) -> None:
-        """End what is in flight once the job has enough; every request then returns what it has."""
-        while not done.is_set():
-            if queue.finished() >= enough:
-                done.set()
+    async def _abort_at_target(self, target_groups: int, queue: WorkQueue, stop: asyncio.Event) -> None:
+        """Abort the requests in flight once `target_groups` are finished; each returns the tokens it has."""
+        while not stop.is_set():
+            if queue.finished_count() >= target_groups:
+                stop.set()
                 await self._client.abort_all()
             await asyncio.sleep(POLL_S)
 
-    async def _group(self, task: RolloutTask, number: int, queue: WorkQueue) -> SampleGroup:
+    async def _generate_group(self, task: RolloutTask, number: int, queue: WorkQueue) -> SampleGroup:
         prompt = task.prompts[number]
         try:
             async with asyncio.timeout(self._group_timeout_s):
-                answers = await self._client.generate(prompt.tokens, task.sampling, task.group_size)
+                outputs = await self._client.generate(prompt.tokens, task.sampling, task.group_size)
         except TimeoutError as error:
             raise UserError(
                 f"engine {self._client.index}: prompt {prompt.index} took longer than "
                 f"rollout.group_timeout_s={self._group_timeout_s:g} s in GENERATE"
             ) from error
-        texts = self._tokenizer.batch_decode([answer.tokens for answer in answers], skip_special_tokens=True)
+        texts = self._tokenizer.batch_decode([output.tokens for output in outputs], skip_special_tokens=True)
         samples = tuple(
-            _sample(prompt, answer, text, task.first_group_id + number, index)
-            for index, (answer, text) in enumerate(zip(answers, texts, strict=True))
-            if answer.tokens
+            _make_sample(prompt, output, text, task.first_group_id + number, index)
+            for index, (output, text) in enumerate(zip(outputs, texts, strict=True))
+            if output.tokens
         )
-        if any(answer.aborted for answer in answers):
+        if any(output.aborted for output in outputs):
             return SampleGroup(prompt, samples, finished=0)
         scored = await asyncio.to_thread(self._scorer.score_group, SampleGroup(prompt, samples), task.step)
-        return replace(scored, finished=queue.finish())
+        return replace(scored, finished=queue.mark_finished())
 
 
-def _first(several: BaseExceptionGroup[Exception]) -> Exception:
-    """The first error inside groups of groups."""
-    first = several.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+def _first_error(errors: BaseExceptionGroup[Exception]) -> Exception:
+    """Return the first error of nested groups."""
+    first = errors.exceptions[0]
+    return _first_error(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-def _sample(prompt: Prompt, answer: Generated, text: str, group_id: int, index: int) -> Sample:
+def _make_sample(prompt: Prompt, output: Generated, text: str, group_id: int, index: int) -> Sample:
     return Sample(
         group_id=group_id,
         index=index,
         prompt_tokens=prompt.tokens,
-        tokens=answer.tokens,
-        rollout_logprobs=answer.logprobs,
-        weight_versions=answer.weight_versions,
-        truncated=answer.truncated,
+        tokens=output.tokens,
+        rollout_logprobs=output.logprobs,
+        weight_versions=output.weight_versions,
+        truncated=output.truncated,
         text=text,
     )

@@ -1,1 +1,1 @@
-"""Phases of a step: who is awake on the device, what is resident, what it costs in memory."""
+"""Phase changes: what is on the device in a phase, how long it takes, and what it costs in memory."""

@@ -16,7 +16,7 @@ class MemoryUsage:
 
 
 class MemoryTracker:
-    """The largest footprint of each phase since the last `take`."""
+    """The largest memory usage of each phase since the last `take`."""
 
     def __init__(self) -> None:
         self._phases: dict[str, MemoryUsage] = {}
@@ -26,19 +26,19 @@ class MemoryTracker:
         platform.reset_peak_device_bytes()
 
     def end(self, phase: str) -> None:
-        """Record the phase that ends now."""
-        found = MemoryUsage(platform.host_bytes(), platform.device_bytes(), platform.peak_device_bytes())
-        self._phases[phase] = largest([found, self._phases.get(phase, found)])
+        """Record the usage of the phase that ends now."""
+        usage = MemoryUsage(platform.host_bytes(), platform.device_bytes(), platform.peak_device_bytes())
+        self._phases[phase] = largest([usage, self._phases.get(phase, usage)])
 
     def take(self) -> dict[str, MemoryUsage]:
-        """Footprints by phase since the last call."""
-        taken, self._phases = self._phases, {}
-        return taken
+        """Return the usage by phase since the last call, and forget it."""
+        usages, self._phases = self._phases, {}
+        return usages
 
 
-def largest(footprints: Iterable[MemoryUsage]) -> MemoryUsage:
-    """Field by field the largest; needs at least one."""
-    first, *rest = footprints
+def largest(usages: Iterable[MemoryUsage]) -> MemoryUsage:
+    """Take the maximum of each field; needs at least one usage."""
+    first, *rest = usages
     for other in rest:
         first = replace(first, **{name: max(value, getattr(other, name)) for name, value in vars(first).items()})
     return first

@@ -6,31 +6,28 @@ from contextlib import contextmanager
 import torch
 
 from grpo_mp.errors import UserError
-from grpo_mp.scheduler.phases import Phase
+from grpo_mp.phases import Phase
 
-GIB, SHOWN = 2**30, 4
-COMPUTING = "lower optimizer.max_tokens_per_microbatch or optimizer.logprob_chunk_tokens"
-STATE = "divide the policy further (layout), or let the optimizer keep less (optimizer.megatron)"
-HELP: Mapping[str, str] = {
-    Phase.LOGPROB: COMPUTING,
-    Phase.TRAIN: f"{COMPUTING}, set optimizer.recompute=full, or {STATE}",
+GIB = 2**30
+LARGEST_ITEMS = 4  # that the message names
+ACTIVATION_ADVICE = "lower optimizer.max_tokens_per_microbatch or optimizer.logprob_chunk_tokens"
+STATE_ADVICE = "divide the policy further (layout), or let the optimizer keep less (optimizer.megatron)"
+ADVICE: Mapping[str, str] = {
+    Phase.LOGPROB: ACTIVATION_ADVICE,
+    Phase.TRAIN: f"{ACTIVATION_ADVICE}, set optimizer.recompute=full, or {STATE_ADVICE}",
     Phase.SYNC: "lower sync.bucket_bytes or engine.args.mem_fraction_static",
-    Phase.SAVE: STATE,
+    Phase.SAVE: STATE_ADVICE,
 }
-Items = Callable[[], Mapping[str, float]]  # bytes on the device, by what they are
+MemoryItems = Callable[[], Mapping[str, float]]  # bytes on the device, by what they are
 
 
 @contextmanager
-def explain_out_of_memory(rank: int, phase: str, items: Items) -> Iterator[None]:
-    """Turn the allocator's error into one sentence (UserError)."""
+def explain_out_of_memory(rank: int, phase: str, items: MemoryItems) -> Iterator[None]:
+    """Raise the allocator's error as one sentence (UserError)."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise UserError(sentence(rank, phase, items())) from error
-
-
-def sentence(rank: int, phase: str, items: Mapping[str, float]) -> str:
-    """What to say. Pure."""
-    largest = sorted((item for item in items.items() if item[1]), key=lambda item: -item[1])[:SHOWN]
-    held = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in largest) or "nothing of this rank"
-    return f"rank {rank} in {phase}: out of device memory; it holds {held}: {HELP.get(phase, STATE)}"
+        largest = sorted((item for item in items().items() if item[1]), key=lambda item: -item[1])[:LARGEST_ITEMS]
+        usage = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in largest) or "nothing of this rank"
+        advice = ADVICE.get(phase, STATE_ADVICE)
+        raise UserError(f"rank {rank} in {phase}: out of device memory; it holds {usage}: {advice}") from error

@@ -1,20 +1,21 @@
-"""Enter a phase: move what must leave and come, watch the time, record the span and the memory."""
+"""Enter a phase: offload and onload what it needs, watch the time, record the span and the memory."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
+from grpo_mp.phases import MOVE, WAIT, Phase, Residency
 from grpo_mp.scheduler.memory_tracker import MemoryTracker
-from grpo_mp.scheduler.out_of_memory import Items, explain_out_of_memory
-from grpo_mp.scheduler.phases import RESIDENT, Phase, Residency, moves
+from grpo_mp.scheduler.out_of_memory import MemoryItems, explain_out_of_memory
 
 OffloadFunction = Callable[[bool], None]  # True: come to the device; False: leave it
 
 
 class PhaseManager:
-    """The phases of one rank. Without movers nothing leaves the device: on a CPU host and device are one."""
+    """The phases of one rank. Without offload functions nothing moves: on a CPU host and device are one."""
 
     def __init__(
         self,
@@ -22,37 +23,53 @@ class PhaseManager:
         watchdog: Watchdog,
         progress: Progress,
         limit_s: float,
-        movers: Mapping[str, OffloadFunction] | None = None,
+        offload_functions: Mapping[str, OffloadFunction] | None = None,
         resident: Residency | None = None,
-        items: Items = dict,
+        items: MemoryItems = dict,
     ) -> None:
-        """`movers` by field of Residency; `resident` is what is on the device now; `items` says what fills it."""
-        self.ledger = MemoryTracker()
+        """`offload_functions` by field of Residency; `resident`: what is on the device now; `items`: what fills it."""
+        self.memory_tracker = MemoryTracker()
         self._timeline, self._watchdog, self._progress, self._limit_s = timeline, watchdog, progress, limit_s
-        self._movers, self._items = movers or {}, items
+        self._offload_functions, self._items = offload_functions or {}, items
         self._resident = resident or Residency()
 
     @contextmanager
     def phase(self, phase: Phase, detail: str = "") -> Iterator[None]:
-        """The body computes in `phase`."""
+        """Run the body in `phase`."""
         with self._watchdog.phase(phase, self._limit_s), self._progress.phase(phase, detail):
             with explain_out_of_memory(self._watchdog.rank, phase, self._items):
-                self._move(RESIDENT[phase])
-                self.ledger.begin()
+                self._move_to(phase.resident)
+                self.memory_tracker.begin()
                 with self._timeline.span(phase):
                     yield
-            self.ledger.end(phase)
+            self.memory_tracker.end(phase)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The body only waits for other ranks."""
-        with self._watchdog.phase("WAIT", self._limit_s), self._timeline.span("WAIT"):
+        """Run a body that only waits for other ranks."""
+        with self._watchdog.phase(WAIT, self._limit_s), self._timeline.span(WAIT):
             yield
 
-    def _move(self, wanted: Residency) -> None:
-        if not self._movers:
+    def _move_to(self, target: Residency) -> None:
+        if not self._offload_functions:
             return
-        with self._timeline.span("MOVE"):
-            for move in moves(self._resident, wanted):
-                self._movers[move.what](move.wake)
-        self._resident = wanted
+        with self._timeline.span(MOVE):
+            for move in plan_moves(self._resident, target):
+                self._offload_functions[move.item](move.wake)
+        self._resident = target
+
+
+@dataclass(frozen=True)
+class Move:
+    """One thing leaves the device (`wake` False) or comes back to it."""
+
+    item: str  # a field of Residency
+    wake: bool
+
+
+def plan_moves(current: Residency, target: Residency) -> tuple[Move, ...]:
+    """List the moves from one residency to another: everything that leaves goes before anything comes."""
+    names = [field.name for field in fields(Residency)]
+    leaving = [Move(name, wake=False) for name in names if getattr(current, name) > getattr(target, name)]
+    coming = [Move(name, wake=True) for name in names if getattr(current, name) < getattr(target, name)]
+    return (*leaving, *coming)

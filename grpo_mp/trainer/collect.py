@@ -4,16 +4,22 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.group_filters import GroupSelection, PromptCurriculum, admit, length_bias, to_launch
+from grpo_mp.batching.group_filters import (
+    GroupSelection,
+    PromptCurriculum,
+    groups_to_launch,
+    length_bias,
+    select_groups,
+)
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings
 from grpo_mp.data.cursor import Cursor, take
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.errors import UserError
+from grpo_mp.phases import Phase
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
-from grpo_mp.scheduler.phases import Phase
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 
 
@@ -56,7 +62,7 @@ class RolloutCollector:
         while (missing := selection.missing(prompts_per_step)) > 0:
             if rounds == rule.most_tries:
                 raise UserError(self._too_few_groups(step, selection, launched))
-            prompts, state = self._next_prompts(state, to_launch(missing, launched, selection, rule), step)
+            prompts, state = self._next_prompts(state, groups_to_launch(missing, launched, selection, rule), step)
             with self.scheduler.phase(Phase.GENERATE):
                 new_groups = self.rollout.generate(
                     prompts,
@@ -64,13 +70,13 @@ class RolloutCollector:
                     step,
                     self.parallel.store,
                     name=f"step/{step}/{rounds}",
-                    enough=missing if rule.admit == "finish" else None,
+                    target_groups=missing if rule.admit == "finish" else None,
                 )
             state = replace(state, groups_launched=state.groups_launched + len(prompts))
             with self.scheduler.phase(Phase.SCORE):
                 infos += all_gather_sample_info(new_groups, self.parallel.cpu_group)
             groups, rounds = groups + new_groups, rounds + 1
-            selection, launched = admit(infos, prompts_per_step, rule), len({info.group_id for info in infos})
+            selection, launched = select_groups(infos, prompts_per_step, rule), len({info.group_id for info in infos})
             if rule.no_difference != "refill":
                 break
         admitted = set(selection.admitted)
@@ -120,6 +126,6 @@ def _curriculum(state: TrainState) -> PromptCurriculum:
 
 def _with_curriculum(state: TrainState, curriculum: PromptCurriculum) -> TrainState:
     solve_streak, resting = (
-        {str(prompt): value for prompt, value in side.items()} for side in (curriculum.in_a_row, curriculum.resting)
+        {str(prompt): value for prompt, value in side.items()} for side in (curriculum.solve_streak, curriculum.resting)
     )
     return replace(state, solve_streak=solve_streak, resting=resting)

@@ -7,11 +7,11 @@ import torch.distributed as dist
 from grpo_mp import platform
 from grpo_mp.config import Settings
 from grpo_mp.errors import UserError
+from grpo_mp.phases import Residency
 from grpo_mp.policy.offload import PolicyOffloader
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import OffloadFunction
-from grpo_mp.scheduler.phases import Residency
 
 HINT = "where it ran out of device memory, lower engine.args.mem_fraction_static"
 ENGINE_TAGS = {"engine_weights": ("weights",), "engine_cache": ("kv_cache", "cuda_graph")}

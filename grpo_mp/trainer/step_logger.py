@@ -17,7 +17,7 @@ from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import RangeWatch, fill
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import SampleWriter, spread
-from grpo_mp.monitor.summary import StepSummary, over_ranks, step_scalars, summarise
+from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars, summarise
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.writer import MetricWriter
 from grpo_mp.policy.expert_load import ExpertLoad, heat_map, load_ratios, max_load_ratio
@@ -91,7 +91,7 @@ class StepLogger:
         summary = summarise(self._timeline.take(), self._start_ns, self._timeline.now_ns())
         summaries: list[StepSummary] = [summary] * self._parallel.world_size
         dist.all_gather_object(summaries, summary, group=self._parallel.cpu_group)
-        return over_ranks(summaries)
+        return reduce_over_ranks(summaries)
 
     def step_record(
         self,
@@ -141,7 +141,7 @@ class StepLogger:
             self._writer.text(step, name, text)
         if self._sample_writer and record.groups:
             self._sample_writer.write(step, record.groups)
-        for sentence in self._ranges.news(record.scalars):
+        for sentence in self._ranges.new_warnings(record.scalars):
             self._progress.note(f"step {step}: {sentence}")
 
     def write_scores(self, step: int, initial: Mapping[str, EvalScore], scores: Mapping[str, EvalScore]) -> None:

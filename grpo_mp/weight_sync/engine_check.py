@@ -12,9 +12,9 @@ from grpo_mp.batching.packing import context_index, gather_responses, pack, slic
 from grpo_mp.batching.updates import alignment
 from grpo_mp.config import Settings
 from grpo_mp.errors import UserError
+from grpo_mp.phases import Phase
 from grpo_mp.policy.policy import Policy
 from grpo_mp.scheduler.phase_manager import PhaseManager
-from grpo_mp.scheduler.phases import Phase
 from grpo_mp.types import Sample
 from grpo_mp.weight_sync.compare import (
     RECHECK_SETS,

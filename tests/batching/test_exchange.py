@@ -9,14 +9,21 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mp.batching.exchange import _decode, _floats, _integers, all_gather_sample_info, gather_groups, redistribute
+from grpo_mp.batching.exchange import (
+    _decode,
+    _encode_floats,
+    _encode_integers,
+    all_gather_sample_info,
+    gather_groups,
+    redistribute,
+)
 from grpo_mp.types import Prompt, Sample, SampleGroup, SampleInfo
 
 TOKENS = st.lists(st.integers(0, 2**31), min_size=1, max_size=8)
 
 
 @st.composite
-def samples(draw: st.DrawFn) -> Sample:
+def random_sample(draw: st.DrawFn) -> Sample:
     tokens = draw(TOKENS)
     exact = st.floats(-100, 0, width=32)
     return Sample(
@@ -30,44 +37,47 @@ def samples(draw: st.DrawFn) -> Sample:
     )
 
 
-@given(st.lists(samples(), max_size=4))
+@given(st.lists(random_sample(), max_size=4))
 @settings(max_examples=50)
-def test_what_is_encoded_is_decoded(sent: list[Sample]) -> None:
-    whole, real = _integers(sent), _floats(sent)
-    assert (whole.dtype, real.dtype) == (torch.int64, torch.float32)
-    assert _decode(whole, real) == sent
+def test_what_is_encoded_is_decoded(samples: list[Sample]) -> None:
+    integers, floats = _encode_integers(samples), _encode_floats(samples)
+    assert (integers.dtype, floats.dtype) == (torch.int64, torch.float32)
+    assert _decode(integers, floats) == samples
 
 
-@given(st.lists(samples(), max_size=2), st.lists(samples(), max_size=2))
+@given(st.lists(random_sample(), max_size=2), st.lists(random_sample(), max_size=2))
 @settings(max_examples=30)
-def test_encodings_of_two_senders_may_stand_one_after_the_other(one: list[Sample], other: list[Sample]) -> None:
-    whole, real = torch.cat([_integers(one), _integers(other)]), torch.cat([_floats(one), _floats(other)])
-    assert _decode(whole, real) == one + other
+def test_encodings_of_two_senders_can_be_concatenated(first: list[Sample], second: list[Sample]) -> None:
+    integers, floats = (
+        torch.cat([_encode_integers(first), _encode_integers(second)]),
+        torch.cat([_encode_floats(first), _encode_floats(second)]),
+    )
+    assert _decode(integers, floats) == first + second
 
 
 @pytest.fixture
-def alone() -> Iterator[dist.ProcessGroup]:
+def single_rank_group() -> Iterator[dist.ProcessGroup]:
     """The group of a job of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def group(group_id: int) -> SampleGroup:
+def make_group(group_id: int) -> SampleGroup:
     parts = {"answer": 1.0}
     sample = Sample(group_id, 0, (1, 2), (3, 4, 5), (-0.5, -0.25, 0.0), (4, 2, 3), True, "text", 1.5, parts)
     return SampleGroup(Prompt(0, "question", (1, 2)), (replace(sample, index=1), sample))
 
 
-def test_numbers_and_samples_in_a_job_of_one_rank(alone: dist.ProcessGroup) -> None:
-    groups = [group(7), group(3)]
-    infos = all_gather_sample_info(groups, alone)
+def test_infos_and_samples_in_a_job_of_one_rank(single_rank_group: dist.ProcessGroup) -> None:
+    groups = [make_group(7), make_group(3)]
+    infos = all_gather_sample_info(groups, single_rank_group)
     assert [info.key for info in infos] == [(3, 0), (3, 1), (7, 0), (7, 1)]
     parts = {"answer": 1.0}
     assert infos[0] == SampleInfo(3, 0, 0, 2, 3, 1.5, True, oldest_version=2, reward_parts=parts, versions_sum=9)
     assert infos[0].total_tokens == 5
-    assert gather_groups(groups, {3, 8}, alone) == [groups[1]]
-    wanted = {0: [(7, 1), (3, 0)]}
-    found = redistribute(groups, wanted, alone, alone, 0)
+    assert gather_groups(groups, {3, 8}, single_rank_group) == [groups[1]]
+    keys_by_rank = {0: [(7, 1), (3, 0)]}
+    received = redistribute(groups, keys_by_rank, single_rank_group, single_rank_group, 0)
     expected = {(7, 1): groups[0].samples[0], (3, 0): groups[1].samples[1]}
-    assert found == {key: replace(one, text="", reward=0.0, reward_parts={}) for key, one in expected.items()}
+    assert received == {key: replace(sample, text="", reward=0.0, reward_parts={}) for key, sample in expected.items()}

@@ -4,12 +4,18 @@ from typing import Any
 import pytest
 
 from grpo_mp.algorithms.settings import Filter
-from grpo_mp.batching.group_filters import GroupSelection, PromptCurriculum, admit, length_bias, to_launch
+from grpo_mp.batching.group_filters import (
+    GroupSelection,
+    PromptCurriculum,
+    groups_to_launch,
+    length_bias,
+    select_groups,
+)
 from grpo_mp.types import SampleInfo
 
 
-def infos(*groups: tuple[float, ...], first: int = 10) -> list[SampleInfo]:
-    """One group for each tuple of rewards; prompts are numbered from 100."""
+def make_infos(*groups: tuple[float, ...], first: int = 10) -> list[SampleInfo]:
+    """Make one group for each tuple of rewards; prompts are numbered from 100."""
     return [
         SampleInfo(first + group, index, 0, 3, 5, reward, False, 0, prompt=100 + group, right=reward >= 1)
         for group, rewards in enumerate(groups)
@@ -25,45 +31,47 @@ SAME, MIXED = (1.0, 1.0), (0.0, 1.0)
 
 
 def test_everything_is_kept_by_default_in_launch_order() -> None:
-    found = admit(infos(SAME, MIXED, SAME), wanted=3, rule=rule())
-    assert (found.admitted, found.no_difference, found.surplus) == ((10, 11, 12), 0, 0)
+    selection = select_groups(make_infos(SAME, MIXED, SAME), count=3, rule=rule())
+    assert (selection.admitted, selection.no_difference, selection.surplus) == ((10, 11, 12), 0, 0)
 
 
 @pytest.mark.parametrize("kind", ["drop", "refill"])
 def test_groups_without_difference_are_left_out_and_counted(kind: str) -> None:
-    found = admit(infos(SAME, MIXED, SAME, MIXED), wanted=4, rule=rule(no_difference=kind))
-    assert (found.admitted, found.no_difference, found.missing(4)) == ((11, 13), 2, 2)
+    selection = select_groups(make_infos(SAME, MIXED, SAME, MIXED), count=4, rule=rule(no_difference=kind))
+    assert (selection.admitted, selection.no_difference, selection.missing(4)) == ((11, 13), 2, 2)
 
 
 def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
     """DAPO, eq. 11: 0 < right answers < all. Penalties for length are no difference, and hide none."""
-    limit = 1.0 - 1.0  # a right answer that is cut at the limit, under a penalty of the whole reward
+    cut_reward = 1.0 - 1.0  # a right answer that is cut at the limit, under a penalty of the whole reward
     right = {"answer": 1.0, "overlong": -1.0}, {"answer": 0.0, "overlong": 0.0}
     wrong = {"answer": 0.0, "overlong": -0.5}, {"answer": 0.0, "overlong": 0.0}
     groups = [
         SampleInfo(group, index, 0, 3, 5, reward, False, 0, parts, right=parts["answer"] >= 1)
-        for group, (rewards, both) in enumerate([((limit, 0.0), right), ((-0.5, 0.0), wrong)])
-        for index, (reward, parts) in enumerate(zip(rewards, both, strict=True))
+        for group, (rewards, parts_of_group) in enumerate([((cut_reward, 0.0), right), ((-0.5, 0.0), wrong)])
+        for index, (reward, parts) in enumerate(zip(rewards, parts_of_group, strict=True))
     ]
-    by_reward = admit(groups, wanted=2, rule=rule(no_difference="drop"))
-    by_accuracy = admit(groups, wanted=2, rule=rule(no_difference="drop", metric="accuracy"))
+    by_reward = select_groups(groups, count=2, rule=rule(no_difference="drop"))
+    by_accuracy = select_groups(groups, count=2, rule=rule(no_difference="drop", metric="accuracy"))
     assert (by_reward.admitted, by_accuracy.admitted) == ((1,), (0,))
 
 
-def test_a_group_that_nothing_judges_is_dropped_by_its_rewards() -> None:
-    unjudged = [replace(info, right=None) for info in infos(SAME, MIXED)]
-    found = admit(unjudged, wanted=2, rule=rule(no_difference="drop", metric="accuracy"))
-    assert (found.admitted, found.no_difference) == ((11,), 1)
+def test_group_without_verdicts_is_dropped_by_its_rewards() -> None:
+    infos = [replace(info, right=None) for info in make_infos(SAME, MIXED)]
+    selection = select_groups(infos, count=2, rule=rule(no_difference="drop", metric="accuracy"))
+    assert (selection.admitted, selection.no_difference) == ((11,), 1)
 
 
 def test_the_first_launched_are_taken_and_the_rest_is_surplus() -> None:
-    found = admit(list(reversed(infos(MIXED, SAME, MIXED, MIXED))), wanted=2, rule=rule(no_difference="refill"))
-    assert (found.admitted, found.no_difference, found.surplus) == ((10, 12), 1, 1)
+    selection = select_groups(
+        list(reversed(make_infos(MIXED, SAME, MIXED, MIXED))), count=2, rule=rule(no_difference="refill")
+    )
+    assert (selection.admitted, selection.no_difference, selection.surplus) == ((10, 12), 1, 1)
 
 
-def test_the_next_round_launches_as_many_as_the_share_that_teaches_demands() -> None:
+def test_next_round_launches_by_the_kept_share() -> None:
     def launch(missing: int, launched: int, taught: int, **values: Any) -> int:
-        return to_launch(
+        return groups_to_launch(
             missing, launched, GroupSelection(tuple(range(taught)), launched - taught, 0, 0), rule(**values)
         )
 
@@ -75,40 +83,40 @@ def test_the_next_round_launches_as_many_as_the_share_that_teaches_demands() -> 
 
 
 def test_the_first_to_finish_are_taken_where_the_rule_says_so() -> None:
-    launched = infos(MIXED, MIXED, MIXED, MIXED)
-    order = {10: 3, 11: 0, 12: 1, 13: 2}  # 11 was broken off
-    finished = [replace(one, finished=order[one.group_id]) for one in launched]
-    found = admit(finished, wanted=2, rule=rule(admit="finish"))
-    assert (found.admitted, found.surplus, found.unfinished) == ((12, 13), 1, 1)
-    assert admit(finished, wanted=2, rule=rule()).admitted == (10, 12)
+    launched = make_infos(MIXED, MIXED, MIXED, MIXED)
+    order = {10: 3, 11: 0, 12: 1, 13: 2}  # 11 was aborted
+    finished = [replace(info, finished=order[info.group_id]) for info in launched]
+    selection = select_groups(finished, count=2, rule=rule(admit="finish"))
+    assert (selection.admitted, selection.surplus, selection.unfinished) == ((12, 13), 1, 1)
+    assert select_groups(finished, count=2, rule=rule()).admitted == (10, 12)
 
 
 def test_the_length_bias_of_what_is_admitted() -> None:
-    short, long = infos(MIXED), [replace(one, response_tokens=20) for one in infos(MIXED, first=11)]
+    short, long = make_infos(MIXED), [replace(info, response_tokens=20) for info in make_infos(MIXED, first=11)]
     assert length_bias([*short, *long], {10}) == 5 / 12.5
     assert length_bias([*short, *long], {10, 11}) == 1.0
     assert length_bias(short, ()) == 1.0
 
 
-def test_a_prompt_rests_after_being_all_right_in_a_row_and_begins_anew() -> None:
-    wanted = rule(rest_after=2, rest_steps=3)
+def test_prompt_rests_after_a_solve_streak_and_starts_at_zero() -> None:
+    rest_rule = rule(rest_after=2, rest_steps=3)
     state = PromptCurriculum({}, {})
-    state = state.after(infos(SAME, MIXED), 1, wanted)
-    assert (state.in_a_row, state.resting) == ({100: 1}, {})
-    state = state.after(infos(SAME, SAME), 2, wanted)
-    assert (state.in_a_row, state.resting) == ({101: 1}, {100: 5})
+    state = state.after(make_infos(SAME, MIXED), 1, rest_rule)
+    assert (state.solve_streak, state.resting) == ({100: 1}, {})
+    state = state.after(make_infos(SAME, SAME), 2, rest_rule)
+    assert (state.solve_streak, state.resting) == ({101: 1}, {100: 5})
     assert [state.rests(100, step) for step in (3, 4, 5, 6)] == [True, True, True, False]
     assert not state.rests(101, 3)
-    state = state.after(infos(MIXED, MIXED), 5, wanted)
-    assert (state.in_a_row, state.resting) == ({}, {})
+    state = state.after(make_infos(MIXED, MIXED), 5, rest_rule)
+    assert (state.solve_streak, state.resting) == ({}, {})
 
 
 @pytest.mark.parametrize("right", [False, None])
-def test_a_prompt_whose_answers_are_not_said_to_be_right_never_rests(right: bool | None) -> None:
+def test_prompt_without_right_answers_never_rests(right: bool | None) -> None:
     """Whatever its reward: a boxed wrong answer may well have one above 0."""
-    unsure = [replace(one, right=right) for one in infos(SAME)]
-    assert PromptCurriculum({}, {}).after(unsure, 1, rule(rest_after=1)) == PromptCurriculum({}, {})
+    not_right = [replace(info, right=right) for info in make_infos(SAME)]
+    assert PromptCurriculum({}, {}).after(not_right, 1, rule(rest_after=1)) == PromptCurriculum({}, {})
 
 
-def test_without_the_rule_nothing_is_remembered() -> None:
-    assert PromptCurriculum({}, {}).after(infos(SAME), 1, rule()) == PromptCurriculum({}, {})
+def test_without_the_rule_the_curriculum_stays_empty() -> None:
+    assert PromptCurriculum({}, {}).after(make_infos(SAME), 1, rule()) == PromptCurriculum({}, {})

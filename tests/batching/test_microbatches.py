@@ -9,10 +9,10 @@ from grpo_mp.batching.microbatches import Cost, MicroBatchPlan, Schedule, plan_m
 
 
 def fewest_bins(lengths: list[int], capacity: int) -> int:
-    """By trying every partition: the fewest bins, where a too long sequence stands alone."""
+    """Find by trying every partition the fewest bins, where a too long sequence has its own."""
     best = len(lengths)
 
-    def place(rest: list[int], bins: list[int]) -> None:
+    def search(rest: list[int], bins: list[int]) -> None:
         nonlocal best
         if len(bins) >= best and rest:
             return
@@ -21,22 +21,27 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
             return
         for i, load in enumerate(bins):
             if load + rest[0] <= capacity:
-                place(rest[1:], [*bins[:i], load + rest[0], *bins[i + 1 :]])
-        place(rest[1:], [*bins, rest[0]])
+                search(rest[1:], [*bins[:i], load + rest[0], *bins[i + 1 :]])
+        search(rest[1:], [*bins, rest[0]])
 
-    place(lengths, [])
+    search(lengths, [])
     return best
 
 
-def best_spread(lengths: list[int], ranks: int) -> int:
-    """The smallest possible largest rank total."""
+def smallest_makespan(lengths: list[int], ranks: int) -> int:
+    """Return the smallest possible maximum of the ranks' totals."""
     return min(
-        max(sum(n for n, r in zip(lengths, where, strict=True) if r == rank) for rank in range(ranks))
-        for where in itertools.product(range(ranks), repeat=len(lengths))
+        max(
+            sum(length for length, assigned in zip(lengths, assignment, strict=True) if assigned == rank)
+            for rank in range(ranks)
+        )
+        for assignment in itertools.product(range(ranks), repeat=len(lengths))
     )
 
 
-def check(schedule: Schedule, lengths: list[int], ranks: int, capacity: int, align: int, multiple: int) -> None:
+def check_schedule(
+    schedule: Schedule, lengths: list[int], ranks: int, capacity: int, align: int, multiple: int
+) -> None:
     plans = [plan for rank in schedule.ranks for plan in rank]
     assert len(schedule.ranks) == ranks
     assert {len(rank) for rank in schedule.ranks} == {schedule.microbatches}
@@ -64,7 +69,7 @@ def test_every_plan_is_legal_and_deterministic(
 ) -> None:
     costs = [Cost(1.0, quadratic).of(length) for length in lengths]
     schedule = plan_microbatches(lengths, ranks, capacity, align, multiple, costs)
-    check(schedule, lengths, ranks, capacity, align, multiple)
+    check_schedule(schedule, lengths, ranks, capacity, align, multiple)
     assert schedule == plan_microbatches(tuple(lengths), ranks, capacity, align, multiple, costs)
 
 
@@ -84,8 +89,8 @@ def test_microbatches_are_as_few_as_any_packing_allows(
 @settings(max_examples=200, deadline=None)
 def test_ranks_are_balanced_within_the_bound_of_longest_first(lengths: list[int], ranks: int) -> None:
     schedule = plan_microbatches(lengths, ranks, 10_000, 1)
-    worst = max(sum(plan.tokens for plan in rank) for rank in schedule.ranks)
-    assert worst * 3 * ranks <= best_spread(lengths, ranks) * (4 * ranks - 1)  # 4/3 - 1/(3 ranks) of the best
+    makespan = max(sum(plan.tokens for plan in rank) for rank in schedule.ranks)
+    assert makespan * 3 * ranks <= smallest_makespan(lengths, ranks) * (4 * ranks - 1)  # 4/3 - 1/(3 ranks) of the best
 
 
 def test_long_tailed_lengths_balance_over_ranks_and_over_simultaneous_microbatches() -> None:
@@ -99,7 +104,7 @@ def test_long_tailed_lengths_balance_over_ranks_and_over_simultaneous_microbatch
         assert max(together) / (sum(together) / 8) < 1.02
 
 
-def test_the_rank_that_has_least_gets_the_larger_of_the_next_bins() -> None:
+def test_least_loaded_rank_gets_the_larger_next_bin() -> None:
     schedule = plan_microbatches([10, 9, 9, 3], 2, 10, 1)
     assert sorted(sum(plan.tokens for plan in rank) for rank in schedule.ranks) == [13, 18]
 
@@ -112,14 +117,14 @@ def test_quadratic_cost_gives_the_rank_with_the_long_sequence_fewer_tokens() -> 
     assert with_long < sum(tokens.values()) / 2
 
 
-def test_fewer_samples_than_ranks_leave_explicit_empties() -> None:
+def test_fewer_samples_than_ranks_leave_empty_microbatches() -> None:
     schedule = plan_microbatches([5, 6], 4, 64, 8, multiple=2)
     assert schedule.microbatches == 2
     plans = [plan for rank in schedule.ranks for plan in rank]
     assert sum(plan == MicroBatchPlan() for plan in plans) == 6
 
 
-def test_a_sequence_over_the_budget_is_alone() -> None:
+def test_a_sequence_over_the_budget_has_its_own_microbatch() -> None:
     schedule = plan_microbatches([100, 3, 3], 1, 10, 1)
     assert sorted(plan.samples for plan in schedule.ranks[0]) == [(0,), (1, 2)]
 
@@ -128,7 +133,7 @@ def test_no_samples_still_give_every_rank_its_microbatches() -> None:
     assert plan_microbatches([], 2, 8, 1, multiple=3).microbatches == 3
 
 
-@pytest.mark.parametrize("bad", [([0], 1, 1, 1), ([1], 0, 1, 1), ([1], 1, 0, 1), ([1], 1, 1, 0)])
-def test_sizes_below_one_are_refused(bad: tuple[list[int], int, int, int]) -> None:
+@pytest.mark.parametrize("arguments", [([0], 1, 1, 1), ([1], 0, 1, 1), ([1], 1, 0, 1), ([1], 1, 1, 0)])
+def test_sizes_below_one_are_refused(arguments: tuple[list[int], int, int, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        plan_microbatches(*bad)
+        plan_microbatches(*arguments)

@@ -8,8 +8,8 @@ from grpo_mp.batching.packing import gather_responses, join_context, pack, scatt
 from grpo_mp.types import Sample
 
 
-def sample(prompt: int, response: int, first: int = 10) -> Sample:
-    """Distinct tokens from `first` on, and a distinct logprob for every response token."""
+def make_sample(prompt: int, response: int, first: int = 10) -> Sample:
+    """Make a sample with distinct tokens from `first` on, and a distinct logprob for every response token."""
     return Sample(
         group_id=0,
         index=first,
@@ -26,7 +26,11 @@ SHAPES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, m
 
 def test_one_micro_batch_by_hand() -> None:
     batch = pack(
-        [sample(2, 3, 10), sample(1, 1, 50)], [0.5, -2.0], [0.25, 0.75], MicroBatchPlan((1, 0), (4, 8)), align=4
+        [make_sample(2, 3, 10), make_sample(1, 1, 50)],
+        [0.5, -2.0],
+        [0.25, 0.75],
+        MicroBatchPlan((1, 0), (4, 8)),
+        align=4,
     )
     p = -1
     assert batch.tokens.tolist() == [50, 51, 0, 0, 10, 11, 12, 13, 14, 0, 0, 0]
@@ -43,10 +47,10 @@ def test_one_micro_batch_by_hand() -> None:
 
 
 @given(SHAPES, st.sampled_from([1, 2, 4]), st.integers(4, 40), st.integers(1, 3))
-def test_values_come_back_to_their_samples(
+def test_gathered_values_belong_to_their_samples(
     shapes: list[tuple[int, int]], align: int, max_tokens: int, ranks: int
 ) -> None:
-    samples = [sample(p, r, 100 * i) for i, (p, r) in enumerate(shapes)]
+    samples = [make_sample(p, r, 100 * i) for i, (p, r) in enumerate(shapes)]
     schedule = plan_microbatches([s.total_tokens for s in samples], ranks, max_tokens, align)
     seen = {}
     for plan in (plan for rank in schedule.ranks for plan in rank):
@@ -66,7 +70,7 @@ def test_values_come_back_to_their_samples(
 @given(SHAPES, st.sampled_from([2, 4]))
 @settings(deadline=None)
 def test_context_slices_join_to_the_whole(shapes: list[tuple[int, int]], context: int) -> None:
-    samples = [sample(p, r, 100 * i) for i, (p, r) in enumerate(shapes)]
+    samples = [make_sample(p, r, 100 * i) for i, (p, r) in enumerate(shapes)]
     plan = plan_microbatches([s.total_tokens for s in samples], 1, 10_000, 2 * context).ranks[0][0]
     batch = pack(samples, range(len(samples)), range(1, len(samples) + 1), plan, 2 * context)
     parts = [slice_context(batch, context, rank) for rank in range(context)]
@@ -78,7 +82,9 @@ def test_context_slices_join_to_the_whole(shapes: list[tuple[int, int]], context
 
 
 def test_a_rank_holds_its_chunk_and_the_mirror_of_every_sequence() -> None:
-    batch = pack([sample(4, 4, 0), sample(8, 8, 100)], [0, 0], [1, 1], MicroBatchPlan((0, 1), (8, 16)), align=8)
+    batch = pack(
+        [make_sample(4, 4, 0), make_sample(8, 8, 100)], [0, 0], [1, 1], MicroBatchPlan((0, 1), (8, 16)), align=8
+    )
     assert slice_context(batch, 4, 1).tokens.tolist() == [1, 6, 102, 103, 112, 113]
     assert slice_context(batch, 2, 0).tokens.tolist() == [0, 1, 6, 7, 100, 101, 102, 103, 112, 113, 114, 115]
     assert slice_context(batch, 1, 0) is batch
@@ -95,8 +101,10 @@ def test_an_empty_plan_is_one_dummy_sequence() -> None:
 
 
 def test_padding_to_a_size_is_a_sequence_of_its_own() -> None:
-    plain = pack({3: sample(2, 3)}, [0, 0, 0, 1.0], [0, 0, 0, 0.5], MicroBatchPlan((3,), (8,)), align=4)
-    padded = pack({3: sample(2, 3)}, [0, 0, 0, 1.0], [0, 0, 0, 0.5], MicroBatchPlan((3,), (8,)), align=4, pad_to=20)
+    plain = pack({3: make_sample(2, 3)}, [0, 0, 0, 1.0], [0, 0, 0, 0.5], MicroBatchPlan((3,), (8,)), align=4)
+    padded = pack(
+        {3: make_sample(2, 3)}, [0, 0, 0, 1.0], [0, 0, 0, 0.5], MicroBatchPlan((3,), (8,)), align=4, pad_to=20
+    )
     assert padded.lengths == (8, 12)
     assert padded.sample_ids == (3,)
     assert padded.positions.tolist() == [*range(8), *range(12)]
@@ -109,9 +117,9 @@ def test_padding_to_a_size_is_a_sequence_of_its_own() -> None:
 
 def test_impossible_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="planned were 4"):
-        pack([sample(3, 3)], [0.0], [1.0], MicroBatchPlan((0,), (4,)), align=4)
+        pack([make_sample(3, 3)], [0.0], [1.0], MicroBatchPlan((0,), (4,)), align=4)
     with pytest.raises(ValueError, match="no prompt token"):
-        pack([sample(0, 3)], [0.0], [1.0], MicroBatchPlan((0,), (4,)), align=4)
-    batch = pack([sample(2, 2)], [0.0], [1.0], MicroBatchPlan((0,), (4,)), align=4)
+        pack([make_sample(0, 3)], [0.0], [1.0], MicroBatchPlan((0,), (4,)), align=4)
+    batch = pack([make_sample(2, 2)], [0.0], [1.0], MicroBatchPlan((0,), (4,)), align=4)
     with pytest.raises(ValueError, match="multiples of 2 x context = 8"):
         slice_context(batch, 4, 0)

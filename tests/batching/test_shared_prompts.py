@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mp.batching.packing import gather_responses
-from grpo_mp.batching.shared_prompts import PromptOf, make_units
+from grpo_mp.batching.shared_prompts import SamplePrompt, make_units
 from grpo_mp.batching.updates import microbatches, plan_updates
 from grpo_mp.config import Layout
 from grpo_mp.types import MicroBatch, Sample
@@ -14,7 +14,7 @@ HIDDEN = 64
 
 
 def make_samples(prompts: list[int], responses: list[list[int]]) -> list[Sample]:
-    """Tokens of a prompt are its samples' alone; so are those of a response."""
+    """Make samples: only those of one prompt share tokens."""
     samples = []
     for group, (prompt, lengths) in enumerate(zip(prompts, responses, strict=True)):
         tokens = tuple(range(10_000 * group, 10_000 * group + prompt))
@@ -27,22 +27,22 @@ def make_samples(prompts: list[int], responses: list[list[int]]) -> list[Sample]
 
 
 def pack_all(samples: list[Sample], layout: Layout, data_parallel: int, max_tokens: int) -> list[MicroBatch]:
-    """The micro-batches of all data-parallel ranks. A sample's advantage and weight are its number."""
+    """Pack the micro-batches of all data-parallel ranks. A sample's advantage and weight are its number."""
     lengths = [sample.total_tokens for sample in samples]
-    prompts = [PromptOf(sample.group_id, len(sample.prompt_tokens)) for sample in samples]
+    prompts = [SamplePrompt(sample.group_id, len(sample.prompt_tokens)) for sample in samples]
     (update,) = plan_updates(lengths, 1, layout, data_parallel, max_tokens, HIDDEN, prompts=prompts)
     numbers = [float(i) for i in range(len(samples))]
-    held = dict(enumerate(samples))
-    ranks = [microbatches(update, held, numbers, numbers, layout, rank, 0) for rank in range(data_parallel)]
+    samples_by_index = dict(enumerate(samples))
+    ranks = [microbatches(update, samples_by_index, numbers, numbers, layout, rank, 0) for rank in range(data_parallel)]
     assert len({len(rank) for rank in ranks}) == 1
     return [batch for rank in ranks for batch in rank]
 
 
-def seen_tokens(batch: MicroBatch, sequence: int) -> list[int]:
-    """What a sequence sees, in order: its prompt, then its own tokens."""
-    start, rows = sum(batch.lengths[:sequence]), batch.prompts[sequence]
-    own = batch.tokens[start : start + batch.lengths[sequence]]
-    return [*batch.tokens[rows.start : rows.start + rows.count].tolist(), *own.tolist()]
+def attended_tokens(batch: MicroBatch, sequence: int) -> list[int]:
+    """Return the tokens that a sequence attends to, in order: its prompt, then its own."""
+    start, prompt = sum(batch.lengths[:sequence]), batch.prompts[sequence]
+    own_tokens = batch.tokens[start : start + batch.lengths[sequence]]
+    return [*batch.tokens[prompt.start : prompt.start + prompt.count].tolist(), *own_tokens.tolist()]
 
 
 groups = st.lists(
@@ -52,42 +52,42 @@ groups = st.lists(
 
 @given(groups, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 3), st.integers(20, 300))
 @settings(max_examples=200, deadline=None)
-def test_every_sample_is_packed_once_behind_its_prompt(
+def test_every_sample_is_packed_once_after_its_prompt(
     drawn: list[tuple[int, list[int]]], tensor: int, pipeline: int, data_parallel: int, max_tokens: int
 ) -> None:
     samples = make_samples([prompt for prompt, _ in drawn], [lengths for _, lengths in drawn])
     layout = Layout(tensor=tensor, pipeline=pipeline)
-    found: list[int] = []
+    packed: list[int] = []
     for batch in pack_all(samples, layout, data_parallel, max_tokens):
         assert batch.total_tokens == sum(batch.lengths)
         assert batch.total_tokens % tensor == 0
         longest = max(sample.total_tokens + tensor for sample in samples)
         assert batch.total_tokens <= max(max_tokens, longest)
         per_sample = zip(
-            batch.sample_ids, *(gather_responses(getattr(batch, name), batch) for name in NAMES), strict=True
+            batch.sample_ids, *(gather_responses(getattr(batch, name), batch) for name in FIELDS), strict=True
         )
         for i, targets, advantages, weights, logprobs in per_sample:
             sample = samples[i]
-            found.append(i)
+            packed.append(i)
             assert targets.tolist() == list(sample.tokens)
             assert logprobs.tolist() == list(sample.rollout_logprobs)
             assert set(advantages.tolist()) == set(weights.tolist()) == {float(i)}
         starts = [sum(batch.lengths[:number]) for number in range(len(batch.lengths))]
         for number, start in enumerate(starts):
-            which = int(batch.sequence[start])
-            if which < 0:
+            sample_slot = int(batch.sequence[start])
+            if sample_slot < 0:
                 continue
-            sample = samples[batch.sample_ids[which]]
-            whole = [*sample.prompt_tokens, *sample.tokens]
+            sample = samples[batch.sample_ids[sample_slot]]
+            full_tokens = [*sample.prompt_tokens, *sample.tokens]
             prompt = batch.prompts[number].count
-            assert seen_tokens(batch, number)[: len(whole)] == whole
+            assert attended_tokens(batch, number)[: len(full_tokens)] == full_tokens
             assert prompt in (0, len(sample.prompt_tokens) - 1)
-            own = slice(start, start + len(whole) - prompt)
-            assert batch.positions[own].tolist() == list(range(prompt, len(whole)))
-    assert sorted(found) == list(range(len(samples)))
+            own_positions = slice(start, start + len(full_tokens) - prompt)
+            assert batch.positions[own_positions].tolist() == list(range(prompt, len(full_tokens)))
+    assert sorted(packed) == list(range(len(samples)))
 
 
-NAMES = ("targets", "advantages", "weights", "rollout_logprobs")
+FIELDS = ("targets", "advantages", "weights", "rollout_logprobs")
 
 
 def test_a_prompt_is_packed_once() -> None:
@@ -99,7 +99,7 @@ def test_a_prompt_is_packed_once() -> None:
 @pytest.mark.parametrize("data_parallel", [2, 4])
 def test_few_groups_still_divide_over_ranks(data_parallel: int) -> None:
     lengths = [110] * 16
-    units = make_units(lengths, [PromptOf(0, 10)] * 16, data_parallel, 4096, 1)
+    units = make_units(lengths, [SamplePrompt(0, 10)] * 16, data_parallel, 4096, 1)
     assert len(units) >= 2 * data_parallel
     assert sum(len(unit.samples) for unit in units) == 16
     assert max(len(unit.samples) for unit in units) <= 16 / (2 * data_parallel)

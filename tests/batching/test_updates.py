@@ -18,14 +18,14 @@ MAX_TOKENS, HIDDEN = 48, 64
 
 
 def make_samples(count: int, seed: int) -> list[Sample]:
-    """Samples of other lengths whose tokens no other sample has."""
+    """Make samples of different lengths, with tokens that no other sample has."""
     draw = random.Random(seed)
     samples = []
     for number in range(count):
         prompt, response = draw.randint(1, 10), draw.randint(1, 40)
         tokens = tuple(range(1000 * number, 1000 * number + prompt + response))
-        nothing = (0.0,) * response
-        samples.append(Sample(0, number, tokens[:prompt], tokens[prompt:], nothing, (0,) * response, truncated=False))
+        logprobs = (0.0,) * response
+        samples.append(Sample(0, number, tokens[:prompt], tokens[prompt:], logprobs, (0,) * response, truncated=False))
     return samples
 
 
@@ -34,16 +34,19 @@ def plan(samples: list[Sample], updates: int, layout: Layout, data_parallel: int
     return plan_updates(lengths, updates, layout, data_parallel, MAX_TOKENS, HIDDEN)
 
 
-def whole_batches(update: Update, samples: list[Sample], layout: Layout, data_rank: int) -> list[dict[str, object]]:
-    """What the context-parallel ranks of one data-parallel rank hold together, given only this rank's samples."""
-    mine = {i: samples[i] for i in update.samples_of(data_rank)}
+def joined_batches(update: Update, samples: list[Sample], layout: Layout, data_rank: int) -> list[dict[str, object]]:
+    """Join the micro-batches of one data-parallel rank's context-parallel ranks, made from its samples only."""
+    local_samples = {i: samples[i] for i in update.samples_of(data_rank)}
     advantages = [float(i) for i in range(len(samples))]
     weights = [1.0 / (len(update.samples) * len(samples[i].tokens)) for i in update.samples]
-    ranks = [microbatches(update, mine, advantages, weights, layout, data_rank, rank) for rank in range(layout.context)]
-    return [_joined(parts) for parts in zip(*ranks, strict=True)]
+    ranks = [
+        microbatches(update, local_samples, advantages, weights, layout, data_rank, rank)
+        for rank in range(layout.context)
+    ]
+    return [join_context_parts(parts) for parts in zip(*ranks, strict=True)]
 
 
-def _joined(parts: tuple[MicroBatch, ...]) -> dict[str, object]:
+def join_context_parts(parts: tuple[MicroBatch, ...]) -> dict[str, object]:
     values = {
         name: join_context([getattr(part, name) for part in parts], parts[0].lengths)
         for name in ("targets", "mask", "advantages", "weights", "sequence", "tokens", "positions", "rollout_logprobs")
@@ -57,14 +60,14 @@ def _joined(parts: tuple[MicroBatch, ...]) -> dict[str, object]:
 @pytest.mark.parametrize(("data_parallel", "updates"), [(1, 1), (2, 3), (3, 2)])
 def test_every_sample_is_trained_on_once_with_its_own_numbers(layout: Layout, data_parallel: int, updates: int) -> None:
     samples = make_samples(12, seed=data_parallel)
-    planned = plan(samples, updates, layout, data_parallel)
-    assert [i for update in planned for i in update.samples] == list(range(12))
-    assert {len(update.samples) for update in planned} == {12 // updates}
+    planned_updates = plan(samples, updates, layout, data_parallel)
+    assert [i for update in planned_updates for i in update.samples] == list(range(12))
+    assert {len(update.samples) for update in planned_updates} == {12 // updates}
     seen = []
-    for update in planned:
+    for update in planned_updates:
         total = 0.0
         for data_rank in range(data_parallel):
-            for batch in whole_batches(update, samples, layout, data_rank):
+            for batch in joined_batches(update, samples, layout, data_rank):
                 columns = zip(batch["ids"], batch["targets"], batch["advantages"], batch["weights"], strict=True)
                 for number, targets, advantages, weights in columns:
                     sample = update.samples[number]
@@ -77,10 +80,10 @@ def test_every_sample_is_trained_on_once_with_its_own_numbers(layout: Layout, da
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_meet_in_equally_many_micro_batches_of_legal_sizes(layout: Layout) -> None:
+def test_ranks_have_equally_many_micro_batches_of_legal_sizes(layout: Layout) -> None:
     samples = make_samples(13, seed=9)
     (update,) = plan(samples, 1, layout, data_parallel=3)
-    ranks = [whole_batches(update, samples, layout, data_rank) for data_rank in range(3)]
+    ranks = [joined_batches(update, samples, layout, data_rank) for data_rank in range(3)]
     assert len({len(rank) for rank in ranks}) == 1
     if layout.virtual_pipeline:
         assert len(ranks[0]) % layout.pipeline == 0
@@ -97,7 +100,7 @@ def test_every_rank_gets_a_micro_batch_where_there_are_fewer_samples_than_ranks(
     for layout in LAYOUTS:
         samples = make_samples(2, seed=1)
         (update,) = plan(samples, 1, layout, data_parallel=4)
-        ranks = [whole_batches(update, samples, layout, data_rank) for data_rank in range(4)]
+        ranks = [joined_batches(update, samples, layout, data_rank) for data_rank in range(4)]
         assert sorted(len(update.samples_of(data_rank)) for data_rank in range(4)) == [0, 0, 1, 1]
         for rank in ranks:
             assert len(rank) == len(ranks[0]) >= 1
@@ -120,9 +123,11 @@ def test_long_tailed_lengths_leave_little_padding_with_a_pipeline(
     lengths = [draw.randint(50, 2048) + min(32768, int(draw.lognormvariate(8.7, 1.0))) for _ in range(1024)]
     assert max(lengths) > 2 * 16384
     layout = Layout(tensor=8, context=4, pipeline=pipeline, virtual_pipeline=virtual)
-    planned = plan_updates(lengths, 4, layout, data_parallel, max_tokens=16384, hidden_size=7168)
-    sizes = [padded_size(one.schedule, layout) for one in planned]
-    padded = sum(size * data_parallel * one.schedule.microbatches for size, one in zip(sizes, planned, strict=True))
+    updates = plan_updates(lengths, 4, layout, data_parallel, max_tokens=16384, hidden_size=7168)
+    sizes = [padded_size(update.schedule, layout) for update in updates]
+    padded = sum(
+        size * data_parallel * update.schedule.microbatches for size, update in zip(sizes, updates, strict=True)
+    )
     assert max(sizes) < max(lengths) + alignment(layout)
     # Interleaving wants a multiple of the pipeline: up to pipeline - 1 micro-batches of an update are there for that.
     multiple = data_parallel * (pipeline - 1) * sum(sizes) if virtual else 0

@@ -72,7 +72,7 @@ async def measure(
 
 
 def processes(process: EngineProcess) -> list[psutil.Process]:
-    return psutil.Process(process.session).children(recursive=True)
+    return psutil.Process(process.session_id).children(recursive=True)
 
 
 def usage(process: EngineProcess) -> Usage:

@@ -33,14 +33,14 @@ def test_takes_have_no_repeats_and_epochs_hold_every_prompt_once(
 
 
 @given(SIZES, COUNTS, st.integers(0, 99), st.integers(0, 11))
-def test_a_cursor_saved_as_json_goes_on_where_it_was(size: int, counts: list[int], seed: int, cut: int) -> None:
-    whole = take_all(Cursor(seed=seed), size, counts, True)
+def test_a_cursor_saved_as_json_continues_where_it_was(size: int, counts: list[int], seed: int, cut: int) -> None:
+    uninterrupted = take_all(Cursor(seed=seed), size, counts, True)
     cursor = Cursor(seed=seed)
     for count in counts[:cut]:
         _, cursor = take(cursor, size, count, True)
     resumed = Cursor.from_dict(json.loads(json.dumps(cursor.to_dict())))
     assert resumed == cursor
-    assert take_all(resumed, size, counts[cut:], True) == whole[cut:]
+    assert take_all(resumed, size, counts[cut:], True) == uninterrupted[cut:]
 
 
 def test_without_shuffle_prompts_come_in_file_order() -> None:
@@ -54,7 +54,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert len({first, second, other, tuple(range(50))}) == 4
 
 
-def test_every_place_is_equally_likely_for_a_prompt() -> None:
+def test_every_position_is_equally_likely_for_a_prompt() -> None:
     places = Counter(take(Cursor(seed=seed), 5, 5, True)[0].index(0) for seed in range(2000))
     assert all(300 < places[place] < 500 for place in range(5))
 

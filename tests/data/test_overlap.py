@@ -1,11 +1,11 @@
-"""Held-out problems that stand in the train data: found whatever their case and punctuation, and no others."""
+"""Eval problems in the train data are found whatever their case and punctuation, and no others."""
 
 import random
 import time
 
 import pytest
 
-from grpo_mp.data.overlap import RUN_WORDS, Overlap, find_overlaps, split_words
+from grpo_mp.data.overlap import NGRAM_WORDS, Overlap, find_overlaps, split_words
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen"
 
@@ -21,8 +21,8 @@ LONG = "one two three four five six seven eight nine ten eleven twelve thirteen"
         ("Let $x$ be", "let x be"),
     ],
 )
-def test_the_same_problem(train: str, held_out: str) -> None:
-    assert find_overlaps(["other", train], {"set": [held_out]}) == [Overlap("set", 1, same=1, near=0)]
+def test_same_problem_is_exact_overlap(train: str, held_out: str) -> None:
+    assert find_overlaps(["other", train], {"set": [held_out]}) == [Overlap("set", 1, exact=1, near=0)]
 
 
 @pytest.mark.parametrize(
@@ -36,19 +36,19 @@ def test_the_same_problem(train: str, held_out: str) -> None:
         ("Tom has 3 eggs", "Tom has 4 eggs"),
     ],
 )
-def test_another_problem(train: str, held_out: str) -> None:
-    assert find_overlaps([train], {"set": [held_out]}) == [Overlap("set", 1, same=0, near=0)]
+def test_other_problem_is_no_overlap(train: str, held_out: str) -> None:
+    assert find_overlaps([train], {"set": [held_out]}) == [Overlap("set", 1, exact=0, near=0)]
 
 
 def test_near_duplicates_share_thirteen_words_in_a_row() -> None:
-    assert len(split_words(LONG)) == RUN_WORDS
+    assert len(split_words(LONG)) == NGRAM_WORDS
     held_out = [f"But {LONG.upper()}, and more", LONG.replace("seven", "7"), LONG]
-    assert find_overlaps([f"so {LONG}!", LONG], {"set": held_out}) == [Overlap("set", 3, same=1, near=1)]
+    assert find_overlaps([f"so {LONG}!", LONG], {"set": held_out}) == [Overlap("set", 3, exact=1, near=1)]
 
 
-def test_sets_are_counted_apart_and_said_in_words() -> None:
-    found = find_overlaps(["a", "b", LONG], {"x": ["A", "b", "c"], "y": ["A"], "z": ["c", f"x {LONG}"]})
-    assert [one.sentence for one in found] == [
+def test_sets_are_counted_apart_and_reported() -> None:
+    overlaps = find_overlaps(["a", "b", LONG], {"x": ["A", "b", "c"], "y": ["A"], "z": ["c", f"x {LONG}"]})
+    assert [overlap.sentence for overlap in overlaps] == [
         "data.eval x: 2 of 3 problems stand in data.train too",
         "data.eval y: 1 of 1 problems stands in data.train too",
         "data.eval z: none of 2 problems stands in data.train too; 1 more shares 13 words in a row with one",

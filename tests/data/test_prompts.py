@@ -141,7 +141,7 @@ def test_parquet_rows_are_named_by_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "none.parquet", "./no/such/folder:train", "a:b:c:d", ":train"])
-def test_a_source_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_source_is_named(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"no such file|write a .jsonl"):

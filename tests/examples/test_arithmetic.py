@@ -28,8 +28,8 @@ KINDS = tuple(TEMPLATES)
 NUMBERS = st.one_of(st.integers(0, 99), st.integers(0, 10**6))
 
 
-def numbers(problem: Problem) -> tuple[int, ...]:
-    """The operands as the question shows them, in no order."""
+def shown_operands(problem: Problem) -> tuple[int, ...]:
+    """Return the sorted operands that the question shows."""
     return tuple(sorted(int(text) for text in re.findall(r"\d+", problem.question)))
 
 
@@ -39,24 +39,21 @@ def test_train_and_eval_share_neither_question_nor_operands(seed: int) -> None:
     assert (len(train), len(held_out)) == (1500, 200)
     questions = {problem.question for problem in train + held_out}
     assert len(questions) == 1700
-    assert not {numbers(problem) for problem in train} & {numbers(problem) for problem in held_out}
+    assert not {shown_operands(problem) for problem in train} & {shown_operands(problem) for problem in held_out}
 
 
 def read_columns(working: str) -> tuple[list[int], list[int], list[int]]:
-    """Of each column, 'x+y=total' or 'x-y=digit': what stands left, computed; what stands right; its 'one' carried."""
+    """Read of each column, 'x+y=total' or 'x-y=digit', the left side's value, the right side and the carried one."""
     pairs = [column.split("=") for column in working.split(" ")]
     terms = [[int(term) for term in re.findall(r"[+-]?\d+", left)] for left, _ in pairs]
     carried = [abs(sum(column[2:])) for column in terms]
     return [sum(column) for column in terms], [int(right) for _, right in pairs], carried
 
 
-def spelled(values: list[int]) -> int:
-    """The number that column results spell, the last column with all its digits."""
-    return sum((value if last else value % 10) * 10**place for place, (value, last) in enumerate(_marked(values)))
-
-
-def _marked(values: list[int]) -> list[tuple[int, bool]]:
-    return [(value, place == len(values) - 1) for place, value in enumerate(values)]
+def number_of_columns(values: list[int]) -> int:
+    """Return the number that column results spell, the last column with all its digits."""
+    *digits, last = values
+    return sum(value % 10 * 10**place for place, value in enumerate(digits)) + last * 10 ** len(digits)
 
 
 @given(NUMBERS, NUMBERS)
@@ -64,7 +61,7 @@ def test_addition_by_columns(a: int, b: int) -> None:
     working, result = add_columns(a, b)
     computed, shown, carried = read_columns(working)
     assert computed == shown
-    assert spelled(shown) == result == a + b
+    assert number_of_columns(shown) == result == a + b
     assert carried == [0, *(total // 10 for total in shown[:-1])]
     assert all(0 <= total <= 19 for total in shown)
 
@@ -75,7 +72,7 @@ def test_subtraction_by_columns(a: int, b: int) -> None:
     working, result = subtract_columns(a, b)
     computed, shown, borrowed = read_columns(working)
     assert computed == shown
-    assert spelled(shown) == result == a - b
+    assert number_of_columns(shown) == result == a - b
     assert all(0 <= digit <= 9 for digit in shown)
     lefts = [int(column.partition("-")[0]) for column in working.split(" ")]
     needed_ten = [left - int(digit) for left, digit in zip(lefts, reversed(str(a)), strict=True)]
@@ -90,7 +87,7 @@ def test_a_slip_makes_one_column_wrong_and_the_result_follows_it(a: int, b: int,
         working, result = columns(a, b, Slip(step, by))
         computed, shown, _ = read_columns(working)
         wrong = [place for place, (left, right) in enumerate(zip(computed, shown, strict=True)) if left != right]
-        assert spelled(shown) == result
+        assert number_of_columns(shown) == result
         assert wrong in ([step], []) if step < len(shown) else not wrong
         assert (result == (a + b if columns is add_columns else a - b)) == (not wrong)
 
@@ -113,10 +110,10 @@ def test_answers_are_those_of_integer_arithmetic() -> None:
         assert problem.answer == f"{working}\n#### {expected}"
         assert worked_response(problem) == f"{working} \\boxed{{{expected}}}"
         assert final_answer(problem.answer) == str(expected) == boxed_answer(worked_response(problem))
-        assert numbers(problem) == tuple(sorted(problem.operands))
+        assert shown_operands(problem) == tuple(sorted(problem.operands))
 
 
-def test_both_steps_of_a_problem_stand_in_its_working() -> None:
+def test_the_working_shows_both_steps_of_a_problem() -> None:
     working, result = solve("two_steps", (18, 34, 9))
     assert (working, result) == (f"{add_columns(18, 34)[0]} {subtract_columns(52, 9)[0]}", 43)
 
@@ -143,7 +140,7 @@ def test_questions_are_short_and_every_template_is_used() -> None:
     assert len(shapes) == sum(len(texts) for texts in TEMPLATES.values())
 
 
-def test_seeds_repeat_and_differ() -> None:
+def test_equal_seeds_repeat_and_other_seeds_differ() -> None:
     assert make_problems(50, 10, 7, 30) == make_problems(50, 10, 7, 30)
     assert make_problems(50, 10, 7, 30) != make_problems(50, 10, 8, 30)
 

@@ -23,7 +23,7 @@ def test_ascii_round_trips(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False)) == text
 
 
-def test_saved_and_loaded_it_is_the_same(saved: PreTrainedTokenizerBase) -> None:
+def test_tokenizer_is_unchanged_by_save_and_load(saved: PreTrainedTokenizerBase) -> None:
     train, _ = make_problems(200, 0, 0, 99)
     for problem in train:
         text = f"{problem.question} {worked_response(problem)}"
@@ -35,7 +35,7 @@ def test_saved_and_loaded_it_is_the_same(saved: PreTrainedTokenizerBase) -> None
     assert saved.pad_token_id not in (None, saved.eos_token_id)
 
 
-def test_it_is_small_and_prompts_are_short(saved: PreTrainedTokenizerBase) -> None:
+def test_vocabulary_is_small_and_prompts_are_short(saved: PreTrainedTokenizerBase) -> None:
     assert 100 <= len(saved) <= 200
     assert sorted(saved.get_vocab().values()) == list(range(len(saved)))
     train, _ = make_problems(500, 0, 0, 99)
@@ -45,12 +45,12 @@ def test_it_is_small_and_prompts_are_short(saved: PreTrainedTokenizerBase) -> No
         assert len(saved.encode(worked_response(problem))) <= 24
 
 
-def test_digits_stand_alone_and_words_are_whole() -> None:
+def test_digits_are_single_tokens_and_words_are_whole() -> None:
     tokens = TOKENIZER.convert_ids_to_tokens(TOKENIZER.encode("Tom has 123 apples. 9 \\boxed{12}"))
     assert tokens == ["Tom", "Ġhas", "Ġ", *"123", "Ġapples", ".", "Ġ", "9", "Ġ", "\\boxed{", *"12", "}"]
 
 
-def test_marks_of_the_chat_are_no_text() -> None:
+def test_chat_special_tokens_are_not_decoded() -> None:
     text = TOKENIZER.apply_chat_template(
         [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
         tokenize=False,

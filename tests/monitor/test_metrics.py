@@ -10,7 +10,7 @@ from grpo_mp.monitor.metrics import TABLE, RangeWatch, fill, find, warnings
 GROUPS = {"reward", "rollout", "train", "mismatch", "sync", "time", "speed", "memory", "eval"}
 
 
-def test_rows_are_whole_and_unique() -> None:
+def test_rows_are_complete_and_unique() -> None:
     assert len({metric.name for metric in TABLE}) == len(TABLE)
     assert {metric.group for metric in TABLE} == GROUPS
     assert all(metric.unit and metric.meaning and metric.healthy and metric.action for metric in TABLE)
@@ -54,16 +54,16 @@ def test_fill_makes_any_text_a_legal_name() -> None:
 
 def test_warnings_name_value_and_action() -> None:
     assert warnings({"mismatch/token_mult_prob_error": 1.04, "reward/mean": -5.0}) == {}
-    ((name, line),) = warnings({"mismatch/token_mult_prob_error": 1.2}).items()
+    ((name, warning),) = warnings({"mismatch/token_mult_prob_error": 1.2}).items()
     assert name == "mismatch/token_mult_prob_error"
-    assert "1.2" in line
-    assert "look at sync/check" in line
+    assert "1.2" in warning
+    assert "look at sync/check" in warning
     assert len(warnings({"train/loss": math.nan})) == 1
 
 
-def test_a_metric_is_told_of_when_it_leaves_its_range_not_every_step() -> None:
+def test_a_metric_is_warned_of_when_it_leaves_its_range_not_every_step() -> None:
     watch, high, low = RangeWatch(), {"reward/failures": 3.0}, {"reward/failures": 0.0}
-    assert [len(watch.news(one)) for one in (high, high, {}, high, low, high)] == [1, 0, 0, 0, 0, 1]
+    assert [len(watch.new_warnings(scalars)) for scalars in (high, high, {}, high, low, high)] == [1, 0, 0, 0, 0, 1]
 
 
 def test_page_is_up_to_date() -> None:

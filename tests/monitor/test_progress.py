@@ -9,6 +9,7 @@ from rich.console import Console
 from grpo_mp.evaluation.pass_at_k import Estimate
 from grpo_mp.monitor.progress import AnswerPair, EvalScore, Progress
 from grpo_mp.monitor.screen import View, duration, live
+from grpo_mp.phases import Phase
 
 SCALARS = {
     "reward/mean": 0.8125,
@@ -86,7 +87,7 @@ def test_finish_compares_sets_and_answers() -> None:
     with Progress(Path("runs/my x"), steps=2, console=console) as progress:
         progress.finish(before, after, [pair])
     text = output(console)
-    for wanted in (
+    for expected in (
         "34.4%",
         "81.2%",
         "+46.8 points",
@@ -96,27 +97,27 @@ def test_finish_compares_sets_and_answers() -> None:
         "\\boxed{5}",
         "\\boxed{4}",
     ):
-        assert wanted in text
+        assert expected in text
     assert "tensorboard --logdir 'runs/my x/tensorboard'" in text
 
 
 def test_several_samples_have_a_row_for_each_k() -> None:
-    def one(accuracy: float, passed: float, voted: float) -> EvalScore:
+    def make_score(accuracy: float, pass_at_2: float, maj_at_2: float) -> EvalScore:
         return EvalScore(
             accuracy,
             0.6,
             21.0,
             accuracy_error=0.021,
             samples=2,
-            pass_at={1: Estimate(accuracy, 0.021), 2: Estimate(passed, 0.03)},
-            maj_at={1: Estimate(accuracy, 0.021), 2: Estimate(voted)},
+            pass_at={1: Estimate(accuracy, 0.021), 2: Estimate(pass_at_2, 0.03)},
+            maj_at={1: Estimate(accuracy, 0.021), 2: Estimate(maj_at_2)},
         )
 
     console = Console(file=io.StringIO(), force_terminal=False, width=100)
     with Progress(Path("runs/x"), steps=2, console=console) as progress:
-        progress.evaluated(2, {"a": one(0.5, 0.75, 0.625)})
-        progress.finish({"a": one(0.25, 0.8, 0.25)}, {"a": one(0.5, 0.75, 0.625)})
-        progress.scores("model", {"a": one(0.5, 0.75, 0.625), "unjudged": EvalScore(None, 0.5, 4.0)})
+        progress.evaluated(2, {"a": make_score(0.5, 0.75, 0.625)})
+        progress.finish({"a": make_score(0.25, 0.8, 0.25)}, {"a": make_score(0.5, 0.75, 0.625)})
+        progress.scores("model", {"a": make_score(0.5, 0.75, 0.625), "unjudged": EvalScore(None, 0.5, 4.0)})
     text = output(console)
     assert "eval after step 2: a 50.0% right (avg@2), pass@2 75.0%, maj@2 62.5%, reward 0.600, 21 tokens" in text
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
@@ -151,6 +152,13 @@ def test_live_view_without_steps_shows_the_phase_alone() -> None:
     console = Console(file=io.StringIO(), width=80, color_system=None)
     console.print(live(View(steps=0, phase="EVAL", detail="aime")))
     assert output(console).split() == ["EVAL", "held-out", "prompts", "are", "answered", "aime", "0", "s"]
+
+
+def test_live_view_describes_every_phase_and_the_start() -> None:
+    for name, description in {**{phase: phase.description for phase in Phase}, "START": "0 s"}.items():
+        console = Console(file=io.StringIO(), width=120, color_system=None)
+        console.print(live(View(steps=0, phase=name)))
+        assert output(console).startswith(f"{name:<8} {description}")
 
 
 def test_durations() -> None:

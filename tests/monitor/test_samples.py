@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from grpo_mp.monitor.samples import SampleWriter, lines_of, spread
+from grpo_mp.monitor.samples import SampleWriter, sample_lines, spread
 from grpo_mp.monitor.writer import MetricWriter
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 
-def group(group_id: int, rewards: tuple[float, ...] = (0.0, 1.5, 0.5)) -> SampleGroup:
+def make_group(group_id: int, rewards: tuple[float, ...] = (0.0, 1.5, 0.5)) -> SampleGroup:
     samples = tuple(
         Sample(
             group_id=group_id,
@@ -33,17 +33,19 @@ def group(group_id: int, rewards: tuple[float, ...] = (0.0, 1.5, 0.5)) -> Sample
     return SampleGroup(Prompt(group_id, f"question {group_id}", (1, 2), answer="4"), samples)
 
 
-def test_what_json_does_not_know_is_written_as_text() -> None:
+def test_objects_that_json_lacks_are_written_as_text() -> None:
     """Reward functions hand over what they have: numbers of numpy, dates."""
-    (one,) = group(0, (1.0,)).samples
-    odd = SampleGroup(group(0).prompt, (replace(one, extra={"score": np.float32(0.5), "day": date(2026, 1, 2)}),))
-    (line,) = lines_of([odd], set="aime")
+    (sample,) = make_group(0, (1.0,)).samples
+    group = SampleGroup(
+        make_group(0).prompt, (replace(sample, extra={"score": np.float32(0.5), "day": date(2026, 1, 2)}),)
+    )
+    (line,) = sample_lines([group], set="aime")
     assert json.loads(line)["set"] == "aime"
     assert json.loads(line)["extra"] == {"score": "0.5", "day": "2026-01-02"}
 
 
 def test_jsonl_holds_whole_groups(tmp_path: Path) -> None:
-    path = SampleWriter(tmp_path, groups_per_step=2).write(12, [group(i) for i in range(4)])
+    path = SampleWriter(tmp_path, groups_per_step=2).write(12, [make_group(i) for i in range(4)])
     assert path == tmp_path / "samples" / "step_000012.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [(row["group_id"], row["index"]) for row in rows] == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2)]
@@ -67,7 +69,7 @@ def test_jsonl_holds_whole_groups(tmp_path: Path) -> None:
 
 def test_tensorboard_shows_best_and_worst(tmp_path: Path) -> None:
     with MetricWriter(tmp_path) as metrics:
-        SampleWriter(tmp_path, metrics).write(1, [group(5)])
+        SampleWriter(tmp_path, metrics).write(1, [make_group(5)])
     reader = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     (event,) = reader.Tensors("rollout/samples/text_summary")
     text = event.tensor_proto.string_val[0].decode()
@@ -80,12 +82,12 @@ def test_tensorboard_shows_best_and_worst(tmp_path: Path) -> None:
 def test_resume_removes_later_steps(tmp_path: Path) -> None:
     writer = SampleWriter(tmp_path)
     for step in (1, 2, 3):
-        writer.write(step, [group(0)])
+        writer.write(step, [make_group(0)])
     SampleWriter(tmp_path, first_step=3)
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
 
 
 def test_spread_is_even_and_never_repeats() -> None:
-    groups = [group(i) for i in range(7)]
+    groups = [make_group(i) for i in range(7)]
     assert spread(groups, 0) == spread(groups, 9) == groups
     assert [g.prompt.index for g in spread(groups, 3)] == [0, 2, 4]

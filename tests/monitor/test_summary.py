@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mp.monitor.metrics import find
-from grpo_mp.monitor.summary import StepSummary, covered_ns, over_ranks, step_scalars, summarise
+from grpo_mp.monitor.summary import StepSummary, covered_ns, reduce_over_ranks, step_scalars, summarise
 from grpo_mp.monitor.timeline import Span
 
 NAMES = ("GENERATE", "SCORE", "TRAIN", "WAIT")
@@ -41,13 +41,13 @@ def test_covered_counts_overlaps_once() -> None:
     assert covered_ns([]) == 0
 
 
-def test_over_ranks_takes_slowest_seconds_and_mean_shares() -> None:
-    one = StepSummary(2.0, {"TRAIN": 1.0}, idle_share=0.5, overhead_share=0.1)
-    two = StepSummary(3.0, {"TRAIN": 0.5, "SYNC": 0.2}, idle_share=0.0, overhead_share=0.3)
-    both = over_ranks([one, two])
-    assert (both.wall_s, both.seconds) == (3.0, {"SYNC": 0.2, "TRAIN": 1.0})
-    assert both.idle_share == pytest.approx(0.25)
-    assert both.overhead_share == pytest.approx(0.2)
+def test_the_slowest_rank_s_seconds_and_the_mean_shares() -> None:
+    first = StepSummary(2.0, {"TRAIN": 1.0}, idle_share=0.5, overhead_share=0.1)
+    second = StepSummary(3.0, {"TRAIN": 0.5, "SYNC": 0.2}, idle_share=0.0, overhead_share=0.3)
+    reduced = reduce_over_ranks([first, second])
+    assert (reduced.wall_s, reduced.seconds) == (3.0, {"SYNC": 0.2, "TRAIN": 1.0})
+    assert reduced.idle_share == pytest.approx(0.25)
+    assert reduced.overhead_share == pytest.approx(0.2)
 
 
 def test_scalars_are_in_the_dictionary() -> None:

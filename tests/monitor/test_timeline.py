@@ -13,7 +13,7 @@ from grpo_mp.monitor.timeline import Event, Timeline, close_open_spans, merge_tr
 
 
 def balanced(events: list[Event]) -> bool:
-    """Whether on each lane every E ends the last open B, in order of time: what trace viewers require."""
+    """Check that on each lane every E ends the last open B, in order of time: trace viewers require it."""
     open_names: dict[tuple[int, int], list[str]] = {}
     last: dict[tuple[int, int], float] = {}
     for event in (event for event in events if event["ph"] in "BE"):
@@ -80,15 +80,15 @@ def test_threads_on_their_own_lanes(tmp_path: Path) -> None:
     assert sum(event["ph"] == "B" for event in events) == len(timeline.take()) == 200
 
 
-def test_killed_process_leaves_a_trace_that_goes_on(tmp_path: Path) -> None:
-    body = (
+def test_killed_process_leaves_a_trace_that_a_resumed_one_extends(tmp_path: Path) -> None:
+    script = (
         "import os, signal, sys; from pathlib import Path; from grpo_mp.monitor.timeline import Timeline\n"
         "timeline = Timeline(Path(sys.argv[1]), 0)\n"
         "with timeline.span('GENERATE'):\n  pass\n"
         "with timeline.span('TRAIN'), timeline.span('backward'):\n  os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", body, str(tmp_path)], timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL
+    process = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=False)
+    assert process.returncode == -signal.SIGKILL
     path = trace_path(tmp_path, 0)
     # What chrome://tracing does with a file that lacks its bracket.
     events = json.loads(path.read_text().rstrip().rstrip(",") + "]")

@@ -15,7 +15,7 @@ HEAD = """
 import ctypes, sys, threading, time
 from pathlib import Path
 from grpo_mp.monitor import watchdog
-watchdog.GRACE_S, watchdog.LAST_ACTIONS_S = 3.0, 0.3
+watchdog.GRACE_S, watchdog.BEFORE_EXIT_LIMIT_S = 3.0, 0.3
 run = Path(sys.argv[1])
 """
 
@@ -38,18 +38,18 @@ dog = watchdog.Watchdog(5, run, before_exit=[last])
 with dog.phase("STEP", 60.0), dog.phase("GENERATE", 0.2, engine=2):
     stuck_in_a_collective()
 """
-    done = run_hanging(body, tmp_path)
+    process = run_hanging(body, tmp_path)
     stacks = tmp_path / "logs" / "stuck_rank_5.txt"
-    assert done.returncode == watchdog.STUCK_STATUS
-    assert done.stderr.splitlines() == [
+    assert process.returncode == watchdog.STUCK_STATUS
+    assert process.stderr.splitlines() == [
         f"error: rank 5, engine 2: GENERATE passed its limit of 0.2 s; the stacks of all threads are in {stacks}"
     ]
-    assert done.stdout == "buffered line"
+    assert process.stdout == "buffered line"
     assert "stuck_in_a_collective" in stacks.read_text()
     assert (tmp_path / "last").read_text() == "ran"
 
 
-def test_last_action_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
+def test_before_exit_that_hangs_does_not_block_the_exit(tmp_path: Path) -> None:
     body = """
 dog = watchdog.Watchdog(0, run, before_exit=[threading.Event().wait])
 with dog.phase("TRAIN", 0.1):
@@ -58,16 +58,16 @@ with dog.phase("TRAIN", 0.1):
     assert run_hanging(body, tmp_path).returncode == watchdog.STUCK_STATUS
 
 
-def test_unwritable_run_folder_does_not_keep_the_process(tmp_path: Path) -> None:
+def test_unwritable_run_folder_does_not_block_the_exit(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("a file where the folder should be")
     body = """
 dog = watchdog.Watchdog(0, run)
 with dog.phase("TRAIN", 0.1):
     time.sleep(60)
 """
-    done = run_hanging(body, tmp_path)
-    assert done.returncode == watchdog.STUCK_STATUS
-    assert "rank 0: TRAIN passed its limit" in done.stderr
+    process = run_hanging(body, tmp_path)
+    assert process.returncode == watchdog.STUCK_STATUS
+    assert "rank 0: TRAIN passed its limit" in process.stderr
 
 
 def test_call_that_keeps_the_interpreter_lock_is_ended_too(tmp_path: Path) -> None:
@@ -76,12 +76,12 @@ dog = watchdog.Watchdog(0, run)
 with dog.phase("SYNC", 0.1):
     ctypes.PyDLL(None).sleep(60)
 """
-    done = run_hanging(body, tmp_path)
-    assert done.returncode == 1
-    assert 'File "<string>"' in done.stderr
+    process = run_hanging(body, tmp_path)
+    assert process.returncode == 1
+    assert 'File "<string>"' in process.stderr
 
 
-def test_phases_in_time_are_left_alone(tmp_path: Path) -> None:
+def test_phases_within_their_limit_are_not_ended(tmp_path: Path) -> None:
     body = """
 with watchdog.Watchdog(0, run) as dog:
     for _ in range(100):
@@ -92,8 +92,8 @@ with watchdog.Watchdog(0, run) as dog:
     time.sleep(0.6)
 print("done")
 """
-    done = run_hanging(body, tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    process = run_hanging(body, tmp_path)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "done\n", "")
     assert not (tmp_path / "logs").exists()
 
 
@@ -101,7 +101,7 @@ def test_body_that_raises_is_no_longer_watched(tmp_path: Path) -> None:
     with Watchdog(0, tmp_path) as dog:
         with pytest.raises(KeyError), dog.phase("TRAIN", 30.0):
             raise KeyError("x")
-        assert dog._waits == []
+        assert dog._deadlines == []
     assert "watchdog of rank 0" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -10,7 +10,7 @@ import torch
 
 from grpo_mp.algorithms.aggregation import token_weights
 from grpo_mp.algorithms.presets import PRESETS
-from grpo_mp.batching.shared_prompts import PromptOf
+from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import Update, microbatches, plan_updates
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.process_groups import Parallel
@@ -132,7 +132,7 @@ def plan_step(given: Given, settings: Settings, parallel: Parallel) -> tuple[Upd
         parallel.data_parallel,
         settings.optimizer.max_tokens_per_microbatch,
         SMALL["hidden_size"],
-        prompts=[PromptOf(sample.group_id, len(sample.prompt_tokens)) for sample in given.samples]
+        prompts=[SamplePrompt(sample.group_id, len(sample.prompt_tokens)) for sample in given.samples]
         if settings.optimizer.share_prompts
         else (),
     )

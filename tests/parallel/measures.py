@@ -14,7 +14,7 @@ from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import metrics
 from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import assemble
+from grpo_mp.batching.step_batch import assemble_step_batch
 from grpo_mp.checkpoint.compare import compare_folders
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.checkpoint.to_hf import to_hf
@@ -218,7 +218,7 @@ def _held(policy: Policy) -> Result:
 def exchange(bench: Bench) -> Result:
     """Every rank holds some groups; do the samples that it trains on arrive?"""
     parallel, groups = bench.parallel, _groups(bench, bench.given.samples)
-    batch = assemble(
+    batch = assemble_step_batch(
         groups,
         all_gather_sample_info(groups, parallel.cpu_group),
         {},
@@ -250,7 +250,7 @@ def family(bench: Bench) -> Result:
         algorithm = Algorithm.model_validate(tree)
         optimizer = bench.settings.optimizer.model_copy(update={"updates_per_step": 1})
         settings = bench.settings.model_copy(update={"algorithm": algorithm, "optimizer": optimizer})
-        batch = assemble(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1)
+        batch = assemble_step_batch(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1)
         (update,) = compute_logprobs(policy, batch, algorithm, optimizer.epochs, controls={}, seed="0/0")
         update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]
         policy.gradients(update, make_loss(algorithm, reduce=context_reduction(parallel)))

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from grpo_mp.rollout.engine_args import CUDA_ENVIRONMENT
-from tests.rollout.cuda_answers import answer_as_cuda, leave_out_models, on_meta, set_group_sizes
+from tests.rollout.fake_cuda import cuda_on_meta, disable_other_models, fake_cuda, set_group_sizes
 
 MODELS = ("deepseek_v2", "glm4_moe", "qwen2", "qwen2_moe", "qwen3_moe", "qwen3", "llama", "mixtral")
 
@@ -24,28 +24,28 @@ def main() -> None:
     cases = json.load(sys.stdin)
     os.environ |= CUDA_ENVIRONMENT
     sys.modules["megatron"] = None  # type: ignore[assignment]  # as in an engine
-    answer_as_cuda()
-    leave_out_models(MODELS)
+    fake_cuda()
+    disable_other_models(MODELS)
     import sglang.srt.model_loader.loader
     import sglang.srt.models.registry  # noqa: F401
 
-    print(json.dumps({name: _in_fork(arguments) for name, arguments in cases.items()}))
+    print(json.dumps({name: run_in_fork(arguments) for name, arguments in cases.items()}))
 
 
-def _in_fork(arguments: dict[str, Any]) -> dict[str, Any]:
-    ours, its = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(target=_report, args=(its, arguments))
+def run_in_fork(arguments: dict[str, Any]) -> dict[str, Any]:
+    receiver, sender = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=_send_facts, args=(sender, arguments))
     child.start()
-    its.close()
+    sender.close()
     try:
-        facts: dict[str, Any] = ours.recv()
+        facts: dict[str, Any] = receiver.recv()
     except EOFError:
         facts = {"error": "the rehearsal ended without a word"}
     child.join()
     return facts
 
 
-def _report(connection: Connection, arguments: dict[str, Any]) -> None:
+def _send_facts(connection: Connection, arguments: dict[str, Any]) -> None:
     try:
         connection.send(rehearse(arguments))
     except Exception as error:  # noqa: BLE001 - whatever SGLang raises is the result
@@ -63,7 +63,7 @@ def rehearse(arguments: dict[str, Any]) -> dict[str, Any]:
     server_args.check_server_args()
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     set_group_sizes(get_parallel())
-    model = _build(server_args)
+    model = _build_model(server_args)
     graphs = get_exec().graph.cuda_graph_config
     return {
         "prefill": graphs.prefill.backend,
@@ -75,25 +75,25 @@ def rehearse(arguments: dict[str, Any]) -> dict[str, Any]:
         "bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "fp8_matrices": sum(parameter.element_size() == 1 for parameter in model.parameters()),
         "port": server_args.port,
-        "ports": _ports(server_args),
-        **_kept(server_args),
+        "ports": _claimed_ports(server_args),
+        **_resolved_arguments(server_args),
     }
 
 
-def _ports(server_args: Any) -> list[int]:
-    """Every port that SGLang takes for this engine; those of its replicas meet where it was told to."""
+def _claimed_ports(server_args: Any) -> list[int]:
+    """List every port that SGLang takes for this engine; those of its replicas follow dist_init_addr."""
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA, PortArgs
 
     ports = [server_args.port, server_args.nccl_port]
     if get_parallel().dist_init_addr is not None:
-        meeting = int(get_parallel().dist_init_addr.rpartition(":")[2])
-        ports += [meeting, meeting + DP_ATTENTION_HANDSHAKE_PORT_DELTA]
+        rendezvous = int(get_parallel().dist_init_addr.rpartition(":")[2])
+        ports += [rendezvous, rendezvous + DP_ATTENTION_HANDSHAKE_PORT_DELTA]
     names = vars(PortArgs.init_new(server_args)).values()
     return ports + [int(name.rpartition(":")[2]) for name in names if str(name).startswith("tcp://")]
 
 
-def _kept(server_args: Any) -> dict[str, Any]:
+def _resolved_arguments(server_args: Any) -> dict[str, Any]:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     resolved = resolving_view(server_args)
@@ -101,16 +101,16 @@ def _kept(server_args: Any) -> dict[str, Any]:
 
 
 def _graph_backends(graphs: Any) -> list[str]:
-    """Classes of the backends that SGLang makes for decode and prefill where they are not disabled."""
+    """Name the classes of the backends that SGLang makes for decode and prefill where they are not disabled."""
     from sglang.srt.model_executor.runner_backend.utils import resolve_decode_backend, resolve_prefill_backend
 
     runner = SimpleNamespace(device_module=None, model_runner=SimpleNamespace(device="cuda"))
     makers = {"decode": resolve_decode_backend, "prefill": resolve_prefill_backend}
-    wanted = [make for phase, make in makers.items() if graphs[phase].backend != "disabled"]
-    return [type(make(runner)).__name__ for make in wanted]  # type: ignore[arg-type]
+    enabled = [make for phase, make in makers.items() if graphs[phase].backend != "disabled"]
+    return [type(make(runner)).__name__ for make in enabled]  # type: ignore[arg-type]
 
 
-def _build(server_args: Any) -> Any:
+def _build_model(server_args: Any) -> Any:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.dp_attention import initialize_dp_attention
@@ -125,7 +125,7 @@ def _build(server_args: Any) -> Any:
     initialize_dp_attention(server_args)
     load_config = LoadConfig(load_format="dummy")
     quantised = _get_quantization_config(model_config, load_config)
-    with set_default_torch_dtype(model_config.dtype), on_meta():
+    with set_default_torch_dtype(model_config.dtype), cuda_on_meta():
         return _initialize_model(model_config, load_config, quantised)
 
 

@@ -31,8 +31,8 @@ def greatest_difference(responses: Sequence[Generated], expected: Callable[[list
     worst = 0.0
     for response in responses:
         table = expected([*PROMPT, *response.tokens])[len(PROMPT) - 1 : -1]
-        wanted = table.gather(1, torch.tensor(response.tokens)[:, None])[:, 0]
-        worst = max(worst, (wanted - torch.tensor(response.logprobs)).abs().max().item())
+        reference = table.gather(1, torch.tensor(response.tokens)[:, None])[:, 0]
+        worst = max(worst, (reference - torch.tensor(response.logprobs)).abs().max().item())
     return worst
 
 
@@ -73,21 +73,21 @@ def test_a_response_ends_with_its_stop_token_or_is_truncated(
     ask: Ask, model_folder: Path, expected_logprobs: Logprobs
 ) -> None:
     likely = int(expected_logprobs(model_folder, PROMPT)[-1].argmax())
-    ends = {likely, json.loads((model_folder / "config.json").read_text())["eos_token_id"]}
+    stop_tokens = {likely, json.loads((model_folder / "config.json").read_text())["eos_token_id"]}
     group = ask(lambda client: client.generate(PROMPT, Sampling(4, stop_token_ids=(likely,)), 64))
     assert {response.truncated for response in group} == {True, False}
     for response in group:
-        assert not ends & set(response.tokens[:-1])
-        assert len(response.tokens) == 4 if response.truncated else response.tokens[-1] in ends
+        assert not stop_tokens & set(response.tokens[:-1])
+        assert len(response.tokens) == 4 if response.truncated else response.tokens[-1] in stop_tokens
 
 
 def test_the_first_token_has_the_right_frequencies(ask: Ask, model_folder: Path, expected_logprobs: Logprobs) -> None:
     group = ask(lambda client: client.generate(PROMPT, Sampling(1, ignore_eos=True), 1024))
-    drawn = torch.bincount(torch.tensor([response.tokens[0] for response in group]), minlength=10)
-    wanted = expected_logprobs(model_folder, PROMPT)[-1].exp()
-    likely = int(wanted.argmax())
-    deviation = (wanted[likely] * (1 - wanted[likely]) / 1024).sqrt()
-    assert abs(drawn[likely] / 1024 - wanted[likely]) < 5 * deviation
+    counts = torch.bincount(torch.tensor([response.tokens[0] for response in group]), minlength=10)
+    probabilities = expected_logprobs(model_folder, PROMPT)[-1].exp()
+    likely = int(probabilities.argmax())
+    deviation = (probabilities[likely] * (1 - probabilities[likely]) / 1024).sqrt()
+    assert abs(counts[likely] / 1024 - probabilities[likely]) < 5 * deviation
 
 
 def test_score_gives_the_logprob_of_every_token_but_the_first(
@@ -96,9 +96,9 @@ def test_score_gives_the_logprob_of_every_token_but_the_first(
     sequences = [[4, 5, 6, 7, 8], list(range(20, 60)), [4, 5, 6, 9]]
     for _ in range(2):  # a second time the prefixes are known to the engine
         scores = ask(lambda client: client.score(sequences))
-        for tokens, found in zip(sequences, scores, strict=True):
-            wanted = expected_logprobs(model_folder, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(found), wanted, atol=TOLERANCE, rtol=0)
+        for tokens, logprobs in zip(sequences, scores, strict=True):
+            reference = expected_logprobs(model_folder, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(logprobs), reference, atol=TOLERANCE, rtol=0)
 
 
 def test_new_weights_are_used_numbered_and_replaced(
@@ -117,25 +117,25 @@ def test_new_weights_are_used_numbered_and_replaced(
     assert {v for response in again for v in response.weight_versions} == {42}
 
 
-def while_generating(
-    ask: Ask, act: Callable[[EngineClient], Awaitable[None]], was_between: Callable[[list[Generated]], bool]
+def generate_while(
+    ask: Ask, action: Callable[[EngineClient], Awaitable[None]], is_interrupted: Callable[[list[Generated]], bool]
 ) -> list[Generated]:
-    """Responses of a request during which `act` was done: tried with longer delays until `was_between` says so."""
+    """Return the responses of a request that `action` interrupted: tried with several delays."""
 
     async def generate(client: EngineClient, delay_s: float) -> list[Generated]:
         request = asyncio.create_task(client.generate(PROMPT, Sampling(140, ignore_eos=True), 4))
         await asyncio.sleep(delay_s)
-        await act(client)
+        await action(client)
         return await request
 
     for delay_s in (0.1, 0.2, 0.4, 0.05, 0.8, 1.6):
         group: list[Generated] = ask(lambda client, delay_s=delay_s: generate(client, delay_s))
-        if was_between(group):
+        if is_interrupted(group):
             return group
     raise AssertionError("the call never came while the request was running")
 
 
-def test_tokens_around_an_update_carry_their_own_version(ask: Ask, model_folder: Path) -> None:
+def test_tokens_before_and_after_an_update_have_their_weight_version(ask: Ask, model_folder: Path) -> None:
     versions = itertools.count(50)
 
     async def update(client: EngineClient) -> None:
@@ -144,20 +144,22 @@ def test_tokens_around_an_update_carry_their_own_version(ask: Ask, model_folder:
         await client.resume()
 
     ask(lambda client: send_weights(client, model_folder, next(versions)))
-    group = while_generating(ask, update, lambda group: len(set(group[0].weight_versions)) == 2)
+    group = generate_while(ask, update, lambda group: len(set(group[0].weight_versions)) == 2)
     last = next(versions) - 1
     for response in group:
         assert set(response.weight_versions) == {last - 1, last}
         assert list(response.weight_versions) == sorted(response.weight_versions)
 
 
-def test_abort_returns_what_there_is(ask: Ask) -> None:
-    group = while_generating(ask, lambda client: client.abort_all(), lambda group: group[0].aborted)
+def test_abort_returns_partial_responses(ask: Ask) -> None:
+    group = generate_while(ask, lambda client: client.abort_all(), lambda group: group[0].aborted)
     assert all(response.aborted and not response.truncated for response in group)
     assert all(len(response.tokens) < 140 for response in group)
 
 
-def test_memory_calls_leave_a_working_engine(ask: Ask, model_folder: Path, expected_logprobs: Logprobs) -> None:
+def test_engine_works_after_releasing_and_resuming_memory(
+    ask: Ask, model_folder: Path, expected_logprobs: Logprobs
+) -> None:
     async def sleep_and_wake(client: EngineClient) -> list[Generated]:
         await client.release_memory(["kv_cache", "weights"])
         await client.resume_memory(["weights", "kv_cache"])
@@ -168,13 +170,13 @@ def test_memory_calls_leave_a_working_engine(ask: Ask, model_folder: Path, expec
 
 
 def test_capabilities_come_from_the_server(ask: Ask) -> None:
-    found = ask(lambda client: client.capabilities())
-    assert found.weight_update_session
-    assert found.missing == ()
-    assert found.version.count(".") >= 2
+    capabilities = ask(lambda client: client.capabilities())
+    assert capabilities.weight_update_session
+    assert capabilities.missing == ()
+    assert capabilities.version.count(".") >= 2
 
 
-def test_a_refusal_names_engine_path_and_reason(ask: Ask, model_folder: Path) -> None:
+def test_errors_name_engine_path_and_reason(ask: Ask, model_folder: Path) -> None:
     with pytest.raises(UserError, match=r"engine 3: /generate: .*longer than the model's context"):
         ask(lambda client: client.generate([5] * 400, LONG))
     with pytest.raises(UserError, match=r"engine 3: /update_weights_from_tensor: .*begin_weight_update"):
@@ -183,16 +185,16 @@ def test_a_refusal_names_engine_path_and_reason(ask: Ask, model_folder: Path) ->
         ask(lambda client: client.update_weights_from_disk("/nowhere"))
 
 
-def test_a_stranger_without_the_key_is_refused(engine: EngineProcess) -> None:
-    async def knock() -> None:
+def test_a_request_without_the_key_is_refused(engine: EngineProcess) -> None:
+    async def request_without_key() -> None:
         async with EngineClient(3, engine.url, {}, 10.0) as client:
             await client.server_info()
 
     with pytest.raises(UserError, match="status 401"):
-        asyncio.run(knock())
+        asyncio.run(request_without_key())
 
 
-def test_a_silent_server_is_a_timeout_and_a_gone_one_an_error() -> None:
+def test_silent_server_times_out_and_gone_server_raises() -> None:
     async def wait(port: int) -> None:
         async with EngineClient(0, f"http://127.0.0.1:{port}", {}, 0.2) as client:
             await client.server_info()
@@ -219,9 +221,9 @@ def test_connections_are_dropped_before_the_server_drops_them() -> None:
     assert package
     assert package.submodule_search_locations
     source = Path(package.submodule_search_locations[0], "srt", "environ.py")
-    found = re.search(r"SGLANG_TIMEOUT_KEEP_ALIVE = EnvInt\((\d+)\)", source.read_text())
-    assert found
-    assert int(found[1]) >= 2 * IDLE_LIMIT_S
+    match = re.search(r"SGLANG_TIMEOUT_KEEP_ALIVE = EnvInt\((\d+)\)", source.read_text())
+    assert match
+    assert int(match[1]) >= 2 * IDLE_LIMIT_S
 
 
 def test_memory_is_released_as_soon_as_the_last_request_is_done(ask: Ask) -> None:
@@ -239,4 +241,4 @@ def test_memory_is_released_as_soon_as_the_last_request_is_done(ask: Ask) -> Non
         await client.resume_memory(["kv_cache"])
         return await generating
 
-    assert [len(one.tokens) for one in ask(release_while_busy)] == [128] * 8
+    assert [len(response.tokens) for response in ask(release_while_busy)] == [128] * 8

@@ -40,7 +40,7 @@ def test_names_read_from_source_are_those_of_the_installed_sglang(tmp_path: Path
     assert known_arguments() == set(json.loads(output.splitlines()[-1]))
 
 
-def test_everything_that_is_sent_is_known() -> None:
+def test_every_argument_is_known_to_sglang() -> None:
     for spec in (SPEC, CPU):
         assert set(engine_arguments(spec, 1, "name", "key")) <= known_arguments()
     assert set(OWNED) <= known_arguments()
@@ -62,8 +62,8 @@ def test_the_users_arguments_win_over_defaults_only() -> None:
 
 
 def test_an_engine_over_nodes_and_gpus() -> None:
-    place: dict[str, Any] = {"gpus": 16, "nodes": 2, "node_rank": 1}
-    spec = replace(SPEC, rank=8, **place)
+    fields: dict[str, Any] = {"gpus": 16, "nodes": 2, "node_rank": 1}
+    spec = replace(SPEC, rank=8, **fields)
     arguments = engine_arguments(spec, 1, "name", "key", "10.0.0.1:7000")
     assert arguments["tp_size"] == 16
     assert (arguments["nnodes"], arguments["node_rank"]) == (2, 1)
@@ -81,14 +81,14 @@ def test_a_tokenizer_only_for_stop_strings(stop_strings: bool, skipped: bool) ->
 
 @pytest.mark.parametrize("spec", [SPEC, CPU])
 def test_environment(spec: EngineSpec) -> None:
-    base = {
+    parent = {
         "RANK": "3",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "HOME": "/h",
         "PYTHONPATH": "/mine",
         "no_proxy": "x.org",
     }
-    environment = engine_environment(spec, {"port": 5}, "/scratch", base)
+    environment = engine_environment(spec, {"port": 5}, "/scratch", parent)
     assert json.loads(environment[ARGUMENTS]) == {"port": 5}
     assert not {"RANK", "TORCHELASTIC_USE_AGENT_STORE"} & set(environment)
     assert environment["HOME"] == "/h"
@@ -106,7 +106,7 @@ def test_without_sglang_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         known_arguments()
 
 
-def test_the_stand_ins_name_what_was_called(run_in_engine_site: Callable[[str], str]) -> None:
+def test_stand_in_modules_name_the_missing_function(run_in_engine_site: Callable[[str], str]) -> None:
     assert "sgl_kernel.deep.gelu is not there" in run_in_engine_site("import sgl_kernel.deep; sgl_kernel.deep.gelu(1)")
     assert "cannot import" not in run_in_engine_site("from torchvision.transforms import InterpolationMode")
 

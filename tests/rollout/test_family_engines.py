@@ -16,7 +16,7 @@ from grpo_mp.rollout.server import EngineProcess
 from tests.rollout.conftest import REQUEST_TIMEOUT_S, START_TIMEOUT_S, Logprobs
 
 BOUND = 1e-5
-DRAWN = 70  # more than the engine's attention has room for at first
+GENERATED_TOKENS = 70  # more than the engine's attention has room for at first
 TOKENS = [5, 9, 30, 7, 41, 18, 22, 50, 3, 61]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "without_yarn": ("deepseek_v3", {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "topk_group": 1}),
@@ -33,18 +33,18 @@ def test_scores_are_those_of_transformers(
     make_tiny(folder, family, make_tokenizer(["apples"]), num_hidden_layers=2, initializer_range=0.1, **shape)
     with EngineProcess(make_spec(model=folder), tmp_path / "engine.log") as process:
         process.wait_ready(START_TIMEOUT_S)
-        (found,), drawn = asyncio.run(_score_and_draw(process))
+        (scores,), generated = asyncio.run(score_and_generate(process))
 
-    def wanted(tokens: list[int]) -> torch.Tensor:
+    def reference(tokens: list[int]) -> torch.Tensor:
         return expected_logprobs(folder, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
-    assert (torch.tensor(found) - wanted(TOKENS)).abs().max() <= BOUND
-    for sample in drawn:  # step by step, over the cache
-        expected = wanted([*TOKENS, *sample.tokens])[len(TOKENS) - 1 :]
+    assert (torch.tensor(scores) - reference(TOKENS)).abs().max() <= BOUND
+    for sample in generated:  # step by step, over the cache
+        expected = reference([*TOKENS, *sample.tokens])[len(TOKENS) - 1 :]
         assert (torch.tensor(sample.logprobs) - expected).abs().max() <= BOUND
 
 
-async def _score_and_draw(process: EngineProcess) -> tuple[list[list[float]], list[Generated]]:
+async def score_and_generate(process: EngineProcess) -> tuple[list[list[float]], list[Generated]]:
     async with EngineClient(process.spec.index, process.url, process.headers, REQUEST_TIMEOUT_S) as client:
-        drawn = client.generate(TOKENS, Sampling(DRAWN, ignore_eos=True), 3)
-        return await client.score([TOKENS]), await drawn
+        generated = client.generate(TOKENS, Sampling(GENERATED_TOKENS, ignore_eos=True), 3)
+        return await client.score([TOKENS]), await generated

@@ -18,19 +18,19 @@ JOBS = [
 def test_engines_span_consecutive_ranks_with_one_process_for_each_node(
     world_size: int, ranks_per_node: int, gpus: int
 ) -> None:
-    places = engine_placements(world_size, ranks_per_node, gpus, None)
-    spans = [range(engine * gpus, (engine + 1) * gpus) for engine in range(world_size // gpus)]
-    for engine, span in enumerate(spans):
-        starters = [place for place in places if place.engine == engine]
-        nodes = sorted({rank // ranks_per_node for rank in span})
-        assert [place.rank for place in starters] == [
-            min(rank for rank in span if rank // ranks_per_node == node) for node in nodes
+    placements = engine_placements(world_size, ranks_per_node, gpus, None)
+    engine_ranks = [range(engine * gpus, (engine + 1) * gpus) for engine in range(world_size // gpus)]
+    for engine, ranks in enumerate(engine_ranks):
+        processes = [placement for placement in placements if placement.engine == engine]
+        nodes = sorted({rank // ranks_per_node for rank in ranks})
+        assert [placement.rank for placement in processes] == [
+            min(rank for rank in ranks if rank // ranks_per_node == node) for node in nodes
         ]
-        assert [place.node_rank for place in starters] == list(range(len(nodes)))
-        assert {place.nodes for place in starters} == {len(nodes)}
-    assert {place.engine for place in places} == set(range(len(spans)))
-    assert len({place.rank for place in places}) == len(places)
-    assert engine_hosts(places) == tuple(span[0] for span in spans)
+        assert [placement.node_rank for placement in processes] == list(range(len(nodes)))
+        assert {placement.nodes for placement in processes} == {len(nodes)}
+    assert {placement.engine for placement in placements} == set(range(len(engine_ranks)))
+    assert len({placement.rank for placement in placements}) == len(placements)
+    assert engine_hosts(placements) == tuple(ranks[0] for ranks in engine_ranks)
 
 
 def test_two_engines_over_two_nodes_each() -> None:

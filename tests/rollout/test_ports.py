@@ -20,15 +20,15 @@ ports.claim_port()
 """
 
 
-def one_port_left(monkeypatch: pytest.MonkeyPatch) -> int:
+def single_free_port(monkeypatch: pytest.MonkeyPatch) -> int:
     """Let there be a single port to choose from: one that is free now."""
-    port = claim_port_and_release()
+    port = free_port()
     monkeypatch.setattr(ports, "FIRST_PORT", port)
     monkeypatch.setattr(ports, "_last_port", lambda: port)
     return port
 
 
-def claim_port_and_release() -> int:
+def free_port() -> int:
     claim = claim_port()
     claim.release()
     return claim.port
@@ -43,7 +43,7 @@ def test_claims_differ_and_can_be_bound() -> None:
 
 
 def test_a_claimed_port_is_not_chosen_again_until_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = one_port_left(monkeypatch)
+    port = single_free_port(monkeypatch)
     claim = claim_port()
     assert claim.port == port
     with pytest.raises(UserError, match=f"no free port between {port} and {port}"):
@@ -53,13 +53,13 @@ def test_a_claimed_port_is_not_chosen_again_until_released(monkeypatch: pytest.M
 
 
 def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = one_port_left(monkeypatch)
+    port = single_free_port(monkeypatch)
     with socket.create_server(("127.0.0.1", port)), pytest.raises(UserError, match="no free port"):
         claim_port()
 
 
 def test_another_process_sees_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = one_port_left(monkeypatch)
+    port = single_free_port(monkeypatch)
     command = [sys.executable, "-c", CLAIM, str(port)]
     claim = claim_port()
     assert b"no free port" in subprocess.run(command, capture_output=True, timeout=300).stderr
@@ -78,10 +78,10 @@ def test_own_address_is_the_one_that_leads_to_the_master(monkeypatch: pytest.Mon
             assert own_address() == address
 
 
-def test_ports_in_a_row_are_held_whole_and_leave_no_gap_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consecutive_ports_are_reserved_together_without_unused_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     first = claim_ports(15)
     first.release()
-    monkeypatch.setenv(ports.OF_JOB, f"{first.port}-{first.port + 44}")
+    monkeypatch.setenv(ports.JOB_PORTS, f"{first.port}-{first.port + 44}")
     claims: list[PortClaim] = []
 
     def claim_all() -> None:

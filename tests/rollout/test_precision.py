@@ -1,4 +1,4 @@
-"""Engines in blockwise FP8: what SGLang itself understands of what it is told, and what is refused."""
+"""Engines in blockwise FP8: what SGLang makes of the arguments, and what is refused."""
 
 import json
 import os
@@ -19,23 +19,23 @@ from grpo_mp.rollout.precision import BLOCKWISE, OVERRIDES, in_fp8, precision_ar
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, HfConfig]:
     """One folder of wide weights, and one whose config says blockwise FP8."""
-    found = {}
+    folders = {}
     for fp8 in (False, True):
         folder = tmp_path_factory.mktemp("fp8" if fp8 else "wide")
         make_tiny(folder, "qwen3_moe", make_tokenizer(["apples"]), num_hidden_layers=1)
         if fp8:
             config = json.loads((folder / "config.json").read_text()) | {"quantization_config": BLOCKWISE}
             (folder / "config.json").write_text(json.dumps(config))
-        found[fp8] = HfConfig.read(folder)
-    return found
+        folders[fp8] = HfConfig.read(folder)
+    return folders
 
 
-READ = """
+READ_CONFIGS = """
 import json, sys
 from sglang.srt.configs.model_config import ModelConfig
-asked = json.loads(sys.argv[1])
-read = [ModelConfig(folder, model_override_args=overrides).hf_config.to_dict() for folder, overrides in asked]
-print(json.dumps([[each.get("quantization_config"), each["rope_theta"]] for each in read]))
+requests = json.loads(sys.argv[1])
+configs = [ModelConfig(folder, model_override_args=overrides).hf_config.to_dict() for folder, overrides in requests]
+print(json.dumps([[config.get("quantization_config"), config["rope_theta"]] for config in configs]))
 """
 CASES: list[tuple[bool, dict[str, Any], bool, bool]] = [  # folder in FP8, engine.args, on a CPU -> engine in FP8
     (False, {}, False, False),
@@ -47,23 +47,27 @@ CASES: list[tuple[bool, dict[str, Any], bool, bool]] = [  # folder in FP8, engin
 ]
 
 
-def test_sglang_reads_the_precision_that_was_meant(folders: dict[bool, HfConfig]) -> None:
+def test_sglang_reads_the_intended_precision(folders: dict[bool, HfConfig]) -> None:
     user = {OVERRIDES: '{"rope_theta": 7.0}'}
-    told = [user | precision_arguments(user | args, folders[fp8], cpu) for fp8, args, cpu, _ in CASES]
-    asked = [[str(folders[case[0]].path), one[OVERRIDES]] for case, one in zip(CASES, told, strict=True)]
+    args_of_cases = [user | precision_arguments(user | args, folders[fp8], cpu) for fp8, args, cpu, _ in CASES]
+    requests = [
+        [str(folders[case[0]].path), arguments[OVERRIDES]] for case, arguments in zip(CASES, args_of_cases, strict=True)
+    ]
     environment = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(ENGINE_SITE)}
-    command = [sys.executable, "-P", "-W", "ignore", "-c", READ, json.dumps(asked)]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    read = json.loads(done.stdout.splitlines()[-1])
-    for (folder_fp8, args, cpu, expected), one, (quantised, theta) in zip(CASES, told, read, strict=True):
+    command = [sys.executable, "-P", "-W", "ignore", "-c", READ_CONFIGS, json.dumps(requests)]
+    process = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    results = json.loads(process.stdout.splitlines()[-1])
+    for (folder_fp8, args, cpu, expected), arguments, (quantised, theta) in zip(
+        CASES, args_of_cases, results, strict=True
+    ):
         assert in_fp8(args, folders[folder_fp8], cpu) == expected
         assert (quantised or {}).get("weight_block_size") == ([128, 128] if expected else None)
         assert theta == 7.0
-        assert (one != user) == (expected != folder_fp8)
+        assert (arguments != user) == (expected != folder_fp8)
 
 
-def test_what_cannot_be_kept_in_step_is_refused(folders: dict[bool, HfConfig]) -> None:
+def test_unsupported_precision_is_refused(folders: dict[bool, HfConfig]) -> None:
     with pytest.raises(UserError, match=r"^engine\.args\.quantization=awq: weights are sent as they are trained or in"):
         in_fp8({"quantization": "awq"}, folders[False], cpu=False)
     with pytest.raises(UserError, match=r"engines compute in FP8 on GPUs only: leave it out"):

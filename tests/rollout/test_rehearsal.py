@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo_mp.planner.engine import engine_shape, weight_bytes
 
 from grpo_mp.checkpoint.hf_reader import INDEX
 from grpo_mp.config import Settings, load_settings
@@ -17,10 +18,9 @@ from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
-from grpo_mp.planner.engine_memory import engine_weight_bytes
 from grpo_mp.planner.job import make_job
-from grpo_mp.planner.model_configs import find_config, published_config
-from grpo_mp.rollout.engine_args import ENGINE_SITE, MEETING_PORTS, engine_arguments, ports_needed
+from grpo_mp.planner.model_configs import find_config, published
+from grpo_mp.rollout.engine_args import DP_ATTENTION_PORTS, ENGINE_SITE, engine_arguments, ports_needed
 from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
 from grpo_mp.rollout.placement import EnginePlacement
 from grpo_mp.rollout.ports import claim_ports
@@ -34,8 +34,8 @@ GPUS_PER_NODE = 8
 
 
 Facts = dict[str, dict[str, Any]]
-# model, engine.gpus and engine.args: from both sides of what blocks of 128 allow
-DIVISIONS: list[tuple[str, int, dict[str, Any]]] = [
+# model, engine.gpus and engine.args: some that blocks of 128 allow, some that they do not
+PARALLELISMS: list[tuple[str, int, dict[str, Any]]] = [
     ("moonlight-16b-a3b", 4, {"ep_size": 4, "attn_dp_size": 4}),
     ("moonlight-16b-a3b", 2, {"ep_size": 2, "enable_dp_attention": True, "dp_size": 2}),
     ("moonlight-16b-a3b", 8, {"ep_size": 8, "attn_dp_size": 8, "moe_a2a_backend": "deepep"}),
@@ -57,8 +57,8 @@ DIVISIONS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-def arguments_on_cuda(settings: Settings, hf: HfConfig, folder: Path) -> dict[str, Any]:
-    """What the run would start its first engine with; of the model's folder there are config and index."""
+def cuda_arguments(settings: Settings, hf: HfConfig, folder: Path) -> dict[str, Any]:
+    """Return the arguments of the run's first engine; of the model's folder there are config and index only."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf.values))
     (folder / INDEX).write_text(json.dumps({"weight_map": {}}))
@@ -67,14 +67,14 @@ def arguments_on_cuda(settings: Settings, hf: HfConfig, folder: Path) -> dict[st
     spec = engine_spec(settings, hf, EnginePlacement(0, 0, 0, nodes), cpu=False)
     claim = claim_ports(ports_needed(spec))
     claim.release()
-    meeting = f"127.0.0.1:{claim.port + 1}" if nodes > 1 else None
-    return engine_arguments(spec, claim.port, "name", "key", meeting)
+    dist_init_addr = f"127.0.0.1:{claim.port + 1}" if nodes > 1 else None
+    return engine_arguments(spec, claim.port, "name", "key", dist_init_addr)
 
 
 def rehearse(cases: dict[str, dict[str, Any]]) -> Facts:
     path = f"{ENGINE_SITE}:{Path(__file__).parents[2]}"
     command = [sys.executable, "-P", "-W", "ignore", "-m", "tests.rollout.rehearse"]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         input=json.dumps(cases),
         env={**os.environ, "PYTHONPATH": path},
@@ -82,28 +82,28 @@ def rehearse(cases: dict[str, dict[str, Any]]) -> Facts:
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    facts: Facts = json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr[-3000:]
+    facts: Facts = json.loads(process.stdout.splitlines()[-1])
     return facts
 
 
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    """What SGLang made of every recipe and of every division."""
+    """SGLang's facts about every recipe and every parallelism."""
     folder = tmp_path_factory.mktemp("models")
     cases = {}
     for name in RECIPES:
         settings = load_settings(CONFIGS / f"{name}.yaml")
-        hf = tiny(folder / "checkpoint") if name == "tiny_moe" else find_config(settings.model.path)[0]
-        cases[name] = arguments_on_cuda(settings, hf, folder / name)
-    for number, (model, gpus, args) in enumerate(DIVISIONS):
+        hf = make_tiny_deepseek(folder / "checkpoint") if name == "tiny_moe" else find_config(settings.model.path)[0]
+        cases[name] = cuda_arguments(settings, hf, folder / name)
+    for number, (model, gpus, args) in enumerate(PARALLELISMS):
         engine = {"gpus": gpus, "args": {"quantization": "fp8", **args}}
-        name = f"division {number}"
-        cases[name] = arguments_on_cuda(settings_of(engine=engine), published_config(model), folder / name)
+        name = f"parallelism {number}"
+        cases[name] = cuda_arguments(settings_of(engine=engine), published(model), folder / name)
     return rehearse(cases)
 
 
-def tiny(folder: Path) -> HfConfig:
+def make_tiny_deepseek(folder: Path) -> HfConfig:
     make_tiny(folder, "deepseek_v3", make_tokenizer(["apples"]))
     return HfConfig.read(folder)
 
@@ -116,52 +116,54 @@ def test_a_recipe_starts(rehearsed: Facts, name: str) -> None:
     assert facts["load_format"] == "dummy"
     assert facts["enable_memory_saver"]
     assert facts["sleep_on_idle"] == (facts["attn_dp_size"] == 1)
-    claimed = range(facts["port"], facts["port"] + 1 + (MEETING_PORTS if facts["attn_dp_size"] > 1 else 1))
+    claimed = range(facts["port"], facts["port"] + 1 + (DP_ATTENTION_PORTS if facts["attn_dp_size"] > 1 else 1))
     assert set(facts["ports"]) <= set(claimed)
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "tiny_moe"])
-def test_a_recipe_is_divided_and_quantised_as_planned(rehearsed: Facts, name: str) -> None:
+def test_a_recipe_is_sharded_and_quantised_as_planned(rehearsed: Facts, name: str) -> None:
     """The planner counts a GPU's weights from the parameter mapping, SGLang allocates them."""
     settings, facts = load_settings(CONFIGS / f"{name}.yaml"), rehearsed[name]
     hf, _ = find_config(settings.model.path)
-    division = check_engine_parallelism(settings.engine.gpus, settings.engine.args, hf)
-    assert facts["attn_dp_size"] == division.replicas
-    assert facts["attn_tp_size"] == division.attention_tensor
-    assert facts["moe_ep_size"] == division.expert
+    parallelism = check_engine_parallelism(settings.engine.gpus, settings.engine.args, hf)
+    assert facts["attn_dp_size"] == parallelism.replicas
+    assert facts["attn_tp_size"] == parallelism.attention_tensor
+    assert facts["moe_ep_size"] == parallelism.expert
     assert (facts["fp8_matrices"] > 0) == in_fp8(settings.engine.args, hf, cpu=False)
     batch_script = (CONFIGS.parent / "launch" / f"{name}.sh").read_text()
     nodes = int(re.findall(r"#SBATCH --nodes=(\d+)", batch_script)[0])
     job = make_job(settings, hf, read_cluster("h100-80"), nodes)
-    assert facts["bytes"] == pytest.approx(engine_weight_bytes(job), rel=0.01)
+    assert facts["bytes"] == pytest.approx(weight_bytes(job, engine_shape(job)), rel=0.01)
 
 
-@pytest.mark.parametrize("number", range(len(DIVISIONS)), ids=lambda number: "-".join(map(str, DIVISIONS[number][:2])))
-def test_a_division_is_refused_where_sglang_refuses_it(rehearsed: Facts, number: int) -> None:
-    model, gpus, args = DIVISIONS[number]
-    error = rehearsed[f"division {number}"].get("error")
+@pytest.mark.parametrize(
+    "number", range(len(PARALLELISMS)), ids=lambda number: "-".join(map(str, PARALLELISMS[number][:2]))
+)
+def test_a_parallelism_is_refused_where_sglang_refuses_it(rehearsed: Facts, number: int) -> None:
+    model, gpus, args = PARALLELISMS[number]
+    error = rehearsed[f"parallelism {number}"].get("error")
     assert error is None or "is not divisible by weight quantization block" in error, error
-    refusal = refused(gpus, args, model)
+    refusal = refusal_of(gpus, args, model)
     assert bool(refusal) == bool(error), f"here: {refusal}; SGLang: {error}"
     if refusal:
-        check_remedy(refusal, gpus, args, model)
+        check_suggestion(refusal, gpus, args, model)
 
 
-def refused(gpus: int, args: dict[str, Any], model: str) -> str:
+def refusal_of(gpus: int, args: dict[str, Any], model: str) -> str:
     try:
-        check_engine_parallelism(gpus, {"quantization": "fp8", **args}, published_config(model))
+        check_engine_parallelism(gpus, {"quantization": "fp8", **args}, published(model))
     except UserError as refusal:
         return str(refusal)
     return ""
 
 
-def check_remedy(sentence: str, gpus: int, args: dict[str, Any], model: str) -> None:
-    """The setting that the sentence names is accepted, or it says that there is none."""
-    _, found, settings = sentence.partition("the nearest valid setting is ")
-    if not found:
+def check_suggestion(sentence: str, gpus: int, args: dict[str, Any], model: str) -> None:
+    """Check that the setting which the sentence names is accepted, or that it says there is none."""
+    _, separator, settings = sentence.partition("the nearest valid setting is ")
+    if not separator:
         assert sentence.endswith(("leave engine.args.quantization out", "use a folder with bfloat16 weights"))
         return
     named = {name: int(value) for name, value in (setting.split("=") for setting in settings.split(", "))}
     gpus = named.pop("engine.gpus", gpus)
     changed = {name.removeprefix("engine.args."): value for name, value in named.items()}
-    check_engine_parallelism(gpus, {"quantization": "fp8", **args, **changed}, published_config(model))
+    check_engine_parallelism(gpus, {"quantization": "fp8", **args, **changed}, published(model))

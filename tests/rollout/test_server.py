@@ -1,4 +1,4 @@
-"""Starting, finding out about and ending real servers."""
+"""Real servers are started, found dead and ended."""
 
 import http.server
 import os
@@ -28,37 +28,37 @@ from grpo_mp.rollout.server import EngineProcess
 spec = EngineSpec(index=0, rank=0, model=Path(sys.argv[1]), dtype="float32", context_tokens=160, cpu=True)
 engine = EngineProcess(spec, Path(sys.argv[2]))
 engine.start()
-print(engine.session, flush=True)
+print(engine.session_id, flush=True)
 if sys.argv[3] == "ready":
     engine.wait_ready(300)
 print("started", flush=True)
 time.sleep(600)
 """
-MakeSpec = Callable[..., EngineSpec]
+SpecFactory = Callable[..., EngineSpec]
 
 
-def members(session: int) -> list[psutil.Process]:
-    """Living processes of a session."""
-    found = []
+def session_processes(session_id: int) -> list[psutil.Process]:
+    """List the living processes of a session."""
+    processes = []
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+            if os.getsid(process.pid) == session_id and process.status() != psutil.STATUS_ZOMBIE:
+                processes.append(process)
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
-    return found
+    return processes
 
 
-def wait_until_gone(session: int) -> None:
+def wait_until_gone(session_id: int) -> None:
     deadline = time.monotonic() + GONE_LIMIT_S
-    while members(session):
-        assert time.monotonic() < deadline, f"still there: {members(session)}"
+    while session_processes(session_id):
+        assert time.monotonic() < deadline, f"still there: {session_processes(session_id)}"
         time.sleep(0.05)
 
 
 def test_a_running_engine_idles_without_work(engine: EngineProcess) -> None:
     engine.check_alive()
-    processes = members(engine.session)
+    processes = session_processes(engine.session_id)
     assert len(processes) >= 4  # watcher, server, scheduler, detokenizer
 
     def used_s() -> float:
@@ -69,60 +69,60 @@ def test_a_running_engine_idles_without_work(engine: EngineProcess) -> None:
     assert used_s() - before < 0.2
 
 
-def test_the_log_is_for_the_user_alone(engine: EngineProcess) -> None:
+def test_log_is_readable_by_its_owner_only(engine: EngineProcess) -> None:
     assert engine.log.stat().st_mode & 0o077 == 0
-    assert engine.key in engine.log.read_text()
+    assert engine.api_key in engine.log.read_text()
 
 
-@pytest.mark.parametrize("moment", ["starting", "ready"])
-def test_nothing_outlives_a_killed_trainer(model_folder: Path, tmp_path: Path, moment: str) -> None:
+@pytest.mark.parametrize("stage", ["starting", "ready"])
+def test_nothing_outlives_a_killed_trainer(model_folder: Path, tmp_path: Path, stage: str) -> None:
     scratch = tmp_path / "tmp"
     scratch.mkdir()
-    command = [sys.executable, "-c", START, str(model_folder), str(tmp_path / "engine.log"), moment]
+    command = [sys.executable, "-c", START, str(model_folder), str(tmp_path / "engine.log"), stage]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(scratch)})
     assert trainer.stdout is not None
-    session = int(trainer.stdout.readline())
+    session_id = int(trainer.stdout.readline())
     assert trainer.stdout.readline() == "started\n"
-    if moment == "starting":
+    if stage == "starting":
         time.sleep(2.0)
-    assert members(session)
+    assert session_processes(session_id)
     trainer.kill()
     trainer.wait()
-    wait_until_gone(session)
+    wait_until_gone(session_id)
     assert not list(scratch.iterdir())
 
 
-def test_nothing_outlives_a_killed_watcher(make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_nothing_outlives_a_killed_watcher(make_spec: SpecFactory, tmp_path: Path) -> None:
     with EngineProcess(make_spec(), tmp_path / "engine.log") as engine:
         time.sleep(1.0)
-        os.kill(engine.session, signal.SIGKILL)
-        wait_until_gone(engine.session)
+        os.kill(engine.session_id, signal.SIGKILL)
+        wait_until_gone(engine.session_id)
         with pytest.raises(UserError, match=r"engine 3 \(rank 1, .*\) ended in GENERATE"):
             engine.check_alive("in GENERATE")
 
 
-def test_a_server_that_cannot_come_up_shows_why(make_spec: MakeSpec, tmp_path: Path) -> None:
-    broken = tmp_path / "model"
-    broken.mkdir()
-    (broken / "config.json").write_text('{"model_type": "no_such"}')
+def test_a_server_that_cannot_come_up_shows_why(make_spec: SpecFactory, tmp_path: Path) -> None:
+    model_folder = tmp_path / "model"
+    model_folder.mkdir()
+    (model_folder / "config.json").write_text('{"model_type": "no_such"}')
     log = tmp_path / "logs" / "engine_3.log"
-    with EngineProcess(make_spec(model=broken), log) as engine:
+    with EngineProcess(make_spec(model=model_folder), log) as engine:
         with pytest.raises(UserError, match=r"(?s)engine 3 \(rank 1, .*\) ended while starting.*engine_3.log.*no_such"):
             engine.wait_ready(START_TIMEOUT_S)
-        wait_until_gone(engine.session)
+        wait_until_gone(engine.session_id)
 
 
-def test_a_server_that_is_late_is_a_timeout_and_stop_ends_it(make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_a_server_that_is_late_is_a_timeout_and_stop_ends_it(make_spec: SpecFactory, tmp_path: Path) -> None:
     engine = EngineProcess(make_spec(), tmp_path / "engine.log")
     with pytest.raises(PhaseTimeout, match=r"engine 3 \(rank 1, .*\) did not come up within 0.5 s"), engine:
         engine.wait_ready(0.5)
-    assert not members(engine.session)
+    assert not session_processes(engine.session_id)
     engine.stop()
 
 
 @pytest.fixture
-def impostor() -> Iterator[Callable[[int], None]]:
-    """Serves somebody else's /v1/models on a port."""
+def other_server() -> Iterator[Callable[[int], None]]:
+    """Serve another program's /v1/models on a port."""
     servers: list[http.server.HTTPServer] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -144,19 +144,19 @@ def impostor() -> Iterator[Callable[[int], None]]:
         server.server_close()
 
 
-def test_another_server_on_the_port_is_not_taken_for_ours_and_avoided(
-    make_spec: MakeSpec, tmp_path: Path, impostor: Callable[[int], None]
+def test_engine_restarts_on_another_port_where_another_server_answers(
+    make_spec: SpecFactory, tmp_path: Path, other_server: Callable[[int], None]
 ) -> None:
     with EngineProcess(make_spec(), tmp_path / "engine.log") as engine:
-        taken = engine.url
-        impostor(httpx.URL(taken).port or 0)
+        first_url = engine.url
+        other_server(httpx.URL(first_url).port or 0)
         engine.wait_ready(START_TIMEOUT_S)
-        assert engine.url != taken
+        assert engine.url != first_url
         models = httpx.get(f"{engine.url}/v1/models", headers=engine.headers).json()["data"]
-        assert [model["id"] for model in models] == [engine.name]
+        assert [model["id"] for model in models] == [engine.served_model_name]
 
 
-def test_unknown_arguments_are_found_before_anything_starts(make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_unknown_arguments_are_found_before_anything_starts(make_spec: SpecFactory, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"engine.args.mem_fraction_statik: .*did you mean mem_fraction_static"):
         EngineProcess(make_spec(args={"mem_fraction_statik": 0.5}), tmp_path / "engine.log")
 
@@ -168,7 +168,7 @@ def test_last_lines(tmp_path: Path) -> None:
     assert last_lines(log, 2) == "two\n" + "three" * 60
 
 
-def test_replicas_of_attention_answer_control_requests_at_once(make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_replicas_of_attention_answer_control_requests_at_once(make_spec: SpecFactory, tmp_path: Path) -> None:
     """Replicas meet at ports of the claim. Were they to sleep, each request would wait for them, up to a second."""
     spec = make_spec(gpus=2, args={"attn_dp_size": 2, "max_running_requests": 4})
     with EngineProcess(spec, tmp_path / "engine.log") as engine:

@@ -17,11 +17,11 @@ SEQUENCE = tuple(range(5, 25))
 
 
 def score(engine: EngineProcess) -> list[float]:
-    async def ask() -> list[list[float]]:
+    async def request() -> list[list[float]]:
         async with EngineClient(engine.spec.index, engine.url, engine.headers, REQUEST_TIMEOUT_S) as client:
             return await client.score([SEQUENCE])
 
-    return asyncio.run(ask())[0]
+    return asyncio.run(request())[0]
 
 
 def test_an_engine_over_two_nodes(
@@ -32,10 +32,10 @@ def test_an_engine_over_two_nodes(
     with ExitStack() as stack:
         stack.callback(first.stop)
         stack.callback(second.stop)
-        meeting = first.start(host="127.0.0.1")
-        assert second.start(meeting=meeting) == meeting
+        dist_init_addr = first.start(host="127.0.0.1")
+        assert second.start(dist_init_addr=dist_init_addr) == dist_init_addr
         first.wait_ready(START_TIMEOUT_S)
-        found = torch.tensor(score(first))
+        computed = torch.tensor(score(first))
     table = expected_logprobs(model_folder, list(SEQUENCE))[:-1]
     expected = table.gather(1, torch.tensor(SEQUENCE[1:])[:, None])[:, 0]
-    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    assert computed.tolist() == pytest.approx(expected.tolist(), abs=1e-4)

@@ -16,20 +16,20 @@ def test_the_largest_of_a_phase_is_kept_until_it_is_taken(monkeypatch: pytest.Mo
     monkeypatch.setattr(platform, "host_bytes", lambda: next(hosts))
     monkeypatch.setattr(platform, "device_bytes", lambda: 2)
     monkeypatch.setattr(platform, "peak_device_bytes", lambda: 3)
-    ledger = MemoryTracker()
+    tracker = MemoryTracker()
     for phase in ("TRAIN", "TRAIN", "GENERATE"):
-        ledger.begin()
-        ledger.end(phase)
-    assert ledger.take() == {"TRAIN": MemoryUsage(30, 2, 3), "GENERATE": MemoryUsage(20, 2, 3)}
-    assert ledger.take() == {}
-    ledger.end("TRAIN")
-    assert ledger.take() == {"TRAIN": MemoryUsage(5, 2, 3)}
+        tracker.begin()
+        tracker.end(phase)
+    assert tracker.take() == {"TRAIN": MemoryUsage(30, 2, 3), "GENERATE": MemoryUsage(20, 2, 3)}
+    assert tracker.take() == {}
+    tracker.end("TRAIN")
+    assert tracker.take() == {"TRAIN": MemoryUsage(5, 2, 3)}
 
 
 def test_it_measures_this_process() -> None:
-    ledger = MemoryTracker()
-    ledger.begin()
-    ledger.end("TRAIN")
-    found = ledger.take()["TRAIN"]
-    assert 10 * 2**20 < found.host_bytes < 2**40
-    assert found.peak_device_bytes >= found.device_bytes >= 0
+    tracker = MemoryTracker()
+    tracker.begin()
+    tracker.end("TRAIN")
+    usage = tracker.take()["TRAIN"]
+    assert 10 * 2**20 < usage.host_bytes < 2**40
+    assert usage.peak_device_bytes >= usage.device_bytes >= 0

@@ -1,4 +1,4 @@
-"""A rank's phases with recording movers and the real monitors."""
+"""A rank's phases with offload functions that record their calls, and the real monitors."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +11,8 @@ from grpo_mp.errors import UserError
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
+from grpo_mp.phases import GENERATION, Phase, Residency
 from grpo_mp.scheduler.phase_manager import OffloadFunction, PhaseManager
-from grpo_mp.scheduler.phases import GENERATING, RESIDENT, Phase, Residency
 
 ORDER = (Phase.GENERATE, Phase.LOGPROB, Phase.TRAIN, Phase.SYNC, Phase.GENERATE, Phase.SAVE)
 Monitors = tuple[Timeline, Watchdog, Progress]
@@ -26,18 +26,18 @@ def monitors(tmp_path: Path) -> Iterator[Monitors]:
     timeline.close()
 
 
-def recording(calls: list[str]) -> dict[str, OffloadFunction]:
-    def mover(name: str) -> OffloadFunction:
+def recording_functions(calls: list[str]) -> dict[str, OffloadFunction]:
+    def record(name: str) -> OffloadFunction:
         return lambda wake: calls.append(f"{'+' if wake else '-'}{name}")
 
-    return {name: mover(name) for name in vars(Residency())}
+    return {name: record(name) for name in vars(Residency())}
 
 
-def test_movers_run_before_the_body_and_leave_before_they_come(monitors: Monitors) -> None:
+def test_everything_that_leaves_goes_before_anything_comes_and_before_the_body(monitors: Monitors) -> None:
     calls: list[str] = []
-    scheduler = PhaseManager(*monitors, 60.0, recording(calls), GENERATING)
+    phase_manager = PhaseManager(*monitors, 60.0, recording_functions(calls), GENERATION)
     for phase in ORDER:
-        with scheduler.phase(phase):
+        with phase_manager.phase(phase):
             calls.append(phase)
     assert " ".join(calls) == (
         "GENERATE "
@@ -49,60 +49,63 @@ def test_movers_run_before_the_body_and_leave_before_they_come(monitors: Monitor
     )
 
 
-def test_inside_each_phase_what_it_needs_is_resident(monitors: Monitors) -> None:
+def test_each_phase_has_its_residency(monitors: Monitors) -> None:
     resident: dict[str, bool] = dict.fromkeys(vars(Residency()), False)
-    movers: dict[str, OffloadFunction] = {
+    offload_functions: dict[str, OffloadFunction] = {
         name: lambda wake, name=name: resident.update({name: wake}) for name in resident
     }
-    scheduler = PhaseManager(*monitors, 60.0, movers)
-    for one in Phase:
-        for other in Phase:
-            for phase in (one, other):
-                with scheduler.phase(phase):
-                    assert resident == vars(RESIDENT[phase])
+    phase_manager = PhaseManager(*monitors, 60.0, offload_functions)
+    for first in Phase:
+        for second in Phase:
+            for phase in (first, second):
+                with phase_manager.phase(phase):
+                    assert resident == vars(phase.resident)
 
 
-def test_without_movers_nothing_moves(monitors: Monitors) -> None:
-    scheduler = PhaseManager(*monitors, 60.0)
+def test_without_offload_functions_nothing_moves(monitors: Monitors) -> None:
+    phase_manager = PhaseManager(*monitors, 60.0)
     for phase in ORDER:
-        with scheduler.phase(phase):
+        with phase_manager.phase(phase):
             pass
     assert {span.name for span in monitors[0].take()} == set(ORDER)
 
 
-def test_spans_and_footprints_by_phase(monitors: Monitors) -> None:
-    scheduler = PhaseManager(*monitors, 60.0, recording([]))
-    with scheduler.phase(Phase.TRAIN), scheduler.waiting():
+def test_spans_and_memory_usage_by_phase(monitors: Monitors) -> None:
+    phase_manager = PhaseManager(*monitors, 60.0, recording_functions([]))
+    with phase_manager.phase(Phase.TRAIN), phase_manager.waiting():
         pass
-    with scheduler.phase(Phase.EVAL, "arithmetic"):
+    with phase_manager.phase(Phase.EVAL, "arithmetic"):
         pass
     spans = monitors[0].take()
     assert [span.name for span in spans] == ["MOVE", "WAIT", "TRAIN", "MOVE", "EVAL"]
-    assert set(scheduler.ledger.take()) == {"TRAIN", "EVAL"}
+    assert set(phase_manager.memory_tracker.take()) == {"TRAIN", "EVAL"}
 
 
-def test_an_error_in_a_phase_comes_out_and_the_next_phase_starts_from_there(monitors: Monitors) -> None:
+def test_error_in_a_phase_propagates_and_keeps_the_residency(monitors: Monitors) -> None:
     calls: list[str] = []
-    scheduler = PhaseManager(*monitors, 60.0, recording(calls), GENERATING)
-    with pytest.raises(RuntimeError, match="in the body"), scheduler.phase(Phase.LOGPROB):
+    phase_manager = PhaseManager(*monitors, 60.0, recording_functions(calls), GENERATION)
+    with pytest.raises(RuntimeError, match="in the body"), phase_manager.phase(Phase.LOGPROB):
         raise RuntimeError("in the body")
     calls.clear()
-    with scheduler.phase(Phase.GENERATE):
+    with phase_manager.phase(Phase.GENERATE):
         pass
     assert calls == ["-policy_weights", "+engine_weights", "+engine_cache"]
 
 
-def test_out_of_memory_is_one_sentence_with_phase_items_and_cure(monitors: Monitors) -> None:
+def test_out_of_memory_is_one_sentence_with_phase_items_and_advice(monitors: Monitors) -> None:
     items = {"weights": 20.5 * 2**30, "gradients": 41 * 2**30, "optimizer": 0.0}
-    scheduler = PhaseManager(*monitors, 60.0, items=lambda: items)
-    words = r"^rank 0 in TRAIN: out of device memory; it holds gradients 41\.0 GiB, weights 20\.5 GiB: lower optimizer"
-    with pytest.raises(UserError, match=words), scheduler.phase(Phase.TRAIN):
+    manager = PhaseManager(*monitors, 60.0, items=lambda: items)
+    error = r"^rank 0 in TRAIN: out of device memory; it holds gradients 41\.0 GiB, weights 20\.5 GiB: lower optimizer"
+    with pytest.raises(UserError, match=error), manager.phase(Phase.TRAIN):
         raise torch.OutOfMemoryError("CUDA out of memory")
-    movers: dict[str, OffloadFunction] = dict.fromkeys(vars(Residency()), _full)
-    scheduler = PhaseManager(*monitors, 60.0, movers)
-    with pytest.raises(UserError, match=r"in SYNC: .* nothing of this rank: lower sync"), scheduler.phase(Phase.SYNC):
+    offload_functions: dict[str, OffloadFunction] = dict.fromkeys(vars(Residency()), out_of_memory)
+    manager = PhaseManager(*monitors, 60.0, offload_functions)
+    with (
+        pytest.raises(UserError, match=r"in SYNC: .* nothing of this rank: lower sync"),
+        manager.phase(Phase.SYNC),
+    ):
         pass
 
 
-def _full(wake: bool) -> None:
+def out_of_memory(wake: bool) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")

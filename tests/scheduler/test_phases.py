@@ -1,40 +1,42 @@
-"""The moves between all pairs of residencies, carried out on a set."""
+"""The moves between all pairs of residencies, applied to a set."""
 
 from dataclasses import fields
 from itertools import product
 
 import pytest
 
-from grpo_mp.scheduler.phases import RESIDENT, Move, Phase, Residency, moves
+from grpo_mp.phases import Phase, Residency
+from grpo_mp.scheduler.phase_manager import Move, plan_moves
 
 NAMES = [field.name for field in fields(Residency)]
-ALL = [Residency(*held) for held in product((False, True), repeat=len(NAMES))]
+RESIDENCIES = [Residency(*flags) for flags in product((False, True), repeat=len(NAMES))]
 
 
 def names(residency: Residency) -> set[str]:
     return {name for name in NAMES if getattr(residency, name)}
 
 
-@pytest.mark.parametrize("now", [*ALL, *RESIDENT.values()])
-def test_moves_end_where_wanted_and_make_room_first(now: Residency) -> None:
-    for wanted in ALL:
-        held = names(now)
-        planned = moves(now, wanted)
-        for move in planned:
-            assert (move.what in held) != move.wake
-            (held.add if move.wake else held.remove)(move.what)
-        assert held == names(wanted)
-        assert [move.wake for move in planned] == sorted(move.wake for move in planned)
-        assert len({move.what for move in planned}) == len(planned)
+@pytest.mark.parametrize("current", [*RESIDENCIES, *(phase.resident for phase in Phase)])
+def test_moves_end_at_the_target_and_make_room_first(current: Residency) -> None:
+    for target in RESIDENCIES:
+        resident = names(current)
+        moves = plan_moves(current, target)
+        for move in moves:
+            assert (move.item in resident) != move.wake
+            (resident.add if move.wake else resident.remove)(move.item)
+        assert resident == names(target)
+        assert [move.wake for move in moves] == sorted(move.wake for move in moves)
+        assert len({move.item for move in moves}) == len(moves)
 
 
-def test_every_phase_says_what_is_resident() -> None:
-    assert set(RESIDENT) == set(Phase)
-    assert all(names(residency) for residency in RESIDENT.values())
+def test_every_phase_has_a_description_and_something_resident() -> None:
+    assert all(names(phase.resident) for phase in Phase)
+    assert all(phase.description for phase in Phase)
 
 
-def test_policy_and_engine_share_the_device_only_while_weights_go_over() -> None:
-    for phase, residency in RESIDENT.items():
+def test_policy_and_engine_share_the_device_only_during_sync() -> None:
+    for phase in Phase:
+        residency = phase.resident
         of_policy = {name for name in names(residency) if not name.startswith("engine_")}
         assert phase is Phase.SYNC or not (of_policy and residency.engine_weights)
         assert not (residency.engine_cache and of_policy)
@@ -43,13 +45,13 @@ def test_policy_and_engine_share_the_device_only_while_weights_go_over() -> None
 
 
 def test_train_to_sync_to_generate_by_hand() -> None:
-    assert moves(RESIDENT[Phase.TRAIN], RESIDENT[Phase.SYNC]) == (
+    assert plan_moves(Phase.TRAIN.resident, Phase.SYNC.resident) == (
         Move("gradients", wake=False),
         Move("optimizer", wake=False),
         Move("engine_weights", wake=True),
     )
-    assert moves(RESIDENT[Phase.SYNC], RESIDENT[Phase.GENERATE]) == (
+    assert plan_moves(Phase.SYNC.resident, Phase.GENERATE.resident) == (
         Move("policy_weights", wake=False),
         Move("engine_cache", wake=True),
     )
-    assert moves(RESIDENT[Phase.GENERATE], RESIDENT[Phase.EVAL]) == ()
+    assert plan_moves(Phase.GENERATE.resident, Phase.EVAL.resident) == ()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.algorithms.report import MAXIMA, SUMS, metrics
-from grpo_mp.batching.shared_prompts import PromptOf
+from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.batching.updates import microbatches, plan_updates
 from grpo_mp.config import Layout
@@ -151,7 +151,7 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(single_rank:
 def test_a_shared_prompt_is_one_packed_prompt() -> None:
     infos = [replace(info, group_id=7, prompt_tokens=11) for info in INFOS]
     lengths = [info.total_tokens for info in infos]
-    plan = plan_updates(lengths, 1, Layout(), 1, 4096, 64, prompts=[PromptOf(7, 11)] * len(infos))
+    plan = plan_updates(lengths, 1, Layout(), 1, 4096, 64, prompts=[SamplePrompt(7, 11)] * len(infos))
     batch = StepBatch(tuple(infos), (True,) * len(infos), (), plan, ())
     assert packed_tokens(batch) == 10 + sum(info.response_tokens + 1 for info in infos)
     (rank,) = plan[0].schedule.ranks
@@ -161,7 +161,7 @@ def test_a_shared_prompt_is_one_packed_prompt() -> None:
 def test_logprobs_of_a_shared_prompt_are_computed_once(single_rank: Parallel) -> None:
     nothing = {"rollout_logprobs": (0.0,) * 5, "weight_versions": (0,) * 5, "truncated": False}
     samples = [Sample(7, index, tuple(range(11)), tuple(range(5)), **nothing) for index in range(3)]
-    (update,) = plan_updates([16] * 3, 1, Layout(), 1, 4096, 64, prompts=[PromptOf(7, 11)] * 3)
+    (update,) = plan_updates([16] * 3, 1, Layout(), 1, 4096, 64, prompts=[SamplePrompt(7, 11)] * 3)
     (batch,) = microbatches(update, dict(enumerate(samples)), [1.0] * 3, [1.0] * 3, Layout(), 0, 0)
     assert logprob_tokens([[batch]], single_rank) == 0
     assert logprob_tokens([[replace(batch, old_logprobs=batch.rollout_logprobs)]], single_rank) == 10 + 3 * 6

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import StepBatch, assemble
+from grpo_mp.batching.step_batch import StepBatch, assemble_step_batch
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
 from grpo_mp.policy.expert_load import heat_map, load_ratios, max_load_ratio
@@ -73,7 +73,7 @@ def make_step(tiny_run: TinyRun, parallel: Parallel) -> Callable[..., Step]:
         prompt = Prompt(0, "", samples[0].prompt_tokens)
         groups = [SampleGroup(prompt, tuple(samples[i : i + SIZE])) for i in range(0, len(samples), SIZE)]
         infos = all_gather_sample_info(groups, parallel.cpu_group)
-        batch = assemble(groups, infos, {}, settings, parallel, policy.config.hidden_size, step=1)
+        batch = assemble_step_batch(groups, infos, {}, settings, parallel, policy.config.hidden_size, step=1)
         return Step(settings, policy, batch, samples)
 
     return make

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import StepBatch, assemble
+from grpo_mp.batching.step_batch import StepBatch, assemble_step_batch
 from grpo_mp.config import Layout, Settings, load_settings
 from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy, UpdateReport
@@ -54,7 +54,7 @@ class Trainer:
 
     def make_batch(self) -> StepBatch:
         infos = all_gather_sample_info(groups(), dist.group.WORLD)
-        return assemble(groups(), infos, {}, self.settings, self.policy.parallel, 64, step=1)
+        return assemble_step_batch(groups(), infos, {}, self.settings, self.policy.parallel, 64, step=1)
 
     def compute_logprobs(self) -> Updates:
         epochs = self.settings.optimizer.epochs
@@ -151,7 +151,7 @@ def test_shuffled_samples_are_spread_over_the_updates_alike_on_every_rank(
     infos = all_gather_sample_info(groups(), dist.group.WORLD)
 
     def parts(step: int, settings: Settings) -> list[set[int]]:
-        batch = assemble(groups(), infos, {}, settings, parallel, 64, step)
+        batch = assemble_step_batch(groups(), infos, {}, settings, parallel, 64, step)
         return [set(update.samples) for update in batch.plan]
 
     in_order = shuffled.settings.model_copy(

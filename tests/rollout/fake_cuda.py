@@ -48,14 +48,14 @@ PARALLEL_SIZES = {  # group -> the field of SGLang's parallel state that holds i
 }
 
 
-class Nothing:
-    """A stream or an event."""
+class NullStream:
+    """A stream or an event that does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 @dataclass(frozen=True)
-class Group:
+class FakeGroup:
     """The first rank's view of a process group that nobody joined."""
 
     world_size: int
@@ -65,7 +65,7 @@ class Group:
     is_first_rank: bool = True
 
     @property
-    def cpu_group(self) -> "Group":
+    def cpu_group(self) -> "FakeGroup":
         return self
 
     @property
@@ -73,8 +73,8 @@ class Group:
         return self.world_size == 1
 
 
-def answer_as_cuda() -> None:
-    """Replace this process's answers; there is no way back."""
+def fake_cuda() -> None:
+    """Replace what torch.cuda answers in this process, for good."""
     torch.version.cuda = "13.0"
     answers = {
         "is_available": True,
@@ -89,7 +89,7 @@ def answer_as_cuda() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     torch.get_device_module = lambda *_: torch.cuda
-    torch.cuda.Stream = torch.cuda.Event = Nothing  # type: ignore[misc,assignment]
+    torch.cuda.Stream = torch.cuda.Event = NullStream  # type: ignore[misc,assignment]
     import sitecustomize  # the engine's stand-ins
 
     sitecustomize.STAND_INS = (*sitecustomize.STAND_INS, *KERNEL_PACKAGES)
@@ -107,18 +107,18 @@ def set_group_sizes(parallel: Any) -> None:
     parallel_state.in_the_same_node_as = lambda group, source_rank=0: [
         rank // GPUS_PER_NODE == source_rank // GPUS_PER_NODE for rank in range(group.world_size)
     ]
-    groups = {group: Group(getattr(parallel, size)) for group, size in PARALLEL_SIZES.items()}
+    groups = {group: FakeGroup(getattr(parallel, size)) for group, size in PARALLEL_SIZES.items()}
     parallel.override_permanently(**groups)
 
 
 @contextmanager
-def on_meta() -> Iterator[None]:
-    """Tensors that are made here have no memory, also where the caller says "cuda"."""
-    with torch.device("meta"), _CudaIsMeta():
+def cuda_on_meta() -> Iterator[None]:
+    """Make tensors without memory in the body, also where the caller says "cuda"."""
+    with torch.device("meta"), _MetaForCudaMode():
         yield
 
 
-class _CudaIsMeta(TorchFunctionMode):
+class _MetaForCudaMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = {name: _meta_for_cuda(value) for name, value in (kwargs or {}).items()}
         return func(*map(_meta_for_cuda, args), **named)
@@ -128,7 +128,7 @@ def _meta_for_cuda(value: Any) -> Any:
     return "meta" if isinstance(value, str | torch.device) and str(value).startswith("cuda") else value
 
 
-def leave_out_models(kept: tuple[str, ...]) -> None:
+def disable_other_models(kept: tuple[str, ...]) -> None:
     """Let SGLang import only the models of these files: all of them take ten seconds."""
     import sglang.srt.models as models
 

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
-from grpo_mp.rollout.queue import WorkQueue
+from grpo_mp.rollout.worker import WorkQueue
 
 
 def drain(queue: WorkQueue) -> list[int]:
@@ -28,7 +28,7 @@ def test_each_number_goes_to_exactly_one_of_many_workers() -> None:
     assert all(numbers == sorted(numbers) for numbers in taken)
 
 
-def test_queues_of_other_names_are_apart() -> None:
+def test_queues_with_different_names_are_independent() -> None:
     store = dist.HashStore()
     first, second = WorkQueue(store, "step 1", 2), WorkQueue(store, "eval at step 1", 2)
     assert (first.next(), second.next(), first.next(), first.next(), second.next()) == (0, 0, 1, None, 1)

@@ -1,0 +1,47 @@
+"""The phases of a step: what each one is called on screen, what it keeps on the device, whether it counts as work."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+WAIT = "WAIT"  # span in which a rank only waits for other ranks, inside a phase or between phases
+MOVE = "MOVE"  # span in which weights and states are offloaded and onloaded at the start of a phase
+
+
+@dataclass(frozen=True)
+class Residency:
+    """What occupies the device. Everything else of the trainer waits on the host; the engine's is given up."""
+
+    policy_weights: bool = False
+    gradients: bool = False
+    optimizer: bool = False
+    engine_weights: bool = False
+    engine_cache: bool = False
+
+
+GENERATION = Residency(engine_weights=True, engine_cache=True)
+
+
+class Phase(StrEnum):
+    """A part of a step in which either the engines or the policy compute."""
+
+    description: str
+    resident: Residency
+    is_work: bool  # time outside such phases is overhead
+
+    def __new__(cls, value: str, description: str, resident: Residency, is_work: bool) -> "Phase":
+        """Make a member that equals the string `value`."""
+        phase = str.__new__(cls, value)
+        phase._value_ = value
+        phase.description, phase.resident, phase.is_work = description, resident, is_work
+        return phase
+
+    GENERATE = "GENERATE", "the engines write answers", GENERATION, True
+    SCORE = "SCORE", "the rewards score the answers", GENERATION, False
+    LOGPROB = "LOGPROB", "policy and reference compute logprobs", Residency(policy_weights=True), True
+    TRAIN = "TRAIN", "the policy is updated", Residency(policy_weights=True, gradients=True, optimizer=True), True
+    # The engine takes its weights while the policy's are on the device; its cache would not fit beside them.
+    SYNC = "SYNC", "new weights go to the engines", Residency(policy_weights=True, engine_weights=True), True
+    # The engine computes logprobs to be compared; the policy's were computed while its weights were there.
+    CHECK = "CHECK", "the engines' logprobs are compared with the policy's", GENERATION, True
+    SAVE = "SAVE", "a checkpoint is written", Residency(policy_weights=True, optimizer=True), False
+    EVAL = "EVAL", "held-out prompts are answered", GENERATION, False
