@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder: numbered shards of bounded size, an index, and what stands beside them."""
+"""Write a Hugging Face folder: numbered shards of bounded size, an index, config and tokenizer."""
 
 import json
 import shutil
@@ -19,14 +19,14 @@ def write_hf(
 
     The result appears under its name only when it is whole.
     """
-    building = folder.with_name(folder.name + ".incomplete")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    files = _write_shards(building, tensors, shard_bytes)
-    _number_shards(building, files)
-    copy_aux_files(like, building)
+    incomplete = folder.with_name(folder.name + ".incomplete")
+    shutil.rmtree(incomplete, ignore_errors=True)
+    incomplete.mkdir(parents=True)
+    files = _write_shards(incomplete, tensors, shard_bytes)
+    _number_shards(incomplete, files)
+    copy_aux_files(like, incomplete)
     shutil.rmtree(folder, ignore_errors=True)
-    building.rename(folder)
+    incomplete.rename(folder)
 
 
 def _write_shards(
@@ -43,7 +43,7 @@ def _write_shards(
             pending.clear()
 
     for name, tensor in tensors:
-        if sum(held.nbytes for held in pending.values()) + tensor.nbytes > shard_bytes:
+        if sum(other.nbytes for other in pending.values()) + tensor.nbytes > shard_bytes:
             flush()
         pending[name] = tensor.contiguous()
     flush()

@@ -82,7 +82,7 @@ def weight_bytes(job: Job, shape: EngineShape) -> float:
 
 
 def _rule_parameters(job: Job, shape: EngineShape, rule: Rule) -> int:
-    count = rule_count(rule, _divided_over(job, shape, rule.megatron), shape.expert, shape.expert_tensor)
+    count = rule_count(rule, _divided_over(job, shape, rule.name), shape.expert, shape.expert_tensor)
     return count.total * len(rule.layers or (0,))
 
 

@@ -58,7 +58,7 @@ def make_table(hf: HfConfig, tensor: int, expert: int, expert_tensor: int) -> Ta
         count = rule_count(rule, tensor, expert, expert_tensor)
         if rule.layers is not None:
             layers |= {layer: layers.get(layer, NOTHING) + count for layer in rule.layers}
-        elif rule.megatron.startswith("embedding"):
+        elif rule.name.startswith("embedding"):
             embedding += count
         else:
             final += count

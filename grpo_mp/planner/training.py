@@ -103,7 +103,7 @@ def _attention_parameters(job: Job) -> int:
     return sum(
         len(rule.layers or ()) * sum(a * b for a, b in (shape for shape in rule.shapes if len(shape) == 2))
         for rule in params
-        if "self_attention" in rule.megatron
+        if "self_attention" in rule.name
     )
 
 

@@ -9,9 +9,9 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from grpo_mp.checkpoint.converted_reader import open_weights
+from grpo_mp.checkpoint.hf_reader import check_tensors
 from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.checkpoint.non_policy_tensors import check_layers
-from grpo_mp.checkpoint.validate import check_tensors
 from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import check_layout, model_shape
 from grpo_mp.distributed.process_groups import Parallel
@@ -117,7 +117,7 @@ class Policy:
 
     def tp_sizes(self) -> dict[str, int]:
         """How many tensor-parallel parts each parameter of the whole model has."""
-        return {name: self.parts.count(param) if param.split is not None else 1 for name, param in self.params.items()}
+        return {name: self.parts.count(param) if param.tp_dim is not None else 1 for name, param in self.params.items()}
 
     def local_shards(self) -> dict[str, int]:
         """Which part of which parameter this rank holds."""

@@ -92,15 +92,15 @@ def _first_misfit(division: EngineParallelism, hf: HfConfig) -> str | None:
     for param in _matrices(hf):
         count, setting = division.parts(param)
         merged = len(param.hf) > 1 or param.expert is not None  # such parts are laid beside each other in one matrix
-        if param.split is None or not (merged or count > 1):
+        if param.tp_dim is None or not (merged or count > 1):
             continue
         for index, (name, shape) in enumerate(zip(param.hf, param.shapes, strict=True)):
-            size = shape[param.split]
+            size = shape[param.tp_dim]
             part = size / count
             if param.fuse == "qkv" and index:
                 part = max(part, param.head_dim)  # fewer heads than GPUs are held several times
             if part % BLOCK:
-                kind = ("rows", "columns")[param.split]
+                kind = ("rows", "columns")[param.tp_dim]
                 return (
                     f"{name} has {size} {kind}, over {count} GPU(s) ({setting}) {part:g} each, which is no multiple "
                     f"of the {BLOCK} of an FP8 block"

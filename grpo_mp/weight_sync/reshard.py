@@ -74,7 +74,7 @@ class Resharder:
         named: Named = []
         for name in bucket.names:
             param = self.params[name]
-            parts = range(self.tp_sizes[name] if param.split is not None else 1)
+            parts = range(self.tp_sizes[name] if param.tp_dim is not None else 1)
             wholes = join(param, [unfuse(param, shards.pop((name, part))) for part in parts])
             for hf, whole in zip(param.hf, wholes, strict=True):
                 named += _in_fp8(hf, whole) if self.fp8 and param.is_projection else [(hf, whole.contiguous())]
