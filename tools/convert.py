@@ -72,7 +72,7 @@ def _check(args: argparse.Namespace, console: Console) -> int:
     with open_weights(args.one, verify=True) as left, open_weights(args.other, verify=True) as right:
         differences = compare(left, right, args.tolerance or 0.0)
     for difference in differences:
-        console.print(f"{difference.name}: {difference.what}")
+        console.print(f"{difference.name}: {difference.description}")
     return DIFFERENT if differences else 0
 
 

@@ -14,7 +14,7 @@ class Difference:
     """One way in which a tensor differs; `size` orders them: infinite, or the largest difference of values."""
 
     name: str
-    what: str
+    description: str
     size: float
 
 
