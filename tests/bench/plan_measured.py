@@ -20,8 +20,13 @@ from grpo_mp import platform
 from grpo_mp.batching.microbatches import MicroBatchPlan
 from grpo_mp.batching.packing import pack
 from grpo_mp.config import Settings, check_settings
-from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
-from grpo_mp.examples.cold_start import alone, negative_log_likelihood
+from grpo_mp.distributed.process_groups import (
+    Parallel,
+    negative_log_likelihood,
+    single_process_group,
+    start_parallel,
+    stop_parallel,
+)
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
@@ -42,7 +47,7 @@ OTHERS = {"contexts", "communication", "fragments", "engine weights", "KV cache"
 def main() -> None:
     """Command line; see the text above."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, alone():
+    with tempfile.TemporaryDirectory() as folder, single_process_group():
         settings = _settings(Path(folder))
         shape = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 32768}
         make_tiny(Path(folder), "qwen3", make_tokenizer([]), **shape)

@@ -6,8 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from grpo_mp.config import Layout
-from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
-from grpo_mp.examples.cold_start import alone
+from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 
 
 def test_all_ranks_meet_in_the_whole_job_before_some_of_them_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +19,7 @@ def test_all_ranks_meet_in_the_whole_job_before_some_of_them_exchange(monkeypatc
         return all_reduce(tensor, *args, group=group, **kwargs)
 
     monkeypatch.setattr(dist, "all_reduce", listened)
-    with alone():
+    with single_process_group():
         start_parallel(Layout(), 0, 60.0)
         stop_parallel()
     assert groups == [None]

@@ -95,8 +95,7 @@ def _refusal(folder: Path, name: str, megatron: dict[str, Any]) -> str:
 
 @contextmanager
 def _policy(model: Path, megatron: dict[str, Any]) -> Iterator[Any]:
-    from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
-    from grpo_mp.examples.cold_start import alone
+    from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
     from grpo_mp.policy.policy import Policy
 
     tree = {
@@ -108,7 +107,7 @@ def _policy(model: Path, megatron: dict[str, Any]) -> Iterator[Any]:
         "optimizer": {"lr": 1.0e-3, "megatron": megatron},
     }
     settings = check_settings(tree, "test")
-    with alone():
+    with single_process_group():
         parallel = start_parallel(settings.layout, 0, 600.0)
         try:
             yield Policy(settings, parallel, with_reference=False)
