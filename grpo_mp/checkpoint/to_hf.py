@@ -1,6 +1,5 @@
 """Convert Megatron's torch_dist format to a Hugging Face folder, in the files' dtypes or as blockwise FP8."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from grpo_mp.checkpoint.aux_files import copy_aux_files
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader, has_hf_weights
+from grpo_mp.checkpoint.hf_writer import shard_name, write_index
 from grpo_mp.checkpoint.non_policy_tensors import is_non_policy_tensor, open_non_policy_tensors
 from grpo_mp.checkpoint.resumable_writer import (
     PART_BYTES,
@@ -135,9 +135,9 @@ def to_hf(
         reader.check_layers(model.hf.int("num_hidden_layers"))
         exporter = HfExporter(model, reader, original, non_policy, fp8)
         specs = exporter.specs()
-        sizes = {name: sum(spec.bytes for spec in made.values()) for name, made in specs.items()}
+        sizes = {name: sum(spec.bytes for spec in outputs.values()) for name, outputs in specs.items()}
         groups = split_by_bytes(sizes, part_bytes)
-        parts = [Part(_file_name(number, len(groups)), *group) for number, group in enumerate(groups, start=1)]
+        parts = [Part(shard_name(number, len(groups)), *group) for number, group in enumerate(groups, start=1)]
 
         def load(part: Part) -> dict[str, Tensor]:
             by_source = map_in_threads(lambda name: list(exporter.tensors(name)), part.params)
@@ -150,20 +150,12 @@ def to_hf(
             copy_aux_files(aux_source, folder, fp8)
             if len(parts) == 1:
                 return ()
-            _write_index(folder, parts, specs)
+            weight_map = {
+                name: part.name for part in parts for source_name in part.params for name in specs[source_name]
+            }
+            write_index(folder, weight_map, sum(sizes.values()))
             return (INDEX,)
 
         files = [*(file for file in reader.folder.rglob("*") if file.is_file()), aux_source / "config.json"]
         source_hash = fingerprint([*files, *(original.files if original else ())], "to-hf", fp8, part_bytes)
         write_parts(destination, source_hash, parts, load, save, finish, report_progress, workers)
-
-
-def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def _write_index(folder: Path, parts: list[Part], specs: dict[str, dict[str, TensorSpec]]) -> None:
-    weight_map = {name: part.name for part in parts for source in part.params for name in specs[source]}
-    total = sum(spec.bytes for made in specs.values() for spec in made.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
