@@ -16,7 +16,7 @@ divides the work over processes.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from rich.table import Table
 
 from grpo_mp.checkpoint.compare import compare
 from grpo_mp.checkpoint.describe import describe_hf, is_torch_dist
-from grpo_mp.checkpoint.resumable_writer import PART_BYTES
+from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback
 from grpo_mp.checkpoint.worker_group import WorkerGroup
 from grpo_mp.config import exit_with
 from grpo_mp.errors import USER_STATUS, UserError
@@ -38,19 +38,19 @@ TOLERANCES = f"of values (default 0: bit for bit), of logits relative to the lar
 
 
 def main() -> None:
-    """Command line; see the text above."""
-    wanted = _parser().parse_args()
+    """Run the command line; see the module's text."""
+    args = _parser().parse_args()
     silence_known_warnings()
     try:
-        status: int = wanted.run(wanted, Console(highlight=False, soft_wrap=True))
+        status: int = args.run(args, Console(highlight=False, soft_wrap=True))
     except UserError as error:
         exit_with(error)
     raise SystemExit(status)
 
 
-def _info(wanted: argparse.Namespace, console: Console) -> int:
+def _info(args: argparse.Namespace, console: Console) -> int:
     table = Table.grid(padding=(0, 2))
-    for row in _describe(wanted.path).items():
+    for row in _describe(args.path).items():
         table.add_row(*row)
     console.print(table)
     return 0
@@ -64,72 +64,72 @@ def _describe(path: Path) -> dict[str, str]:
     return describe_torch_dist(path)
 
 
-def _check(wanted: argparse.Namespace, console: Console) -> int:
-    if wanted.logits:
-        return _check_logits(wanted, console)
+def _check(args: argparse.Namespace, console: Console) -> int:
+    if args.logits:
+        return _check_logits(args, console)
     from grpo_mp.checkpoint.converted_reader import open_weights
 
-    with open_weights(wanted.one, verify=True) as left, open_weights(wanted.other, verify=True) as right:
-        differences = compare(left, right, wanted.tolerance or 0.0)
+    with open_weights(args.one, verify=True) as left, open_weights(args.other, verify=True) as right:
+        differences = compare(left, right, args.tolerance or 0.0)
     for difference in differences:
-        console.print(f"{difference.name}: {difference.what}")
+        console.print(f"{difference.name}: {difference.description}")
     return DIFFERENT if differences else 0
 
 
-def _check_logits(wanted: argparse.Namespace, console: Console) -> int:
+def _check_logits(args: argparse.Namespace, console: Console) -> int:
     from grpo_mp.trainer.compare_logits import compare_logits
 
-    apart = compare_logits(wanted.one, wanted.other)
-    console.print(f"logits differ by {apart:.2e} of the largest")
-    tolerance = LOGIT_TOLERANCE if wanted.tolerance is None else wanted.tolerance
-    return 0 if apart <= tolerance else DIFFERENT
+    difference = compare_logits(args.one, args.other)
+    console.print(f"logits differ by {difference:.2e} of the largest")
+    tolerance = LOGIT_TOLERANCE if args.tolerance is None else args.tolerance
+    return 0 if difference <= tolerance else DIFFERENT
 
 
-def _to_megatron(wanted: argparse.Namespace, console: Console) -> int:
+def _to_megatron(args: argparse.Namespace, console: Console) -> int:
     from torch.serialization import set_crc32_options
 
     from grpo_mp.checkpoint.to_megatron import to_megatron
 
     set_crc32_options(False)  # slow; conversion.json has a checksum of every file
-    with _team() as team, _progress(console, wanted.destination, team) as watch:
-        to_megatron(wanted.source, wanted.destination, watch, wanted.part_bytes, team)
+    with _workers() as workers, _progress(console, args.destination, workers) as report_progress:
+        to_megatron(args.source, args.destination, report_progress, args.part_bytes, workers)
     return 0
 
 
-def _to_hf(wanted: argparse.Namespace, console: Console) -> int:
+def _to_hf(args: argparse.Namespace, console: Console) -> int:
     from grpo_mp.checkpoint.to_hf import to_hf
 
-    with _team() as team, _progress(console, wanted.destination, team) as watch:
-        to_hf(wanted.source, wanted.destination, wanted.like, wanted.fp8, watch, wanted.part_bytes, team)
+    with _workers() as workers, _progress(console, args.destination, workers) as report_progress:
+        to_hf(args.source, args.destination, args.like, args.fp8, report_progress, args.part_bytes, workers)
     return 0
 
 
 @contextmanager
-def _team() -> Iterator[WorkerGroup]:
-    """The processes that convert together. Only the first of them that finds a user's mistake says so."""
-    team = WorkerGroup.of_job()
+def _workers() -> Iterator[WorkerGroup]:
+    """Open the group of processes that convert together; only the first that fails with a UserError reports it."""
+    workers = WorkerGroup.of_job()
     try:
-        yield team
+        yield workers
     except UserError:
-        if team.elects_itself():
+        if workers.elects_itself():
             raise
         raise SystemExit(USER_STATUS) from None
 
 
 @contextmanager
-def _progress(console: Console, destination: Path, team: WorkerGroup) -> Iterator[Callable[[int, int], None]]:
-    """A bar with speed and time left, and a last line that says where the result is; of the first rank."""
-    if team.rank:
-        yield lambda done, total: None
+def _progress(console: Console, destination: Path, workers: WorkerGroup) -> Iterator[ProgressCallback]:
+    """Show a bar with speed and time left, and at the end where the result is; on the first rank only."""
+    if workers.rank:
+        yield lambda written, total: None
         return
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
         task = progress.add_task(destination.name, total=None)
 
-        def watch(done: int, total: int) -> None:
-            progress.update(task, advance=done, total=total)
+        def report_progress(written: int, total: int) -> None:
+            progress.update(task, advance=written, total=total)
 
-        yield watch
+        yield report_progress
     console.print(f"whole: {destination}")
 
 

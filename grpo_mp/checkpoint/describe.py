@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds, from its config and the headers of its files."""
+"""Summary of a Hugging Face folder, from its config and the headers of its files."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ TORCH_DIST = ".metadata"  # the file that makes a folder a torch_dist checkpoint
 
 @dataclass(frozen=True)
 class HfSummary:
-    """Counts are of parameters: `stored` of the files, `policy` of the mapping, `active` of them for one token."""
+    """What a folder has. Parameter counts: `stored` in files, `policy` of the mapping, `active` for one token."""
 
     architecture: str
     family: str
@@ -31,7 +31,7 @@ class HfSummary:
     checksums: str
 
     def rows(self) -> dict[str, str]:
-        """The same for people."""
+        """Return the summary as text for people."""
         dtypes = ", ".join(f"{name} x {count}" for name, count in self.dtypes.items())
         return {
             "format": "Hugging Face" + (", blockwise FP8" if self.fp8 else ""),
@@ -44,12 +44,12 @@ class HfSummary:
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Whether the folder, or its `policy` as in a run's checkpoints, is in Megatron's torch_dist format."""
+    """Tell whether the folder, or its `policy` as in a run's checkpoints, is in Megatron's torch_dist format."""
     return (folder / TORCH_DIST).is_file() or (folder / "policy" / TORCH_DIST).is_file()
 
 
 def describe_hf(folder: Path) -> HfSummary:
-    """Read headers, and all bytes where a conversion left checksums.
+    """Summarise a folder from its headers; compare all files for which a conversion left checksums.
 
     Raises UserError for an unsupported architecture, for missing, torn or changed files, and for too many layers.
     """
@@ -76,9 +76,9 @@ def describe_hf(folder: Path) -> HfSummary:
 
 
 def count_parameters(params: Iterable[Param], experts_per_token: int | None = None) -> int:
-    """Parameters of a model; with `experts_per_token`, those that one token meets."""
+    """Count the parameters of a model; with `experts_per_token`, those active for one token."""
     total = 0
     for param in params:
-        met = experts_per_token is None or param.expert is None or param.expert < experts_per_token
-        total += sum(prod(shape) for shape in param.shapes) if met and not param.alias else 0
+        active = experts_per_token is None or param.expert is None or param.expert < experts_per_token
+        total += sum(prod(shape) for shape in param.shapes) if active and not param.alias else 0
     return total

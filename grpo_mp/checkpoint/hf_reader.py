@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.errors import UserError
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
+from grpo_mp.models.mapping import Param
 
 DTYPES = {  # by their names in a file's header
     "F64": torch.float64,
@@ -31,7 +32,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Weights(Protocol):
-    """A folder that is read by the names of Hugging Face tensors."""
+    """A folder whose tensors are read by their Hugging Face names."""
 
     folder: Path
 
@@ -51,9 +52,9 @@ class Weights(Protocol):
 
 
 class HfReader:
-    """Reads tensors, or one slice of them, from a folder; only the bytes asked for are touched.
+    """Reads tensors, or slices of them, from a folder; only the bytes asked for are read.
 
-    FP8 weights come out as values; their factors are no tensors of the model.
+    FP8 weights are returned as values; their factors are not tensors of the model.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class HfReader:
         self.folder, self.fp8_as = folder, fp8_as
         self.checksums = Checksums.of_conversion(folder) if verify else Checksums(folder, {})
         self._handles = {file: _open(file) for file in files or _shards(folder)}
-        self._where = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
-        _check_index(folder, self._where)
-        self._names = frozenset(name for name in self._where if not self._is_scale(name))
+        self._file_of = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
+        _check_index(folder, self._file_of)
+        self._names = frozenset(name for name in self._file_of if not self._is_scale(name))
 
     def __enter__(self) -> "HfReader":
         return self
@@ -87,30 +88,30 @@ class HfReader:
 
     @property
     def stored_names(self) -> frozenset[str]:
-        """Tensors of the files, factors of FP8 weights among them."""
-        return frozenset(self._where)
+        """Tensors of the files, with the factors of FP8 weights."""
+        return frozenset(self._file_of)
 
     @property
     def has_fp8(self) -> bool:
         """Whether some weights are blockwise FP8."""
-        return len(self._names) < len(self._where)
+        return len(self._names) < len(self._file_of)
 
     @property
     def files(self) -> tuple[Path, ...]:
         return tuple(self._handles)
 
     def dtype(self, name: str) -> torch.dtype:
-        """How the file stores the tensor."""
-        stored = self._handle(name).get_slice(name).get_dtype()
-        if stored not in DTYPES:
-            raise UserError(f"{self.folder}: the tensor {name} is stored as {stored}, which torch does not know")
-        return DTYPES[stored]
+        """Return the dtype that the file stores. Raises UserError for one that torch lacks."""
+        dtype = self._handle(name).get_slice(name).get_dtype()
+        if dtype not in DTYPES:
+            raise UserError(f"{self.folder}: the tensor {name} is stored as {dtype}, which torch does not know")
+        return DTYPES[dtype]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
-        """The whole tensor, or [start, stop) along `axis` (0 or 1).
+        """Return the whole tensor, or [start, stop) along `axis` (0 or 1).
 
         Raises UserError for an FP8 tensor whose factors are missing or not those of 128 x 128 blocks.
         """
@@ -121,38 +122,55 @@ class HfReader:
         return dequantise(stored, self._scale(name), self.fp8_as, origin)
 
     def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
-        """As `read`, but as the file stores it."""
-        if name in self._where:
-            self.checksums.check(self._where[name])
+        """Return the same as the file stores it: FP8 stays FP8."""
+        if name in self._file_of:
+            self.checksums.check(self._file_of[name])
         if axis is None:
-            whole: torch.Tensor = self._handle(name).get_tensor(name)
-            return whole
-        piece = self._handle(name).get_slice(name)
-        part: torch.Tensor = piece[start:stop] if axis == 0 else piece[:, start:stop]
+            tensor: torch.Tensor = self._handle(name).get_tensor(name)
+            return tensor
+        rows = self._handle(name).get_slice(name)
+        part: torch.Tensor = rows[start:stop] if axis == 0 else rows[:, start:stop]
         return part
 
     def _is_scale(self, name: str) -> bool:
-        return name.endswith(SCALE) and name.removesuffix(SCALE) in self._where
+        return name.endswith(SCALE) and name.removesuffix(SCALE) in self._file_of
 
     def _scale(self, name: str) -> torch.Tensor:
-        if name + SCALE not in self._where:
+        if name + SCALE not in self._file_of:
             raise UserError(f"{self.folder}: the FP8 tensor {name} has no {name + SCALE}: only blockwise FP8 is read")
-        found, wanted = self.shape(name + SCALE), scale_shape(self.shape(name))
-        if found != wanted:
+        shape, needed = self.shape(name + SCALE), scale_shape(self.shape(name))
+        if shape != needed:
             raise UserError(
-                f"{self.folder}: {name + SCALE} has shape {list(found)}, {BLOCK} x {BLOCK} blocks need {list(wanted)}"
+                f"{self.folder}: {name + SCALE} has shape {list(shape)}, {BLOCK} x {BLOCK} blocks need {list(needed)}"
             )
         return self.read_stored(name + SCALE)
 
     def _handle(self, name: str):  # type: ignore[no-untyped-def]
-        if name not in self._where:
+        if name not in self._file_of:
             raise UserError(f"{self.folder}: no file holds the tensor {name}")
-        return self._handles[self._where[name]]
+        return self._handles[self._file_of[name]]
 
 
-def holds_weights(folder: Path) -> bool:
-    """Whether the folder has weights as Hugging Face stores them."""
+def has_hf_weights(folder: Path) -> bool:
+    """Tell whether the folder has safetensors weights as Hugging Face stores them."""
     return (folder / INDEX).is_file() or (folder / "model.safetensors").is_file()
+
+
+def check_tensors(reader: Weights, params: Iterable[Param]) -> None:
+    """Raise UserError where a tensor of the model is missing or has another shape than the config says."""
+    shapes = {name: shape for param in params for name, shape in zip(param.hf, param.shapes, strict=True)}
+    missing = shapes.keys() - reader.names
+    if missing:
+        raise UserError(f"{reader.folder}: {len(missing)} tensors are missing, the first is {min(missing)}")
+    for name, shape in shapes.items():
+        check_shape(reader, name, shape)
+
+
+def check_shape(reader: Weights, name: str, shape: tuple[int, ...]) -> None:
+    """Raise UserError where a tensor has another shape than the config says."""
+    stored = reader.shape(name)
+    if stored != shape:
+        raise UserError(f"{reader.folder}: tensor {name} has shape {list(stored)}, config.json says {list(shape)}")
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -163,9 +181,9 @@ def _shards(folder: Path) -> list[Path]:
     raise UserError(f"{folder}: neither model.safetensors nor {INDEX} is there")
 
 
-def _check_index(folder: Path, where: Mapping[str, Path]) -> None:
+def _check_index(folder: Path, files: Mapping[str, Path]) -> None:
     indexed = _weight_map(folder / INDEX) if (folder / INDEX).is_file() else {}
-    absent = sorted(name for name in indexed if name not in where)
+    absent = sorted(name for name in indexed if name not in files)
     if absent:
         raise UserError(f"{folder / INDEX} names {absent[0]}, but {indexed[absent[0]]} lacks it: copy both again")
 

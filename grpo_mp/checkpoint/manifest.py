@@ -1,4 +1,4 @@
-"""The records of a folder in the making and of a whole one: which parts are there, with size and checksum."""
+"""Records of a converted folder, complete or not: its files with size and checksum, and comparing them."""
 
 import hashlib
 import json
@@ -12,34 +12,34 @@ import xxhash
 
 from grpo_mp.errors import UserError
 
-RECORD = "conversion.json"  # the source's fingerprint, and size and checksum of every file of every part
-JOINT = "joint"  # in the record: files that are of no one part
-RECORDS = "conversion"  # while the folder is in the making: one such record per part
+CONVERSION_RECORD = "conversion.json"  # the source's fingerprint, and size and checksum of every file of every part
+SHARED_FILES = "joint"  # key of the record: files that belong to no single part
+PART_RECORDS = "conversion"  # folder in an incomplete conversion: a record of each part
 HASH = "xxh3_128"
 Files = Mapping[str, Mapping[str, Any]]  # path below the folder -> {"bytes": size, "xxh3_128": digest}
 
 
 class Checksums:
-    """Checks a folder's files against the recorded sizes and checksums, each once. Threads may share it."""
+    """Compares a folder's files with the recorded sizes and checksums, each once. Threads may share it."""
 
-    def __init__(self, folder: Path, files: Files, or_else: str = "") -> None:
-        """`or_else`: what a user can do but copy the file again, to stand after those words."""
-        self._folder, self._files, self._or_else = folder, files, or_else
+    def __init__(self, folder: Path, files: Files, hint: str = "") -> None:
+        """`hint`: what a user can do instead of copying a file again; ends the error message."""
+        self._folder, self._files, self._hint = folder, files, hint
         self._checked: set[str] = set()
         self._lock = threading.Lock()
 
     @classmethod
     def of_conversion(cls, folder: Path) -> "Checksums":
-        """Of what a conversion wrote; knows no file where the folder is none. Raises UserError for a torn record."""
+        """Read a conversion's record; knows no file where there is none. Raises UserError for a torn record."""
         return cls(folder, _conversion_files(folder))
 
     @property
     def summary(self) -> str:
-        """For people, once all were checked."""
+        """What to tell people once all files were checked."""
         return f"{len(self._files)} files agree" if self._files else "none are recorded"
 
     def check(self, file: Path) -> None:
-        """Raises UserError where a recorded file is missing, cut short or changed; others count as right."""
+        """Raise UserError where a recorded file is missing, cut short or changed; other files pass."""
         name = str(file.relative_to(self._folder))
         with self._lock:
             if name in self._files and name not in self._checked:
@@ -47,40 +47,40 @@ class Checksums:
                 self._checked.add(name)
 
     def check_share(self, rank: int = 0, size: int = 1) -> None:
-        """`check` one of `size` shares of the files, largest first in turn; every rank must take one."""
+        """`check` a rank's share of the files, dealt out by size; every one of `size` ranks must call this."""
         by_size = sorted(self._files, key=lambda name: (-int(self._files[name]["bytes"]), name))
         for name in by_size[rank::size]:
             self.check(self._folder / name)
 
-    def _check(self, file: Path, wanted: Mapping[str, Any]) -> None:
-        if not file.is_file() or file.stat().st_size != wanted["bytes"]:
-            raise UserError(f"{file} is missing or cut short: copy it again{self._or_else}")
-        if _digest(file) != wanted[HASH]:
-            raise UserError(f"{file} differs from its checksum: copy it again{self._or_else}")
+    def _check(self, file: Path, expected: Mapping[str, Any]) -> None:
+        if not file.is_file() or file.stat().st_size != expected["bytes"]:
+            raise UserError(f"{file} is missing or cut short: copy it again{self._hint}")
+        if _digest(file) != expected[HASH]:
+            raise UserError(f"{file} differs from its checksum: copy it again{self._hint}")
 
 
-def is_there(folder: Path, name: str) -> bool:
-    """Whether an earlier start wrote the part, as its checksums say."""
-    record = read_json(record_of(folder, name))
-    return bool(record) and checksums(folder, name) == record
+def is_part_complete(folder: Path, name: str) -> bool:
+    """Tell whether an earlier start wrote the part, as its checksums say."""
+    record = read_json(part_record(folder, name))
+    return bool(record) and part_checksums(folder, name) == record
 
 
-def record_of(folder: Path, name: str) -> Path:
-    """Of one part, while the folder is in the making."""
-    return folder / RECORDS / f"{name}.json"
+def part_record(folder: Path, name: str) -> Path:
+    """Return the path of one part's record in an incomplete conversion."""
+    return folder / PART_RECORDS / f"{name}.json"
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Empty where the file is missing or torn."""
+    """Read a JSON object; returns an empty one where the file is missing or torn."""
     try:
-        held: dict[str, Any] = json.loads(file.read_text())
+        values: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return held
+    return values
 
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:
-    """Whole and on disk, or not there."""
+    """Write a file atomically: it is complete and on disk, or absent."""
     temporary = file.with_name(file.name + ".incomplete")
     with temporary.open("w") as stream:
         json.dump(values, stream, indent=2)
@@ -89,34 +89,34 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
     temporary.rename(file)
 
 
-def checksums(folder: Path, name: str) -> dict[str, dict[str, Any]]:
-    """Size and checksum of each file of a part, once it is on disk."""
+def part_checksums(folder: Path, name: str) -> dict[str, dict[str, Any]]:
+    """Compute size and checksum of each file of a part, once it is on disk."""
     path = folder / name
-    return checksums_of(folder, sorted(path.rglob("*")) if path.is_dir() else [path])
+    return checksums(folder, sorted(path.rglob("*")) if path.is_dir() else [path])
 
 
-def checksums_of(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """The same of files below the folder; their bytes are streamed."""
-    return {str(file.relative_to(folder)): _checksum(file) for file in files if file.is_file()}
+def checksums(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Compute size and checksum of files below the folder, once they are on disk; their bytes are streamed."""
+    return {str(file.relative_to(folder)): _size_and_checksum(file) for file in files if file.is_file()}
 
 
 def _conversion_files(folder: Path) -> dict[str, dict[str, Any]]:
-    if not (folder / RECORD).is_file():
+    if not (folder / CONVERSION_RECORD).is_file():
         return {}
     try:
-        record = json.loads((folder / RECORD).read_text())
-        parts = [*record["parts"].values(), record.get(JOINT, {})]
-        found = {name: dict(one) for part in parts for name, one in part.items()}
-        if all(isinstance(one["bytes"], int) and isinstance(one[HASH], str) for one in found.values()):
-            return found
+        record = json.loads((folder / CONVERSION_RECORD).read_text())
+        parts = [*record["parts"].values(), record.get(SHARED_FILES, {})]
+        files = {name: dict(entry) for part in parts for name, entry in part.items()}
+        if all(isinstance(entry["bytes"], int) and isinstance(entry[HASH], str) for entry in files.values()):
+            return files
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
-    raise UserError(f"{folder / RECORD} is torn: copy it again")
+    raise UserError(f"{folder / CONVERSION_RECORD} is torn: copy it again")
 
 
-def _checksum(file: Path) -> dict[str, Any]:
+def _size_and_checksum(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
-        os.fsync(stream.fileno())  # what the record names is on disk
+        os.fsync(stream.fileno())  # a file that a record names is on disk
     return {"bytes": file.stat().st_size, HASH: _digest(file)}
 
 

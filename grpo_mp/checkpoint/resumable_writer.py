@@ -1,6 +1,6 @@
-"""A folder in the making: part by part, with checksums, so that a second start goes on where the first stopped.
+"""Write a folder part by part, with checksums, so that a second start goes on where the first stopped.
 
-It stands beside its final name as NAME.incomplete and is renamed when it is whole.
+It is written beside its final name as NAME.incomplete and renamed when it is complete.
 """
 
 import hashlib
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from grpo_mp.checkpoint.manifest import (
-    JOINT,
-    RECORD,
-    RECORDS,
+    CONVERSION_RECORD,
+    PART_RECORDS,
+    SHARED_FILES,
     checksums,
-    checksums_of,
-    is_there,
+    is_part_complete,
+    part_checksums,
+    part_record,
     read_json,
-    record_of,
     write_json,
 )
 from grpo_mp.checkpoint.worker_group import WorkerGroup
@@ -31,148 +31,150 @@ from grpo_mp.errors import UserError
 PART_BYTES = 2**29
 MAX_PENDING_WRITES = 2  # parts on their way to the disk
 NUM_READERS = 2  # parameters of one part that are read and cast at a time
-Made = TypeVar("Made")
-Finish = Callable[[Path], Sequence[str]]
-Watch = Callable[[int, int], None]  # bytes just written, bytes to write in all by this start
+Content = TypeVar("Content")
+ProgressCallback = Callable[[int, int], None]  # bytes just written, bytes to write in all by this start
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is written at once: `bytes` of the parameters in `params`, as the file or folder `name`."""
+    """What is written at once: the parameters `params`, of `bytes` in all, as the file or folder `name`."""
 
     name: str
     params: tuple[str, ...]
     bytes: int
 
 
-def check_apart(source: Path, final: Path) -> None:
+def check_destination(source: Path, destination: Path) -> None:
     """Raise UserError where a conversion would write over its own source."""
-    if final.resolve() == source.resolve():
-        raise UserError(f"{final} is the source of this conversion, too: choose another destination")
+    if destination.resolve() == source.resolve():
+        raise UserError(f"{destination} is the source of this conversion, too: choose another destination")
 
 
-def divide(sizes: Mapping[str, int], limit: int) -> list[tuple[tuple[str, ...], int]]:
-    """Names and their bytes -> runs of names, in order, of at most `limit` bytes or one name, with their bytes."""
-    runs: list[tuple[list[str], int]] = []
+def split_by_bytes(sizes: Mapping[str, int], max_bytes: int) -> list[tuple[tuple[str, ...], int]]:
+    """Split names, in order, into groups of at most `max_bytes` or one name. Returns names and bytes of each."""
+    groups: list[tuple[list[str], int]] = []
     for name, size in sizes.items():
-        if not runs or runs[-1][1] + size > limit:
-            runs.append(([], 0))
-        names, held = runs[-1]
-        runs[-1] = ([*names, name], held + size)
-    return [(tuple(names), held) for names, held in runs]
+        if not groups or groups[-1][1] + size > max_bytes:
+            groups.append(([], 0))
+        names, total = groups[-1]
+        groups[-1] = ([*names, name], total + size)
+    return [(tuple(names), total) for names, total in groups]
 
 
-def fingerprint(files: Iterable[Path], *what: object) -> str:
-    """Of files by name, size and time of change, and of what is made of them."""
+def fingerprint(files: Iterable[Path], *options: object) -> str:
+    """Hash name, size and modification time of a conversion's source files, and its options."""
     stats = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    return hashlib.sha256(json.dumps([stats, [str(each) for each in what]]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([stats, [str(option) for option in options]]).encode()).hexdigest()
 
 
-def build(
-    final: Path,
+def write_parts(
+    destination: Path,
     source: str,
     parts: Sequence[Part],
-    make: Callable[[Part], Made],
-    write: Callable[[Path, Made], None],
-    finish: Finish,
-    watch: Watch,
-    team: WorkerGroup | None = None,
+    load: Callable[[Part], Content],
+    save: Callable[[Path, Content], None],
+    finish: Callable[[Path], Sequence[str]],
+    report_progress: ProgressCallback,
+    workers: WorkerGroup | None = None,
 ) -> None:
-    """Make and write the parts that are not there yet, then `finish`, then rename; nothing where `final` is there.
+    """Load and save the parts that are missing, then `finish`, then rename; does nothing where `destination` exists.
 
-    `write` gets the path of its part, `finish` the incomplete folder; it returns which files it made need checksums.
-    Up to three parts are in memory. The ranks of a
-    `team` divide the parts by bytes; the first finishes and watches. Raises UserError where `final` or its beginning
-    are of another source, and where the disk is too small.
+    `source` is a fingerprint. `save` gets the path of its part, `finish` the incomplete folder; it returns which files
+    it wrote need checksums. Up to three parts are in memory. The workers divide the parts by bytes; the first one
+    finishes and reports progress. Raises UserError where `destination` or its incomplete folder are of another source,
+    and where the disk is too small.
     """
-    team = team or WorkerGroup()
-    folder = final.with_name(final.name + ".incomplete")
-    names = team.agree(lambda: _prepare(final, folder, source, parts))
+    workers = workers or WorkerGroup()
+    folder = destination.with_name(destination.name + ".incomplete")
+    names = workers.broadcast(lambda: _prepare(destination, folder, source, parts))
     if names is None:
         return
     missing = [part for part in parts if part.name in names]
-    total, seen = sum(part.bytes for part in missing), 0
-    for done in _written(folder, share(missing, team.rank, team.size), make, write, team):
-        if team.rank == 0 and done > seen:
-            watch(done - seen, total)
-            seen = done
-    if team.rank == 0:
-        for done in team.until(total):
-            watch(done - seen, total)
-            seen = done
-        _publish(folder, final, source, parts, finish)
+    total, reported = sum(part.bytes for part in missing), 0
+    for written in _write_missing(folder, parts_of_rank(missing, workers.rank, workers.size), load, save, workers):
+        if workers.rank == 0 and written > reported:
+            report_progress(written - reported, total)
+            reported = written
+    if workers.rank == 0:
+        for written in workers.wait_until(total):
+            report_progress(written - reported, total)
+            reported = written
+        _publish(folder, destination, source, parts, finish)
 
 
-def each_in_threads(make: Callable[[str], Made], names: Sequence[str]) -> Iterator[Made]:
-    """What `make` returns for each name, in order; some are made at a time."""
-    with ThreadPoolExecutor(NUM_READERS) as makers:
-        yield from makers.map(make, names)
+def map_in_threads(load: Callable[[str], Content], names: Sequence[str]) -> Iterator[Content]:
+    """Yield what `load` returns for each name, in order; `NUM_READERS` run at a time."""
+    with ThreadPoolExecutor(NUM_READERS) as executor:
+        yield from executor.map(load, names)
 
 
-def share(parts: Sequence[Part], rank: int, size: int) -> list[Part]:
-    """A rank's run of the parts: those that begin in its share of the bytes."""
+def parts_of_rank(parts: Sequence[Part], rank: int, size: int) -> list[Part]:
+    """Return a rank's contiguous parts: those that begin in its share of the bytes."""
     total = max(sum(part.bytes for part in parts), 1)
-    begins = accumulate((part.bytes for part in parts), initial=0)
-    return [part for part, begin in zip(parts, begins, strict=False) if min(begin * size // total, size - 1) == rank]
+    starts = accumulate((part.bytes for part in parts), initial=0)
+    return [part for part, start in zip(parts, starts, strict=False) if min(start * size // total, size - 1) == rank]
 
 
-def _prepare(final: Path, folder: Path, source: str, parts: Sequence[Part]) -> list[str] | None:
-    """Names of the parts that are still to be written, in a folder made for them; None where all is done."""
-    if final.exists():
-        _check_same(final, source, "holds something else: choose another destination")
-        shutil.rmtree(final / RECORDS, ignore_errors=True)  # where an earlier start was killed at the very end
+def _prepare(destination: Path, folder: Path, source: str, parts: Sequence[Part]) -> list[str] | None:
+    """Create or clean the incomplete folder. Returns names of the parts to write; None where all is done."""
+    if destination.exists():
+        _check_source(destination, source, "holds something else: choose another destination")
+        shutil.rmtree(destination / PART_RECORDS, ignore_errors=True)  # an earlier start was killed at the very end
         return None
-    done: set[str] = set()
+    complete: set[str] = set()
     if folder.exists():
-        _check_same(folder, source, "is of another conversion, or of none: choose another destination")
-        done = {part.name for part in parts if is_there(folder, part.name)}
-        _sweep(folder, done | {RECORD, RECORDS})
-    missing = [part for part in parts if part.name not in done]
+        _check_source(folder, source, "is of another conversion, or of none: choose another destination")
+        complete = {part.name for part in parts if is_part_complete(folder, part.name)}
+        for path in folder.iterdir():  # half-written parts, and temporary files of libraries
+            if path.name not in complete | {CONVERSION_RECORD, PART_RECORDS}:
+                _remove(path)
+    missing = [part for part in parts if part.name not in complete]
     _check_disk(folder, sum(part.bytes for part in missing))
-    (folder / RECORDS).mkdir(parents=True, exist_ok=True)
-    write_json(folder / RECORD, {"source": source})
+    (folder / PART_RECORDS).mkdir(parents=True, exist_ok=True)
+    write_json(folder / CONVERSION_RECORD, {"source": source})
     return [part.name for part in missing]
 
 
-def _written(
+def _write_missing(
     folder: Path,
     parts: Iterable[Part],
-    make: Callable[[Part], Made],
-    write: Callable[[Path, Made], None],
-    team: WorkerGroup,
+    load: Callable[[Part], Content],
+    save: Callable[[Path, Content], None],
+    workers: WorkerGroup,
 ) -> Iterator[int]:
-    """Yields the bytes that all ranks have written. One part is made while another is written and a third is synced."""
-    with ThreadPoolExecutor(MAX_PENDING_WRITES) as behind:
-        flying: deque[Future[int]] = deque()
+    """Yield the bytes written by all ranks. One part is loaded while another is saved and a third is synced."""
+    with ThreadPoolExecutor(MAX_PENDING_WRITES) as executor:
+        pending: deque[Future[int]] = deque()
         for part in parts:
-            made = make(part)
-            if len(flying) == MAX_PENDING_WRITES:
-                yield team.count(flying.popleft().result())
-            flying.append(behind.submit(_put, folder, part, write, made))
-            del made
-        for last in flying:
-            yield team.count(last.result())
+            content = load(part)
+            if len(pending) == MAX_PENDING_WRITES:
+                yield workers.add_bytes(pending.popleft().result())
+            pending.append(executor.submit(_write_part, folder, part, save, content))
+            del content
+        for future in pending:
+            yield workers.add_bytes(future.result())
 
 
-def _put(folder: Path, part: Part, write: Callable[[Path, Made], None], made: Made) -> int:
+def _write_part(folder: Path, part: Part, save: Callable[[Path, Content], None], content: Content) -> int:
     _remove(folder / part.name)
-    write(folder / part.name, made)
-    write_json(record_of(folder, part.name), checksums(folder, part.name))
+    save(folder / part.name, content)
+    write_json(part_record(folder, part.name), part_checksums(folder, part.name))
     return part.bytes
 
 
-def _publish(folder: Path, final: Path, source: str, parts: Sequence[Part], finish: Finish) -> None:
-    joint = finish(folder)
-    records = {part.name: read_json(record_of(folder, part.name)) for part in parts}
-    sums = checksums_of(folder, [folder / name for name in joint])
-    write_json(folder / RECORD, {"source": source, "parts": records, JOINT: sums})
-    folder.rename(final)
-    shutil.rmtree(final / RECORDS)
+def _publish(
+    folder: Path, destination: Path, source: str, parts: Sequence[Part], finish: Callable[[Path], Sequence[str]]
+) -> None:
+    shared = checksums(folder, [folder / name for name in finish(folder)])
+    records = {part.name: read_json(part_record(folder, part.name)) for part in parts}
+    write_json(folder / CONVERSION_RECORD, {"source": source, "parts": records, SHARED_FILES: shared})
+    folder.rename(destination)
+    shutil.rmtree(destination / PART_RECORDS)
 
 
-def _check_same(folder: Path, source: str, otherwise: str) -> None:
-    if read_json(folder / RECORD).get("source") != source:
-        raise UserError(f"{folder} {otherwise}")
+def _check_source(folder: Path, source: str, message: str) -> None:
+    if read_json(folder / CONVERSION_RECORD).get("source") != source:
+        raise UserError(f"{folder} {message}")
 
 
 def _check_disk(folder: Path, needed: int) -> None:
@@ -180,13 +182,6 @@ def _check_disk(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise UserError(f"{existing}: the disk has {free:,} bytes free and {needed:,} are needed: make room first")
-
-
-def _sweep(folder: Path, keep: set[str]) -> None:
-    """Remove what an earlier start left half-written: under the names of parts, or of libraries' temporary files."""
-    for path in folder.iterdir():
-        if path.name not in keep:
-            _remove(path)
 
 
 def _remove(path: Path) -> None:

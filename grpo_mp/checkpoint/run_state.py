@@ -1,4 +1,4 @@
-"""Steps as transactions on disk: a checkpoint counts once its manifest, written last, is there."""
+"""A run's folder and checkpoints: a checkpoint is complete once its manifest, written last, is there."""
 
 import json
 import os
@@ -8,30 +8,30 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums_of
+from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums, write_json
 from grpo_mp.errors import UserError
 
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
 FINAL = "final"  # the exported Hugging Face folder
 STEP = re.compile(r"step_([0-9]{6,})")  # other names are copies that users made
-WRITTEN_BY = re.compile(r"__([0-9]+)_[0-9]+\.distcp")  # Megatron's files of tensors name the rank that wrote them
+DISTCP_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")  # the number is the rank that wrote the file
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run stands between two steps."""
+    """What a run must know to go on between two steps."""
 
     step: int = 0  # steps done
     optimizer_step: int = 0
     samples_seen: int = 0
     weight_version: int = 0
-    cursor: dict[str, Any] | None = None  # of the train prompts
+    cursor: dict[str, Any] | None = None  # position in the train prompts
     groups_launched: int = 0
     solve_streak: dict[str, int] = field(default_factory=dict)  # by prompt index
     resting: dict[str, int] = field(default_factory=dict)  # prompt index -> step after which it is taken again
-    controls: dict[str, float] = field(default_factory=dict)  # what adaptive weights have come to
-    reference_refreshed: bool = False  # the checkpoint holds a reference of its own
+    controls: dict[str, float] = field(default_factory=dict)  # current values of adaptive weights
+    reference_refreshed: bool = False  # the checkpoint has a reference of its own
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
@@ -39,71 +39,69 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
 
 
 def own_checksums(folder: Path, rank: int = 0, size: int = 1) -> Files:
-    """Size and checksum of the files that this of `size` ranks wrote; the first rank has those that name none.
+    """Compute size and checksum of the files that this of `size` ranks wrote; the first has those that name no rank.
 
-    A rank reads what it has just written, while its machine still holds it in memory.
+    A rank reads what it has just written, while its machine still has it in memory.
     """
-    owners = {file: WRITTEN_BY.fullmatch(file.name) for file in _files(folder) if not file.name.startswith(MANIFEST)}
-    return checksums_of(folder, [file for file, by in owners.items() if (int(by[1]) % size if by else 0) == rank])
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(MANIFEST))
+    writers = {file: DISTCP_FILE.fullmatch(file.name) for file in files}
+    own = [file for file, writer in writers.items() if (int(writer[1]) % size if writer else 0) == rank]
+    return checksums(folder, own)
 
 
 def write_manifest(folder: Path, state: TrainState, files: Files | None = None) -> None:
-    """Declare the checkpoint whole: the state, and size and checksum of every file, which must be on disk already.
+    """Complete a checkpoint: write the state, and size and checksum of every file, which must be on disk already.
 
-    `files`: what `own_checksums` of all ranks found (default: found here).
+    `files`: `own_checksums` of all ranks (default: computed here).
     """
-    temporary = folder / (MANIFEST + ".incomplete")
-    held = own_checksums(folder) if files is None else files
-    with temporary.open("w") as file:
-        json.dump({"state": asdict(state), "files": dict(sorted(held.items()))}, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / MANIFEST)
+    files = own_checksums(folder) if files is None else files
+    write_json(folder / MANIFEST, {"state": asdict(state), "files": dict(sorted(files.items()))})
 
 
 def read_manifest(folder: Path) -> TrainState:
-    """The state of a whole checkpoint.
+    """Read the state of a complete checkpoint.
 
     Raises UserError for a manifest that this version did not write, and where a file it names is missing or cut.
     """
-    state, files = _read(folder)
-    torn = next((name for name, held in files.items() if not _has_size(folder / name, held["bytes"])), None)
-    if torn:
-        raise UserError(
-            f"{folder}: the checkpoint is torn, {torn} is missing or cut short: copy it again{_or_else(folder)}"
-        )
+    state, files = _parse_manifest(folder)
+    for name, entry in files.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != entry["bytes"]:
+            raise UserError(
+                f"{folder}: the checkpoint is torn, {name} is missing or cut short: copy it again{_rename_hint(folder)}"
+            )
     return state
 
 
 def checkpoint_checksums(folder: Path) -> Checksums:
-    """What compares a whole checkpoint's files with their checksums. Raises UserError as `read_manifest`."""
-    return Checksums(folder, _read(folder)[1], _or_else(folder))
+    """Return what compares a complete checkpoint's files with their checksums. Raises as `read_manifest`."""
+    return Checksums(folder, _parse_manifest(folder)[1], _rename_hint(folder))
 
 
 def latest_checkpoint(run_folder: Path) -> Path | None:
-    """The newest whole checkpoint, or None."""
-    whole = _whole_checkpoints(run_folder)
-    return whole[-1] if whole else None
+    """Return the newest complete checkpoint, or None."""
+    checkpoints = _complete_checkpoints(run_folder)
+    return checkpoints[-1] if checkpoints else None
 
 
 def begin_checkpoint(folder: Path) -> None:
-    """An empty folder to save into; what a killed save left there goes."""
+    """Make an empty folder to save into; removes what a killed save left there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
 def prune_checkpoints(run_folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` whole checkpoints, manifest first."""
-    for folder in _whole_checkpoints(run_folder)[:-keep]:
+    """Remove all but the newest `keep` complete checkpoints, manifest first."""
+    for folder in _complete_checkpoints(run_folder)[:-keep]:
         (folder / MANIFEST).unlink()
         shutil.rmtree(folder)
 
 
 def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
-    """Refuse a folder that cannot be this run's. `resolved`: the run's settings as YAML. Nothing is written.
+    """Check that a folder can be this run's; writes nothing. `resolved`: the run's settings as YAML.
 
     Raises UserError: not a folder or not writable, results of other settings in it, results without `resume`, or a
-    torn checkpoint to resume from. What a start left that never made a step is no obstacle.
+    torn checkpoint to resume from. A start that never finished a step leaves no obstacle.
     """
     existing = next(path for path in (run_folder, *run_folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -112,10 +110,10 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
     file = run_folder / SETTINGS
     if checkpoint is None and not (run_folder / "metrics.jsonl").exists():
         return
-    changed = _difference(file.read_text(), resolved) if file.exists() else f"it has no {SETTINGS}"
-    if changed:
+    difference = _settings_difference(file.read_text(), resolved) if file.exists() else f"it has no {SETTINGS}"
+    if difference:
         raise UserError(
-            f"{run_folder} holds a run of other settings ({changed}): choose another run.folder, or move it away"
+            f"{run_folder} holds a run of other settings ({difference}): choose another run.folder, or move it away"
         )
     if checkpoint and not resume:
         raise UserError(f"{run_folder} holds checkpoints of this run: set run.resume=auto to go on, or move it away")
@@ -131,47 +129,42 @@ def claim_run_folder(run_folder: Path, resolved: str) -> None:
     temporary.rename(run_folder / SETTINGS)
 
 
-def _difference(old: str, new: str) -> str:
-    """The first line in which two resolved files differ, without settings that may change between attempts."""
-    free = ("steps:", "save_every:", "eval_every:", "resume:", "keep_checkpoints:", "export:")
-    olds, news = ([line for line in text.splitlines() if not line.strip().startswith(free)] for text in (old, new))
-    for was, now in zip(olds, news, strict=False):
-        if was != now:
-            return f"{was.strip()} there, {now.strip()} here"
-    return "" if len(olds) == len(news) else "one has more settings"
+def _settings_difference(old: str, new: str) -> str:
+    """Describe the first line that differs, leaving out settings that may change between attempts."""
+    changeable = ("steps:", "save_every:", "eval_every:", "resume:", "keep_checkpoints:", "export:")
+    old_lines, new_lines = (
+        [line for line in text.splitlines() if not line.strip().startswith(changeable)] for text in (old, new)
+    )
+    for old_line, new_line in zip(old_lines, new_lines, strict=False):
+        if old_line != new_line:
+            return f"{old_line.strip()} there, {new_line.strip()} here"
+    return "" if len(old_lines) == len(new_lines) else "one has more settings"
 
 
-def _whole_checkpoints(run_folder: Path) -> list[Path]:
-    """Those that a run saved, oldest first. What users copied or renamed is theirs: neither chosen nor removed."""
+def _complete_checkpoints(run_folder: Path) -> list[Path]:
+    """List the checkpoints that a run saved, oldest first; users' copies and renamed ones are left alone."""
     steps = {path: STEP.fullmatch(path.name) for path in (run_folder / "checkpoints").glob("step_*")}
     numbers = {path: int(step[1]) for path, step in steps.items() if step and (path / MANIFEST).is_file()}
     own = [path for path, number in numbers.items() if path == checkpoint_folder(run_folder, number)]
     return sorted(own, key=lambda path: numbers[path])
 
 
-def _read(folder: Path) -> tuple[TrainState, Files]:
+def _parse_manifest(folder: Path) -> tuple[TrainState, Files]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         state = TrainState(**manifest["state"])
         files = {
-            str(name): {"bytes": int(held["bytes"]), HASH: str(held[HASH])} for name, held in manifest["files"].items()
+            str(name): {"bytes": int(entry["bytes"]), HASH: str(entry[HASH])}
+            for name, entry in manifest["files"].items()
         }
         if not isinstance(state.step, int) or state.step < 0:
             raise ValueError(f"step {state.step!r}")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
-            f"{folder / MANIFEST}: not a checkpoint manifest ({error!r}): copy it again{_or_else(folder)}"
+            f"{folder / MANIFEST}: not a checkpoint manifest ({error!r}): copy it again{_rename_hint(folder)}"
         ) from error
     return state, files
 
 
-def _or_else(folder: Path) -> str:
+def _rename_hint(folder: Path) -> str:
     return f", or rename {folder.name} to go on from the checkpoint before it"
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _has_size(file: Path, size: int) -> bool:
-    return file.is_file() and file.stat().st_size == size

@@ -1,4 +1,4 @@
-"""Reading pickles of Megatron's torch_dist format without running what they name.
+"""Read pickles of Megatron's torch_dist format without running what they name.
 
 `.metadata` is a pickle, and so are the objects beside tensors. torch would import and call whatever such a file
 names; a checkpoint may come from anywhere, so here only the few classes of the format are known.
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from grpo_mp.checkpoint.describe import TORCH_DIST
 from grpo_mp.errors import UserError
 
-FORMAT = {  # module -> names
+ALLOWED_NAMES = {  # module -> names
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
@@ -44,11 +44,11 @@ FORMAT = {  # module -> names
     "collections": ("OrderedDict", "defaultdict"),
     "pathlib": ("Path", "PosixPath", "PurePosixPath"),
 }
-FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch.load reads it at every call
+WEIGHTS_ONLY_ENV = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch.load reads it at every call
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of a torch_dist folder, with `read_metadata` of this file."""
+    """torch's reader of a torch_dist folder, but with this module's `read_metadata`."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         metadata = read_metadata(Path(self.path))
@@ -58,7 +58,7 @@ class SafeReader(FileSystemReader):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The folder's `.metadata`. Raises UserError where it is torn, or names anything that is not of the format."""
+    """Read the folder's `.metadata`. Raises UserError where it is torn, or names anything outside the format."""
     file = folder / TORCH_DIST
     try:
         with file.open("rb") as stream:
@@ -75,36 +75,36 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 @contextmanager
-def only_known_objects(folder: Path) -> Iterator[None]:
-    """Inside, Megatron loads from `folder` without running what its files name.
+def restrict_unpickling(folder: Path) -> Iterator[None]:
+    """Let Megatron load from `folder` without running what its files name.
 
     Raises UserError as `read_metadata`, which Megatron then unpickles anew; objects beside tensors, which Megatron
     reads by torch.load, are read as weights are.
     """
     read_metadata(folder)
-    before = os.environ.get(FORCE)
-    os.environ[FORCE] = "1"
+    before = os.environ.get(WEIGHTS_ONLY_ENV)
+    os.environ[WEIGHTS_ONLY_ENV] = "1"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[FORCE]
+            del os.environ[WEIGHTS_ONLY_ENV]
         else:
-            os.environ[FORCE] = before
+            os.environ[WEIGHTS_ONLY_ENV] = before
 
 
 class ForeignNameError(pickle.UnpicklingError):
-    """A pickle names what is not of its format."""
+    """A pickle names something outside its format."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if not is_dtype and name not in FORMAT.get(module, ()):
+        if not is_dtype and name not in ALLOWED_NAMES.get(module, ()):
             raise ForeignNameError(f"{module}.{name}")
         return super().find_class(module, name)
 
 
-def _is_metadata(found: Any) -> bool:
+def _is_metadata(value: Any) -> bool:
     tables = ("state_dict_metadata", "storage_data")
-    return isinstance(found, Metadata) and all(isinstance(getattr(found, table, None), dict) for table in tables)
+    return isinstance(value, Metadata) and all(isinstance(getattr(value, table, None), dict) for table in tables)

@@ -1,6 +1,5 @@
-"""From Megatron's torch_dist format to a Hugging Face folder, in the files' dtypes or as blockwise FP8."""
+"""Convert Megatron's torch_dist format to a Hugging Face folder, in the files' dtypes or as blockwise FP8."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,19 +11,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mp.checkpoint.aux_files import copy_aux_files
-from grpo_mp.checkpoint.hf_reader import INDEX, HfReader, holds_weights
+from grpo_mp.checkpoint.hf_reader import INDEX, HfReader, has_hf_weights
+from grpo_mp.checkpoint.hf_writer import shard_name, write_index
 from grpo_mp.checkpoint.non_policy_tensors import is_non_policy_tensor, open_non_policy_tensors
 from grpo_mp.checkpoint.resumable_writer import (
     PART_BYTES,
     Part,
-    Watch,
-    build,
-    check_apart,
-    divide,
-    each_in_threads,
+    ProgressCallback,
+    check_destination,
     fingerprint,
+    map_in_threads,
+    split_by_bytes,
+    write_parts,
 )
-from grpo_mp.checkpoint.to_megatron import Model, no_nan
+from grpo_mp.checkpoint.to_megatron import ModelMapping, check_nan
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
 from grpo_mp.checkpoint.worker_group import WorkerGroup
 from grpo_mp.models.fp8 import FP8, SCALE, quantise, requantise, scale_shape
@@ -33,7 +33,7 @@ from grpo_mp.models.mapping import Param, unfuse
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of the result as its file will have it."""
+    """Shape and dtype of a tensor in the new folder."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,85 +45,79 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class HfExporter:
-    """One conversion: where tensors come from. `original` has FP8 bytes to keep, `extras` what is no policy's."""
+    """Makes the new folder's tensors. `original`: folder of FP8 bytes to keep; `non_policy`: of the other tensors."""
 
-    model: Model
+    model: ModelMapping
     reader: TorchDistReader
     original: HfReader | None
-    extras: HfReader | None
+    non_policy: HfReader | None
     fp8: bool
 
-    def stored(self) -> dict[str, dict[str, TensorSpec]]:
-        """Tensors of the result by what they are made of: a parameter, or a tensor of `original` itself."""
-        made = {name: self._stored_of(name) for name in self.model.params}
-        return made | {name: self._stored_extra(name) for name in self._extra_names()}
+    def specs(self) -> dict[str, dict[str, TensorSpec]]:
+        """Return the new folder's tensors by source: a Megatron parameter, or a tensor outside the policy."""
+        specs = {name: self._param_specs(param) for name, param in self.model.params.items()}
+        if not self.non_policy:
+            return specs
+        names = sorted(name for name in self.non_policy.names if is_non_policy_tensor(name, self.model.hf))
+        return specs | {name: self._non_policy_specs(self.non_policy, name) for name in names}
 
     def tensors(self, source: str) -> Iterator[tuple[str, Tensor]]:
-        """What `stored` promised for one parameter or tensor. Raises UserError for NaN."""
+        """Yield the tensors that `specs` lists for a source. Raises UserError for NaN."""
         if source not in self.model.params:
-            yield from self._extra(source)
+            assert self.non_policy
+            for name in self._with_scale(self.non_policy, source):
+                yield name, self.non_policy.read_stored(name) if self.fp8 else self.non_policy.read(name)
             return
         param = self.model.params[source]
-        whole = no_nan(self.reader.read(self.model.places[source]), self.reader.folder, source)
-        for name, tensor in zip(param.hf, unfuse(param, whole), strict=True):
+        fused = check_nan(self.reader.read(self.model.slots[source]), self.reader.folder, source)
+        for name, tensor in zip(param.hf, unfuse(param, fused), strict=True):
             yield from self._quantised(name, tensor) if self._is_fp8(param, name) else [(name, tensor)]
 
     def _quantised(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         if self.original and name in self.original.names and self.original.dtype(name) == FP8:
-            kept = self.original.read_stored(name), self.original.read_stored(name + SCALE)
-            weight, scale = requantise(tensor, *kept)
+            old, old_scale = self.original.read_stored(name), self.original.read_stored(name + SCALE)
+            weight, scale = requantise(tensor, old, old_scale)
         else:
             weight, scale = quantise(tensor)
         yield from ((name, weight), (name + SCALE, scale))
 
-    def _stored_of(self, source: str) -> dict[str, TensorSpec]:
-        param, dtype = self.model.params[source], self.reader.dtype(self.model.places[source])
-        stored: dict[str, TensorSpec] = {}
+    def _param_specs(self, param: Param) -> dict[str, TensorSpec]:
+        dtype = self.reader.dtype(self.model.slots[param.name])
+        specs: dict[str, TensorSpec] = {}
         for name, shape in zip(param.hf, param.shapes, strict=True):
             fp8 = self._is_fp8(param, name)
-            stored[name] = TensorSpec(shape, FP8 if fp8 else dtype)
-            stored |= {name + SCALE: TensorSpec(scale_shape(shape), torch.float32)} if fp8 else {}
-        return stored
+            specs[name] = TensorSpec(shape, FP8 if fp8 else dtype)
+            specs |= {name + SCALE: TensorSpec(scale_shape(shape), torch.float32)} if fp8 else {}
+        return specs
 
     def _is_fp8(self, param: Param, name: str) -> bool:
-        """As in `original` where that is FP8, else as releases have it."""
+        """Tell whether to write FP8: what `original` has in FP8, or else what releases quantise."""
         if not self.fp8:
             return False
         if self.original and self.original.has_fp8:
             return name in self.original.names and self.original.dtype(name) == FP8
         return param.is_projection
 
-    def _extra_names(self) -> list[str]:
-        return (
-            sorted(name for name in self.extras.names if is_non_policy_tensor(name, self.model.hf))
-            if self.extras
-            else []
-        )
+    def _non_policy_specs(self, reader: HfReader, name: str) -> dict[str, TensorSpec]:
+        """Specs of a tensor that is copied unchanged, but dequantised where the new folder has no FP8."""
+        dequantised = reader.dtype(name) == FP8 and not self.fp8
+        return {
+            stored: TensorSpec(reader.shape(stored), reader.fp8_as if dequantised else reader.dtype(stored))
+            for stored in self._with_scale(reader, name)
+        }
 
-    def _stored_extra(self, name: str) -> dict[str, TensorSpec]:
-        return {each: TensorSpec(tuple(tensor.shape), tensor.dtype) for each, tensor in self._extra(name, meta=True)}
-
-    def _extra(self, name: str, meta: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Unchanged, but FP8 becomes values in a folder that has no FP8; `meta`: shapes and dtypes only."""
-        extras = self.extras
-        assert extras is not None
-        fp8 = extras.dtype(name) == FP8
-        for each in [name, name + SCALE] if fp8 and self.fp8 else [name]:
-            if meta:
-                dtype = extras.fp8_as if fp8 and not self.fp8 else extras.dtype(each)
-                yield each, torch.empty(extras.shape(each), dtype=dtype, device="meta")
-            else:
-                yield each, extras.read_stored(each) if self.fp8 else extras.read(each)
+    def _with_scale(self, reader: HfReader, name: str) -> list[str]:
+        return [name, name + SCALE] if self.fp8 and reader.dtype(name) == FP8 else [name]
 
 
 def to_hf(
     source: Path,
-    final: Path,
+    destination: Path,
     like: Path | None,
     fp8: bool,
-    watch: Watch,
+    report_progress: ProgressCallback,
     part_bytes: int = PART_BYTES,
-    team: WorkerGroup | None = None,
+    workers: WorkerGroup | None = None,
 ) -> None:
     """Convert a checkpoint, of a run or of `to_megatron`, to a Hugging Face folder.
 
@@ -131,44 +125,37 @@ def to_hf(
     not change keep the bytes they have in `like`. Tensors that are no part of the policy come from the checkpoint, or
     from `like` where it has none. Raises UserError as `to_megatron` does.
     """
-    check_apart(source, final)
-    others = like or source
-    model = Model.of(others)
+    check_destination(source, destination)
+    aux_source = like or source
+    model = ModelMapping.of(aux_source)
     with ExitStack() as stack:
-        original = stack.enter_context(HfReader(like, verify=True)) if like and holds_weights(like) else None
-        extras = open_non_policy_tensors(source, verify=True) or original
+        original = stack.enter_context(HfReader(like, verify=True)) if like and has_hf_weights(like) else None
+        non_policy = open_non_policy_tensors(source, verify=True) or original
         reader = TorchDistReader(source, verify=True)
         reader.check_layers(model.hf.int("num_hidden_layers"))
-        back = HfExporter(model, reader, original, extras, fp8)
-        stored = back.stored()
-        runs = divide({name: sum(one.bytes for one in made.values()) for name, made in stored.items()}, part_bytes)
-        parts = [Part(_file_name(number, len(runs)), *run) for number, run in enumerate(runs, start=1)]
+        exporter = HfExporter(model, reader, original, non_policy, fp8)
+        specs = exporter.specs()
+        sizes = {name: sum(spec.bytes for spec in outputs.values()) for name, outputs in specs.items()}
+        groups = split_by_bytes(sizes, part_bytes)
+        parts = [Part(shard_name(number, len(groups)), *group) for number, group in enumerate(groups, start=1)]
 
-        def make(part: Part) -> dict[str, Tensor]:
-            made = each_in_threads(lambda of: list(back.tensors(of)), part.params)
-            return {name: tensor.contiguous() for tensors in made for name, tensor in tensors}
+        def load(part: Part) -> dict[str, Tensor]:
+            by_source = map_in_threads(lambda name: list(exporter.tensors(name)), part.params)
+            return {name: tensor.contiguous() for tensors in by_source for name, tensor in tensors}
 
-        def write(file: Path, tensors: dict[str, Tensor]) -> None:
+        def save(file: Path, tensors: dict[str, Tensor]) -> None:
             save_file(tensors, file, metadata={"format": "pt"})
 
         def finish(folder: Path) -> Sequence[str]:
-            copy_aux_files(others, folder, fp8)
+            copy_aux_files(aux_source, folder, fp8)
             if len(parts) == 1:
                 return ()
-            _write_index(folder, parts, stored)
+            weight_map = {
+                name: part.name for part in parts for source_name in part.params for name in specs[source_name]
+            }
+            write_index(folder, weight_map, sum(sizes.values()))
             return (INDEX,)
 
-        files = [*(file for file in back.reader.folder.rglob("*") if file.is_file()), others / "config.json"]
-        made_of = fingerprint([*files, *(original.files if original else ())], "to-hf", fp8, part_bytes)
-        build(final, made_of, parts, make, write, finish, watch, team)
-
-
-def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def _write_index(folder: Path, parts: list[Part], stored: dict[str, dict[str, TensorSpec]]) -> None:
-    weight_map = {name: part.name for part in parts for source in part.params for name in stored[source]}
-    total = sum(one.bytes for made in stored.values() for one in made.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+        files = [*(file for file in reader.folder.rglob("*") if file.is_file()), aux_source / "config.json"]
+        source_hash = fingerprint([*files, *(original.files if original else ())], "to-hf", fp8, part_bytes)
+        write_parts(destination, source_hash, parts, load, save, finish, report_progress, workers)

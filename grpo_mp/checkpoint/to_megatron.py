@@ -1,29 +1,27 @@
-"""From a Hugging Face folder to Megatron's torch_dist format and back, a bounded part at a time, without a model."""
+"""Convert a Hugging Face folder to Megatron's torch_dist format, a bounded part at a time, without a model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mp.checkpoint.aux_files import copy_aux_files
-from grpo_mp.checkpoint.hf_reader import HfReader
+from grpo_mp.checkpoint.hf_reader import HfReader, check_tensors
 from grpo_mp.checkpoint.non_policy_tensors import NON_POLICY, check_layers, is_non_policy_tensor
 from grpo_mp.checkpoint.resumable_writer import (
     PART_BYTES,
     Part,
-    Watch,
-    build,
-    check_apart,
-    divide,
-    each_in_threads,
+    ProgressCallback,
+    check_destination,
     fingerprint,
+    map_in_threads,
+    split_by_bytes,
+    write_parts,
 )
-from grpo_mp.checkpoint.torch_dist import JOINT, CheckpointSlot, join_parts, slot_of, write_part
-from grpo_mp.checkpoint.validate import check_tensors
+from grpo_mp.checkpoint.torch_dist import GLOBAL_FILES, CheckpointSlot, merge_parts, slot_of, write_part
 from grpo_mp.checkpoint.worker_group import WorkerGroup
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
@@ -33,16 +31,16 @@ from grpo_mp.models.mapping import Param, fuse
 
 
 @dataclass(frozen=True)
-class Model:
-    """The parameters of one architecture and where they stand in a checkpoint; aliases are stored once."""
+class ModelMapping:
+    """A model's parameters without aliases, and each one's slot in a torch_dist checkpoint."""
 
     hf: HfConfig
     params: Mapping[str, Param]
-    places: Mapping[str, CheckpointSlot]
+    slots: Mapping[str, CheckpointSlot]
 
     @classmethod
-    def of(cls, folder: Path) -> "Model":
-        """Of the folder's config.json. Raises UserError where it is missing or not supported."""
+    def of(cls, folder: Path) -> "ModelMapping":
+        """Make it from the folder's config.json. Raises UserError where that is missing or not supported."""
         hf = HfConfig.read(folder)
         family = family_of(hf)
         params = {name: param for name, param in family.params(hf).items() if not param.alias}
@@ -51,46 +49,54 @@ class Model:
 
 
 def to_megatron(
-    source: Path, final: Path, watch: Watch, part_bytes: int = PART_BYTES, team: WorkerGroup | None = None
+    source: Path,
+    destination: Path,
+    report_progress: ProgressCallback,
+    part_bytes: int = PART_BYTES,
+    workers: WorkerGroup | None = None,
 ) -> None:
     """Convert a Hugging Face folder; config and tokenizer go with the weights.
 
-    Raises UserError, before the first byte where it can: torn files, missing, unknown or wrongly shaped tensors, a
-    full disk, another model at `final`; and for NaN. The source is only read; FP8 is stored as bfloat16, save
-    in tensors that are no part of the policy, which stay as they are.
+    Raises UserError, if possible before the first byte is written: torn files, missing, unknown or wrongly shaped
+    tensors, a full disk, another model at `destination`, NaN. The source is only read. FP8 is stored as bfloat16,
+    except in tensors that are no part of the policy, which stay as they are.
     """
-    check_apart(source, final)
-    model = Model.of(source)
+    check_destination(source, destination)
+    model = ModelMapping.of(source)
     with HfReader(source, verify=True) as reader:
         check_names(reader, model)
-        runs = divide({name: _bytes(reader, param) for name, param in model.params.items()}, part_bytes)
-        parts = [Part(f"part_{number:05d}", *run) for number, run in enumerate(runs)]
-        extras = divide(_extra_sizes(reader, model.hf), part_bytes)
-        kept = [Part(f"{NON_POLICY}{number:05d}.safetensors", *run) for number, run in enumerate(extras)]
+        sizes = {name: _num_bytes(reader, param) for name, param in model.params.items()}
+        parts = [Part(f"part_{i:05d}", *group) for i, group in enumerate(split_by_bytes(sizes, part_bytes))]
+        sizes = _non_policy_bytes(reader, model.hf)
+        non_policy_parts = [
+            Part(f"{NON_POLICY}{i:05d}.safetensors", *group)
+            for i, group in enumerate(split_by_bytes(sizes, part_bytes))
+        ]
 
-        def make(part: Part) -> list[tuple[CheckpointSlot, Tensor]] | dict[str, Tensor]:
-            if part in kept:
+        def load(part: Part) -> list[tuple[CheckpointSlot, Tensor]] | dict[str, Tensor]:
+            if part in non_policy_parts:
                 return {name: reader.read_stored(name) for name in part.params}
-            fused = each_in_threads(lambda name: _fused(reader, model, name), part.params)
-            return [(model.places[name], tensor) for name, tensor in zip(part.params, fused, strict=True)]
+            fused = map_in_threads(lambda name: _read_fused(reader, model.params[name]), part.params)
+            return [(model.slots[name], tensor) for name, tensor in zip(part.params, fused, strict=True)]
 
-        def write(path: Path, made: list[tuple[CheckpointSlot, Tensor]] | dict[str, Tensor]) -> None:
-            if isinstance(made, dict):
-                save_file(made, path, metadata={"format": "pt"})
+        def save(path: Path, tensors: list[tuple[CheckpointSlot, Tensor]] | dict[str, Tensor]) -> None:
+            if isinstance(tensors, dict):
+                save_file(tensors, path, metadata={"format": "pt"})
             else:
-                write_part(path, made)
+                write_part(path, tensors)
 
         def finish(folder: Path) -> Sequence[str]:
-            join_parts(folder, [part.name for part in parts])
+            merge_parts(folder, [part.name for part in parts])
             copy_aux_files(source, folder)
-            return JOINT
+            return GLOBAL_FILES
 
-        made_of = fingerprint([*reader.files, source / "config.json"], "to-megatron", part_bytes)
-        build(final, made_of, [*parts, *kept], make, write, finish, watch, team)
+        source_hash = fingerprint([*reader.files, source / "config.json"], "to-megatron", part_bytes)
+        all_parts = [*parts, *non_policy_parts]
+        write_parts(destination, source_hash, all_parts, load, save, finish, report_progress, workers)
 
 
-def check_names(reader: HfReader, model: Model) -> None:
-    """Raise UserError where the folder lacks tensors, has one that the mapping does not know, or one of wrong shape."""
+def check_names(reader: HfReader, model: ModelMapping) -> None:
+    """Raise UserError where the folder lacks a tensor, or has one that the mapping lacks or of another shape."""
     check_tensors(reader, model.params.values())
     check_layers(reader.names, model.hf)
     known = {name for param in model.params.values() for name in param.hf}
@@ -100,29 +106,26 @@ def check_names(reader: HfReader, model: Model) -> None:
         raise UserError(f"{reader.folder}: the mapping of {model.hf.model_type} does not know the tensor {unknown[0]}")
 
 
-def _bytes(reader: HfReader, param: Param) -> int:
+def _num_bytes(reader: HfReader, param: Param) -> int:
     dtypes = {reader.dtype(name) for name in param.hf}
     if len(dtypes) > 1:
         raise UserError(f"{reader.folder}: {' and '.join(param.hf)} have different dtypes, but are one parameter")
-    return sum(prod(shape) for shape in param.shapes) * _read_dtype(reader, dtypes.pop()).itemsize
+    stored = dtypes.pop()
+    dtype = reader.fp8_as if stored == FP8 else stored
+    return sum(prod(shape) for shape in param.shapes) * dtype.itemsize
 
 
-def _extra_sizes(reader: HfReader, hf: HfConfig) -> dict[str, int]:
+def _non_policy_bytes(reader: HfReader, hf: HfConfig) -> dict[str, int]:
     names = sorted(name for name in reader.stored_names if is_non_policy_tensor(name, hf))
     return {name: prod(reader.shape(name)) * reader.dtype(name).itemsize for name in names}
 
 
-def _read_dtype(reader: HfReader, stored: torch.dtype) -> torch.dtype:
-    return reader.fp8_as if stored == FP8 else stored
+def _read_fused(reader: HfReader, param: Param) -> Tensor:
+    return fuse(param, [check_nan(reader.read(name), reader.folder, name) for name in param.hf]).contiguous()
 
 
-def _fused(reader: HfReader, model: Model, name: str) -> Tensor:
-    param = model.params[name]
-    return fuse(param, [no_nan(reader.read(hf_name), reader.folder, hf_name) for hf_name in param.hf]).contiguous()
-
-
-def no_nan(tensor: Tensor, folder: Path, name: str) -> Tensor:
-    """The tensor itself. Raises UserError where it holds NaN."""
-    if bool(tensor.max().isnan()):  # the largest of values with NaN among them is NaN
+def check_nan(tensor: Tensor, folder: Path, name: str) -> Tensor:
+    """Return the tensor itself. Raises UserError where it has NaN."""
+    if bool(tensor.max().isnan()):  # max passes NaN on
         raise UserError(f"{folder}: the tensor {name} holds NaN: take another checkpoint")
     return tensor

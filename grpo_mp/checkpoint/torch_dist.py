@@ -1,4 +1,4 @@
-"""Megatron's torch_dist format without a model: where a parameter stands in it, and writing it part by part.
+"""Megatron's torch_dist format without a model: a parameter's slot in it, and writing it part by part.
 
 A checkpoint is a `.metadata` of torch.distributed.checkpoint that names every chunk's file, Megatron's metadata.json
 and common.pt. Tensors are whole-model tensors, so any layout reads its shards of them.
@@ -26,35 +26,35 @@ from grpo_mp.checkpoint.safe_metadata import read_metadata
 from grpo_mp.models.mapping import Param
 
 COMMON = "common.pt"
-JOINT = (TORCH_DIST, COMMON, CONFIG_FNAME)  # files of the whole checkpoint
+GLOBAL_FILES = (TORCH_DIST, COMMON, CONFIG_FNAME)  # of the whole checkpoint
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.weight)\d+$")
 
 
 @dataclass(frozen=True)
 class CheckpointSlot:
-    """A parameter's tensor in a checkpoint: `stacked` are (position, size) of the axes in front of its own."""
+    """Where a checkpoint has a parameter: in the tensor `key`, at (position, size) of the `stacked` leading axes."""
 
     key: str
     stacked: tuple[tuple[int, int], ...]
     shape: tuple[int, ...]  # of the parameter itself
-    padded: bool = False  # a checkpoint may have more rows
+    padded: bool = False  # the vocabulary may have more rows in the checkpoint
 
     def accepts(self, size: tuple[int, ...]) -> bool:
-        """Whether a tensor of this size holds the parameter."""
-        whole = (*(count for _, count in self.stacked), *self.shape)
+        """Tell whether a tensor of this size can contain the parameter."""
+        expected = (*(count for _, count in self.stacked), *self.shape)
         if not self.padded:
-            return size == whole
-        return len(size) == len(whole) and size[0] >= whole[0] and size[1:] == whole[1:]
+            return size == expected
+        return len(size) == len(expected) and size[0] >= expected[0] and size[1:] == expected[1:]
 
 
 def slot_of(param: Param, config: Mapping[str, Any]) -> CheckpointSlot:
-    """Where Megatron keeps the whole parameter; `config`: the family's Megatron settings.
+    """Return where Megatron keeps the whole parameter; `config`: the family's Megatron settings.
 
-    Layers of one kind are one tensor with the layer as its first axis; so are the experts of a layer.
+    Homogeneous layers are stacked into one tensor with the layer as its first axis; so are the experts of a layer.
     """
     key, stacked = param.name, []
-    if param.layer is not None and _one_kind_of_layer(config):
+    if param.layer is not None and _has_homogeneous_layers(config):
         key = LAYER.sub("decoder.layers.", key)
         stacked.append((param.layer, int(config["num_layers"])))
     if param.expert is not None:
@@ -64,10 +64,10 @@ def slot_of(param: Param, config: Mapping[str, Any]) -> CheckpointSlot:
 
 
 def write_part(folder: Path, tensors: Iterable[tuple[CheckpointSlot, Tensor]]) -> None:
-    """Write some tensors of a checkpoint, with metadata of their own, as a folder of it."""
+    """Write some tensors of a checkpoint as a folder of it, with metadata of their own."""
     by_key: dict[str, list[CheckpointableShardedTensor]] = defaultdict(list)
-    for place, tensor in tensors:
-        by_key[place.key].append(chunk(place, tensor))
+    for slot, tensor in tensors:
+        by_key[slot.key].append(sharded_tensor(slot, tensor))
     planner, writer = DefaultSavePlanner(flatten_state_dict=False), _Writer(folder, sync_files=False)
     planner.set_up_planner({key: LocalShardsContainer(chunks) for key, chunks in by_key.items()}, is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -77,19 +77,19 @@ def write_part(folder: Path, tensors: Iterable[tuple[CheckpointSlot, Tensor]]) -
     writer.finish(metadata, [writer.write_data(plan, planner).wait()])
 
 
-def join_parts(folder: Path, parts: Sequence[str]) -> None:
-    """Make a checkpoint of the parts in it: writes the files JOINT."""
-    whole, written = Metadata({}), []
+def merge_parts(folder: Path, parts: Sequence[str]) -> None:
+    """Make the folder's parts one checkpoint: write its `GLOBAL_FILES`."""
+    merged, results = Metadata({}), []
     for part in parts:
         metadata = read_metadata(folder / part)
-        for key, held in metadata.state_dict_metadata.items():
-            known = whole.state_dict_metadata.setdefault(key, replace(held, chunks=[]))  # type: ignore[arg-type]
-            known.chunks.extend(held.chunks)  # type: ignore[union-attr]
+        for key, tensor in metadata.state_dict_metadata.items():
+            whole = merged.state_dict_metadata.setdefault(key, replace(tensor, chunks=[]))  # type: ignore[arg-type]
+            whole.chunks.extend(tensor.chunks)  # type: ignore[union-attr]
         for index, info in metadata.storage_data.items():
-            at = replace(info, relative_path=f"{part}/{info.relative_path}")
-            written.append(WriteResult(index, info.length, at))
+            moved = replace(info, relative_path=f"{part}/{info.relative_path}")
+            results.append(WriteResult(index, info.length, moved))
     torch.save({}, folder / COMMON)
-    _Writer(folder).finish(whole, [written])
+    _Writer(folder).finish(merged, [results])
     save_config(CheckpointingConfig("torch_dist"), str(folder))
 
 
@@ -100,13 +100,13 @@ class _Writer(FileSystemWriter):
         return None
 
 
-def _one_kind_of_layer(config: Mapping[str, Any]) -> bool:
+def _has_homogeneous_layers(config: Mapping[str, Any]) -> bool:
     frequency = config.get("moe_layer_freq", 1)
     return isinstance(frequency, int) and frequency <= 1
 
 
-def chunk(place: CheckpointSlot, tensor: Tensor) -> CheckpointableShardedTensor:
-    """The parameter as the planners of torch.distributed.checkpoint take it."""
-    offsets = [(axis, position, size) for axis, (position, size) in enumerate(place.stacked)]
+def sharded_tensor(slot: CheckpointSlot, tensor: Tensor) -> CheckpointableShardedTensor:
+    """Wrap a parameter for the planners of torch.distributed.checkpoint."""
+    offsets = [(axis, position, size) for axis, (position, size) in enumerate(slot.stacked)]
     data = tensor.view((1,) * len(offsets) + tuple(tensor.shape))
-    return CheckpointableShardedTensor.from_sh_ten(ShardedTensor.from_rank_offsets(place.key, data, *offsets))
+    return CheckpointableShardedTensor.from_sh_ten(ShardedTensor.from_rank_offsets(slot.key, data, *offsets))

@@ -1,4 +1,4 @@
-"""Reading a checkpoint in Megatron's torch_dist format, one whole parameter at a time, without a model."""
+"""Read a checkpoint in Megatron's torch_dist format, one whole parameter at a time, without a model."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -15,7 +15,7 @@ from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.checkpoint.run_state import MANIFEST, checkpoint_checksums, read_manifest
 from grpo_mp.checkpoint.safe_metadata import SafeReader
 from grpo_mp.checkpoint.saved_tensor import read_into
-from grpo_mp.checkpoint.torch_dist import LAYER, CheckpointSlot, chunk
+from grpo_mp.checkpoint.torch_dist import LAYER, CheckpointSlot, sharded_tensor
 from grpo_mp.errors import UserError
 
 OPTIMIZER = "optimizer."
@@ -25,9 +25,9 @@ class TorchDistReader:
     """Reads whole parameters, one at a time."""
 
     def __init__(self, folder: Path, verify: bool = False) -> None:
-        """`folder`: a checkpoint, or a run's step; `verify`: compare each file with its checksum before it is used.
+        """Open a checkpoint, or a run's step; `verify`: compare each file with its checksum before it is used.
 
-        Raises UserError where it is none, or a file is cut short or changed.
+        Raises UserError where there is none, or a file is cut short or changed.
         """
         self.folder = folder / "policy" if (folder / "policy").is_dir() else folder
         if not is_torch_dist(folder):
@@ -41,11 +41,11 @@ class TorchDistReader:
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Weights by key, without the optimizer's tensors."""
+        """Return the metadata of weights by key, without the optimizer's tensors."""
         return {
-            key: held
-            for key, held in self.metadata.state_dict_metadata.items()
-            if isinstance(held, TensorStorageMetadata) and not key.startswith(OPTIMIZER)
+            key: tensor
+            for key, tensor in self.metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata) and not key.startswith(OPTIMIZER)
         }
 
     def check_layers(self, count: int) -> None:
@@ -55,73 +55,69 @@ class TorchDistReader:
             if layer and int(layer[1]) >= count:
                 raise UserError(f"{self.folder}: {key} is there, but config.json has num_hidden_layers={count}")
 
-    def dtype(self, place: CheckpointSlot) -> torch.dtype:
-        """Raises UserError where the checkpoint lacks the tensor or has it in another shape."""
-        dtype: torch.dtype = self._held(place).properties.dtype
+    def dtype(self, slot: CheckpointSlot) -> torch.dtype:
+        """Return a parameter's dtype. Raises UserError where the checkpoint lacks it or has it in another shape."""
+        dtype: torch.dtype = self._tensor_metadata(slot).properties.dtype
         return dtype
 
-    def read(self, place: CheckpointSlot) -> Tensor:
-        """The whole parameter, without the padding of its vocabulary."""
-        held = self._held(place)
-        for piece in self._chunks_of(place, held):
-            info = self.metadata.storage_data[MetadataIndex(place.key, piece.offsets)]
+    def read(self, slot: CheckpointSlot) -> Tensor:
+        """Return the whole parameter, without vocabulary padding."""
+        metadata = self._tensor_metadata(slot)
+        chunks = self._chunks_of(slot, metadata)
+        for chunk in chunks:
+            info = self.metadata.storage_data[MetadataIndex(slot.key, chunk.offsets)]
             self.checksums.check(self.folder / info.relative_path)
-        shape = tuple(held.size) if place.padded else place.shape
-        tensor = torch.empty(shape, dtype=held.properties.dtype)
-        if self._read_plainly(place, held, tensor):
-            return tensor[: place.shape[0]]
-        whole = replace(place, shape=shape)
+        shape = tuple(metadata.size) if slot.padded else slot.shape
+        tensor = torch.empty(shape, dtype=metadata.properties.dtype)
+        if len(chunks) == 1 and self._read_directly(slot, chunks[0], tensor):
+            return tensor[: slot.shape[0]]
         planner = DefaultLoadPlanner(flatten_state_dict=False)
-        near = Metadata({place.key: replace(held, chunks=self._chunks_of(place, held))})
-        planner.set_up_planner({place.key: chunk(whole, tensor)}, near, True)
+        only_these = Metadata({slot.key: replace(metadata, chunks=chunks)})
+        planner.set_up_planner({slot.key: sharded_tensor(replace(slot, shape=shape), tensor)}, only_these, True)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
-        return tensor[: place.shape[0]]
+        return tensor[: slot.shape[0]]
 
-    def _read_plainly(self, place: CheckpointSlot, held: TensorStorageMetadata, tensor: Tensor) -> bool:
-        """Where one piece is the whole parameter, as `to_megatron` writes it."""
-        chunks = self._chunks_of(place, held)
-        if len(chunks) != 1:
-            return False
-        (piece,) = chunks
-        info = self.metadata.storage_data[MetadataIndex(place.key, piece.offsets)]
-        out = tensor.view(piece.sizes) if prod(piece.sizes) == tensor.numel() else tensor
+    def _read_directly(self, slot: CheckpointSlot, chunk: ChunkStorageMetadata, tensor: Tensor) -> bool:
+        """Read a parameter that is one chunk, as `to_megatron` writes it; returns False where that cannot be done."""
+        info = self.metadata.storage_data[MetadataIndex(slot.key, chunk.offsets)]
+        out = tensor.view(chunk.sizes) if prod(chunk.sizes) == tensor.numel() else tensor
         return read_into(self.folder / info.relative_path, info.offset, info.length, out)
 
-    def _chunks_of(self, place: CheckpointSlot, held: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
-        """Those of one parameter: torch would look at all layers and experts of the tensor, for each of them."""
-        if place.key not in self._chunks:
+    def _chunks_of(self, slot: CheckpointSlot, metadata: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
+        """Return a parameter's chunks; torch would search all layers and experts of the tensor for each of them."""
+        if slot.key not in self._chunks:
             groups: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
-            for one in held.chunks:
-                groups[tuple(one.offsets[: len(place.stacked)])].append(one)
-            self._chunks[place.key] = groups
-        chunks = self._chunks[place.key][tuple(position for position, _ in place.stacked)]
-        if sum(prod(one.sizes) for one in chunks) < prod(place.shape):
-            raise UserError(f"{self.folder}: pieces of {place.key} are missing: save or convert it again")
+            for chunk in metadata.chunks:
+                groups[tuple(chunk.offsets[: len(slot.stacked)])].append(chunk)
+            self._chunks[slot.key] = groups
+        chunks = self._chunks[slot.key][tuple(position for position, _ in slot.stacked)]
+        if sum(prod(chunk.sizes) for chunk in chunks) < prod(slot.shape):
+            raise UserError(f"{self.folder}: pieces of {slot.key} are missing: save or convert it again")
         return chunks
 
-    def _held(self, place: CheckpointSlot) -> TensorStorageMetadata:
-        held = self.metadata.state_dict_metadata.get(place.key)
-        if not isinstance(held, TensorStorageMetadata):
-            raise UserError(f"{self.folder}: the tensor {place.key} is missing: it is of another model")
-        if not place.accepts(tuple(held.size)):
-            raise UserError(f"{self.folder}: {place.key} has shape {list(held.size)}, config.json says otherwise")
-        return held
+    def _tensor_metadata(self, slot: CheckpointSlot) -> TensorStorageMetadata:
+        metadata = self.metadata.state_dict_metadata.get(slot.key)
+        if not isinstance(metadata, TensorStorageMetadata):
+            raise UserError(f"{self.folder}: the tensor {slot.key} is missing: it is of another model")
+        if not slot.accepts(tuple(metadata.size)):
+            raise UserError(f"{self.folder}: {slot.key} has shape {list(metadata.size)}, config.json says otherwise")
+        return metadata
 
 
 def describe_torch_dist(folder: Path) -> dict[str, str]:
-    """What a checkpoint holds, for people. Raises UserError for a torn one, or one that differs from its checksums."""
+    """Describe a checkpoint for people. Raises UserError for a torn one, or one that differs from its checksums."""
     reader = TorchDistReader(folder, verify=True)
     reader.checksums.check_share()
-    held = reader.tensors()
+    tensors = reader.tensors()
     files = [file for file in reader.folder.rglob("*") if file.is_file()]
-    dtypes = sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in held.values()})
+    dtypes = sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors.values()})
     optimizer = any(key.startswith(OPTIMIZER) for key in reader.metadata.state_dict_metadata)
     step = str(read_manifest(folder).step) if (folder / MANIFEST).is_file() else "not a step of a run"
     return {
         "format": "Megatron torch_dist" + (", with optimizer" if optimizer else ", weights only"),
         "step": step,
-        "parameters": f"{sum(prod(tensor.size) for tensor in held.values()):,}",
-        "tensors": f"{len(held):,}",
+        "parameters": f"{sum(prod(tensor.size) for tensor in tensors.values()):,}",
+        "tensors": f"{len(tensors):,}",
         "dtypes": ", ".join(dtypes),
         "files": f"{len(files)} ({sum(file.stat().st_size for file in files):,} bytes)",
         "checksums": reader.checksums.summary,
@@ -133,10 +129,10 @@ def _checksums(folder: Path) -> Checksums:
 
 
 def _check_files(folder: Path, metadata: Metadata) -> None:
-    needed: dict[str, int] = {}
+    end: dict[str, int] = {}  # of the last tensor in each file
     for info in metadata.storage_data.values():
-        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
-    for name, size in needed.items():
+        end[info.relative_path] = max(end.get(info.relative_path, 0), info.offset + info.length)
+    for name, size in end.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size < size:
             raise UserError(f"{file} is missing or cut short: copy it again")

@@ -1,6 +1,6 @@
 """The processes that write one folder together: one, or the ranks of a torchrun or srun job.
 
-They share no process group, only the job's store: a rank that fails leaves nobody in a collective.
+They share no process group, only the job's store, so a rank that fails leaves no other in a collective.
 """
 
 import json
@@ -14,57 +14,57 @@ from torch.distributed import DistError, PrefixStore, Store, rendezvous
 
 from grpo_mp.errors import PhaseTimeout
 
-LIMIT_S = 1800.0  # without a byte from anyone
+TIMEOUT_S = 1800.0  # without a byte from any rank
 POLL_S = 0.1
 
 
 class WorkerGroup:
-    """This process among them."""
+    """This process's view of the group."""
 
-    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None, limit_s: float = LIMIT_S) -> None:
-        """`store`: of more than one rank."""
+    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        """`store`: needed for more than one rank."""
         self.rank, self.size = rank, size
-        self._store, self._limit_s, self._count = store, limit_s, 0
+        self._store, self._timeout_s, self._bytes = store, timeout_s, 0
 
     @classmethod
     def of_job(cls) -> "WorkerGroup":
-        """As the environment says; one process where no launcher started it."""
+        """Join the group that the launcher's environment names; one process where no launcher started it."""
         if int(os.environ.get("WORLD_SIZE", 1)) == 1:
             return cls()
-        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=LIMIT_S)))
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
         return cls(rank, size, PrefixStore("convert", store))
 
-    def agree(self, find: Callable[[], Any]) -> Any:
-        """What `find` returns on the first rank, as JSON carries it."""
+    def broadcast(self, compute: Callable[[], Any]) -> Any:
+        """Return on every rank what `compute` returns on the first, which must fit into JSON. May be called once."""
         if self._store is None:
-            return find()
+            return compute()
         if self.rank == 0:
-            found = find()
-            self._store.set("found", json.dumps(found))
-            return found
-        return json.loads(self._store.get("found"))
+            value = compute()
+            self._store.set("broadcast", json.dumps(value))
+            return value
+        return json.loads(self._store.get("broadcast"))
 
-    def count(self, size: int) -> int:
-        """Add bytes to those of all ranks; returns how many there are now."""
-        self._count = self._store.add("bytes", size) if self._store else self._count + size
-        return self._count
+    def add_bytes(self, size: int) -> int:
+        """Add to the bytes written by all ranks; returns their sum."""
+        self._bytes = self._store.add("bytes", size) if self._store else self._bytes + size
+        return self._bytes
 
-    def until(self, total: int) -> Iterator[int]:
-        """Wait for the others; yields each new count. Raises PhaseTimeout where none comes for too long."""
-        seen, since = self._count, time.monotonic()
-        while seen < total:
+    def wait_until(self, total: int) -> Iterator[int]:
+        """Wait until all ranks have written `total` bytes; yields each new sum. Raises PhaseTimeout after a pause."""
+        written, since = self._bytes, time.monotonic()
+        while written < total:
             time.sleep(POLL_S)
-            if (now := self.count(0)) > seen:
-                seen, since = now, time.monotonic()
+            if (now := self.add_bytes(0)) > written:
+                written, since = now, time.monotonic()
                 yield now
-            elif time.monotonic() - since > self._limit_s:
+            elif time.monotonic() - since > self._timeout_s:
                 raise PhaseTimeout(
-                    f"the other ranks wrote nothing for {self._limit_s:.0f} s: start again, what is written stays"
+                    f"the other ranks wrote nothing for {self._timeout_s:.0f} s: start again, what is written stays"
                 )
 
     def elects_itself(self) -> bool:
-        """Whether this rank is the first to explain why the job ends."""
+        """Tell whether this rank is the first to ask, and so the one that prints the error."""
         try:
-            return self._store is None or self._store.add("word", 1) == 1
+            return self._store is None or self._store.add("reporters", 1) == 1
         except DistError:
-            return True  # the store is gone: a sentence too many is better than none
+            return True  # the store is gone: two reports are better than none

@@ -7,12 +7,12 @@ from typing import Any
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 
-MEGATRON = "decoder.layers.{layer}."
-HF = "model.layers.{layer}."
+MCORE_LAYER = "decoder.layers.{layer}."
+HF_LAYER = "model.layers.{layer}."
 
 
 def base_config(hf: HfConfig) -> dict[str, Any]:
-    """Megatron settings that every pre-norm RMSNorm/SwiGLU decoder shares."""
+    """Return the Megatron settings that every pre-norm RMSNorm/SwiGLU decoder shares."""
     return {
         "num_layers": hf.int("num_hidden_layers"),
         "hidden_size": hf.int("hidden_size"),
@@ -26,10 +26,10 @@ def base_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def moe_config(hf: HfConfig, experts: int, width: int) -> dict[str, Any]:
-    """Megatron settings of a dropless mixture of experts; no balancing loss: RL leaves routing to the reward."""
+def moe_config(hf: HfConfig, num_experts: int, width: int) -> dict[str, Any]:
+    """Return the settings of dropless MoE layers; no balancing loss: RL leaves routing to the reward."""
     return {
-        "num_moe_experts": experts,
+        "num_moe_experts": num_experts,
         "moe_router_topk": hf.int("num_experts_per_tok"),
         "moe_ffn_hidden_size": width,
         "moe_router_dtype": "fp32",
@@ -40,45 +40,45 @@ def moe_config(hf: HfConfig, experts: int, width: int) -> dict[str, Any]:
     }
 
 
-def ends(hf: HfConfig) -> list[Rule]:
-    """Token embedding, final norm and output layer; a tied output layer is a copy that the last stage keeps."""
-    embedding, vocabulary = "model.embed_tokens.weight", (hf.int("vocab_size"), hf.int("hidden_size"))
+def embedding_and_head(hf: HfConfig) -> list[Rule]:
+    """Map token embedding, final norm and output layer; the last stage keeps a copy of a tied one."""
+    embedding, shape = "model.embed_tokens.weight", (hf.int("vocab_size"), hf.int("hidden_size"))
     output = embedding if hf.tied else "lm_head.weight"
     return [
-        Rule("embedding.word_embeddings.weight", (embedding,), (vocabulary,), split=0, vocabulary=True),
-        Rule("decoder.final_layernorm.weight", ("model.norm.weight",), (vocabulary[1:],)),
-        Rule("output_layer.weight", (output,), (vocabulary,), split=0, vocabulary=True, alias=hf.tied),
+        Rule("embedding.word_embeddings.weight", (embedding,), (shape,), tp_dim=0, vocabulary=True),
+        Rule("decoder.final_layernorm.weight", ("model.norm.weight",), (shape[1:],)),
+        Rule("output_layer.weight", (output,), (shape,), tp_dim=0, vocabulary=True, alias=hf.tied),
     ]
 
 
-def mlp(hf: HfConfig, layers: Iterable[int], width: int, here: str = "mlp.", there: str = "mlp.") -> list[Rule]:
-    """gate, up and down projections of `width`."""
+def mlp(hf: HfConfig, layers: Iterable[int], width: int, prefix: str = "mlp.") -> list[Rule]:
+    """Map the gate, up and down projections of `width` below `prefix`, which both formats share."""
     hidden, layers = hf.int("hidden_size"), tuple(layers)
     return [
         Rule(
-            MEGATRON + here + "linear_fc1.weight",
-            (HF + there + "gate_proj.weight", HF + there + "up_proj.weight"),
+            MCORE_LAYER + prefix + "linear_fc1.weight",
+            (HF_LAYER + prefix + "gate_proj.weight", HF_LAYER + prefix + "up_proj.weight"),
             ((width, hidden), (width, hidden)),
             fuse="gate_up",
-            split=0,
+            tp_dim=0,
             layers=layers,
         ),
         Rule(
-            MEGATRON + here + "linear_fc2.weight",
-            (HF + there + "down_proj.weight",),
+            MCORE_LAYER + prefix + "linear_fc2.weight",
+            (HF_LAYER + prefix + "down_proj.weight",),
             ((hidden, width),),
-            split=1,
+            tp_dim=1,
             layers=layers,
         ),
     ]
 
 
 def dense_mlp(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:
-    """A dense MLP with its norm fused into the first projection."""
+    """Map a dense MLP and its norm, which Megatron fuses into the first projection."""
     layers = tuple(layers)
     norm = Rule(
-        MEGATRON + "mlp.linear_fc1.layer_norm_weight",
-        (HF + "post_attention_layernorm.weight",),
+        MCORE_LAYER + "mlp.linear_fc1.layer_norm_weight",
+        (HF_LAYER + "post_attention_layernorm.weight",),
         ((hf.int("hidden_size"),),),
         layers=layers,
     )
@@ -87,44 +87,46 @@ def dense_mlp(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a family calls the mixture of a layer, and the three projections of an expert."""
+    """Hugging Face names of a layer's MoE block and of an expert's three projections."""
 
-    mixture: str = "mlp."
+    block: str = "mlp."
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
 
 
-USUAL = ExpertNames()
+DEFAULT_NAMES = ExpertNames()
 
 
-def experts(hf: HfConfig, layers: Iterable[int], count: int, width: int, names: ExpertNames = USUAL) -> list[Rule]:
-    """Router, its norm, and `count` routed experts of `width`."""
+def experts(
+    hf: HfConfig, layers: Iterable[int], num_experts: int, width: int, names: ExpertNames = DEFAULT_NAMES
+) -> list[Rule]:
+    """Map the router, its norm, and `num_experts` routed experts of `width`."""
     hidden, layers = hf.int("hidden_size"), tuple(layers)
-    here, there = MEGATRON + "mlp.", HF + names.mixture
+    mcore, hf_block = MCORE_LAYER + "mlp.", HF_LAYER + names.block
     return [
         Rule(
-            MEGATRON + "pre_mlp_layernorm.weight",
-            (HF + "post_attention_layernorm.weight",),
+            MCORE_LAYER + "pre_mlp_layernorm.weight",
+            (HF_LAYER + "post_attention_layernorm.weight",),
             ((hidden,),),
             layers=layers,
         ),
-        Rule(here + "router.weight", (there + "gate.weight",), ((count, hidden),), layers=layers),
+        Rule(mcore + "router.weight", (hf_block + "gate.weight",), ((num_experts, hidden),), layers=layers),
         Rule(
-            here + "experts.linear_fc1.weight{expert}",
-            tuple(there + "experts.{expert}." + name + ".weight" for name in (names.gate, names.up)),
+            mcore + "experts.linear_fc1.weight{expert}",
+            tuple(hf_block + "experts.{expert}." + name + ".weight" for name in (names.gate, names.up)),
             ((width, hidden), (width, hidden)),
             fuse="gate_up",
-            split=0,
+            tp_dim=0,
             layers=layers,
-            experts=count,
+            experts=num_experts,
         ),
         Rule(
-            here + "experts.linear_fc2.weight{expert}",
-            (there + "experts.{expert}." + names.down + ".weight",),
+            mcore + "experts.linear_fc2.weight{expert}",
+            (hf_block + "experts.{expert}." + names.down + ".weight",),
             ((hidden, width),),
-            split=1,
+            tp_dim=1,
             layers=layers,
-            experts=count,
+            experts=num_experts,
         ),
     ]

@@ -2,15 +2,13 @@
 
 from typing import Any
 
-from grpo_mp.models import blocks
-from grpo_mp.models import mla as latent
-from grpo_mp.models import shared_experts as shared
+from grpo_mp.models import blocks, mla, shared_experts
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 
 
 def config(hf: HfConfig) -> dict[str, Any]:
-    """Megatron settings (of MLATransformerConfig)."""
+    """Return the Megatron settings (of MLATransformerConfig)."""
     for key, *allowed in (
         ("hidden_act", "silu"),
         ("attention_bias", False),
@@ -21,16 +19,20 @@ def config(hf: HfConfig) -> dict[str, Any]:
         ("moe_layer_freq", 1),
     ):
         hf.expect(key, *allowed)
-    limited = hf.get("topk_method") == "group_limited_greedy"
+    group_limited = hf.get("topk_method") == "group_limited_greedy"
     return (
         blocks.base_config(hf)
-        | latent.config(hf)
-        | shared.config(hf)
+        | mla.config(hf)
+        | shared_experts.config(hf)
         | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
-        | (shared.group_limit(hf) if limited else {})
+        | (shared_experts.group_limit(hf) if group_limited else {})
     )
 
 
 def rules(hf: HfConfig) -> list[Rule]:
-    """Parameter mapping."""
-    return [*blocks.ends(hf), *latent.rules(hf, range(hf.int("num_hidden_layers"))), *shared.rules(hf)]
+    """Return the parameter mapping."""
+    return [
+        *blocks.embedding_and_head(hf),
+        *mla.rules(hf, range(hf.int("num_hidden_layers"))),
+        *shared_experts.rules(hf),
+    ]

@@ -2,15 +2,13 @@
 
 from typing import Any
 
-from grpo_mp.models import blocks
-from grpo_mp.models import mla as latent
-from grpo_mp.models import shared_experts as shared
+from grpo_mp.models import blocks, mla, shared_experts
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 
 
 def config(hf: HfConfig) -> dict[str, Any]:
-    """Megatron settings (of MLATransformerConfig)."""
+    """Return the Megatron settings (of MLATransformerConfig)."""
     for key, *allowed in (
         ("hidden_act", "silu"),
         ("attention_bias", False),
@@ -20,10 +18,15 @@ def config(hf: HfConfig) -> dict[str, Any]:
         ("rope_interleave", True),
     ):
         hf.expect(key, *allowed)
-    return blocks.base_config(hf) | latent.config(hf) | shared.config(hf) | shared.sigmoid_routing(hf)
+    return blocks.base_config(hf) | mla.config(hf) | shared_experts.config(hf) | shared_experts.sigmoid_routing(hf)
 
 
 def rules(hf: HfConfig) -> list[Rule]:
-    """Parameter mapping; the multi-token-prediction layer is not part of the policy."""
+    """Return the parameter mapping; the multi-token-prediction layer is not part of the policy."""
     layers = range(hf.int("num_hidden_layers"))
-    return [*blocks.ends(hf), *latent.rules(hf, layers), *shared.rules(hf), shared.bias_rule(hf)]
+    return [
+        *blocks.embedding_and_head(hf),
+        *mla.rules(hf, layers),
+        *shared_experts.rules(hf),
+        shared_experts.bias_rule(hf),
+    ]

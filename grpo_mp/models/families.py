@@ -1,31 +1,30 @@
-"""Which family a Hugging Face folder belongs to."""
+"""Supported model families, by model_type of config.json."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_mp.errors import nearest
-from grpo_mp.models import deepseek_v2, deepseek_v3, glm4_moe, llama, mixtral, qwen3
-from grpo_mp.models import gqa as grouped
+from grpo_mp.models import deepseek_v2, deepseek_v3, glm4_moe, gqa, llama, mixtral, qwen3
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
 
 
 @dataclass(frozen=True)
 class Family:
-    """What one architecture contributes: Megatron settings, the parameter mapping, and arguments of GPTModel."""
+    """What one architecture needs: Megatron settings, the parameter mapping, and rotary arguments of GPTModel."""
 
     architecture: str
     config: Callable[[HfConfig], dict[str, Any]]
     rules: Callable[[HfConfig], list[Rule]]
-    rotary: Callable[[HfConfig], dict[str, Any]] = grouped.rotary  # latent attention reads its settings instead
-    ranking_experts: int = 2  # of a group, whose scores rank it where experts come from few groups
+    rotary: Callable[[HfConfig], dict[str, Any]] = gqa.rotary  # MLA reads its settings instead
+    ranking_experts: int = 2  # best experts of a group whose scores rank it, in group-limited routing
 
     def params(self, hf: HfConfig) -> dict[str, Param]:
         return expand(self.rules(hf))
 
 
-FAMILIES = {  # by model_type
+FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", qwen3.dense_config, qwen3.dense_rules),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3.moe_config, qwen3.moe_rules),
     "qwen2": Family("Qwen2ForCausalLM", llama.qwen2_config, llama.qwen2_rules),
@@ -39,9 +38,9 @@ FAMILIES = {  # by model_type
 
 
 def family_of(hf: HfConfig) -> Family:
-    """Raises UserError for an architecture that no family supports."""
+    """Return the family of a config; raises UserError for an architecture that none supports."""
     if hf.model_type not in FAMILIES:
-        raise hf.refusal(
+        raise hf.error(
             f"model_type {hf.model_type!r} is not supported"
             f"{nearest(hf.model_type, FAMILIES)}; supported: {', '.join(FAMILIES)}"
         )

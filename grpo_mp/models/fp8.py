@@ -20,22 +20,22 @@ from torch import Tensor
 from torch.nn import functional
 
 BLOCK = 128
-LARGEST = 448.0  # of float8_e4m3fn
+E4M3_MAX = 448.0
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"  # a weight's factors have its name with this suffix
 NAN = 0x7F  # byte of float8_e4m3fn, without its sign
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Shape of the factors of a [rows, columns] weight."""
+    """Return the shape of the factors of a [rows, columns] weight."""
     rows, columns = shape
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 def dequantise(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype, start: tuple[int, int] = (0, 0)) -> Tensor:
-    """FP8 [R, C] -> values [R, C] of `dtype`.
+    """Convert FP8 [R, C] to values [R, C] of `dtype`.
 
-    `weight` may be a slice of a whole that begins at row and column `start`; `scale_inv` is the whole's.
+    `weight` may be a slice that begins at row and column `start` of a tensor; `scale_inv` is that tensor's.
     """
     result = torch.empty(weight.shape, dtype=dtype)
     if not weight.numel():
@@ -50,53 +50,53 @@ def dequantise(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype, start: tup
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Values [R, C] -> FP8 [R, C] and factors of `scale_shape`, each max|block| / 448; 1 where a block is zero."""
+    """Convert values [R, C] to FP8 [R, C] and factors of `scale_shape`: max|block| / 448, or 1 for a block of zeros."""
     result = torch.empty(weight.shape, dtype=FP8)
     scale = torch.ones(scale_shape(tuple(weight.shape)))
-    for block, (rows, into) in enumerate(zip(weight.split(BLOCK), result.split(BLOCK), strict=True)):
+    for block, (rows, out) in enumerate(zip(weight.split(BLOCK), result.split(BLOCK), strict=True)):
         values = rows.to(torch.float32, copy=True)
-        largest = _over_blocks(values.abs().amax(dim=0), 0.0).amax(dim=1) / LARGEST
+        largest = _pad_to_blocks(values.abs().amax(dim=0), 0.0).amax(dim=1) / E4M3_MAX
         scale[block] = torch.where(largest > 0, largest, scale[block])
         values.div_(_per_column(scale[block], values.shape[1]))
-        into.copy_(values.clamp_(-LARGEST, LARGEST))  # above 464 the cast would make NaN
+        out.copy_(values.clamp_(-E4M3_MAX, E4M3_MAX))  # above 464 the cast would make NaN
     return result, scale
 
 
 def quantise_at_once(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """As `quantise`, bit for bit, in a few large operations: for a GPU. Takes the weight's float32 values twice."""
+    """Quantise as `quantise`, bit for bit, in a few large operations: for a GPU. Needs twice the weight in float32."""
     rows, columns = weight.shape
     padded = functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [rows, 128, columns, 128]
-    largest = blocks.abs().amax(dim=(1, 3)) / LARGEST
+    largest = blocks.abs().amax(dim=(1, 3)) / E4M3_MAX
     scale = torch.where(largest > 0, largest, 1.0)
-    blocks = blocks.div_(scale[:, None, :, None]).clamp_(-LARGEST, LARGEST)
+    blocks = blocks.div_(scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
     return blocks.flatten(2, 3).flatten(0, 1)[:rows, :columns].to(FP8).contiguous(), scale
 
 
 def requantise(weight: Tensor, old: Tensor, old_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """As `quantise`, but a block whose values are those of the old FP8 weight keeps its old bytes and factor."""
+    """Quantise, but keep bytes and factor of each block whose values are those of the old FP8 weight."""
     same = dequantise(old, old_scale, weight.dtype).eq(weight)
     if bool(same.all()):
         return old, old_scale.float()
     new, scale = quantise(weight)
-    for block, (rows, into, kept_rows) in enumerate(
+    for block, (same_rows, out, old_rows) in enumerate(
         zip(same.split(BLOCK), new.view(torch.uint8).split(BLOCK), old.view(torch.uint8).split(BLOCK), strict=True)
     ):
-        kept = _over_blocks(rows.all(dim=0), True).all(dim=1)
+        kept = _pad_to_blocks(same_rows.all(dim=0), True).all(dim=1)
         scale[block] = torch.where(kept, old_scale[block].float(), scale[block])
-        into.copy_(torch.where(_per_column(kept, rows.shape[1]), kept_rows, into))
+        out.copy_(torch.where(_per_column(kept, same_rows.shape[1]), old_rows, out))
     return new, scale
 
 
 def _float32(weight: Tensor) -> Tensor:
-    """FP8 -> its values. The bits of e4m3, moved, are those of a float16 2**-8 as large; torch's own cast is slow."""
+    """Convert FP8 to float32. Bits of e4m3, moved, are those of a float16 2**-8 as large; torch's own cast is slow."""
     bits = weight.view(torch.int8)
     values = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float().mul_(256)
     without_sign = bits & NAN
     return values.masked_fill_(without_sign == NAN, torch.nan) if without_sign.max() == NAN else values
 
 
-def _over_blocks(columns: Tensor, padding: float) -> Tensor:
+def _pad_to_blocks(columns: Tensor, padding: float) -> Tensor:
     """[C] -> [C / 128, 128], the last block padded."""
     return functional.pad(columns, (0, -columns.shape[0] % BLOCK), value=padding).view(-1, BLOCK)
 

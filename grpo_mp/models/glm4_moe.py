@@ -2,30 +2,33 @@
 
 from typing import Any
 
-from grpo_mp.models import blocks
-from grpo_mp.models import gqa as grouped
-from grpo_mp.models import shared_experts as shared
+from grpo_mp.models import blocks, gqa, shared_experts
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 
 
 def config(hf: HfConfig) -> dict[str, Any]:
-    """Megatron settings."""
+    """Return the Megatron settings."""
     hf.expect("hidden_act", "silu")
-    return blocks.base_config(hf) | grouped.config(hf, **_options(hf)) | shared.config(hf) | shared.sigmoid_routing(hf)
+    return (
+        blocks.base_config(hf)
+        | gqa.config(hf, **_attention_options(hf))
+        | shared_experts.config(hf)
+        | shared_experts.sigmoid_routing(hf)
+    )
 
 
 def rules(hf: HfConfig) -> list[Rule]:
-    """Parameter mapping; the multi-token-prediction layer is not part of the policy."""
+    """Return the parameter mapping; the multi-token-prediction layer is not part of the policy."""
     layers = range(hf.int("num_hidden_layers"))
-    attention = grouped.rules(hf, layers, **_options(hf))
-    return [*blocks.ends(hf), *attention, *shared.rules(hf), shared.bias_rule(hf)]
+    attention = gqa.rules(hf, layers, **_attention_options(hf))
+    return [*blocks.embedding_and_head(hf), *attention, *shared_experts.rules(hf), shared_experts.bias_rule(hf)]
 
 
 def rotary(hf: HfConfig) -> dict[str, Any]:
-    """Arguments of Megatron's GPTModel."""
-    return grouped.rotary(hf, percent=0.5)
+    """Return the rotary arguments of Megatron's GPTModel."""
+    return gqa.rotary(hf, percent=0.5)
 
 
-def _options(hf: HfConfig) -> dict[str, bool]:
+def _attention_options(hf: HfConfig) -> dict[str, bool]:
     return {"norms": bool(hf.get("use_qk_norm", False)), "bias": bool(hf.get("attention_bias", False))}

@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_mp.errors import UserError
 
-DEFAULT_THETA = {"mixtral": 1e6}  # where a file leaves rope_theta out
+DEFAULT_ROPE_THETA = {"mixtral": 1e6}  # where a file leaves rope_theta out
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class HfConfig:
 
     @classmethod
     def read(cls, folder: Path) -> "HfConfig":
-        """Raises UserError where the folder, the file or its JSON is missing or broken."""
+        """Read a folder's config.json; raises UserError where it is missing or not a JSON object."""
         file = folder / "config.json"
         if not file.is_file():
             raise UserError(f"{file} does not exist: model.path must be a Hugging Face folder")
@@ -41,37 +41,37 @@ class HfConfig:
 
     @property
     def head_dim(self) -> int:
-        """Of grouped-query attention; where the file does not say, the heads divide the hidden size."""
+        """Head size of grouped-query attention; by default the heads divide the hidden size."""
         return int(self.values.get("head_dim") or self.int("hidden_size") // self.int("num_attention_heads"))
 
     @property
     def rope(self) -> dict[str, Any]:
-        """Rotary settings with `rope_theta`: as transformers 4 writes them, as 5 does, or both.
+        """Rotary settings with `rope_theta`, as transformers 4 or 5 writes them; where a file has both, those 5 uses.
 
-        Of both, that which transformers 5 computes with. Raises UserError where layers have rotations of their own.
+        Raises UserError where kinds of layers have rotations of their own.
         """
         nested = self.values.get("rope_scaling") or self.values.get("rope_parameters") or {}
         if any(isinstance(value, dict) for value in nested.values()):
-            raise self.refusal("rope_parameters of single kinds of layers are not supported")
-        theta = self.values.get("rope_theta") or DEFAULT_THETA.get(self.model_type, 10000.0)
-        kind = nested.get("rope_type", nested.get("type", "default"))
-        return {**nested, "rope_theta": float(nested.get("rope_theta", theta)), "rope_type": kind}
+            raise self.error("rope_parameters of single kinds of layers are not supported")
+        theta = self.values.get("rope_theta") or DEFAULT_ROPE_THETA.get(self.model_type, 10000.0)
+        rope_type = nested.get("rope_type", nested.get("type", "default"))
+        return {**nested, "rope_theta": float(nested.get("rope_theta", theta)), "rope_type": rope_type}
 
     def rope_float(self, key: str) -> float:
-        """A number that this kind of rotary embedding cannot do without."""
+        """Return a required number of the rope scaling; raises UserError where it is missing."""
         if self.rope.get(key) is None:
-            raise self.refusal(f"{key} of the rope scaling is missing")
+            raise self.error(f"{key} of the rope scaling is missing")
         return float(self.rope[key])
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
 
     def int(self, *keys: str) -> int:
-        """`keys`: names of the same setting, of which the file may have any. Raises UserError where they differ."""
-        held = {key: self.values[key] for key in keys if self.values.get(key) is not None}
-        if len(set(held.values())) > 1:
-            raise self.refusal(f"{' and '.join(f'{key}={value}' for key, value in held.items())} contradict each other")
-        return int(next(iter(held.values())) if held else self._require(keys[0]))
+        """Return an integer. `keys`: synonyms, any of which the file may have. Raises UserError where they differ."""
+        given = {key: self.values[key] for key in keys if self.values.get(key) is not None}
+        if len(set(given.values())) > 1:
+            raise self.error(f"{' and '.join(f'{key}={value}' for key, value in given.items())} contradict each other")
+        return int(next(iter(given.values())) if given else self._require(keys[0]))
 
     def float(self, key: str) -> float:
         return float(self._require(key))
@@ -81,13 +81,13 @@ class HfConfig:
         value = self.values.get(key, allowed[0])
         if value not in allowed:
             choices = " or ".join(repr(choice) for choice in allowed)
-            raise self.refusal(f"{key}={value!r} is not supported, only {choices}")
+            raise self.error(f"{key}={value!r} is not supported, only {choices}")
 
-    def refusal(self, sentence: str) -> UserError:
-        """The error to raise for a config that Megatron cannot compute."""
+    def error(self, sentence: str) -> UserError:
+        """Return the error to raise about this config, with the file's name before `sentence`."""
         return UserError(f"{self.path / 'config.json'}: {sentence}")
 
     def _require(self, key: str) -> Any:
         if self.values.get(key) is None:
-            raise self.refusal(f"{key} is missing")
+            raise self.error(f"{key} is missing")
         return self.values[key]

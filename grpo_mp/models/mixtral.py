@@ -1,30 +1,29 @@
-"""Mixtral: grouped-query attention, and in every layer a mixture without shared experts."""
+"""Mixtral: grouped-query attention, and in every layer experts, none of them shared."""
 
 from typing import Any
 
-from grpo_mp.models import blocks
-from grpo_mp.models import gqa as grouped
+from grpo_mp.models import blocks, gqa
 from grpo_mp.models.blocks import ExpertNames
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 
-NAMES = ExpertNames(mixture="block_sparse_moe.", gate="w1", up="w3", down="w2")
+NAMES = ExpertNames(block="block_sparse_moe.", gate="w1", up="w3", down="w2")
 
 
 def config(hf: HfConfig) -> dict[str, Any]:
-    """Megatron settings; the softmax over the chosen experts is Mixtral's normalised softmax over all."""
+    """Return the Megatron settings; the softmax over the chosen experts is Mixtral's normalised softmax over all."""
     hf.expect("hidden_act", "silu")
     hf.expect("sliding_window", None)
     return (
         blocks.base_config(hf)
-        | grouped.config(hf)
+        | gqa.config(hf)
         | blocks.moe_config(hf, hf.int("num_local_experts"), hf.int("intermediate_size"))
         | {"moe_layer_freq": [1] * hf.int("num_hidden_layers"), "moe_router_score_function": "softmax"}
     )
 
 
 def rules(hf: HfConfig) -> list[Rule]:
-    """Parameter mapping, by the names of published checkpoints."""
+    """Return the parameter mapping, by the names of published checkpoints."""
     layers = range(hf.int("num_hidden_layers"))
     experts = blocks.experts(hf, layers, hf.int("num_local_experts"), hf.int("intermediate_size"), NAMES)
-    return [*blocks.ends(hf), *grouped.rules(hf, layers), *experts]
+    return [*blocks.embedding_and_head(hf), *gqa.rules(hf, layers), *experts]

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
-from grpo_mp.models.blocks import HF, MEGATRON
+from grpo_mp.models.blocks import HF_LAYER, MCORE_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule, Shape
 
 
 def config(hf: HfConfig) -> dict[str, Any]:
-    """Megatron settings (of MLATransformerConfig), rotary ones included."""
+    """Return the Megatron settings (of MLATransformerConfig), rotary ones included."""
     return {
         "multi_latent_attention": True,
         "num_query_groups": hf.int("num_attention_heads"),
@@ -23,7 +23,7 @@ def config(hf: HfConfig) -> dict[str, Any]:
 
 
 def rules(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:
-    """Down and up projections with their norms, the output projection, and the norm before them."""
+    """Map down and up projections with their norms, the output projection, and the norm before them."""
     hidden, heads = hf.int("hidden_size"), hf.int("num_attention_heads")
     nope, rope, value = hf.int("qk_nope_head_dim"), hf.int("qk_rope_head_dim"), hf.int("v_head_dim")
     rank = hf.int("kv_lora_rank")
@@ -34,10 +34,14 @@ def rules(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:
         ("linear_kv_up_proj.weight", "kv_b_proj.weight", (heads * (nope + value), rank), 0),
         ("linear_proj.weight", "o_proj.weight", (hidden, heads * value), 1),
     ]
-    here, there, layers = MEGATRON + "self_attention.", HF + "self_attn.", tuple(layers)
+    norm, layers = "input_layernorm.weight", tuple(layers)
+    mcore, hf_attn = MCORE_LAYER + "self_attention.", HF_LAYER + "self_attn."
     return [
-        Rule(MEGATRON + "input_layernorm.weight", (HF + "input_layernorm.weight",), ((hidden,),), layers=layers),
-        *(Rule(here + own, (there + name,), (shape,), split=split, layers=layers) for own, name, shape, split in table),
+        Rule(MCORE_LAYER + norm, (HF_LAYER + norm,), ((hidden,),), layers=layers),
+        *(
+            Rule(mcore + name, (hf_attn + hf_name,), (shape,), tp_dim=tp_dim, layers=layers)
+            for name, hf_name, shape, tp_dim in table
+        ),
     ]
 
 
@@ -58,7 +62,7 @@ def _rotary(hf: HfConfig) -> dict[str, Any]:
     if rope["rope_type"] == "default":
         return {"rope_type": "rope", "rotary_base": rope["rope_theta"], "rotary_scaling_factor": 1.0}
     if rope["rope_type"] != "yarn":
-        raise hf.refusal(f"rope type {rope['rope_type']!r} is not supported, only yarn")
+        raise hf.error(f"rope type {rope['rope_type']!r} is not supported, only yarn")
     return {
         "rope_type": "yarn",
         "rotary_base": rope["rope_theta"],
@@ -66,16 +70,16 @@ def _rotary(hf: HfConfig) -> dict[str, Any]:
         "original_max_position_embeddings": int(hf.rope_float("original_max_position_embeddings")),
         "beta_fast": float(rope.get("beta_fast") or 32),
         "beta_slow": float(rope.get("beta_slow") or 1),
-    } | _magnitude(hf)
+    } | _mscale(hf)
 
 
-def _magnitude(hf: HfConfig) -> dict[str, Any]:
-    """Hugging Face counts mscale only together with mscale_all_dim; Megatron's 1.0 is what it counts otherwise."""
+def _mscale(hf: HfConfig) -> dict[str, Any]:
+    """Return the mscale settings; Hugging Face uses mscale only together with mscale_all_dim, and 1.0 otherwise."""
     rope = hf.rope
-    for key, only in (("attention_factor", None), ("truncate", True)):
-        if rope.get(key, only) != only:
-            raise hf.refusal(f"{key}={rope[key]!r} of yarn is not supported: remove it")
+    for key, supported in (("attention_factor", None), ("truncate", True)):
+        if rope.get(key, supported) != supported:
+            raise hf.error(f"{key}={rope[key]!r} of yarn is not supported: remove it")
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if all_dim and not mscale:
-        raise hf.refusal("yarn with mscale_all_dim but without mscale is not supported: set both")
+        raise hf.error("yarn with mscale_all_dim but without mscale is not supported: set both")
     return {"mscale": float(mscale) if mscale and all_dim else 1.0, "mscale_all_dim": float(all_dim or 0.0)}

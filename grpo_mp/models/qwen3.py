@@ -2,36 +2,35 @@
 
 from typing import Any
 
-from grpo_mp.models import blocks
-from grpo_mp.models import gqa as grouped
+from grpo_mp.models import blocks, gqa
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.hf_versions import EXPERTS
+from grpo_mp.models.hf_versions import NUM_EXPERTS
 from grpo_mp.models.mapping import Rule
 
 
 def dense_config(hf: HfConfig) -> dict[str, Any]:
-    """Megatron settings of a dense Qwen3."""
+    """Return the Megatron settings of a dense Qwen3."""
     hf.expect("hidden_act", "silu")
     hf.expect("attention_bias", False)
     hf.expect("use_sliding_window", False, None)
-    width = {"ffn_hidden_size": hf.int("intermediate_size")}
-    return blocks.base_config(hf) | grouped.config(hf, norms=True) | width
+    ffn = {"ffn_hidden_size": hf.int("intermediate_size")}
+    return blocks.base_config(hf) | gqa.config(hf, norms=True) | ffn
 
 
 def dense_rules(hf: HfConfig) -> list[Rule]:
-    """Parameter mapping of a dense Qwen3."""
+    """Return the parameter mapping of a dense Qwen3."""
     layers = range(hf.int("num_hidden_layers"))
-    return [*blocks.ends(hf), *grouped.rules(hf, layers, norms=True), *blocks.dense_mlp(hf, layers)]
+    return [*blocks.embedding_and_head(hf), *gqa.rules(hf, layers, norms=True), *blocks.dense_mlp(hf, layers)]
 
 
 def moe_config(hf: HfConfig) -> dict[str, Any]:
-    """Megatron settings of a Qwen3-MoE; without norm_topk_prob the softmax runs over all experts."""
-    pattern = [int(layer in _moe_layers(hf)) for layer in range(hf.int("num_hidden_layers"))]
+    """Return the Megatron settings of a Qwen3-MoE; without norm_topk_prob the softmax runs over all experts."""
+    moe = _moe_layers(hf)
     return (
         dense_config(hf)
-        | blocks.moe_config(hf, hf.int(*EXPERTS), hf.int("moe_intermediate_size"))
+        | blocks.moe_config(hf, hf.int(*NUM_EXPERTS), hf.int("moe_intermediate_size"))
         | {
-            "moe_layer_freq": pattern,
+            "moe_layer_freq": [int(layer in moe) for layer in range(hf.int("num_hidden_layers"))],
             "moe_router_score_function": "softmax",
             "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
         }
@@ -39,14 +38,14 @@ def moe_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def moe_rules(hf: HfConfig) -> list[Rule]:
-    """Parameter mapping of a Qwen3-MoE."""
+    """Return the parameter mapping of a Qwen3-MoE."""
     layers = range(hf.int("num_hidden_layers"))
     moe = _moe_layers(hf)
     return [
-        *blocks.ends(hf),
-        *grouped.rules(hf, layers, norms=True),
+        *blocks.embedding_and_head(hf),
+        *gqa.rules(hf, layers, norms=True),
         *blocks.dense_mlp(hf, [layer for layer in layers if layer not in moe]),
-        *blocks.experts(hf, moe, hf.int(*EXPERTS), hf.int("moe_intermediate_size")),
+        *blocks.experts(hf, moe, hf.int(*NUM_EXPERTS), hf.int("moe_intermediate_size")),
     ]
 
 

@@ -52,7 +52,7 @@ def engine_weight_bytes(job: Job) -> float:
     for rule in family_of(job.hf).rules(job.hf):
         if rule.layers == () or rule.alias:
             continue
-        tensor = _tensor_parallel_size(job, rule.megatron)
+        tensor = _tensor_parallel_size(job, rule.name)
         count = rule_parameters(rule, tensor, parallelism.expert, parallelism.expert_tensor)
         size += count.total * len(rule.layers or (0,)) * (layer_bytes if rule.layers else dtype_bytes)
     return size

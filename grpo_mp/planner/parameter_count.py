@@ -58,7 +58,7 @@ def parameter_table(hf: HfConfig, tensor: int, expert: int, expert_tensor: int) 
         count = rule_parameters(rule, tensor, expert, expert_tensor)
         if rule.layers is not None:
             layers |= {layer: layers.get(layer, ZERO) + count for layer in rule.layers}
-        elif rule.megatron.startswith("embedding"):
+        elif rule.name.startswith("embedding"):
             embedding += count
         else:
             output += count

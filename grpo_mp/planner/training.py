@@ -23,7 +23,7 @@ def active_parameters(job: Job) -> int:
     attention = sum(
         len(rule.layers or ()) * sum(shape[0] * shape[1] for shape in rule.shapes if len(shape) == 2)
         for rule in family_of(job.hf).rules(job.hf)
-        if "self_attention" in rule.megatron
+        if "self_attention" in rule.name
     )
     num_dense_layers = model.num_layers - model.num_moe_layers
     mlp_width = model.ffn_hidden_size * num_dense_layers + model.shared_expert_size * model.num_moe_layers

@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_mp.checkpoint.safe_metadata import only_known_objects
+from grpo_mp.checkpoint.safe_metadata import restrict_unpickling
 from grpo_mp.errors import UserError
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
@@ -94,7 +94,7 @@ def _reference_of(policy: Policy) -> Reference:
 
 def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
-        with only_known_objects(folder):
+        with restrict_unpickling(folder):
             return dict(dist_checkpointing.load(state, str(folder)))
     except (CheckpointException, CheckpointingException, OSError, KeyError, RuntimeError) as error:
         raise UserError(f"{folder}: the checkpoint cannot be read: {_one_line(error)}") from error

@@ -51,7 +51,7 @@ def mark_tensor_parallel(tensors: Mapping[str, torch.Tensor], params: Mapping[st
     Megatron marks a weight when it initialises it; weights that are loaded instead would count on one rank only.
     """
     for name, tensor in tensors.items():
-        tensor.tensor_model_parallel = params[name].split is not None  # type: ignore[attr-defined]
+        tensor.tensor_model_parallel = params[name].tp_dim is not None  # type: ignore[attr-defined]
 
 
 def build_optimizer(

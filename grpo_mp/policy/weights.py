@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from grpo_mp.checkpoint.hf_reader import Weights
-from grpo_mp.checkpoint.validate import check_shape
+from grpo_mp.checkpoint.hf_reader import Weights, check_shape
 from grpo_mp.distributed.coordinates import RankCoordinates
 from grpo_mp.errors import UserError
 from grpo_mp.models.mapping import Param, fuse, shard_range
@@ -36,7 +35,7 @@ def local_tensors(
 
 def tensor_part(param: Param, coords: RankCoordinates) -> int:
     """Return which tensor-parallel part of `param` this rank holds; 0 where it is not split."""
-    if param.split is None:
+    if param.tp_dim is None:
         return 0
     return coords.expert_tensor if param.expert is not None else coords.tensor
 
@@ -75,7 +74,7 @@ class TpSizes:
 
     def count(self, param: Param) -> int:
         """Return into how many parts tensor parallelism splits `param`; 1 where it is replicated."""
-        if param.split is None:
+        if param.tp_dim is None:
             return 1
         return self.expert_tensor if param.expert is not None else self.tensor
 
@@ -84,9 +83,9 @@ def _read_shard(
     reader: Weights, param: Param, name: str, shape: tuple[int, ...], parts: int, part: int
 ) -> torch.Tensor:
     check_shape(reader, name, shape)
-    if param.split is None or parts == 1:
+    if param.tp_dim is None or parts == 1:
         return reader.read(name)
-    return reader.read(name, param.split, *shard_range(param, shape, parts, part))
+    return reader.read(name, param.tp_dim, *shard_range(param, shape, parts, part))
 
 
 def _full_name(name: str, chunk: PolicyModel, params: dict[str, Param], expert_rank: int, expert_parallel: int) -> str:

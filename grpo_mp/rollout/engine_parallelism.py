@@ -94,15 +94,15 @@ def _first_misaligned_matrix(parallelism: EngineParallelism, hf: HfConfig) -> st
     for param in _fp8_matrices(hf):
         count, setting = parallelism.divisor(param)
         fused = len(param.hf) > 1 or param.expert is not None  # SGLang concatenates such matrices
-        if param.split is None or not (fused or count > 1):
+        if param.tp_dim is None or not (fused or count > 1):
             continue
         for index, (name, shape) in enumerate(zip(param.hf, param.shapes, strict=True)):
-            size = shape[param.split]
+            size = shape[param.tp_dim]
             part = size / count
             if param.fuse == "qkv" and index:
                 part = max(part, param.head_dim)  # fewer heads than GPUs are held several times
             if part % BLOCK:
-                kind = ("rows", "columns")[param.split]
+                kind = ("rows", "columns")[param.tp_dim]
                 return (
                     f"{name} has {size} {kind}, over {count} GPU(s) ({setting}) {part:g} each, which is no multiple "
                     f"of the {BLOCK} of an FP8 block"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
-from grpo_mp.checkpoint.hf_reader import holds_weights
+from grpo_mp.checkpoint.hf_reader import has_hf_weights
 from grpo_mp.config import Settings
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.score import Scorer
@@ -181,7 +181,7 @@ def engine_spec(
         first_gpu=first_gpu,
         nodes=placement.nodes,
         node_rank=placement.node_rank,
-        dummy_weights=not own_weights and (not cpu or bool(precision) or not holds_weights(settings.model.path)),
+        dummy_weights=not own_weights and (not cpu or bool(precision) or not has_hf_weights(settings.model.path)),
         args=settings.engine.args | precision,
     )
 
@@ -189,4 +189,4 @@ def engine_spec(
 def reads_weights(settings: Settings) -> bool:
     """Check whether engines can read the weights of `model.path` and compute in the precision of `engine.args`."""
     folder, cpu = settings.model.path, not platform.on_cuda()
-    return holds_weights(folder) and not precision_arguments(settings.engine.args, HfConfig.read(folder), cpu)
+    return has_hf_weights(folder) and not precision_arguments(settings.engine.args, HfConfig.read(folder), cpu)

@@ -11,7 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from grpo_mp.checkpoint.aux_files import QUANTISED
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import count_parameters
-from grpo_mp.checkpoint.hf_reader import HfReader, holds_weights
+from grpo_mp.checkpoint.hf_reader import HfReader, has_hf_weights
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.errors import UserError
@@ -49,7 +49,7 @@ def compare_logits(reference: Path, other: Path, seed: int = 0) -> float:
 @torch.no_grad()
 def run_model(folder: Path, tokens: Tensor) -> Tensor:
     """Compute float32 logits [B, T, V] of tokens [B, T]."""
-    return _run_transformers(folder, tokens) if holds_weights(folder) else _run_megatron(folder, tokens)
+    return _run_transformers(folder, tokens) if has_hf_weights(folder) else _run_megatron(folder, tokens)
 
 
 def _check_memory(folder: Path) -> None:

@@ -74,7 +74,7 @@ class Resharder:
         result: NamedTensors = []
         for name in bucket.names:
             param = self.params[name]
-            parts = range(self.tp_sizes[name] if param.split is not None else 1)
+            parts = range(self.tp_sizes[name] if param.tp_dim is not None else 1)
             tensors = join(param, [unfuse(param, shards.pop((name, part))) for part in parts])
             for hf_name, tensor in zip(param.hf, tensors, strict=True):
                 if self.fp8 and param.is_projection:

@@ -12,29 +12,31 @@ from grpo_mp.checkpoint.compare import compare_folders
 from grpo_mp.checkpoint.describe import describe_hf
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.fp8 import quantise
 
 BASE = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4), "c": torch.zeros(2), "nan": torch.tensor([float("nan")])}
 
 
-def folder(at: Path, tensors: dict[str, Tensor]) -> Path:
-    at.mkdir()
-    save_file(tensors, at / "model.safetensors")
-    return at
+def write_folder(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
-def found(tmp_path: Path, changes: dict[str, Tensor], tolerance: float = 0.0) -> list[tuple[str, str]]:
-    one, other = folder(tmp_path / "one", BASE), folder(tmp_path / "other", BASE | changes)
-    return [(each.name, each.what.replace(str(tmp_path), "")) for each in compare_folders(one, other, tolerance)]
+def differences(tmp_path: Path, changes: dict[str, Tensor], tolerance: float = 0.0) -> list[tuple[str, str]]:
+    left, right = write_folder(tmp_path / "one", BASE), write_folder(tmp_path / "other", BASE | changes)
+    result = compare_folders(left, right, tolerance)
+    return [(difference.name, difference.description.replace(str(tmp_path), "")) for difference in result]
 
 
 def test_equal_folders_have_no_difference(tmp_path: Path) -> None:
-    assert found(tmp_path, {}) == []
+    assert differences(tmp_path, {}) == []
 
 
 def test_the_worst_comes_first(tmp_path: Path) -> None:
     changes = {"a": BASE["a"] + 0.25, "b": BASE["b"].index_fill(0, torch.tensor([2]), 3.0), "d": torch.ones(1)}
-    assert found(tmp_path, changes | {"c": torch.zeros(3)}) == [
+    assert differences(tmp_path, changes | {"c": torch.zeros(3)}) == [
         ("c", "shape [2] and [3]"),
         ("d", "only in /other"),
         ("b", "1 of 4 values differ, by 2 at most"),
@@ -44,36 +46,37 @@ def test_the_worst_comes_first(tmp_path: Path) -> None:
 
 def test_tolerance_passes_small_differences_only(tmp_path: Path) -> None:
     changes = {"a": BASE["a"] + 0.25, "b": BASE["b"] + 3, "c": torch.tensor([0.0, float("nan")])}
-    assert [name for name, _ in found(tmp_path, changes, tolerance=0.25)] == ["c", "b"]
+    assert [name for name, _ in differences(tmp_path, changes, tolerance=0.25)] == ["c", "b"]
 
 
 @pytest.mark.parametrize(("tolerance", "count"), [(0.0, 1), (1e-9, 0)])
 def test_a_negative_zero_is_a_difference_of_bits(tolerance: float, count: int, tmp_path: Path) -> None:
-    assert len(found(tmp_path, {"c": torch.tensor([0.0, -0.0])}, tolerance)) == count
+    assert len(differences(tmp_path, {"c": torch.tensor([0.0, -0.0])}, tolerance)) == count
 
 
-def test_dtypes_differ_and_values_are_compared_still(tmp_path: Path) -> None:
-    assert found(tmp_path, {"a": BASE["a"].bfloat16()}) == [("a", "dtype torch.float32 and torch.bfloat16")]
+def test_values_of_different_dtypes_are_compared(tmp_path: Path) -> None:
+    assert differences(tmp_path, {"a": BASE["a"].bfloat16()}) == [("a", "dtype torch.float32 and torch.bfloat16")]
 
 
-def test_fp8_is_compared_with_what_it_stands_for(tmp_path: Path) -> None:
+def test_fp8_is_compared_by_its_values(tmp_path: Path) -> None:
     weight, scale = quantise(BASE["a"])
-    named = found(tmp_path, {"a": weight, "a_scale_inv": scale}, tolerance=0.2)
-    assert named == [("a", "dtype torch.float32 and torch.float8_e4m3fn"), ("a_scale_inv", "only in /other")]
+    result = differences(tmp_path, {"a": weight, "a_scale_inv": scale}, tolerance=0.2)
+    assert result == [("a", "dtype torch.float32 and torch.float8_e4m3fn"), ("a_scale_inv", "only in /other")]
 
 
-def test_the_summary_counts_what_the_files_hold(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_summary_counts_the_tensors_of_the_files(family: str, tmp_path: Path) -> None:
     make_tiny(tmp_path, family, make_tokenizer(["apples"]), num_hidden_layers=2, hidden_size=32)
     summary = describe_hf(tmp_path)
-    held = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors")
     assert summary.family == family
-    assert summary.stored == summary.policy == sum(tensor.numel() for tensor in held.values())
-    assert summary.dtypes == {"float32": len(held)}
+    assert summary.stored == summary.policy == sum(tensor.numel() for tensor in tensors.values())
+    assert summary.dtypes == {"float32": len(tensors)}
     assert (summary.shards, summary.fp8) == (1, False)
     assert summary.bytes == (tmp_path / "model.safetensors").stat().st_size
-    experts = {name: held[name].numel() for name in held if ".experts." in name}
+    experts = {name: tensor.numel() for name, tensor in tensors.items() if ".experts." in name}
     config = json.loads((tmp_path / "config.json").read_text())
     counts = [config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(key)]
-    used = config["num_experts_per_tok"] / counts[0] if counts else 1.0
+    share = config["num_experts_per_tok"] / counts[0] if counts else 1.0
     assert bool(counts) == bool(experts)
-    assert summary.active == summary.stored - sum(experts.values()) * (1 - used)
+    assert summary.active == summary.stored - sum(experts.values()) * (1 - share)

@@ -34,7 +34,7 @@ def like(tmp_path: Path) -> Path:
     return folder
 
 
-def check(folder: Path) -> None:
+def check_tensors(folder: Path) -> None:
     with HfReader(folder) as reader:
         assert reader.names == frozenset(TENSORS)
         for name, tensor in TENSORS.items():
@@ -44,20 +44,20 @@ def check(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("shard_bytes", "files"), [(10**9, 1), (130, 3), (1, 4)])
-def test_what_is_written_is_read_back(shard_bytes: int, files: int, tmp_path: Path, like: Path) -> None:
+def test_written_tensors_are_read_back(shard_bytes: int, files: int, tmp_path: Path, like: Path) -> None:
     write_hf(tmp_path / "out", TENSORS.items(), like, shard_bytes)
-    check(tmp_path / "out")
+    check_tensors(tmp_path / "out")
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(shards) == files
-    held = [load_file(shard) for shard in shards]
-    assert sum(len(one) for one in held) == len(TENSORS)
-    for one in held:
-        assert len(one) == 1 or sum(tensor.nbytes for tensor in one.values()) <= shard_bytes
-    others = {path.name for path in (tmp_path / "out").iterdir()} - {shard.name for shard in shards}
-    assert others == {"config.json", "tokenizer.json"} | ({INDEX} if files > 1 else set())
+    contents = [load_file(shard) for shard in shards]
+    assert sum(len(tensors) for tensors in contents) == len(TENSORS)
+    for tensors in contents:
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= shard_bytes
+    aux_files = {path.name for path in (tmp_path / "out").iterdir()} - {shard.name for shard in shards}
+    assert aux_files == {"config.json", "tokenizer.json"} | ({INDEX} if files > 1 else set())
 
 
-def test_the_index_says_where_each_tensor_is(tmp_path: Path, like: Path) -> None:
+def test_the_index_maps_tensors_to_files(tmp_path: Path, like: Path) -> None:
     write_hf(tmp_path / "out", TENSORS.items(), like, 130)
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
@@ -66,7 +66,7 @@ def test_the_index_says_where_each_tensor_is(tmp_path: Path, like: Path) -> None
         assert torch.equal(load_file(tmp_path / "out" / file)[name], TENSORS[name])
 
 
-def test_slices(tmp_path: Path) -> None:
+def test_slices_are_read(tmp_path: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in TENSORS.items()}, tmp_path / "model.safetensors")
     with HfReader(tmp_path) as reader:
         assert torch.equal(reader.read("model.a", 0, 2, 5), TENSORS["model.a"][2:5])
@@ -76,15 +76,15 @@ def test_slices(tmp_path: Path) -> None:
             reader.read("model.x")
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, like: Path) -> None:
-    def broken() -> Iterator[tuple[str, Tensor]]:
+def test_a_failed_write_leaves_the_old_folder(tmp_path: Path, like: Path) -> None:
+    def failing() -> Iterator[tuple[str, Tensor]]:
         yield "model.a", torch.ones(2)
         raise RuntimeError("the rank died")
 
     write_hf(tmp_path / "out", TENSORS.items(), like)
     with pytest.raises(RuntimeError, match="the rank died"):
-        write_hf(tmp_path / "out", broken(), like)
-    check(tmp_path / "out")
+        write_hf(tmp_path / "out", failing(), like)
+    check_tensors(tmp_path / "out")
     write_hf(tmp_path / "out", list(TENSORS.items())[:1], like)
     with HfReader(tmp_path / "out") as reader:
         assert reader.names == {"model.a"}

@@ -1,4 +1,4 @@
-"""Checkpoints and run folders on a real disk: what counts, what goes, what is refused."""
+"""Checkpoints and run folders on a real disk: which count, which are removed, which are refused."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.checkpoint import run_state as recovery
+from grpo_mp.checkpoint import run_state
 from grpo_mp.checkpoint.run_state import (
     MANIFEST,
     SETTINGS,
@@ -29,7 +29,7 @@ from grpo_mp.errors import UserError
 RESOLVED = "run:\n  steps: 10\n  save_every: 2\n  resume: auto\noptimizer:\n  lr: 1.0e-06\n"
 
 
-def state(step: int) -> TrainState:
+def make_state(step: int) -> TrainState:
     return TrainState(
         step=step,
         optimizer_step=2 * step,
@@ -39,35 +39,35 @@ def state(step: int) -> TrainState:
     )
 
 
-def save(run: Path, step: int, whole: bool = True) -> Path:
+def save(run: Path, step: int, complete: bool = True) -> Path:
     folder = checkpoint_folder(run, step)
     begin_checkpoint(folder)
     (folder / "policy").mkdir()
     (folder / "policy" / "weights").write_bytes(b"w" * 100)
-    if whole:
-        write_manifest(folder, state(step))
+    if complete:
+        write_manifest(folder, make_state(step))
     return folder
 
 
-def test_the_state_comes_back(tmp_path: Path) -> None:
-    assert read_manifest(save(tmp_path, 7)) == state(7)
+def test_the_state_is_read_back(tmp_path: Path) -> None:
+    assert read_manifest(save(tmp_path, 7)) == make_state(7)
     folder = checkpoint_folder(tmp_path, 8)
     begin_checkpoint(folder)
     write_manifest(folder, TrainState())
     assert read_manifest(folder) == TrainState()
 
 
-def test_a_folder_counts_once_its_manifest_is_there(tmp_path: Path) -> None:
+def test_a_checkpoint_counts_once_it_has_a_manifest(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
     save(tmp_path, 4)
     save(tmp_path, 12)
-    torn = save(tmp_path, 20, whole=False)
+    torn = save(tmp_path, 20, complete=False)
     (torn / (MANIFEST + ".incomplete")).write_text("{")
     assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 12)
 
 
-def test_a_write_that_is_killed_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(tmp_path, 3, whole=False)
+def test_a_killed_write_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path, 3, complete=False)
 
     def killed(descriptor: int) -> None:
         raise KeyboardInterrupt
@@ -75,10 +75,10 @@ def test_a_write_that_is_killed_leaves_no_manifest(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", killed)
         with pytest.raises(KeyboardInterrupt):
-            write_manifest(folder, state(3))
+            write_manifest(folder, make_state(3))
     assert latest_checkpoint(tmp_path) is None
-    write_manifest(folder, state(3))
-    assert read_manifest(folder) == state(3)
+    write_manifest(folder, make_state(3))
+    assert read_manifest(folder) == make_state(3)
     assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, "policy"]
 
 
@@ -104,11 +104,11 @@ def test_a_file_that_is_cut_or_gone_is_named(damage: str, tmp_path: Path) -> Non
         "[]",
         "{}",
         json.dumps({"state": {"unknown": 1}, "files": {}}),
-        json.dumps({"state": asdict(state(1))}),
-        json.dumps({"state": asdict(state(1)), "files": {"policy/weights": {"bytes": 100}}}),
-        json.dumps({"state": asdict(state(1)) | {"step": -1}, "files": {}}),
-        json.dumps({"state": asdict(state(1)) | {"step": "1"}, "files": {}}),
-        json.dumps({"state": asdict(state(1)), "files": 3}),
+        json.dumps({"state": asdict(make_state(1))}),
+        json.dumps({"state": asdict(make_state(1)), "files": {"policy/weights": {"bytes": 100}}}),
+        json.dumps({"state": asdict(make_state(1)) | {"step": -1}, "files": {}}),
+        json.dumps({"state": asdict(make_state(1)) | {"step": "1"}, "files": {}}),
+        json.dumps({"state": asdict(make_state(1)), "files": 3}),
     ],
 )
 def test_another_kind_of_manifest_is_refused(text: str, tmp_path: Path) -> None:
@@ -119,13 +119,13 @@ def test_another_kind_of_manifest_is_refused(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 9])
-def test_pruning_keeps_the_newest_whole_ones(keep: int, tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_complete_checkpoints(keep: int, tmp_path: Path) -> None:
     for step in (2, 4, 10, 6):
         save(tmp_path, step)
-    save(tmp_path, 12, whole=False)
+    save(tmp_path, 12, complete=False)
     prune_checkpoints(tmp_path, keep)
-    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert left == [f"step_{step:06d}" for step in [2, 4, 6, 10][-keep:]] + ["step_000012"]
+    remaining = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert remaining == [f"step_{step:06d}" for step in [2, 4, 6, 10][-keep:]] + ["step_000012"]
 
 
 @pytest.mark.parametrize("name", ["step_000080_backup_of_60", "step_000060_best", "step_99", "step_0000099", "step_x"])
@@ -147,24 +147,24 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 1_000_000)
 
 
-def test_a_changed_file_is_found_by_the_rank_whose_share_it_is(tmp_path: Path) -> None:
-    folder = save(tmp_path, 6, whole=False)
+def test_a_changed_file_is_found_by_the_rank_that_checks_it(tmp_path: Path) -> None:
+    folder = save(tmp_path, 6, complete=False)
     (folder / "policy" / "__0_0.distcp").write_bytes(b"a" * 300)
     (folder / "policy" / "__1_0.distcp").write_bytes(b"b" * 200)
     parts = [own_checksums(folder, rank, 2) for rank in range(2)]
     assert [sorted(part) for part in parts] == [["policy/__0_0.distcp", "policy/weights"], ["policy/__1_0.distcp"]]
-    write_manifest(folder, state(6), {**parts[0], **parts[1]})
+    write_manifest(folder, make_state(6), {**parts[0], **parts[1]})
     for rank in range(3):
         checkpoint_checksums(folder).check_share(rank, 3)
     (folder / "policy" / "__1_0.distcp").write_bytes(b"b" * 199 + b"c")
-    assert read_manifest(folder) == state(6)  # its size is right
-    found = []
+    assert read_manifest(folder) == make_state(6)  # its size is right
+    errors = []
     for rank in range(3):
         try:
             checkpoint_checksums(folder).check_share(rank, 3)
         except UserError as error:
-            found.append(str(error))
-    assert found == [
+            errors.append(str(error))
+    assert errors == [
         f"{folder / 'policy' / '__1_0.distcp'} differs from its checksum: copy it again, or rename step_000006 to go "
         "on from the checkpoint before it"
     ]
@@ -178,13 +178,13 @@ def test_pruning_takes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.Mo
         assert not (folder / MANIFEST).exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recovery.shutil, "rmtree", killed)
+    monkeypatch.setattr(run_state.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         prune_checkpoints(tmp_path, 1)
     assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 4)
 
 
-def test_a_new_folder_is_claimed_and_taken_up_again(tmp_path: Path) -> None:
+def test_a_new_folder_is_claimed_and_resumed(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one"
     check_run_folder(run, RESOLVED, resume=True)
     assert not run.exists()
@@ -209,7 +209,7 @@ def test_results_of_other_settings_are_refused(trace: str, tmp_path: Path) -> No
         check_run_folder(tmp_path, RESOLVED, resume=True)
 
 
-def test_checkpoints_are_not_run_over_without_resume(tmp_path: Path) -> None:
+def test_checkpoints_are_not_overwritten_without_resume(tmp_path: Path) -> None:
     claim_run_folder(tmp_path, RESOLVED)
     save(tmp_path, 2)
     with pytest.raises(UserError, match=r"set run.resume=auto to go on, or move it away"):

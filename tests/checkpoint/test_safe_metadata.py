@@ -1,4 +1,4 @@
-"""Pickles of a checkpoint run nothing; those that Megatron itself writes are read."""
+"""Pickles of a checkpoint run nothing; those that Megatron writes are read."""
 
 import json
 import random
@@ -14,36 +14,25 @@ from grpo_mp.checkpoint.safe_metadata import read_metadata
 from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader, describe_torch_dist
 from grpo_mp.errors import UserError
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.policy.checkpoint import load_policy, save_policy
+from tests.checkpoint.helpers import flip_bit, malicious_pickle, no_progress, policy_of
 from tests.policy.by_megatron import copies, unequal
-from tests.policy.spoiling import flip_bit, hostile
-from tests.policy.test_converted_weights import policy_of
 
 FLIPS = 200
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("metadata") / "model"
-    make_tiny(folder, "deepseek_v3", make_tokenizer(["apples"]), num_hidden_layers=2, hidden_size=64)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def checkpoint(model: Path) -> Path:
+def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As Megatron writes it."""
-    folder = model.parent / "checkpoint"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("metadata")
     with policy_of(model, "float32") as policy:
         save_policy(policy, folder)
     return folder
 
 
-def test_a_hostile_list_of_tensors_is_not_run(checkpoint: Path, model: Path, tmp_path: Path) -> None:
+def test_malicious_metadata_is_not_run(checkpoint: Path, model: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / "megatron")
-    (tmp_path / "megatron" / ".metadata").write_bytes(hostile(tmp_path / "ran"))
+    (tmp_path / "megatron" / ".metadata").write_bytes(malicious_pickle(tmp_path / "ran"))
     with pytest.raises(UserError, match=r"\.metadata names (posix|os)\.mkdir, which is no part of a checkpoint"):
         describe_torch_dist(tmp_path / "megatron")
     with policy_of(model, "float32") as policy, pytest.raises(UserError, match="which is no part of a checkpoint"):
@@ -54,47 +43,47 @@ def test_a_hostile_list_of_tensors_is_not_run(checkpoint: Path, model: Path, tmp
     assert (tmp_path / "ran").exists()
 
 
-def test_a_hostile_part_is_not_run_by_a_conversion(model: Path, tmp_path: Path) -> None:
-    to_megatron(model, tmp_path / "megatron", lambda done, total: None)
+def test_malicious_metadata_is_not_run_by_a_conversion(model: Path, tmp_path: Path) -> None:
+    to_megatron(model, tmp_path / "megatron", no_progress)
     record = json.loads((tmp_path / "megatron" / "conversion.json").read_text())
     (tmp_path / "megatron" / "conversion.json").write_text(json.dumps(record | {"joint": {}}))
-    (tmp_path / "megatron" / ".metadata").write_bytes(hostile(tmp_path / "ran"))
+    (tmp_path / "megatron" / ".metadata").write_bytes(malicious_pickle(tmp_path / "ran"))
     with pytest.raises(UserError, match="which is no part of a checkpoint"):
         TorchDistReader(tmp_path / "megatron")
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_hostile_object_beside_the_tensors_is_not_run(checkpoint: Path, model: Path, tmp_path: Path) -> None:
+def test_a_malicious_object_beside_the_tensors_is_not_run(checkpoint: Path, model: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / "megatron")
     metadata = read_metadata(checkpoint)
-    objects = {key for key, held in metadata.state_dict_metadata.items() if isinstance(held, BytesStorageMetadata)}
-    place = next(info for index, info in metadata.storage_data.items() if index.fqn in objects)
-    evil = hostile(tmp_path / "ran")
-    assert len(evil) <= place.length
-    file = tmp_path / "megatron" / place.relative_path
+    objects = {key for key, item in metadata.state_dict_metadata.items() if isinstance(item, BytesStorageMetadata)}
+    info = next(info for index, info in metadata.storage_data.items() if index.fqn in objects)
+    payload = malicious_pickle(tmp_path / "ran")
+    assert len(payload) <= info.length
+    file = tmp_path / "megatron" / info.relative_path
     content = bytearray(file.read_bytes())
-    content[place.offset : place.offset + place.length] = evil.ljust(place.length, b"\0")
+    content[info.offset : info.offset + info.length] = payload.ljust(info.length, b"\0")
     file.write_bytes(content)
     with policy_of(model, "float32") as policy, pytest.raises(UserError, match="the checkpoint cannot be read"):
         load_policy(policy, tmp_path / "megatron")
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_megatron_writes_is_what_torch_reads(checkpoint: Path, model: Path) -> None:
+def test_metadata_that_megatron_writes_is_read_as_torch_reads_it(checkpoint: Path, model: Path) -> None:
     ours, theirs = read_metadata(checkpoint), FileSystemReader(checkpoint).read_metadata()
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
-    assert any(isinstance(held, BytesStorageMetadata) for held in ours.state_dict_metadata.values())
+    assert any(isinstance(item, BytesStorageMetadata) for item in ours.state_dict_metadata.values())
     with policy_of(model, "float32") as policy:
-        wanted = copies(policy)
+        saved = copies(policy)
         for tensor in policy.tensors.values():
             tensor.detach().fill_(7.0)
         load_policy(policy, checkpoint)
-        assert unequal(policy, wanted) == []
+        assert unequal(policy, saved) == []
 
 
-def test_flipped_bits_are_a_sentence(checkpoint: Path, tmp_path: Path) -> None:
-    """Without a checksum some flips are of no consequence, or change a name; none is a trace."""
+def test_flipped_bits_raise_user_errors_only(checkpoint: Path, tmp_path: Path) -> None:
+    """Without a checksum some flips do no harm, or change a name; none raises anything else."""
     shutil.copy(checkpoint / ".metadata", tmp_path)
     size = (tmp_path / ".metadata").stat().st_size
     draw = random.Random(0)
@@ -112,7 +101,7 @@ def test_flipped_bits_are_a_sentence(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"hello", b"\x80\x04N.", b"\x80\x04]."])
-def test_what_is_no_list_of_tensors_is_torn(content: bytes, tmp_path: Path) -> None:
+def test_a_pickle_that_is_no_metadata_is_torn(content: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(UserError, match=r"\.metadata is torn .*: copy it again"):
         read_metadata(tmp_path)
@@ -120,14 +109,14 @@ def test_what_is_no_list_of_tensors_is_torn(content: bytes, tmp_path: Path) -> N
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_every_dtype_is_known(tmp_path: Path) -> None:
-    metadata = read_metadata_of([torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64], tmp_path)
-    assert metadata == [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64]
+    dtypes = save_and_read_dtypes([torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64], tmp_path)
+    assert dtypes == [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64]
 
 
-def read_metadata_of(dtypes: list[torch.dtype], folder: Path) -> list[torch.dtype]:
-    """Write a checkpoint of such tensors by torch; their dtypes as read."""
+def save_and_read_dtypes(dtypes: list[torch.dtype], folder: Path) -> list[torch.dtype]:
+    """Save tensors of these dtypes with torch; returns the dtypes that are read."""
     import torch.distributed.checkpoint as dcp
 
     dcp.save({str(dtype): torch.zeros(2, dtype=dtype) for dtype in dtypes}, checkpoint_id=folder, no_dist=True)
-    held = read_metadata(folder).state_dict_metadata
-    return [held[str(dtype)].properties.dtype for dtype in dtypes]
+    metadata = read_metadata(folder).state_dict_metadata
+    return [metadata[str(dtype)].properties.dtype for dtype in dtypes]

@@ -34,7 +34,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def make_hf() -> MakeHf:
-    """A config of a family; any key can be set over it."""
+    """Makes a config of a family, with any changes to its keys."""
 
     def make(family: str, **changes: Any) -> HfConfig:
         values = {"model_type": family} | SHAPES[family] | RELEASED.get(family, {}) | WIDTHS | SMALL[family]

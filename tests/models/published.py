@@ -1,4 +1,4 @@
-"""Published config.json files, as the planner ships them, with the sizes that their publishers state."""
+"""Published config.json files, as the planner ships them, with the model sizes that publishers state."""
 
 from typing import Any
 

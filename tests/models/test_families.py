@@ -1,4 +1,4 @@
-"""Which settings a family makes of a config, and which configs it refuses."""
+"""The Megatron settings that a family makes of a config, and the configs that it refuses."""
 
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,17 @@ def test_each_family_is_found_by_its_model_type(family: str, make_hf: MakeHf) ->
     assert family_of(make_hf(family)) is FAMILIES[family]
 
 
-def test_the_page_names_each_family(family: str) -> None:
-    page = Path(families.__file__).with_name("README.md").read_text()
-    assert f"| `{family}` | {FAMILIES[family].architecture} |" in page
+def test_the_readme_names_each_family(family: str) -> None:
+    readme = Path(families.__file__).with_name("README.md").read_text()
+    assert f"| `{family}` | {FAMILIES[family].architecture} |" in readme
 
 
-@pytest.mark.parametrize(("wrong", "near"), [("qwen3moe", "qwen3_moe"), ("deepseek_v4", "deepseek_v3")])
-def test_an_unknown_model_type_names_the_nearest(wrong: str, near: str, make_hf: MakeHf) -> None:
+@pytest.mark.parametrize(("model_type", "nearest"), [("qwen3moe", "qwen3_moe"), ("deepseek_v4", "deepseek_v3")])
+def test_an_unknown_model_type_names_the_nearest(model_type: str, nearest: str, make_hf: MakeHf) -> None:
     with pytest.raises(
-        UserError, match=rf"config.json: model_type '{wrong}' .*did you mean {near}\?.*supported: qwen3"
+        UserError, match=rf"config.json: model_type '{model_type}' .*did you mean {nearest}\?.*supported: qwen3"
     ):
-        family_of(make_hf("qwen3", model_type=wrong))
+        family_of(make_hf("qwen3", model_type=model_type))
 
 
 def test_a_config_without_model_type_is_refused(make_hf: MakeHf) -> None:
@@ -39,7 +39,7 @@ def test_a_config_without_model_type_is_refused(make_hf: MakeHf) -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "key", "value"),
+    ("family", "key", "value"),
     [
         ("deepseek_v3", "scoring_func", "softmax"),
         ("deepseek_v3", "topk_method", "greedy"),
@@ -61,13 +61,13 @@ def test_a_config_without_model_type_is_refused(make_hf: MakeHf) -> None:
         ("glm4_moe", "hidden_act", "gelu"),
     ],
 )
-def test_what_a_family_cannot_compute_is_refused(of: str, key: str, value: Any, make_hf: MakeHf) -> None:
+def test_unsupported_values_are_refused(family: str, key: str, value: Any, make_hf: MakeHf) -> None:
     with pytest.raises(UserError, match=f"config.json: {key}={value!r} is not supported"):
-        FAMILIES[of].config(make_hf(of, **{key: value}))
+        FAMILIES[family].config(make_hf(family, **{key: value}))
 
 
 @pytest.mark.parametrize(
-    ("of", "changes", "sentence"),
+    ("family", "changes", "message"),
     [
         ("deepseek_v3", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
         ("glm4_moe", {"num_experts_per_tok": 1}, "does not normalise the score of one expert"),
@@ -82,17 +82,17 @@ def test_what_a_family_cannot_compute_is_refused(of: str, key: str, value: Any, 
         ("kimi_k2", {"rope_scaling": YARN | {"mscale": None}}, "mscale_all_dim but without mscale .*: set both"),
     ],
 )
-def test_what_megatron_computes_otherwise_is_refused(
-    of: str, changes: dict[str, Any], sentence: str, make_hf: MakeHf
+def test_combinations_that_megatron_computes_otherwise_are_refused(
+    family: str, changes: dict[str, Any], message: str, make_hf: MakeHf
 ) -> None:
-    with pytest.raises(UserError, match=f"config.json: .*{sentence}"):
-        FAMILIES[of].config(make_hf(of, **changes))
+    with pytest.raises(UserError, match=f"config.json: .*{message}"):
+        FAMILIES[family].config(make_hf(family, **changes))
 
 
 def test_groups_that_limit_nothing_are_left_out(make_hf: MakeHf) -> None:
-    def groups(of: str, **changes: Any) -> tuple[int | None, int | None]:
-        found = FAMILIES[of].config(make_hf(of, **changes))
-        return found.get("moe_router_num_groups"), found.get("moe_router_group_topk")
+    def groups(family: str, **changes: Any) -> tuple[int | None, int | None]:
+        config = FAMILIES[family].config(make_hf(family, **changes))
+        return config.get("moe_router_num_groups"), config.get("moe_router_group_topk")
 
     limited = {"topk_method": "group_limited_greedy", "n_group": 4}
     assert groups("deepseek_v2", **limited, topk_group=3) == (4, 3)
@@ -111,38 +111,38 @@ def test_another_architecture_of_the_same_model_type_is_refused(make_hf: MakeHf)
 
 
 def test_arguments_of_the_rotary_embedding(make_hf: MakeHf) -> None:
-    def rotary(of: str, **changes: Any) -> dict[str, Any]:
-        return FAMILIES[of].rotary(make_hf(of, **changes))
+    def rotary(family: str, **changes: Any) -> dict[str, Any]:
+        return FAMILIES[family].rotary(make_hf(family, **changes))
 
     plain = {"rotary_base": 1e4, "rotary_percent": 1.0}
     assert rotary("qwen2") == rotary("qwen3") == rotary("mixtral") == plain
     assert rotary("llama") == plain | {"rope_scaling": True, "rope_scaling_factor": 8.0}
-    half = rotary("glm4_moe", partial_rotary_factor=0.25), rotary("glm4_moe", partial_rotary_factor=None)
-    assert [found["rotary_percent"] for found in half] == [0.25, 0.5]
+    variants = rotary("glm4_moe", partial_rotary_factor=0.25), rotary("glm4_moe", partial_rotary_factor=None)
+    assert [variant["rotary_percent"] for variant in variants] == [0.25, 0.5]
     newer = rotary("glm4_moe", rope_parameters={"rope_theta": 1e6, "partial_rotary_factor": 0.75})
     assert newer == {"rotary_base": 1e6, "rotary_percent": 0.75}
 
 
 def test_mscale_counts_only_together_with_mscale_all_dim(make_hf: MakeHf) -> None:
-    def magnitude(**changes: Any) -> tuple[float, float]:
-        found = FAMILIES["deepseek_v3"].config(make_hf("deepseek_v3", rope_scaling=YARN | changes))
-        return found["mscale"], found["mscale_all_dim"]
+    def mscale(**changes: Any) -> tuple[float, float]:
+        config = FAMILIES["deepseek_v3"].config(make_hf("deepseek_v3", rope_scaling=YARN | changes))
+        return config["mscale"], config["mscale_all_dim"]
 
-    assert magnitude(mscale=0.7, mscale_all_dim=0.5) == (0.7, 0.5)
-    assert magnitude(mscale=0.7, mscale_all_dim=0) == magnitude(mscale=None, mscale_all_dim=None) == (1.0, 0.0)
+    assert mscale(mscale=0.7, mscale_all_dim=0.5) == (0.7, 0.5)
+    assert mscale(mscale=0.7, mscale_all_dim=0) == mscale(mscale=None, mscale_all_dim=None) == (1.0, 0.0)
 
 
-def test_mixture_layers(make_hf: MakeHf) -> None:
-    def layers(of: str, **changes: Any) -> list[int]:
-        found: list[int] = FAMILIES[of].config(make_hf(of, num_hidden_layers=6, **changes))["moe_layer_freq"]
-        return found
+def test_moe_layers(make_hf: MakeHf) -> None:
+    def layers(family: str, **changes: Any) -> list[int]:
+        config = FAMILIES[family].config(make_hf(family, num_hidden_layers=6, **changes))
+        return list(config["moe_layer_freq"])
 
     assert layers("deepseek_v3", first_k_dense_replace=2) == [0, 0, 1, 1, 1, 1]
     assert layers("qwen3_moe", mlp_only_layers=[1], decoder_sparse_step=1) == [1, 0, 1, 1, 1, 1]
     assert layers("qwen3_moe", mlp_only_layers=[], decoder_sparse_step=2) == [0, 1, 0, 1, 0, 1]
 
 
-def test_every_mixture_layer_has_experts_and_every_other_an_mlp(family: str, make_hf: MakeHf) -> None:
+def test_moe_layers_have_experts_and_other_layers_an_mlp(family: str, make_hf: MakeHf) -> None:
     hf = make_hf(family)
     config, names = FAMILIES[family].config(hf), FAMILIES[family].params(hf).keys()
     for layer, sparse in enumerate(config.get("moe_layer_freq", [0] * config["num_layers"])):

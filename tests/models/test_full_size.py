@@ -1,6 +1,6 @@
 """Published models at full size, on the meta device, in the layouts of configs/ and some more.
 
-Every tensor of the files goes into the ranks of one replica once, and comes out of them once.
+The ranks of one replica have every tensor of the files exactly once.
 """
 
 from collections import Counter
@@ -37,43 +37,43 @@ OTHERS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {  # where configs/ h
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_in_the_layouts_of_recipes(recipe: str) -> None:
+def test_layouts_of_recipes(recipe: str) -> None:
     settings = load_settings(CONFIGS / f"{recipe}.yaml")
-    check(settings, find_config(settings.model.path)[0])
+    check_tensors(settings, find_config(settings.model.path)[0])
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_in_other_layouts(name: str) -> None:
+def test_other_layouts(name: str) -> None:
     sizes, megatron = OTHERS[name]
-    check(settings_of(layout=sizes, optimizer={"megatron": megatron}), HfConfig(Path(name), PUBLISHED[name][0]))
+    check_tensors(settings_of(layout=sizes, optimizer={"megatron": megatron}), HfConfig(Path(name), PUBLISHED[name][0]))
 
 
-def check(settings: Settings, hf: HfConfig) -> None:
+def check_tensors(settings: Settings, hf: HfConfig) -> None:
     params = family_of(hf).params(hf)
-    wanted = Counter(name for param in params.values() if not param.alias for name in param.hf)
-    assert set(wanted.values()) == {1}
-    last = settings.layout.tensor - 1  # of the tensor ranks, which hold the same names
-    held = Counter(name for stage in stages(settings, hf, last, params) for name in stage)
-    assert held.keys() == params.keys()
-    assert set(held.values()) == {1}
-    assert Counter(name for param in held if not params[param].alias for name in params[param].hf) == wanted
+    expected = Counter(name for param in params.values() if not param.alias for name in param.hf)
+    assert set(expected.values()) == {1}
+    last = settings.layout.tensor - 1  # all tensor-parallel ranks have the same names
+    names = Counter(name for stage in stage_names(settings, hf, last, params) for name in stage)
+    assert names.keys() == params.keys()
+    assert set(names.values()) == {1}
+    assert Counter(name for param in names if not params[param].alias for name in params[param].hf) == expected
 
 
-def stages(settings: Settings, hf: HfConfig, tensor: int, params: dict[str, Param]) -> list[set[str]]:
-    """Names that the ranks of each pipeline stage hold; experts of all ranks, each of which must hold its own."""
+def stage_names(settings: Settings, hf: HfConfig, tp_rank: int, params: dict[str, Param]) -> list[set[str]]:
+    """Names of parameters on each pipeline stage: of one tensor-parallel rank and all expert-parallel ranks."""
     layout = settings.layout
-    parts = TpSizes(layout.tensor, layout.expert_tensor)
+    tp_sizes = TpSizes(layout.tensor, layout.expert_tensor)
     per_stage = max(layout.tensor * layout.context, layout.expert_tensor * layout.expert)
-    found = []
+    stages = []
     for first in range(0, per_stage * layout.pipeline, per_stage):
-        here = coordinates(first + tensor, layout, per_stage * layout.pipeline)
+        coords = coordinates(first + tp_rank, layout, per_stage * layout.pipeline)
         names: Counter[str] = Counter()
-        with built_on_meta(settings, hf, per_stage * layout.pipeline, first + tensor) as chunks:
+        with built_on_meta(settings, hf, per_stage * layout.pipeline, first + tp_rank) as chunks:
             for expert in range(layout.expert):
-                held = local_tensors(chunks, params, replace(here, expert=expert), layout.expert)
-                for name, local in held.items():
-                    assert tuple(local.shape) == params[name].local_shape(parts.count(params[name])), name
-                names.update(name for name in held if expert == 0 or params[name].expert is not None)
+                tensors = local_tensors(chunks, params, replace(coords, expert=expert), layout.expert)
+                for name, local in tensors.items():
+                    assert tuple(local.shape) == params[name].local_shape(tp_sizes.count(params[name])), name
+                names.update(name for name in tensors if expert == 0 or params[name].expert is not None)
         assert set(names.values()) == {1}
-        found.append(set(names))
-    return found
+        stages.append(set(names))
+    return stages

@@ -1,3 +1,5 @@
+"""Reading config.json: rotary settings of both layouts, required numbers, refused files."""
+
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,8 @@ def config(**values: object) -> HfConfig:
 def test_both_published_layouts_of_rotary_settings_read_alike() -> None:
     older = config(rope_theta=10000, rope_scaling=YARN).rope
     newer = config(rope_parameters={"rope_theta": 10000, "rope_type": "yarn", "factor": 40, "mscale": 1.0}).rope
-    wanted = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 40, "mscale": 1.0}
-    assert {key: older[key] for key in wanted} == {key: newer[key] for key in wanted} == wanted
+    expected = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 40, "mscale": 1.0}
+    assert {key: older[key] for key in expected} == {key: newer[key] for key in expected} == expected
 
 
 def test_plain_rotary_settings() -> None:

@@ -1,4 +1,4 @@
-"""config.json as transformers 4 writes it and as 5 does: the same model, computed the same."""
+"""config.json as transformers 4 and 5 write it: the same model, computed alike."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from grpo_mp.examples.tiny_models import SHAPES, make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.families import FAMILIES, family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.hf_versions import TRANSFORMERS_NAMES, in_both_forms
+from grpo_mp.models.hf_versions import TRANSFORMERS_NAMES, add_transformers_4_names
 from grpo_mp.trainer.compare_logits import compare_logits
 from tests.models.published import PUBLISHED
 
@@ -33,9 +33,9 @@ ROPES["deepseek_v2"] = ROPES["deepseek_v3"]
 
 
 def saved_by_transformers_5(values: dict[str, Any], folder: Path) -> HfConfig:
-    kind = TRANSFORMERS_NAMES.get(values["model_type"], values["model_type"])
+    model_type = TRANSFORMERS_NAMES.get(values["model_type"], values["model_type"])
     rest = {key: value for key, value in values.items() if key != "model_type"}
-    AutoConfig.for_model(kind, **json.loads(json.dumps(rest))).save_pretrained(folder)
+    AutoConfig.for_model(model_type, **json.loads(json.dumps(rest))).save_pretrained(folder)
     hf = HfConfig.read(folder)
     assert "rope_theta" not in hf.values
     assert hf.values["transformers_version"].startswith("5.")
@@ -43,13 +43,13 @@ def saved_by_transformers_5(values: dict[str, Any], folder: Path) -> HfConfig:
 
 
 def as_seen_by_transformers_4(values: dict[str, Any]) -> dict[str, Any]:
-    """Without the names that it does not know; Mixtral's are those of either."""
-    kept = {"num_local_experts"} if values["model_type"] == "mixtral" else set[str]()
-    return {name: value for name, value in values.items() if name not in NEWER or name in kept}
+    """Leave out the names that it does not know; Mixtral's are the same in both."""
+    known = {"num_local_experts"} if values["model_type"] == "mixtral" else set[str]()
+    return {name: value for name, value in values.items() if name not in NEWER or name in known}
 
 
-def computed(hf: HfConfig) -> tuple[Any, ...]:
-    """All that a family makes of a config."""
+def family_settings(hf: HfConfig) -> tuple[Any, ...]:
+    """Everything that a family makes of a config."""
     family = family_of(hf)
     config = family.config(hf)
     rotary = {} if config.get("multi_latent_attention") else family.rotary(hf)
@@ -57,20 +57,22 @@ def computed(hf: HfConfig) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs_mean_the_same_when_transformers_5_has_saved_them(name: str, tmp_path: Path) -> None:
+def test_published_configs_mean_the_same_after_transformers_5_saved_them(name: str, tmp_path: Path) -> None:
     values, _ = PUBLISHED[name]
     published, saved = HfConfig(tmp_path, values), saved_by_transformers_5(values, tmp_path)
-    assert computed(saved) == computed(published)
-    assert in_both_forms(values) == values | ({"dtype": values["dtype"]} if "dtype" in values else {})
-    completed = HfConfig(tmp_path, in_both_forms(saved.values))
-    assert computed(completed) == computed(published)
-    assert computed(HfConfig(tmp_path, as_seen_by_transformers_4(completed.values))) == computed(published)
+    assert family_settings(saved) == family_settings(published)
+    assert add_transformers_4_names(values) == values | ({"dtype": values["dtype"]} if "dtype" in values else {})
+    completed = HfConfig(tmp_path, add_transformers_4_names(saved.values))
+    assert family_settings(completed) == family_settings(published)
+    assert family_settings(HfConfig(tmp_path, as_seen_by_transformers_4(completed.values))) == family_settings(
+        published
+    )
     layers = saved.int("num_hidden_layers") + int(values.get("num_nextn_predict_layers") or 0)
     check_layers([f"model.layers.{layers - 1}.norm.weight"], saved)
 
 
 def family_values(family: str) -> dict[str, Any]:
-    """Of the tiny shape, with a rotation that no default is."""
+    """A config of the tiny shape, with rotary settings that are no default."""
     rope = {"rope_theta": THETA, "rope_type": "default"} | ROPES.get(family, {})
     shape = {name: value for name, value in SHAPES[family].items() if name not in ("rope_theta", "rope_scaling")}
     return shape | {"rope_parameters": rope, "vocab_size": 128, "model_type": TRANSFORMERS_NAMES.get(family, family)}
@@ -80,39 +82,39 @@ def family_values(family: str) -> dict[str, Any]:
 def test_a_family_reads_what_transformers_5_computes_with(family: str, tmp_path: Path) -> None:
     saved = saved_by_transformers_5(family_values(family), tmp_path)
     own = AutoConfig.from_pretrained(tmp_path)
-    config, params, rotary, theta, kind = computed(saved)
-    assert (theta, kind) == (own.rope_parameters["rope_theta"], own.rope_parameters["rope_type"])
+    config, params, rotary, theta, rope_type = family_settings(saved)
+    assert (theta, rope_type) == (own.rope_parameters["rope_theta"], own.rope_parameters["rope_type"])
     assert theta == THETA
     assert config.get("num_moe_experts") == getattr(own, "num_local_experts", getattr(own, "n_routed_experts", None))
     assert sum(param.expert is not None for param in params.values()) % (config.get("num_moe_experts") or 1) == 0
     if rotary:
         assert rotary["rotary_percent"] == own.rope_parameters.get("partial_rotary_factor", 1.0)
-    completed = in_both_forms(saved.values)
-    assert in_both_forms(completed) == completed
+    completed = add_transformers_4_names(saved.values)
+    assert add_transformers_4_names(completed) == completed
     for values in (completed, as_seen_by_transformers_4(completed)):
-        assert computed(HfConfig(tmp_path, values)) == computed(saved)
+        assert family_settings(HfConfig(tmp_path, values)) == family_settings(saved)
     (tmp_path / "config.json").write_text(json.dumps(completed))
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == own.rope_parameters
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe"])
-def test_logits_of_either_form(family: str, tmp_path: Path) -> None:
-    """transformers computes from the names of 5, the policy's model from those of 5, and of 4 alone."""
+def test_logits_of_either_version(family: str, tmp_path: Path) -> None:
+    """transformers runs a config of 5; the policy's model runs one of 5, and one of 4."""
     rope = {"rope_theta": THETA, "rope_type": "default"} | ROPES.get(family, {})
-    more = {"rope_scaling": None, "rope_theta": None, "initializer_range": 0.1}
-    make_tiny(tmp_path / "model", family, make_tokenizer(["apples"]), **more, rope_parameters=rope, num_hidden_layers=2)
+    changes = {"rope_scaling": None, "rope_theta": None, "initializer_range": 0.1, "num_hidden_layers": 2}
+    make_tiny(tmp_path / "model", family, make_tokenizer(["apples"]), **changes, rope_parameters=rope)
     file = tmp_path / "model" / "config.json"
     values = {name: value for name, value in json.loads(file.read_text()).items() if value is not None}
     values.pop("partial_rotary_factor", None)
     file.write_text(json.dumps({name: value for name, value in values.items() if name != "num_experts"}))
-    to_megatron(tmp_path / "model", tmp_path / "megatron", lambda done, total: None)
+    to_megatron(tmp_path / "model", tmp_path / "megatron", lambda written, total: None)
     assert compare_logits(tmp_path / "model", tmp_path / "megatron") <= TOLERANCE
     file = tmp_path / "megatron" / "config.json"
     file.write_text(json.dumps(as_seen_by_transformers_4(json.loads(file.read_text()))))
     assert compare_logits(tmp_path / "model", tmp_path / "megatron") <= TOLERANCE
 
 
-def test_what_an_export_writes_says_both(tmp_path: Path) -> None:
+def test_an_export_writes_the_names_of_both_versions(tmp_path: Path) -> None:
     saved_by_transformers_5(family_values("qwen3_moe") | {"dtype": "bfloat16"}, tmp_path / "like")
     (tmp_path / "out").mkdir()
     copy_aux_files(tmp_path / "like", tmp_path / "out")
@@ -123,21 +125,21 @@ def test_what_an_export_writes_says_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"num_experts": 4}, "num_experts=4 and num_local_experts=8 contradict each other"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "of single kinds of layers are not supported"),
         ({"num_local_experts": None}, "num_experts is missing"),
     ],
 )
-def test_forms_that_contradict_each_other_are_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_contradicting_names_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     values = saved_by_transformers_5(family_values("qwen3_moe"), tmp_path).values | change
-    with pytest.raises(UserError, match=words):
-        computed(HfConfig(tmp_path, values))
+    with pytest.raises(UserError, match=message):
+        family_settings(HfConfig(tmp_path, values))
 
 
 @pytest.mark.parametrize(
-    "forms",
+    "rope_settings",
     [
         {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}},
         {"rope_theta": 5.0, "rope_parameters": {"rope_type": "default"}},
@@ -147,10 +149,12 @@ def test_forms_that_contradict_each_other_are_refused(change: dict[str, Any], wo
         {"rope_scaling": None, "rope_parameters": None},
     ],
 )
-def test_of_both_forms_that_counts_which_transformers_5_takes(forms: dict[str, Any], tmp_path: Path) -> None:
-    own = AutoConfig.for_model("llama", **SHAPES["llama"] | {"rope_scaling": None} | json.loads(json.dumps(forms)))
-    values = {"model_type": "llama"} | forms
-    for written in (values, in_both_forms(values)):
+def test_transformers_5_decides_which_of_two_settings_counts(rope_settings: dict[str, Any], tmp_path: Path) -> None:
+    own = AutoConfig.for_model(
+        "llama", **SHAPES["llama"] | {"rope_scaling": None} | json.loads(json.dumps(rope_settings))
+    )
+    values = {"model_type": "llama"} | rope_settings
+    for written in (values, add_transformers_4_names(values)):
         rope = HfConfig(tmp_path, written).rope
         assert {name: rope[name] for name in own.rope_parameters} == own.rope_parameters
 

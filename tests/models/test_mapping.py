@@ -1,4 +1,4 @@
-"""Cut, fuse, unfuse and join, on every family; and what the fused rows mean to Megatron."""
+"""Slice, fuse, unfuse and join on every family; the order of fused rows."""
 
 import pytest
 import torch
@@ -9,57 +9,60 @@ from grpo_mp.models.mapping import Param, Rule, expand, fuse, join, shard_range,
 from tests.models.conftest import MakeHf
 
 
-def numbered(param: Param) -> list[Tensor]:
-    """Hugging Face tensors whose every element is another number."""
+def numbered_tensors(param: Param) -> list[Tensor]:
+    """Hugging Face tensors whose elements are all different numbers."""
     sizes = [torch.Size(shape).numel() for shape in param.shapes]
     flat = torch.arange(1, sum(sizes) + 1).split(sizes)
     return [values.view(shape) for values, shape in zip(flat, param.shapes, strict=True)]
 
 
-def megatron_shard(param: Param, wholes: list[Tensor], parts: int, part: int) -> Tensor:
-    """As the loader makes it: slices of the files, fused, rows of vocabulary padding added."""
-    pieces = []
-    for whole in wholes:
-        start, stop = (0, 0) if param.split is None else shard_range(param, tuple(whole.shape), parts, part)
-        pieces.append(whole if param.split is None else whole.narrow(param.split, start, stop - start))
-    shard = torch.zeros(param.local_shape(parts), dtype=torch.int64)
-    fused = fuse(param, pieces)
+def megatron_shard(param: Param, tensors: list[Tensor], tp_size: int, tp_rank: int) -> Tensor:
+    """As the loader makes it: slices of the files, fused, with rows of vocabulary padding."""
+    slices = []
+    for tensor in tensors:
+        if param.tp_dim is None:
+            slices.append(tensor)
+        else:
+            start, stop = shard_range(param, tuple(tensor.shape), tp_size, tp_rank)
+            slices.append(tensor.narrow(param.tp_dim, start, stop - start))
+    shard = torch.zeros(param.local_shape(tp_size), dtype=torch.int64)
+    fused = fuse(param, slices)
     shard[: fused.shape[0]] = fused
     return shard
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("tied", [False, True])
-def test_whole_to_shards_to_whole_is_the_identity(family: str, parts: int, tied: bool, make_hf: MakeHf) -> None:
+def test_shards_join_to_the_same_tensors(family: str, tp_size: int, tied: bool, make_hf: MakeHf) -> None:
     hf = make_hf(family, tie_word_embeddings=tied)  # four ranks do not divide its vocabulary of 10
     for param in FAMILIES[family].params(hf).values():
-        wholes = numbered(param)
-        shards = [megatron_shard(param, wholes, parts, part) for part in range(parts)]
-        pieces = [unfuse(param, shard) for shard in shards]
+        tensors = numbered_tensors(param)
+        shards = [megatron_shard(param, tensors, tp_size, tp_rank) for tp_rank in range(tp_size)]
+        unfused = [unfuse(param, shard) for shard in shards]
         if not param.vocabulary:
-            assert [tuple(piece.shape) for piece in pieces[0]] == list(param.shard_shapes(parts))
-        for found, expected in zip(join(param, pieces), wholes, strict=True):
-            assert torch.equal(found, expected), param.name
-        for shard, unfused in zip(shards, pieces, strict=True):
-            assert torch.equal(fuse(param, unfused), shard), param.name
+            assert [tuple(tensor.shape) for tensor in unfused[0]] == list(param.shard_shapes(tp_size))
+        for joined, tensor in zip(join(param, unfused), tensors, strict=True):
+            assert torch.equal(joined, tensor), param.name
+        for shard, slices in zip(shards, unfused, strict=True):
+            assert torch.equal(fuse(param, slices), shard), param.name
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-def test_each_element_is_on_one_rank_or_on_all(family: str, parts: int, make_hf: MakeHf) -> None:
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_each_element_is_on_one_rank_or_on_all(family: str, tp_size: int, make_hf: MakeHf) -> None:
     for param in FAMILIES[family].params(make_hf(family)).values():
-        wholes = numbered(param)
-        held = torch.cat([megatron_shard(param, wholes, parts, part).flatten() for part in range(parts)])
-        counts = torch.bincount(held)[1:]
-        assert len(counts) == sum(whole.numel() for whole in wholes)
-        assert set(counts.tolist()) == {parts if param.split is None else 1}, param.name
+        tensors = numbered_tensors(param)
+        shards = [megatron_shard(param, tensors, tp_size, tp_rank) for tp_rank in range(tp_size)]
+        counts = torch.bincount(torch.cat([shard.flatten() for shard in shards]))[1:]
+        assert len(counts) == sum(tensor.numel() for tensor in tensors)
+        assert set(counts.tolist()) == {tp_size if param.tp_dim is None else 1}, param.name
 
 
 def test_only_vocabularies_are_padded(make_hf: MakeHf) -> None:
     params = FAMILIES["qwen3"].params(make_hf("qwen3"))
     embedding = params["embedding.word_embeddings.weight"]
     assert embedding.local_shape(4) == (3, 8)
-    assert [shard_range(embedding, (10, 8), 4, part) for part in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    assert [shard_range(embedding, (5, 8), 4, part) for part in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    assert [shard_range(embedding, (10, 8), 4, rank) for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert [shard_range(embedding, (5, 8), 4, rank) for rank in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
     with pytest.raises(ValueError, match=r"linear_fc2.weight: axis 1 of \(8, 16\) does not divide over 3 ranks"):
         params["decoder.layers.0.mlp.linear_fc2.weight"].local_shape(3)
 
@@ -75,9 +78,9 @@ def test_local_shapes(make_hf: MakeHf) -> None:
     assert qkv.local_shape(2) == (4 * (8 + 2 * 4) // 2, 8)
 
 
-def test_fused_rows_stand_by_query_group_as_megatron_splits_them(make_hf: MakeHf) -> None:
+def test_qkv_rows_are_ordered_by_query_group_as_megatron_splits_them(make_hf: MakeHf) -> None:
     param = FAMILIES["qwen3"].params(make_hf("qwen3"))["decoder.layers.0.self_attention.linear_qkv.weight"]
-    query, key, value = numbered(param)
+    query, key, value = numbered_tensors(param)
     groups, per_group, head_dim = 4, 2, 4
     # Megatron views the projection as [groups, (queries of a group + key + value) x head_dim] and splits that.
     rows = fuse(param, [query, key, value]).view(groups, (per_group + 2) * head_dim, -1)
@@ -88,9 +91,9 @@ def test_fused_rows_stand_by_query_group_as_megatron_splits_them(make_hf: MakeHf
         assert torch.equal(v, value[group * head_dim : (group + 1) * head_dim])
 
 
-def test_gate_stands_before_up(make_hf: MakeHf) -> None:
+def test_gate_comes_before_up(make_hf: MakeHf) -> None:
     param = FAMILIES["qwen3"].params(make_hf("qwen3"))["decoder.layers.0.mlp.linear_fc1.weight"]
-    gate, up = numbered(param)
+    gate, up = numbered_tensors(param)
     assert torch.equal(fuse(param, [gate, up]), torch.cat([gate, up]))
     assert [name.rpartition("mlp.")[2] for name in param.hf] == ["gate_proj.weight", "up_proj.weight"]
 

@@ -23,21 +23,21 @@ def params_of(values: dict[str, Any]) -> list[Param]:
     return [param for param in family.params(hf).values() if not param.alias]
 
 
-def elements_of_transformers(values: dict[str, Any]) -> int:
-    """Of the module and its buffers that files hold."""
-    kind = TRANSFORMERS_NAMES.get(values["model_type"], values["model_type"])
+def count_in_transformers(values: dict[str, Any]) -> int:
+    """Count the elements of parameters and saved buffers."""
+    model_type = TRANSFORMERS_NAMES.get(values["model_type"], values["model_type"])
     rest = {key: value for key, value in values.items() if key != "model_type"}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **rest))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **rest))
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
     return sum(tensor.numel() for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_each_tensor_is_made_once_and_none_is_left_out(name: str) -> None:
-    values, published = PUBLISHED[name]
+def test_the_mapping_has_each_tensor_once(name: str) -> None:
+    values, published_size = PUBLISHED[name]
     params = params_of(values)
     assert {count for _, count in Counter(name for param in params for name in param.hf).items()} == {1}
     elements = sum(math.prod(shape) for param in params for shape in param.shapes)
-    assert elements == elements_of_transformers(values)
-    assert elements == pytest.approx(published, rel=0.01)
+    assert elements == count_in_transformers(values)
+    assert elements == pytest.approx(published_size, rel=0.01)

@@ -41,7 +41,7 @@ def test_names_and_shapes_are_those_of_the_file(family: str, shape: dict[str, An
     hf = HfConfig.read(tmp_path)
     params = [param for param in family_of(hf).params(hf).values() if not param.alias]
     assert Counter(name for param in params for name in param.hf) == Counter(list(saved))
-    assert {name: of for param in params for name, of in zip(param.hf, param.shapes, strict=True)} == saved
+    assert {name: shape for param in params for name, shape in zip(param.hf, param.shapes, strict=True)} == saved
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == family
 
 
@@ -57,6 +57,6 @@ def test_a_tied_output_layer_is_an_alias(tied: bool, make_hf: Any, family: str) 
 
 def test_only_the_expert_bias_keeps_float32(make_hf: Any, family: str) -> None:
     hf = make_hf(family)
-    kept = [param.name for param in family_of(hf).params(hf).values() if param.keep_float32]
+    float32 = [param.name for param in family_of(hf).params(hf).values() if param.keep_float32]
     layers = (1, 2) if family in SIGMOID else ()
-    assert kept == [f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in layers]
+    assert float32 == [f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in layers]

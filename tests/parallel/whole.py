@@ -35,7 +35,7 @@ def whole_tensors(
         copies = [(held["parts"][name], shard[name]) for shard, held in zip(shards, held, strict=True) if name in shard]
         if not copies:
             continue
-        count = next(held["counts"][name] for held in held) if param.split is not None else 1
+        count = next(held["counts"][name] for held in held) if param.tp_dim is not None else 1
         pieces = [unfuse(param, _agreed(name, part, copies, tolerance)) for part in range(count)]
         for hf_name, whole in zip(param.hf, join(param, pieces), strict=True):
             assert apart(whole, wholes.get(hf_name, whole)) <= tolerance, f"{name} is not the other {hf_name}"

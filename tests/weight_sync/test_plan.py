@@ -49,7 +49,7 @@ def local_shards(world_size: int, layout: Layout) -> list[LocalShard]:
         if param.expert is not None and param.expert * layout.expert // EXPERTS != coords.expert:
             continue
         part = coords.tensor if param.expert is None else coords.expert_tensor
-        shards.append(LocalShard(name, part if param.split is not None else 0, rank))
+        shards.append(LocalShard(name, part if param.tp_dim is not None else 0, rank))
     return shards
 
 

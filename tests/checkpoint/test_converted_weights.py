@@ -1,8 +1,6 @@
-"""What the policy loads of a converted checkpoint, and what conversion makes of a checkpoint of the policy."""
+"""The policy loads converted checkpoints, and its own checkpoints are converted."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,14 +12,13 @@ from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.to_hf import to_hf
 from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
-from grpo_mp.config import check_settings
-from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.policy.checkpoint import save_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import export_policy
+from tests.checkpoint.helpers import no_progress, policy_of
 from tests.policy.by_megatron import copies, load_by_megatron, unequal
 
 CASES = [
@@ -34,40 +31,17 @@ PART_BYTES = 100_000
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64}
 
 
-def ignore(done: int, total: int) -> None:
-    """Progress that nobody watches."""
-
-
-@contextmanager
-def policy_of(model: Path, dtype: str, with_reference: bool = False) -> Iterator[Policy]:
-    tree = {
-        "run": {"folder": model.parent, "steps": 1},
-        "model": {"path": model, "dtype": dtype},
-        "data": {"train": "nothing"},
-        "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 64, "max_response_tokens": 64},
-        "reward": {"answer": 1.0},
-        "optimizer": {"lr": 1.0e-3},
-    }
-    settings = check_settings(tree, "test")
-    with single_process_group():
-        parallel = start_parallel(settings.layout, 0, 600.0)
-        try:
-            yield Policy(settings, parallel, with_reference)
-        finally:
-            stop_parallel()
-
-
 def main_parameters(policy: Policy) -> list[torch.Tensor]:
     return [p.detach().clone() for group in policy.optimizer.param_groups for p in group["params"]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("family", "shape"), CASES)
-def test_the_policy_starts_from_what_was_converted(
+def test_a_policy_starts_from_a_converted_folder(
     family: str, shape: dict[str, object], dtype: str, tmp_path: Path
 ) -> None:
     make_tiny(tmp_path / "model", family, make_tokenizer(["apples"]), num_hidden_layers=3, hidden_size=64, **shape)
-    to_megatron(tmp_path / "model", tmp_path / "megatron", ignore, PART_BYTES)
+    to_megatron(tmp_path / "model", tmp_path / "megatron", no_progress, PART_BYTES)
     with policy_of(tmp_path / "model", dtype) as policy:
         direct, main = copies(policy), main_parameters(policy)
         for tensor in policy.tensors.values():
@@ -83,31 +57,31 @@ def test_the_policy_starts_from_what_was_converted(
             assert unequal(policy, direct) == []
 
 
-def test_the_export_has_what_the_policy_has_not(tmp_path: Path) -> None:
+def test_an_export_has_the_tensors_outside_the_policy(tmp_path: Path) -> None:
     make_tiny(tmp_path / "model", "deepseek_v3", make_tokenizer(["apples"]), num_nextn_predict_layers=1, **SMALL)
-    held = load_file(tmp_path / "model" / "model.safetensors")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
     extra = {f"model.layers.2.{name}": torch.randn(8, 4) for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")}
-    save_file(held | extra, tmp_path / "model" / "model.safetensors")
-    to_megatron(tmp_path / "model", tmp_path / "megatron", ignore, PART_BYTES)
+    save_file(tensors | extra, tmp_path / "model" / "model.safetensors")
+    to_megatron(tmp_path / "model", tmp_path / "megatron", no_progress, PART_BYTES)
     for start in ("model", "megatron"):
         with policy_of(tmp_path / start, "float32") as policy:
             export_policy(policy, tmp_path / f"from_{start}", tmp_path / start, 2**20)
         assert compare_folders(tmp_path / "model", tmp_path / f"from_{start}") == []
 
 
-def test_a_checkpoint_of_a_run_becomes_what_its_export_is(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "model", "deepseek_v3", make_tokenizer(["apples"]), num_hidden_layers=2, hidden_size=64)
+def test_a_converted_checkpoint_equals_its_export(model: Path, tmp_path: Path) -> None:
     (tmp_path / "step" / "policy").mkdir(parents=True)
-    with policy_of(tmp_path / "model", "float32") as policy:
+    with policy_of(model, "float32") as policy:
         policy.tensors["decoder.final_layernorm.weight"].detach().mul_(2.0)
         save_policy(policy, tmp_path / "step" / "policy")
-        export_policy(policy, tmp_path / "export", tmp_path / "model", 2**20)
-    to_hf(tmp_path / "step", tmp_path / "back", tmp_path / "model", False, ignore)
+        export_policy(policy, tmp_path / "export", model, 2**20)
+    to_hf(tmp_path / "step", tmp_path / "back", model, False, no_progress)
     assert compare_folders(tmp_path / "export", tmp_path / "back") == []
-    assert [each.name for each in compare_folders(tmp_path / "model", tmp_path / "back")] == ["model.norm.weight"]
+    (difference,) = compare_folders(model, tmp_path / "back")
+    assert difference.name == "model.norm.weight"
     rows = describe_torch_dist(tmp_path / "step")
     assert rows["format"] == "Megatron torch_dist, with optimizer"
-    to_megatron(tmp_path / "model", tmp_path / "megatron", ignore)
+    to_megatron(model, tmp_path / "megatron", no_progress)
     assert describe_torch_dist(tmp_path / "megatron")["parameters"] == rows["parameters"]
 
 
@@ -115,7 +89,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(["apples"])
     make_tiny(tmp_path / "model", "qwen3", tokenizer, num_hidden_layers=2, hidden_size=64)
     make_tiny(tmp_path / "other", "qwen3", tokenizer, num_hidden_layers=3, hidden_size=64)
-    to_megatron(tmp_path / "other", tmp_path / "megatron", ignore)
+    to_megatron(tmp_path / "other", tmp_path / "megatron", no_progress)
     shutil.copy(tmp_path / "model" / "config.json", tmp_path / "megatron")
     with pytest.raises(UserError, match=r"decoder.layers.\S+ has shape \[3, \d+, \d+\], config.json says otherwise"):
         open_weights(tmp_path / "megatron")

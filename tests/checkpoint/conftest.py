@@ -1,0 +1,16 @@
+"""A small Hugging Face folder, made once."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DeepSeek-V3 in two layers; tests leave the folder as it is."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    make_tiny(folder, "deepseek_v3", make_tokenizer(["apples"]), num_hidden_layers=2, hidden_size=64)
+    return folder

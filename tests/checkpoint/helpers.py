@@ -1,0 +1,57 @@
+"""Policies of a folder, and files as a bad disk, a bad copy or a stranger leaves them."""
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from grpo_mp.config import check_settings
+from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
+from grpo_mp.policy.policy import Policy
+
+
+def no_progress(written: int, total: int) -> None:
+    """Ignore the progress of a conversion."""
+
+
+@contextmanager
+def policy_of(model: Path, dtype: str, with_reference: bool = False) -> Iterator[Policy]:
+    """Load a folder as a run of one rank does."""
+    tree = {
+        "run": {"folder": model.parent, "steps": 1},
+        "model": {"path": model, "dtype": dtype},
+        "data": {"train": "nothing"},
+        "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 64, "max_response_tokens": 64},
+        "reward": {"answer": 1.0},
+        "optimizer": {"lr": 1.0e-3},
+    }
+    settings = check_settings(tree, "test")
+    with single_process_group():
+        parallel = start_parallel(settings.layout, 0, 600.0)
+        try:
+            yield Policy(settings, parallel, with_reference)
+        finally:
+            stop_parallel()
+
+
+def flip_bit(file: Path, byte: int, bit: int = 3) -> None:
+    content = bytearray(file.read_bytes())
+    content[byte] ^= 1 << bit
+    file.write_bytes(content)
+
+
+class Mkdir:
+    """Unpickled without restrictions, it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def malicious_pickle(folder: Path) -> bytes:
+    """A pickle that makes `folder` where it is loaded."""
+    return pickle.dumps(Mkdir(folder), protocol=2)  # as torch.save has it

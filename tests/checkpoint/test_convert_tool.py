@@ -1,0 +1,129 @@
+"""The command line of tools/convert.py: what it prints, and its exit status."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+from grpo_mp.checkpoint.hf_reader import INDEX
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from tools.convert import main
+
+RunTool = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunTool:
+    """Run the tool; returns its exit status and what it printed."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_info:
+            main()
+        printed = capsys.readouterr()
+        return int(exit_info.value.code or 0), printed.out + printed.err
+
+    return run
+
+
+def test_round_trip(run_tool: RunTool, model: Path, tmp_path: Path) -> None:
+    status, text = run_tool("to-megatron", model, tmp_path / "megatron")
+    assert status == 0, text
+    assert f"whole: {tmp_path / 'megatron'}" in text
+    status, text = run_tool("to-hf", tmp_path / "megatron", tmp_path / "back")
+    assert status == 0, text
+    assert run_tool("check", model, tmp_path / "back") == (0, "")
+    status, text = run_tool("info", tmp_path / "megatron")
+    assert status == 0
+    assert re.search(r"format +Megatron torch_dist, weights only", text)
+    status, text = run_tool("info", tmp_path / "back")
+    assert re.search(r"architecture +DeepseekV3ForCausalLM \(family deepseek_v3\)", text)
+
+
+def test_check_reports_fp8_as_different(run_tool: RunTool, model: Path, tmp_path: Path) -> None:
+    assert run_tool("to-megatron", model, tmp_path / "megatron")[0] == 0
+    assert run_tool("to-hf", tmp_path / "megatron", tmp_path / "fp8", "--fp8")[0] == 0
+    status, text = run_tool("check", model, tmp_path / "fp8", "--tolerance", "0.1")
+    assert status == 1
+    assert "down_proj.weight: dtype torch.float32 and torch.float8_e4m3fn" in text
+    assert re.search(r"format +Hugging Face, blockwise FP8", run_tool("info", tmp_path / "fp8")[1])
+
+
+def test_a_user_error_is_one_sentence(run_tool: RunTool, model: Path, tmp_path: Path) -> None:
+    status, text = run_tool("to-hf", model, tmp_path / "back")
+    assert status == 2
+    assert text.splitlines()[-1].startswith(f"error: {model}: no torch_dist checkpoint is there")
+    assert "whole" not in text
+    assert run_tool("to-megatron", tmp_path / "nowhere", tmp_path / "back")[0] == 2
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "qwen3_moe", "mixtral", "glm4_moe"])
+def test_logits_of_a_folder_and_its_conversion(run_tool: RunTool, family: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_tiny(model, family, make_tokenizer(["apples"]), num_hidden_layers=2, initializer_range=0.1)
+    assert run_tool("to-megatron", model, tmp_path / "megatron")[0] == 0
+    assert run_tool("check", model, tmp_path / "megatron") == (0, "")
+    status, text = run_tool("check", model, tmp_path / "megatron", "--logits")
+    assert status == 0, text
+    assert re.search(r"logits differ by \d\.\d\de-0[6-9] of the largest", text)
+    tensors = load_file(model / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] * 1.001}, model / "model.safetensors")
+    assert run_tool("check", model, tmp_path / "megatron", "--logits")[0] == 1
+    assert run_tool("check", model, tmp_path / "megatron", "--logits", "--tolerance", "0.01")[0] == 0
+
+
+def test_a_model_larger_than_memory_is_not_run(run_tool: RunTool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    status, text = run_tool("check", model, model, "--logits")
+    assert status == 2
+    assert f"{model}: running it takes 1 GiB in float32 and 0 GiB are free" in text
+
+
+def remove_a_shard(model: Path) -> None:
+    (model / INDEX).write_text('{"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}')
+
+
+def truncate_the_shard(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def change_model_type(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v4"}))
+
+
+def enlarge_vocabulary(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 1000}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove_a_shard, "model-00001-of-00002.safetensors is missing: the index names it"),
+        (truncate_the_shard, "model.safetensors is torn or not a safetensors file"),
+        (change_model_type, "model_type 'deepseek_v4' is not supported (did you mean deepseek_v3?)"),
+        (enlarge_vocabulary, "config.json says [1000, 64]"),
+    ],
+)
+def test_a_damaged_source_is_refused(
+    damage: Callable[[Path], None], message: str, run_tool: RunTool, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    damage(tmp_path / "model")
+    status, text = run_tool("to-megatron", tmp_path / "model", tmp_path / "megatron")
+    assert status == 2
+    assert text.count("error: ") == 1
+    assert message in text
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
