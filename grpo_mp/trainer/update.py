@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 
-from grpo_mp.algorithms.controllers import adapted, current_weights, has_drifted
+from grpo_mp.algorithms.controllers import current_weights, has_drifted, update_controls
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import metrics
 from grpo_mp.distributed.process_groups import context_reduction
@@ -26,7 +26,7 @@ def train_step(session: TrainContext, updates: Sequence[Sequence[MicroBatch]]) -
         measured = metrics(reduce_report(report, session.parallel))
         reports.append(replace(report, measured=measured))
         kl = measured.get("train/kl_loss", 0.0)
-        controls = adapted(session.state.controls, kl, measured["train/entropy"], wanted)
+        controls = update_controls(session.state.controls, kl, measured["train/entropy"], wanted)
         session.state = replace(session.state, controls=controls)
         if has_drifted(measured["train/ppo_kl"], measured["train/effective_samples"], wanted.drift):
             break
