@@ -28,7 +28,6 @@ from grpo_mp.evaluation.picture import draw, write_svg
 from grpo_mp.monitor.samples import add_samples
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.platform.warnings import silence_known_warnings
-from grpo_mp.rewards.tally import as_tree as tally_as_tree
 from grpo_mp.rollout.ports import claim_port
 from grpo_mp.rollout.rollout import reads_weights
 from grpo_mp.train import synchronize
@@ -146,7 +145,7 @@ def _write(wanted: Wanted, found: Evaluation, folder: Path) -> None:
         "checkpoint": str(wanted.checkpoint) if wanted.checkpoint else None,
         "step": wanted.step,
         "settings": {name: wanted.settings.eval_set(name).model_dump(mode="json") for name in found.scores},
-        "rewards": {name: tally_as_tree(tally) for name, tally in found.tallies.items()},
+        "rewards": {name: tally.to_dict() for name, tally in found.tallies.items()},
     }
     write_scores(folder / SCORES, found.scores, **said)
     (folder / PICTURE).unlink(missing_ok=True)
