@@ -24,7 +24,7 @@ from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.files import write_scores
-from grpo_mp.evaluation.picture import draw, write_svg
+from grpo_mp.evaluation.plot import plot_pass_at_k, write_svg
 from grpo_mp.monitor.samples import add_samples
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.platform.warnings import silence_known_warnings
@@ -149,7 +149,7 @@ def _write(wanted: Wanted, found: Evaluation, folder: Path) -> None:
     }
     write_scores(folder / SCORES, found.scores, **said)
     (folder / PICTURE).unlink(missing_ok=True)
-    figure = draw({}, found.scores)
+    figure = plot_pass_at_k({}, found.scores)
     if figure:
         write_svg(figure, folder / PICTURE)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from grpo_mp.batching.exchange import gather_groups
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.evaluation.files import step_file, write_scores
-from grpo_mp.evaluation.picture import draw, write_svg
+from grpo_mp.evaluation.plot import plot_pass_at_k, write_svg
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import RangeWatch, fill
 from grpo_mp.monitor.samples import SampleWriter, spread
@@ -146,7 +146,7 @@ class StepLogger:
         self._session.progress.evaluated(step, now)
         folder = self._session.settings.run.folder
         write_scores(step_file(folder, step), now, step=step)
-        figure = draw(before if step else {}, now)
+        figure = plot_pass_at_k(before if step else {}, now)
         if figure:
             write_svg(figure, folder / PICTURE)
             self._writer.image(step, "eval/pass_at_k", figure)
