@@ -11,7 +11,7 @@ MAX_KL_ERROR = 0.2
 Controls = Mapping[str, float]
 
 
-def current_weights(controls: Controls, algorithm: Algorithm) -> LossCoefficients:
+def current_coefficients(controls: Controls, algorithm: Algorithm) -> LossCoefficients:
     """Return the coefficients of the next update.
 
     With an entropy target the bonus acts only while the entropy is not above it, as in TRL.

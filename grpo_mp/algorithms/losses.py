@@ -47,8 +47,7 @@ def make_loss(
         on_policy = off_policy_mask(
             new, batch.rollout_logprobs, batch.advantages, terms.sequences, algorithm.correction.off_policy_limit
         )
-        correction = terms.correction if algorithm.surrogate != "vespo" else 1.0
-        token_losses = POLICY_LOSSES[algorithm.surrogate](terms, algorithm) * correction * on_policy * entropy_mask
+        token_losses = POLICY_LOSSES[algorithm.surrogate](terms, algorithm) * on_policy * entropy_mask
         policy_loss = (token_losses * batch.weights).sum()
         kl = _kl(terms, batch, algorithm, algorithm.kl.level) * has_rollout_logprob
         kl_loss = kl_coefficient * (kl * batch.weights).sum() if kl_coefficient else 0.0  # 0 x inf would be NaN

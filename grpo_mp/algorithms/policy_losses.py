@@ -22,6 +22,15 @@ class TokenTerms:
     sequences: Sequences
 
 
+PolicyLoss = Callable[[TokenTerms, Algorithm], Tensor]
+
+
+def corrected(policy_loss: PolicyLoss) -> PolicyLoss:
+    """Multiply a policy loss by the correction for the rollout engine."""
+    return lambda terms, algorithm: policy_loss(terms, algorithm) * terms.correction
+
+
+@corrected
 def ppo_clip(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
     """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, eq. 7; separate bounds: DAPO, eq. 8).
 
@@ -35,12 +44,14 @@ def ppo_clip(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
+@corrected
 def cispo(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi: no token loses its gradient (MiniMax-M1, eq. 4)."""
     weight = terms.log_ratio.detach().exp().clamp(1 - algorithm.clip.low, 1 + algorithm.clip.high)
     return -weight * terms.advantages * terms.new
 
 
+@corrected
 def sapo(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
     """-sigmoid(tau (r - 1)) 4 / tau A, tau by the sign of A (SAPO, arXiv 2511.20347)."""
     positive, negative = algorithm.gate.positive, algorithm.gate.negative
@@ -48,6 +59,7 @@ def sapo(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
     return -torch.sigmoid(tau * (terms.log_ratio.exp() - 1)) * 4 / tau * terms.advantages
 
 
+@corrected
 def gmpo(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
     """-A times the geometric mean over the sequence of the ratios, each clipped on its bad side (GMPO, eq. 4)."""
     low = torch.tensor(1 - algorithm.clip.low, dtype=torch.float64).clamp(min=1e-300).log()
@@ -74,12 +86,13 @@ def vespo(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
     return -phi * terms.advantages * terms.new
 
 
+@corrected
 def policy_gradient(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
     """-r A, without a clip."""
     return -terms.log_ratio.exp() * terms.advantages
 
 
-POLICY_LOSSES: dict[str, Callable[[TokenTerms, Algorithm], Tensor]] = {
+POLICY_LOSSES: dict[str, PolicyLoss] = {
     "clip": ppo_clip,
     "cispo": cispo,
     "sapo": sapo,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 
-from grpo_mp.algorithms.controllers import current_weights, has_drifted, update_controls
+from grpo_mp.algorithms.controllers import current_coefficients, has_drifted, update_controls
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import metrics
 from grpo_mp.distributed.process_groups import context_reduction
@@ -21,7 +21,7 @@ def train_step(session: TrainContext, updates: Sequence[Sequence[MicroBatch]]) -
     """
     wanted, reports = session.settings.algorithm, list[UpdateReport]()
     for update in chain.from_iterable(repeat(updates, session.settings.optimizer.epochs)):
-        weights = current_weights(session.state.controls, wanted)
+        weights = current_coefficients(session.state.controls, wanted)
         report = session.policy.update(update, make_loss(wanted, weights, context_reduction(session.parallel)))
         measured = metrics(reduce_report(report, session.parallel))
         reports.append(replace(report, measured=measured))
