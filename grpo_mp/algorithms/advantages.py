@@ -105,10 +105,6 @@ def groups_without_difference(rewards: Sequence[float], group_ids: Sequence[int]
     return tuple(ids[i] for i in same.nonzero()[:, 0].tolist())
 
 
-def _no_baseline(values: Tensor, groups: Groups) -> Tensor:
-    return torch.zeros_like(values)
-
-
 def _group_mean(values: Tensor, groups: Groups) -> Tensor:
     """Return the mean of each value's group (DeepSeekMath, section 4.1.2)."""
     return groups.sums(values)[groups.index] / groups.sizes()[groups.index]
@@ -122,7 +118,7 @@ def _leave_one_out(values: Tensor, groups: Groups) -> Tensor:
 BASELINES: dict[str, Callable[[Tensor, Groups], Tensor]] = {
     "group_mean": _group_mean,
     "leave_one_out": _leave_one_out,
-    "none": _no_baseline,
+    "none": lambda values, groups: torch.zeros_like(values),
 }
 
 
@@ -134,15 +130,14 @@ def _group_std(values: Tensor, groups: Groups, kind: str) -> Tensor:
     return variance.sqrt()[groups.index]
 
 
-def _batch_std(values: Tensor, groups: Groups, kind: str) -> Tensor:
-    return _std(values, kind)
-
-
-SCALES: dict[str, Callable[[Tensor, Groups, str], Tensor]] = {"group_std": _group_std, "batch_std": _batch_std}
-
-
 def _std(values: Tensor, kind: str) -> Tensor:
     return values.std(correction=int(kind == "sample")) if len(values) > 1 else torch.zeros((), dtype=values.dtype)
+
+
+SCALES: dict[str, Callable[[Tensor, Groups, str], Tensor]] = {
+    "group_std": _group_std,
+    "batch_std": lambda values, groups, kind: _std(values, kind),
+}
 
 
 def _check_lengths(values: Sequence[object], group_ids: Sequence[int]) -> None:

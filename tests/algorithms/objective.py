@@ -44,9 +44,9 @@ def draw_update(
     lengths: Sequence[int],
     groups: Sequence[int],
     seed: int,
-    log_ratio_std: float,
-    first_update: bool,
-    kl: bool,
+    log_ratio_std: float = 0.3,
+    first_update: bool = False,
+    kl: bool = True,
     rollout_std: float = 0.01,
 ) -> UpdateData:
     """Draw an update at random.

@@ -117,16 +117,14 @@ def test_equal_to_the_objective(shape: str, log_ratio_std: float, name: str) -> 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_micro_batches_sum_to_the_same(max_tokens: int, name: str) -> None:
     algorithm = algorithm_of(name)
-    update = draw_update(
-        LENGTHS, PAIRS, seed=5, log_ratio_std=0.3, first_update=False, kl=algorithm.kl.weight > 0, rollout_std=0.2
-    )
+    update = draw_update(LENGTHS, PAIRS, seed=5, kl=algorithm.kl.weight > 0, rollout_std=0.2)
     check(update, algorithm, max_tokens)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_log_ratios_of_eighty_either_way(name: str) -> None:
     algorithm = algorithm_of(name)
-    update = draw_update((4, 4), (0, 0), seed=1, log_ratio_std=0.1, first_update=False, kl=algorithm.kl.weight > 0)
+    update = draw_update((4, 4), (0, 0), seed=1, log_ratio_std=0.1, kl=algorithm.kl.weight > 0)
     log_ratios = [np.array([80, -80, 60, -60], np.float32), np.array([-80, 80, 3, -3], np.float32)]
     old = [values - log_ratio for values, log_ratio in zip(update.logprobs, log_ratios, strict=True)]
     check(replace(update, rewards=[0.0, 1.0], old=old), algorithm, ONE_MICROBATCH)
@@ -136,13 +134,13 @@ def test_log_ratios_of_eighty_either_way(name: str) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_without_advantages_only_the_kl_has_a_gradient(name: str) -> None:
     algorithm = algorithm_of(name)
-    update = draw_update(LENGTHS, PAIRS, seed=7, log_ratio_std=0.3, first_update=False, kl=algorithm.kl.weight > 0)
+    update = draw_update(LENGTHS, PAIRS, seed=7, kl=algorithm.kl.weight > 0)
     check(replace(update, rewards=[1.5] * len(LENGTHS)), algorithm, ONE_MICROBATCH, [0.0] * len(LENGTHS))
 
 
 def test_a_token_without_rollout_logprob_does_not_learn_and_is_counted() -> None:
     algorithm = Algorithm.model_validate({"kl": {"weight": 0.1}, "correction": {"kind": "truncate", "high": 2.0}})
-    update = draw_update(LENGTHS, PAIRS, seed=2, log_ratio_std=0.3, first_update=False, kl=True)
+    update = draw_update(LENGTHS, PAIRS, seed=2)
     (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
     no_logprob = batch.mask.bool() & (torch.arange(len(batch.mask)) % 3 == 0)
     for value in (float("nan"), float("-inf")):
@@ -157,7 +155,7 @@ def test_a_token_without_rollout_logprob_does_not_learn_and_is_counted() -> None
 def test_entropy_bonus_and_quantile_mask() -> None:
     """L = ... - weight x mean entropy of the tokens that learn; the others get no surrogate, but the KL."""
     algorithm = Algorithm.model_validate({"kl": {"weight": 0.1}, "entropy": {"weight": 0.3}})
-    update = draw_update(LENGTHS, PAIRS, seed=4, log_ratio_std=0.3, first_update=False, kl=True)
+    update = draw_update(LENGTHS, PAIRS, seed=4)
     (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
     entropy = torch.rand(len(batch.mask), generator=torch.Generator().manual_seed(0))
     entropy_mask = batch.mask.bool() & (entropy >= 0.5)
@@ -180,7 +178,7 @@ def test_entropy_bonus_and_quantile_mask() -> None:
 
 def test_coefficients_replace_those_of_the_settings() -> None:
     algorithm = Algorithm.model_validate({"kl": {"weight": 0.1}})
-    update = draw_update(LENGTHS, PAIRS, seed=4, log_ratio_std=0.3, first_update=False, kl=True)
+    update = draw_update(LENGTHS, PAIRS, seed=4)
     (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
     actual, _ = make_loss(algorithm, LossCoefficients(kl=0.7, entropy=0.0))(logprobs, torch.ones_like(logprobs), batch)
     heavier = Algorithm.model_validate({"kl": {"weight": 0.7}})
@@ -191,9 +189,7 @@ def test_coefficients_replace_those_of_the_settings() -> None:
 @pytest.mark.parametrize("first_update", [True, False])
 def test_values_at_prompts_and_padding_do_not_matter(garbage: float, first_update: bool) -> None:
     algorithm = Algorithm.model_validate({"kl": {"weight": 0.04}})
-    update = draw_update(
-        LENGTHS, (0, 0, 0, 0, 1, 1, 1, 1), seed=2, log_ratio_std=0.3, first_update=first_update, kl=True
-    )
+    update = draw_update(LENGTHS, (0, 0, 0, 0, 1, 1, 1, 1), seed=2, first_update=first_update)
     (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
 
     def damage(values: Tensor | None) -> Tensor | None:
@@ -216,7 +212,7 @@ def test_values_at_prompts_and_padding_do_not_matter(garbage: float, first_updat
 
 def test_a_micro_batch_without_response_tokens_has_loss_0() -> None:
     algorithm = Algorithm.model_validate({"kl": {"weight": 1.0}})
-    update = draw_update((3,), (0,), seed=0, log_ratio_std=1.0, first_update=False, kl=True)
+    update = draw_update((3,), (0,), seed=0, log_ratio_std=1.0)
     (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
     zeros = {name: torch.zeros_like(batch.mask) for name in ("mask", "weights", "advantages")}
     loss, (gradient,), _ = run(algorithm, [replace(batch, **zeros)], [logprobs * torch.nan])

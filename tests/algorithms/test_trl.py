@@ -192,13 +192,7 @@ def compare(parts: dict[str, Any], first_update: bool = False, seed: int = 3, **
     """Assert equal loss and gradient; return our metrics and what TRL logged."""
     algorithm = Algorithm.model_validate(parts)
     update = draw_update(
-        LENGTHS,
-        GROUPS,
-        seed=seed,
-        log_ratio_std=0.3,
-        first_update=first_update,
-        kl=algorithm.kl.weight > 0,
-        rollout_std=0.2,
+        LENGTHS, GROUPS, seed=seed, first_update=first_update, kl=algorithm.kl.weight > 0, rollout_std=0.2
     )
     advantages = outcome_advantages(update.rewards, GROUPS, Advantage())
     (batch,), (logprobs,) = to_microbatches(update, algorithm, 10_000, advantages)
