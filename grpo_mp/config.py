@@ -202,13 +202,13 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _check_right_is_known(self) -> "Settings":
-        if self.algorithm.filter.rest_after and self.reward.says_right is None:
+        if self.algorithm.filter.rest_after and self.reward.correctness_rule is None:
             raise ValueError(
                 "algorithm.filter.rest_after rests prompts that are answered right, and nothing says what right means: "
                 "set reward.right to the part that does, or rest_after=0"
             )
         rule = self.algorithm.filter
-        if rule.no_difference != "keep" and rule.metric == "accuracy" and self.reward.says_right is None:
+        if rule.no_difference != "keep" and rule.metric == "accuracy" and self.reward.correctness_rule is None:
             raise ValueError(
                 "algorithm.filter.metric=accuracy drops groups that are all right or all wrong, and nothing says what "
                 "right means: set reward.right to the part that does, or metric=reward"

@@ -24,11 +24,10 @@ from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.files import write_scores
-from grpo_mp.evaluation.picture import draw, write_svg
+from grpo_mp.evaluation.plot import plot_pass_at_k, write_svg
 from grpo_mp.monitor.samples import add_samples
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.platform.warnings import silence_known_warnings
-from grpo_mp.rewards.tally import as_tree as tally_as_tree
 from grpo_mp.rollout.ports import claim_port
 from grpo_mp.rollout.rollout import reads_weights
 from grpo_mp.train import sync_weights
@@ -149,11 +148,11 @@ def _write_results(job: EvaluationJob, evaluation: Evaluation) -> None:
         "checkpoint": str(job.checkpoint) if job.checkpoint else None,
         "step": job.step,
         "settings": {name: job.settings.eval_set(name).model_dump(mode="json") for name in evaluation.scores},
-        "rewards": {name: tally_as_tree(tally) for name, tally in evaluation.tallies.items()},
+        "rewards": {name: tally.to_dict() for name, tally in evaluation.tallies.items()},
     }
     write_scores(folder / SCORES, evaluation.scores, **description)
     (folder / PICTURE).unlink(missing_ok=True)
-    figure = draw({}, evaluation.scores)
+    figure = plot_pass_at_k({}, evaluation.scores)
     if figure:
         write_svg(figure, folder / PICTURE)
 

@@ -1,4 +1,4 @@
-"""How token losses become one number: the weight of each response token in the update's loss.
+"""Loss aggregation: the weight of each response token in the update's loss.
 
 Weights are computed from the lengths of the whole update, so the denominator is global before the first
 backward, whatever the layout, micro-batch size or packing.
@@ -15,7 +15,7 @@ from grpo_mp.types import PerToken
 def token_weights(
     response_tokens: Sequence[int], learns: Sequence[bool], algorithm: Algorithm, max_response_tokens: int
 ) -> list[PerToken]:
-    """Weight of each token of each of the update's samples; zero for a sample that does not learn.
+    """Return the weight of each token of each of the update's samples; 0 for a sample that does not learn.
 
     sequence_mean: mean over samples of the mean over tokens (DeepSeekMath, eq. 3).
     token_mean: mean over all tokens that learn (DAPO, eq. 8).
@@ -25,25 +25,21 @@ def token_weights(
     A sample that does not learn counts as a sample, its tokens do not count as tokens, as in TRL.
     """
     samples = len(response_tokens)
-    learning = sum(tokens for tokens, yes in zip(response_tokens, learns, strict=True) if yes)
+    learning_tokens = sum(tokens for tokens, learn in zip(response_tokens, learns, strict=True) if learn)
 
     def weight(tokens: int) -> PerToken:
         match algorithm.aggregation:
             case "token_mean":
-                return 1.0 / learning
+                return 1.0 / learning_tokens
             case "sequence_sum":
                 return 1.0 / samples
             case "constant":
                 return 1.0 / (samples * max_response_tokens)
             case "decoupled":
-                return _decoupled(tokens, algorithm.control_weight) / samples
+                weights = torch.full((tokens,), 1.0 / max(1, tokens - 1), dtype=torch.float64)
+                weights[0] = algorithm.control_weight
+                return weights / samples
             case "sequence_mean":
                 return 1.0 / (samples * tokens)
 
-    return [weight(tokens) if yes else 0.0 for tokens, yes in zip(response_tokens, learns, strict=True)]
-
-
-def _decoupled(tokens: int, control: float) -> torch.Tensor:
-    weights = torch.full((tokens,), 1.0 / max(1, tokens - 1), dtype=torch.float64)
-    weights[0] = control
-    return weights
+    return [weight(tokens) if learn else 0.0 for tokens, learn in zip(response_tokens, learns, strict=True)]

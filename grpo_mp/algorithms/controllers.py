@@ -1,4 +1,4 @@
-"""Weights that follow what is measured, and the guard that ends a step's updates. Pure."""
+"""Adaptive loss coefficients, and the guard that ends a step's updates. Pure."""
 
 from collections.abc import Mapping
 
@@ -6,13 +6,16 @@ from grpo_mp.algorithms.losses import LossCoefficients
 from grpo_mp.algorithms.settings import Algorithm, Drift
 
 KL_GAIN = 0.1
-LARGEST_ERROR = 0.2
+MAX_KL_ERROR = 0.2
 
 Controls = Mapping[str, float]
 
 
-def current_weights(controls: Controls, algorithm: Algorithm) -> LossCoefficients:
-    """The weights of the next updates. The bonus acts only while the entropy is not above its target, as in TRL."""
+def current_coefficients(controls: Controls, algorithm: Algorithm) -> LossCoefficients:
+    """Return the coefficients of the next update.
+
+    With an entropy target the bonus acts only while the entropy is not above it, as in TRL.
+    """
     entropy = controls.get("entropy", algorithm.entropy.weight)
     target = algorithm.entropy.target
     if target is not None and controls.get("measured_entropy", float("inf")) > target:
@@ -20,26 +23,26 @@ def current_weights(controls: Controls, algorithm: Algorithm) -> LossCoefficient
     return LossCoefficients(controls.get("kl", algorithm.kl.weight), entropy)
 
 
-def adapted(controls: Controls, kl: float, entropy: float, algorithm: Algorithm) -> dict[str, float]:
-    """The controls after an update that measured a mean KL and a mean entropy, nats per token.
+def update_controls(controls: Controls, kl: float, entropy: float, algorithm: Algorithm) -> dict[str, float]:
+    """Return the controls after an update that measured a mean KL and a mean entropy, nats per token.
 
     KL: weight x (1 + 0.1 clip(kl / target - 1, -0.2, 0.2)) (Ziegler et al., arXiv 1909.08593, section 2.2).
     Entropy: up by `step` at or below the target, down above it (Skywork-OR1, arXiv 2505.22312, section 4).
     """
-    after = dict(controls)
+    updated = dict(controls)
     if algorithm.kl.target is not None:
-        error = min(max(kl / algorithm.kl.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
-        after["kl"] = controls.get("kl", algorithm.kl.weight) * (1 + KL_GAIN * error)
-    if (target := algorithm.entropy.target) is not None:
-        wanted = algorithm.entropy
-        move = wanted.step if entropy <= target else -wanted.step
-        after["entropy"] = min(max(controls.get("entropy", wanted.weight) + move, 0.0), wanted.largest)
-        after["measured_entropy"] = entropy
-    return after
+        error = min(max(kl / algorithm.kl.target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
+        updated["kl"] = controls.get("kl", algorithm.kl.weight) * (1 + KL_GAIN * error)
+    bonus = algorithm.entropy
+    if bonus.target is not None:
+        change = bonus.step if entropy <= bonus.target else -bonus.step
+        updated["entropy"] = min(max(controls.get("entropy", bonus.weight) + change, 0.0), bonus.largest)
+        updated["measured_entropy"] = entropy
+    return updated
 
 
 def has_drifted(kl: float, effective_samples: float, limits: Drift) -> bool:
-    """Whether the policy is too far from the one that the step's samples count as drawn from."""
-    too_far = limits.kl is not None and not abs(kl) <= limits.kl  # what is no number has drifted as well
+    """Say whether the policy is too far from the one that the step's samples count as drawn from."""
+    too_far = limits.kl is not None and not abs(kl) <= limits.kl  # `not <=`: NaN has drifted as well
     too_few = limits.effective_samples is not None and not effective_samples >= limits.effective_samples
     return too_far or too_few

@@ -11,27 +11,27 @@ CLAMP = 10.0
 
 
 def k1(log_r: Tensor, ratio: Tensor) -> Tensor:
-    """-log r: unbiased, may be negative."""
+    """Return -log r: unbiased, may be negative."""
     return -log_r
 
 
 def k2(log_r: Tensor, ratio: Tensor) -> Tensor:
-    """log^2 r / 2: biased in value; its gradient is that of the KL divergence on policy."""
+    """Return log^2 r / 2: biased in value; its gradient is that of the KL divergence on policy."""
     return log_r.square() / 2
 
 
 def k3(log_r: Tensor, ratio: Tensor) -> Tensor:
-    """r - 1 - log r: unbiased and never negative (DeepSeekMath, eq. 4)."""
+    """Return r - 1 - log r: unbiased and never negative (DeepSeekMath, eq. 4)."""
     return log_r.exp() - 1 - log_r
 
 
 def k3_clamped(log_r: Tensor, ratio: Tensor) -> Tensor:
-    """k3 within [-10, 10]: one token cannot dominate."""
+    """Return k3 clamped to [-10, 10]: one token cannot dominate."""
     return k3(log_r, ratio).clamp(-CLAMP, CLAMP)
 
 
 def k3_unbiased(log_r: Tensor, ratio: Tensor) -> Tensor:
-    """k3 times the importance ratio, gradient included: unbiased off policy (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Return k3 x importance ratio, gradient included: unbiased off policy (DeepSeek-V3.2, arXiv 2512.02556)."""
     return k3(log_r, ratio) * ratio
 
 

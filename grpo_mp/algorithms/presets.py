@@ -1,4 +1,4 @@
-"""The published recipes by name: which parts, which constants, and where they stand. Data; no recipe is a branch."""
+"""The published algorithms by name: their parts, constants and sources. Data: no code branches on a preset."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,24 +12,24 @@ SEQUENCE_CLIP: Tree = {"low": 3e-4, "high": 4e-4}
 
 @dataclass(frozen=True)
 class Preset:
-    """`settings` are laid under the user's own, section by section."""
+    """A published algorithm. `settings` are defaults under the user's own, section by section."""
 
     source: str
     use: str  # when to take it
     settings: Tree
 
 
-def _algorithm(source: str, use: str, **parts: Any) -> Preset:
-    return Preset(source, use, {"algorithm": parts})
+def _algorithm(source: str, use: str, **algorithm: Any) -> Preset:
+    return Preset(source, use, {"algorithm": algorithm})
 
 
-def _r1(stage: str, parts: Tree) -> Preset:
-    """A new reference every 400 updates, which are 25 steps of 16."""
+def _r1(stage: str, algorithm: Tree) -> Preset:
+    """Make a preset of R1: a new reference every 400 updates, which are 25 steps of 16."""
     return Preset(
         f"DeepSeek-R1, Nature 645 (2025) and arXiv 2501.12948, {stage}",
         "Repeating it, or a policy of its size.",
         {
-            "algorithm": {"kl": {"weight": 0.001, "refresh_every": 25, "refresh_mix": 1.0}} | parts,
+            "algorithm": {"kl": {"weight": 0.001, "refresh_every": 25, "refresh_mix": 1.0}} | algorithm,
             "rollout": {"prompts_per_step": 512, "group_size": 16},
             "optimizer": {"lr": 3e-6, "updates_per_step": 16, "shuffle": True},
         },
@@ -160,20 +160,19 @@ PRESETS: dict[str, Preset] = {
 
 
 def with_preset(tree: Tree) -> Tree:
-    """The user's settings laid over those of the preset that they name; `algorithm: dapo` names one as well."""
+    """Merge the user's settings over those of the preset that they name; `algorithm: dapo` names one as well."""
     algorithm = tree.get("algorithm", {})
     if isinstance(algorithm, str):
         algorithm = {"preset": algorithm}
     preset = PRESETS.get(algorithm.get("preset", "grpo")) if isinstance(algorithm, dict) else None
-    return _laid_over(preset.settings if preset else {}, tree | {"algorithm": algorithm})
+    return _merge(preset.settings if preset else {}, tree | {"algorithm": algorithm})
 
 
-def _laid_over(under: Tree, over: Tree) -> Tree:
-    both = {
-        key: _laid_over(under[key], over[key]) for key in under.keys() & over.keys() if _are_trees(under, over, key)
+def _merge(defaults: Tree, overrides: Tree) -> Tree:
+    """Merge two trees of settings; where both have a section, key by key."""
+    sections = {
+        key: _merge(defaults[key], overrides[key])
+        for key in defaults.keys() & overrides.keys()
+        if isinstance(defaults[key], dict) and isinstance(overrides[key], dict)
     }
-    return under | over | both
-
-
-def _are_trees(under: Tree, over: Tree, key: str) -> bool:
-    return isinstance(under[key], dict) and isinstance(over[key], dict)
+    return defaults | overrides | sections

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from grpo_mp.algorithms.policy_losses import Terms
+from grpo_mp.algorithms.policy_losses import TokenTerms
 from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.types import MicroBatch
 
@@ -29,23 +29,25 @@ SUMS = (
     "both_p",
     "correction",
     "corrected_away",
-    "mistrusted",
-    "unheard",
+    "off_policy_masked",
+    "no_rollout_logprob",
 )
-LARGEST_LOG_RATIO = 300.0  # its square, too, is a float64
+MAX_LOG_RATIO = 300.0  # the square of its exponential is still a float64
 MAXIMA = ("ratio_max", "mismatch_max")
 
 
 def loss_report(
-    batch: MicroBatch, terms: Terms, entropy: Tensor, kl: Tensor, trusted: Tensor, algorithm: Algorithm
+    batch: MicroBatch, terms: TokenTerms, entropy: Tensor, kl: Tensor, on_policy: Tensor, algorithm: Algorithm
 ) -> dict[str, Tensor]:
-    """Sums (and maxima) over the response tokens of one micro-batch; all values [T] in float64."""
-    mask, log_ratio = batch.mask.double(), terms.log_ratio.detach().clamp(max=LARGEST_LOG_RATIO)
+    """Compute sums (and maxima) over the response tokens of one micro-batch; all inputs are [T] in float64.
+
+    `on_policy`: 1, or 0 where the off-policy mask takes a token out.
+    """
+    mask, ratio = batch.mask.double(), terms.log_ratio.detach().clamp(max=MAX_LOG_RATIO).exp()
 
     def total(values: Tensor) -> Tensor:
         return (values * mask).sum()
 
-    ratio, up, down = log_ratio.exp(), batch.advantages > 0, batch.advantages < 0
     return {
         "tokens": mask.sum(),
         "entropy": total(entropy),
@@ -53,49 +55,50 @@ def loss_report(
         "kl_tokens": mask.sum() * (batch.reference_logprobs is not None),
         "ratio": total(ratio),
         "ratio2": total(ratio.square()),
-        "clipped_low": total((ratio < 1 - algorithm.clip.low) & down),
-        "clipped_high": total((ratio > 1 + algorithm.clip.high) & up),
+        "clipped_low": total((ratio < 1 - algorithm.clip.low) & (batch.advantages < 0)),
+        "clipped_high": total((ratio > 1 + algorithm.clip.high) & (batch.advantages > 0)),
         "drift": total(-terms.token_log_ratio.detach()),
         "ratio_max": (ratio * mask).max(),
         "correction": total(terms.correction),
         "corrected_away": total(terms.correction == 0),
-        "mistrusted": total(trusted == 0),
+        "off_policy_masked": total(on_policy == 0),
         **_mismatch(batch, terms.new.detach(), mask),
     }
 
 
 def _mismatch(batch: MicroBatch, logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Engine against policy, over the tokens whose engine logprob is a number."""
+    """Compare engine and policy over the tokens with a finite rollout logprob."""
     has_rollout_logprob = batch.rollout_logprobs.isfinite()
     rollout = batch.rollout_logprobs.where(has_rollout_logprob, logprobs)
-    apart, engine, policy = (logprobs - rollout).abs() * mask, rollout.exp(), logprobs.exp()
+    difference = logprobs - rollout
+    abs_difference, engine, policy = difference.abs() * mask, rollout.exp(), logprobs.exp()
 
     def total(values: Tensor) -> Tensor:
         return (values * mask).sum()
 
     return {
-        "mismatch": apart.sum(),
-        "mismatch_ratio": total(apart.exp()),
-        "mismatch_kl": total((logprobs - rollout).exp() - 1 - (logprobs - rollout)),  # k3
+        "mismatch": abs_difference.sum(),
+        "mismatch_ratio": total(abs_difference.exp()),
+        "mismatch_kl": total(difference.exp() - 1 - difference),  # k3
         "engine_p": total(engine),
         "policy_p": total(policy),
         "engine_p2": total(engine**2),
         "policy_p2": total(policy**2),
         "both_p": total(engine * policy),
-        "mismatch_max": apart.max(),
-        "unheard": total(~has_rollout_logprob),
+        "mismatch_max": abs_difference.max(),
+        "no_rollout_logprob": total(~has_rollout_logprob),
     }
 
 
 def metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Reduced sums and maxima of one update -> metric values; no KL where no reference logprob was computed."""
+    """Compute the metrics of one update from its reduced sums and maxima; without reference logprobs there is no KL."""
     tokens = max(sums["tokens"], 1.0)
     mean = {name: sums[name] / tokens for name in SUMS}
     covariance = mean["both_p"] - mean["engine_p"] * mean["policy_p"]
-    spread = (mean["engine_p2"] - mean["engine_p"] ** 2) * (mean["policy_p2"] - mean["policy_p"] ** 2)
-    measured = {"train/kl_loss": sums["kl"] / sums["kl_tokens"]} if sums["kl_tokens"] else {}
+    variances = (mean["engine_p2"] - mean["engine_p"] ** 2) * (mean["policy_p2"] - mean["policy_p"] ** 2)
+    kl = {"train/kl_loss": sums["kl"] / sums["kl_tokens"]} if sums["kl_tokens"] else {}
     return {
-        **measured,
+        **kl,
         "train/loss": sums["loss"],
         "train/pg_loss": sums["pg_loss"],
         "train/entropy": mean["entropy"],
@@ -113,19 +116,19 @@ def metrics(sums: dict[str, float]) -> dict[str, float]:
         "train/effective_samples": mean["ratio"] ** 2 / mean["ratio2"] if mean["ratio2"] > 0 else 1.0,
         "mismatch/correction/mean": mean["correction"],
         "mismatch/corrected_away_ratio": mean["corrected_away"],
-        "mismatch/off_policy_masked_ratio": mean["mistrusted"],
-        "mismatch/unheard_tokens": sums["unheard"],
-        "mismatch/pearson": covariance / spread**0.5 if spread > 0 else 1.0,
+        "mismatch/off_policy_masked_ratio": mean["off_policy_masked"],
+        "mismatch/unheard_tokens": sums["no_rollout_logprob"],
+        "mismatch/pearson": covariance / variances**0.5 if variances > 0 else 1.0,
     }
 
 
 def mismatch_band(token_mult_prob_error: float) -> int:
-    """0 good, 1 watch, 2 stop: bounds 1.05 and 1.5, as NeMo-RL's users have them."""
+    """Return 0 (good), 1 (watch) or 2 (stop): bounds 1.05 and 1.5, as NeMo-RL's users have them; 2 for NaN."""
     return int(not token_mult_prob_error <= 1.05) + int(not token_mult_prob_error <= 1.5)
 
 
 def merge(reports: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Micro-batch reports -> (sums [len(SUMS)], maxima [len(MAXIMA)]) in float64 on the host, ready to reduce."""
+    """Merge micro-batch reports into sums [len(SUMS)] and maxima [len(MAXIMA)], float64 on the CPU, ready to reduce."""
     if not reports:
         return torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(len(MAXIMA), dtype=torch.float64)
     sums = torch.stack([torch.stack([report[name] for name in SUMS]) for report in reports]).sum(0)

@@ -12,8 +12,8 @@ from grpo_mp.types import MicroBatch
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold parts of the same sequences
 
 
-def alone(values: Tensor) -> Tensor:
-    """The reduction where no sequence is divided."""
+def no_reduction(values: Tensor) -> Tensor:
+    """Return the values as they are: the reduction where no sequence is divided."""
     return values
 
 
@@ -21,14 +21,14 @@ def alone(values: Tensor) -> Tensor:
 class Sequences:
     """The response tokens of a micro-batch by sequence."""
 
-    of: Tensor  # int64 [T]; padding counts to the first sequence, with a mask of 0
+    index: Tensor  # int64 [T]; padding counts to the first sequence, with a mask of 0
     mask: Tensor  # float64 [T]
     count: int
     reduce: Reduce
 
     @staticmethod
-    def of_batch(batch: MicroBatch, reduce: Reduce) -> "Sequences":
-        """Take the response tokens whose engine logprob is a number: the others have no part in their sequence."""
+    def from_batch(batch: MicroBatch, reduce: Reduce) -> "Sequences":
+        """Take the response tokens with a finite rollout logprob; the others are no part of their sequence."""
         mask = batch.mask.double() * batch.rollout_logprobs.isfinite()
         return Sequences(batch.sequence.clamp(min=0), mask, max(1, len(batch.sample_ids)), reduce)
 
@@ -41,13 +41,13 @@ class Sequences:
         return summed
 
     def means(self, values: Tensor) -> Tensor:
-        """Take the mean instead: [T] -> [T]."""
+        """Average the response tokens of a sequence, at every one of its tokens: [T] -> [T]."""
         return self.sums(values) / self.sums(torch.ones_like(self.mask)).clamp(min=1)
 
-    def _spread(self, values: Tensor) -> Tensor:
-        empty = torch.zeros(self.count, dtype=torch.float64, device=values.device)
-        kept = values.where(self.mask.bool(), 0.0)
-        return self.reduce(empty.index_add(0, self.of, kept.double()))[self.of]
+    def _sum_and_broadcast(self, values: Tensor) -> Tensor:
+        zeros = torch.zeros(self.count, dtype=torch.float64, device=values.device)
+        masked = values.where(self.mask.bool(), 0.0)
+        return self.reduce(zeros.index_add(0, self.index, masked.double()))[self.index]
 
 
 class _SequenceSum(torch.autograd.Function):
@@ -56,9 +56,9 @@ class _SequenceSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, sequences: Sequences) -> Tensor:
         ctx.sequences = sequences
-        return sequences._spread(values)
+        return sequences._sum_and_broadcast(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         sequences: Sequences = ctx.sequences
-        return sequences._spread(gradients[0]) * sequences.mask, None
+        return sequences._sum_and_broadcast(gradients[0]) * sequences.mask, None

@@ -1,4 +1,4 @@
-"""The `algorithm` section: independent parts, each with its choices. A preset fills all of them (presets.py)."""
+"""The `algorithm` section: independent parts, each with its choices. A preset (presets.py) sets any of them."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -61,7 +61,7 @@ class KL(Section):
 
     @property
     def measured_share(self) -> float:
-        """Of the micro-batches whose KL to the reference is measured; 0: there is no reference."""
+        """Return the share of micro-batches whose KL to the reference is measured; 0: there is no reference."""
         return 1.0 if self.weight else self.watch_share
 
 
@@ -74,7 +74,7 @@ class Entropy(Section):
 
 
 class Correction(Section):
-    """Of the difference between engine and policy: w = old / rollout."""
+    """Importance weights w = old / rollout, for the difference between engine and policy."""
 
     kind: Literal["none", "truncate", "mask"] = "none"
     level: Literal["token", "sequence"] = "token"
@@ -86,7 +86,7 @@ class Correction(Section):
 
 
 class Drift(Section):
-    """When the remaining updates of a step are skipped."""
+    """Limits beyond which the remaining updates of a step are skipped."""
 
     kl: float | None = Field(None, gt=0, description="nats per token between old policy and policy")
     effective_samples: float | None = Field(None, gt=0, lt=1, description="share of tokens, by ratio weights")
@@ -103,9 +103,6 @@ class Filter(Section):
     rest_steps: int = Field(50, ge=1)
     oversample: float = Field(1.0, ge=1, description="groups launched for each that is needed")
     admit: Literal["launch", "finish"] = Field("launch", description="which of them are taken first")
-
-
-POLICY_LOSSES = ("clip", "cispo", "sapo", "gmpo", "vespo", "none")
 
 
 class Algorithm(Section):
@@ -129,65 +126,65 @@ class Algorithm(Section):
 
     @field_validator("preset")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _preset_exists(cls, value: str) -> str:
         if value not in PRESETS:
             raise ValueError(f"unknown preset {value!r}{nearest(value, PRESETS)}; there are: {', '.join(PRESETS)}")
         return value
 
     @model_validator(mode="after")
     def _parts_agree(self) -> "Algorithm":
-        for complaint in contradictions(self):
-            raise ValueError(complaint)
+        for contradiction in contradictions(self):
+            raise ValueError(contradiction)
         return self
 
 
-def needs_old_logprobs(wanted: Algorithm, updates: int) -> bool:
+def needs_old_logprobs(algorithm: Algorithm, updates: int) -> bool:
     """Say whether a step computes the policy's logprobs before the first of its `updates`.
 
-    With one update they are those of the update itself, with `old_logprobs: engine` the engine has given them; the
-    entropy mask needs entropies, which no engine gives.
+    With one update they are those of the update itself; with `old_logprobs: engine` the engine has returned them. The
+    entropy mask needs entropies, which no engine returns.
     """
-    if wanted.entropy.top_quantile < 1:
+    if algorithm.entropy.top_quantile < 1:
         return True
-    kl_in_reward = wanted.kl.weight > 0 and wanted.kl.place == "reward"
-    return wanted.old_logprobs == "recomputed" and (updates > 1 or kl_in_reward)
+    kl_in_reward = algorithm.kl.weight > 0 and algorithm.kl.place == "reward"
+    return algorithm.old_logprobs == "recomputed" and (updates > 1 or kl_in_reward)
 
 
-def contradictions(wanted: Algorithm) -> Iterator[str]:
-    """Parts that cannot stand together, each with the nearest choice that works."""
-    kl, correction = wanted.kl, wanted.correction
+def contradictions(algorithm: Algorithm) -> Iterator[str]:
+    """Yield a sentence for each combination of settings that cannot work, with the nearest choice that does."""
+    kl, correction = algorithm.kl, algorithm.correction
     if kl.weight == 0 and (kl.target or kl.refresh_every):
         yield "kl.target and kl.refresh_every need a reference: set kl.weight above 0"
     if correction.kind != "none" and correction.low is None and correction.high is None:
         yield f"correction.kind={correction.kind} has no limit: set correction.high, e.g. 2.0"
     if correction.kind == "none" and (correction.low is not None or correction.high is not None):
         yield "correction.low and correction.high do nothing with correction.kind=none: set it to truncate or mask"
-    if wanted.old_logprobs == "engine" and correction.kind != "none":
+    if algorithm.old_logprobs == "engine" and correction.kind != "none":
         yield "old_logprobs=engine leaves nothing to correct: set correction.kind=none or old_logprobs=recomputed"
-    if wanted.surrogate in ("gmpo", "vespo") and wanted.ratio != "token":
-        yield f"surrogate={wanted.surrogate} is defined on token ratios: set ratio=token"
-    if wanted.surrogate == "vespo" and correction.kind != "none" and correction.level == "sequence":
+    if algorithm.surrogate in ("gmpo", "vespo") and algorithm.ratio != "token":
+        yield f"surrogate={algorithm.surrogate} is defined on token ratios: set ratio=token"
+    if algorithm.surrogate == "vespo" and correction.kind != "none" and correction.level == "sequence":
         yield "surrogate=vespo multiplies token corrections itself: set correction.level=token"
-    if kl.level == "sequence" and kl.estimator == "k3_unbiased" and wanted.ratio != "product":
+    if kl.level == "sequence" and kl.estimator == "k3_unbiased" and algorithm.ratio != "product":
         yield "kl.level=sequence with kl.estimator=k3_unbiased needs the ratio of whole answers: set ratio=product"
     if kl.level == "sequence" and kl.place == "reward":
         yield "kl.level=sequence is for the loss; a reward takes the KL of the whole answer anyway: set kl.place=loss"
-    yield from _advantage_contradictions(wanted)
+    yield from _advantage_contradictions(algorithm)
 
 
-def _advantage_contradictions(wanted: Algorithm) -> Iterator[str]:
-    advantage = wanted.advantage
-    if advantage.level == "process" and wanted.ratio in ("sequence", "product"):
-        yield f"advantage.level=process differs by token, ratio={wanted.ratio} does not: set ratio=sequence_token"
+def _advantage_contradictions(algorithm: Algorithm) -> Iterator[str]:
+    advantage = algorithm.advantage
+    if advantage.level == "process" and algorithm.ratio in ("sequence", "product"):
+        yield f"advantage.level=process differs by token, ratio={algorithm.ratio} does not: set ratio=sequence_token"
     if advantage.level == "process" and (advantage.baseline, advantage.combine) != ("group_mean", "sum"):
         yield "advantage.level=process needs advantage.baseline=group_mean and advantage.combine=sum"
-    if advantage.level == "process" and wanted.kl.place == "reward" and wanted.kl.weight:
+    if advantage.level == "process" and algorithm.kl.place == "reward" and algorithm.kl.weight:
         yield "advantage.level=process has no reward of the whole response for the KL: set kl.place=loss"
-    if advantage.combine == "normalise" and wanted.kl.place == "reward" and wanted.kl.weight:
+    if advantage.combine == "normalise" and algorithm.kl.place == "reward" and algorithm.kl.weight:
         yield "advantage.combine=normalise knows no KL among its rewards: set kl.place=loss"
     if advantage.combine == "normalise" and advantage.baseline == "none":
         yield "advantage.combine=normalise works inside groups: set advantage.baseline=group_mean"
     if advantage.baseline == "none" and advantage.scale == "group_std":
         yield "advantage.scale=group_std needs a group baseline: set advantage.scale=none or batch_std"
-    if wanted.filter.no_difference != "keep" and advantage.baseline == "none":
+    if algorithm.filter.no_difference != "keep" and advantage.baseline == "none":
         yield "filter.no_difference looks at groups: set advantage.baseline=group_mean, or filter.no_difference=keep"

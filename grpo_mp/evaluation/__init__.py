@@ -1,1 +1,1 @@
-"""What samples of held-out problems come to: avg@n, pass@k, maj@k, before and after. Pure, but for its files."""
+"""Scores of held-out problems: avg@n, pass@k and maj@k, their files and their plot."""

@@ -1,1 +1,1 @@
-"""Rewards: rule parts, user functions, and the scorer that weighs them."""
+"""Rewards: built-in terms, user functions, and the scorer that adds them up by weight."""

@@ -1,4 +1,4 @@
-"""What a reward function is, how one is loaded, and how it is called: the convention of TRL's `reward_funcs`."""
+"""Reward functions, how they are loaded and called: the convention of TRL's `reward_funcs`."""
 
 import asyncio
 import importlib.util
@@ -48,7 +48,7 @@ class StepReward(Protocol):
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What a reward function is handed beside the data."""
+    """What a reward function gets beside the data."""
 
     trainer_state: TrainerState
     log_extra: Callable[[str, list[Any]], None]
@@ -56,7 +56,7 @@ class Callbacks:
 
 
 def call_arguments(group: SampleGroup, prompt_column: str, callbacks: Callbacks) -> dict[str, Any]:
-    """The keywords for one group: the prompt and its columns stand once per completion."""
+    """Build the keyword arguments for one group: prompt and columns are repeated for every completion."""
     count = len(group.samples)
     row = group.prompt.columns
     prompt = row.get(prompt_column, group.prompt.text)
@@ -72,17 +72,17 @@ def call_arguments(group: SampleGroup, prompt_column: str, callbacks: Callbacks)
 
 
 def call_reward(reward: Reward, arguments: dict[str, Any]) -> list[float | None]:
-    """Call it and wait for its coroutine, if it is one. Raises what the function raises, TypeError for no list."""
+    """Call a reward function and await its coroutine. Raises what it raises, TypeError where it returns no list."""
     return [None if value is None else float(value) for value in call_user(reward, arguments)]
 
 
 def call_user(function: Reward | StepReward, arguments: dict[str, Any]) -> Any:
-    """What the function returns, or its coroutine gives. Raises what it raises."""
+    """Return what the function, or the coroutine that it returns, gives. Raises what it raises."""
     returned = function(**arguments)
-    return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
+    return asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned
 
 
-async def _awaited(returned: Awaitable[Any]) -> Any:
+async def _await(returned: Awaitable[Any]) -> Any:
     return await returned
 
 
@@ -91,31 +91,32 @@ def load_reward(name: str, setting: str = "reward.functions") -> Any:
 
     Raises UserError with the reason where that fails.
     """
-    place, colon, function = name.rpartition(":")
-    if not colon or not place or not function:
+    source, colon, function = name.rpartition(":")
+    if not colon or not source or not function:
         raise UserError(f"{setting} {name!r}: write module:function or path/file.py:function")
     try:
         with no_exit():
-            module = _load_file(Path(place), f"{setting} {name!r}") if place.endswith(".py") else import_module(place)
+            is_file = source.endswith(".py")
+            module = _load_file(Path(source), f"{setting} {name!r}") if is_file else import_module(source)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-        raise UserError(f"{setting} {name!r}: importing {place} failed: {reason}") from error
-    found = vars(module).get(function)
-    if not callable(found):
+        raise UserError(f"{setting} {name!r}: importing {source} failed: {reason}") from error
+    reward = vars(module).get(function)
+    if not callable(reward):
         hint = nearest(function, [key for key, value in vars(module).items() if callable(value)])
-        raise UserError(f"{setting} {name!r}: {place} has no function {function}{hint}")
-    return found
+        raise UserError(f"{setting} {name!r}: {source} has no function {function}{hint}")
+    return reward
 
 
-def _load_file(path: Path, where: str) -> ModuleType:
+def _load_file(path: Path, label: str) -> ModuleType:
     if not path.is_file():
-        raise UserError(f"{where}: no such file: {path}")
+        raise UserError(f"{label}: no such file: {path}")
     module_name = f"grpo_mp_reward_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise UserError(f"{where}: {path} is not a Python file")
+        raise UserError(f"{label}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look a class's module up here
     spec.loader.exec_module(module)

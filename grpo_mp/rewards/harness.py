@@ -14,19 +14,19 @@ from collections.abc import Callable
 
 
 def main(job: int, verdict: int) -> None:
-    """Ends the process with status 0 after the last test; raises what program or tests raise."""
+    """Run program and tests, and end the process with status 0 after the last test. Raises what they raise."""
     read, write, leave = os.read, os.write, os._exit  # the program may replace them
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    exec(compile(next_part(job, read), "program.py", "exec"), vars(module))
-    if tests := next_part(job, read):
+    exec(compile(read_part(job, read), "program.py", "exec"), vars(module))
+    if tests := read_part(job, read):
         exec(compile(tests, "tests.py", "exec"), vars(module))
-        write(verdict, next_part(job, read))
+        write(verdict, read_part(job, read))
         leave(0)
 
 
-def next_part(job: int, read: Callable[[int, int], bytes]) -> bytes:
-    """The bytes of the next part; empty after the last."""
+def read_part(job: int, read: Callable[[int, int], bytes]) -> bytes:
+    """Return the bytes of the next part; empty after the last."""
     return read(job, int(read(job, 16) or 0))
 
 

@@ -1,4 +1,4 @@
-"""A bare interpreter runs this file: it shuts one program in, waits for it, and leaves none of its processes behind.
+"""A bare interpreter runs this file: it isolates one program, waits for it, and leaves none of its processes behind.
 
 The monitor (this process) enters new user, mount, process, network and IPC namespaces and forks the program, which
 is the first process of its process namespace: when it ends, the kernel ends all that it started. The program sees
@@ -30,7 +30,7 @@ HOME = "/program"  # its own folder inside
 
 
 def main(job: dict[str, Any]) -> int:
-    """0 if the program ended with status 0 in time, else 1. What keeps it from starting goes to stderr."""
+    """Return 0 if the program ended with status 0 in time, else 1. What keeps it from starting goes to stderr."""
     user = NOBODY if os.geteuid() == 0 else os.geteuid()
     if job["isolate"]:
         _unshare(user)
@@ -38,7 +38,7 @@ def main(job: dict[str, Any]) -> int:
         _libc("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what the program leaves behind becomes a child of ours
     program = os.fork()
     if not program:
-        _become_program(job, user)
+        _exec_program(job, user)
     timed_out = not select.select([os.pidfd_open(program)], [], [], job["timeout_s"])[0]
     if timed_out:
         os.kill(program, signal.SIGKILL)
@@ -49,50 +49,51 @@ def main(job: dict[str, Any]) -> int:
 
 
 def _unshare(user: int) -> None:
-    """New namespaces. Who may map two users lives outside, so a child that stays there writes the map."""
-    here, (wait, go) = Path(f"/proc/{os.getpid()}"), os.pipe()
-    writer = os.fork()
-    if not writer:
-        os.close(go)  # or it would wait for itself where the monitor ends without a word
-        if not os.read(wait, 1):
+    """Enter new namespaces. Only a process outside may map two users, so a child that stays there writes the map."""
+    proc, (read_end, write_end) = Path(f"/proc/{os.getpid()}"), os.pipe()
+    map_writer = os.fork()
+    if not map_writer:
+        os.close(write_end)  # or the read would never end where the monitor dies before it writes
+        if not os.read(read_end, 1):
             os._exit(1)
         if os.geteuid() == 0:
             users = groups = f"0 0 1\n{user} {user} 1"
         else:
             users, groups = f"{user} {user} 1", f"{os.getegid()} {os.getegid()} 1"
-            (here / "setgroups").write_text("deny")  # the kernel's condition for a group map by who is not root
-        (here / "uid_map").write_text(users)
-        (here / "gid_map").write_text(groups)
+            # The kernel demands it before a user other than root may write gid_map.
+            (proc / "setgroups").write_text("deny")
+        (proc / "uid_map").write_text(users)
+        (proc / "gid_map").write_text(groups)
         os._exit(0)
     _libc("unshare", CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC)
-    os.write(go, b"1")
-    if os.waitpid(writer, 0)[1]:
+    os.write(write_end, b"1")
+    if os.waitpid(map_writer, 0)[1]:
         raise OSError("the user map was refused")
 
 
-def _become_program(job: dict[str, Any], user: int) -> None:
-    """Never returns: the process is the program, or ends with a reason on the monitor's stderr."""
-    complaints = os.dup(2)  # closed when the program takes over
+def _exec_program(job: dict[str, Any], user: int) -> None:
+    """Turn this process into the program; where that fails, end it with a reason on the monitor's stderr."""
+    monitor_stderr = os.dup(2)  # closed by exec
     try:
         source = Path(job["harness"]).read_text()
         if job["isolate"]:
-            _enter_root(Path(job["folder"]), [*SYSTEM, *job["visible"]], job["folder_bytes"])
-        _limit(job)
-        _drop(user)
+            _pivot_root(Path(job["folder"]), [*SYSTEM, *job["visible"]], job["folder_bytes"])
+        _set_limits(job)
+        _drop_privileges(user)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.execve(job["python"], [job["python"], "-I", "-B", "-c", source, *job["arguments"]], job["environment"])
     except BaseException as error:  # noqa: BLE001 - whatever it is, this copy of the monitor must not go on
-        os.write(complaints, f"{type(error).__name__}: {error}".encode())
+        os.write(monitor_stderr, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
 
 
-def _enter_root(folder: Path, visible: list[str], size: int) -> None:
-    """A read-only root of its own with `visible` laid in, and a folder in memory for `size` bytes."""
+def _pivot_root(folder: Path, visible: list[str], size: int) -> None:
+    """Enter a read-only root that holds `visible`, and a folder in memory for `size` bytes."""
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", str(folder), "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
     for name in visible:
         if os.path.exists(name):
-            _lay_in(name, f"{folder}{name}")
+            _bind_read_only(name, f"{folder}{name}")
     os.mkdir(f"{folder}{HOME}")
     _mount("tmpfs", f"{folder}{HOME}", "tmpfs", MS_NOSUID | MS_NODEV, f"size={size},mode=777")
     _mount(None, str(folder), None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
@@ -102,7 +103,8 @@ def _enter_root(folder: Path, visible: list[str], size: int) -> None:
     os.chdir(HOME)
 
 
-def _lay_in(source: str, target: str) -> None:
+def _bind_read_only(source: str, target: str) -> None:
+    """Mount a file or folder at another path, read-only; a link is copied."""
     if os.path.islink(source):
         os.symlink(os.readlink(source), target)
         return
@@ -113,7 +115,8 @@ def _lay_in(source: str, target: str) -> None:
     _mount(None, target, None, MS_BIND | MS_REMOUNT | MS_RDONLY | os.statvfs(target).f_flag & LOCKED)
 
 
-def _limit(job: dict[str, Any]) -> None:
+def _set_limits(job: dict[str, Any]) -> None:
+    """Set the resource limits of the job, not above the hard limits of this process."""
     seconds = int(job["timeout_s"]) + 1
     for kind, value in (
         (resource.RLIMIT_CPU, seconds),
@@ -127,8 +130,8 @@ def _limit(job: dict[str, Any]) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def _drop(user: int) -> None:
-    """No way back to root, no new rights through set-uid files; the kernel ends the program with its monitor."""
+def _drop_privileges(user: int) -> None:
+    """Give up root for good, and new rights through set-uid files; the kernel ends the program with its monitor."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -138,10 +141,10 @@ def _drop(user: int) -> None:
 
 
 def _end_children() -> None:
-    """Kill and reap until nobody is left: the orphans of a killed child become children too."""
+    """Kill and reap until no child is left: the orphans of a killed child become children too."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
-    while left := children.read_text().split():
-        for child in map(int, left):
+    while pids := children.read_text().split():
+        for child in map(int, pids):
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 

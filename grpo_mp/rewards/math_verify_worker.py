@@ -25,28 +25,28 @@ TOLERANCE = 0.01
 ROUNDING = 1e-12  # 7.01 - 7 is no more than 0.01
 
 
-def close(expected: float, found: float, tolerance: float) -> bool:
-    """Whether a number is near enough: within `tolerance`, and where the expected number is smaller than 1, within
+def is_close(expected: float, predicted: float, tolerance: float) -> bool:
+    """Say whether a number is near enough: within `tolerance`, and where the expected number is smaller than 1, within
     that share of it. So 0 is not 0.005, and nothing but 0 is 0.
     """
-    return abs(expected - found) <= tolerance * min(1.0, abs(expected)) + ROUNDING * min(1.0, abs(expected))
+    return abs(expected - predicted) <= tolerance * min(1.0, abs(expected)) + ROUNDING * min(1.0, abs(expected))
 
 
-class Equality:
-    """Is an answer mathematically equal to the expected one? Safe to share between threads; `close` ends the child."""
+class MathVerifier:
+    """Compares answers with math-verify in a child process. Thread-safe; `close` ends the child."""
 
     def __init__(self, limit_s: float, tolerance: float = TOLERANCE) -> None:
-        """`limit_s`: seconds for one comparison, after which answers count as different; `tolerance` as of `close`."""
+        """Limit a comparison to `limit_s` seconds: slower ones count as different. `tolerance`: see `is_close`."""
         self.limit_s, self.tolerance = limit_s, tolerance
-        self.timeouts = 0  # comparisons that were given up
+        self.timeouts = 0  # comparisons that took too long
         self._child: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def equal(self, expected: str, found: str) -> bool:
-        """False also when the limit passed or the child died of the expression. Raises UserError if it cannot start."""
+    def equal(self, expected: str, predicted: str) -> bool:
+        """Compare two answers; False also at the limit or if the child dies. Raises UserError if it cannot start."""
         with self._lock:
             child = self._child or self._start()
-            reply = _exchange(child, json.dumps([expected, found, self.tolerance, self.limit_s]), self.limit_s)
+            reply = _ask(child, json.dumps([expected, predicted, self.tolerance, self.limit_s]), self.limit_s)
             if reply is None:
                 self.timeouts += 1
                 self._end()
@@ -59,19 +59,19 @@ class Equality:
 
     def _start(self) -> subprocess.Popen[bytes]:
         path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-        complaints = tempfile.TemporaryFile()  # noqa: SIM115 - the child keeps it; a pipe nobody reads would fill up
+        stderr = tempfile.TemporaryFile()  # noqa: SIM115 - the child keeps it; a pipe nobody reads would fill up
         self._child = subprocess.Popen(
             [sys.executable, "-m", "grpo_mp.rewards.math_verify_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=complaints,
+            stderr=stderr,
             start_new_session=True,  # a signal to the rank's group must not turn the answer in hand into a wrong one
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         )
         if _read_line(self._child, START_LIMIT_S) != "ready":
             self._end()
-            complaints.seek(0)
-            reason = complaints.read().decode(errors="replace").strip().splitlines()[-1:]
+            stderr.seek(0)
+            reason = stderr.read().decode(errors="replace").strip().splitlines()[-1:]
             raise UserError(f"reward.answer: math-verify did not start in {START_LIMIT_S:.0f} s: {' '.join(reason)}")
         return self._child
 
@@ -82,7 +82,7 @@ class Equality:
             self._child = None
 
 
-def _exchange(child: subprocess.Popen[bytes], question: str, limit_s: float) -> str | None:
+def _ask(child: subprocess.Popen[bytes], question: str, limit_s: float) -> str | None:
     assert child.stdin is not None
     try:
         child.stdin.write(question.encode() + b"\n")
@@ -93,20 +93,20 @@ def _exchange(child: subprocess.Popen[bytes], question: str, limit_s: float) -> 
 
 
 def _read_line(child: subprocess.Popen[bytes], limit_s: float) -> str | None:
-    """The child's next line; None if it ended or said nothing in time."""
+    """Return the child's next line; None if it ended or wrote none in time."""
     assert child.stdout is not None
     descriptor, deadline, line = child.stdout.fileno(), time.monotonic() + limit_s, b""
     while not line.endswith(b"\n"):
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-        piece = os.read(descriptor, 4096) if ready else b""
-        if not piece:
+        chunk = os.read(descriptor, 4096) if ready else b""
+        if not chunk:
             return None
-        line += piece
+        line += chunk
     return line.decode().strip()
 
 
-def _answer_questions() -> None:
-    """The child's loop: one question per line on stdin, one verdict per line on stdout."""
+def _serve() -> None:
+    """Run the child: one comparison per line on stdin, one verdict per line on stdout."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints must not pass for a reply
     _is_equal("1", "x", 0.0)  # imports and grammar tables load now, not in the first comparison's time
@@ -114,30 +114,30 @@ def _answer_questions() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
     replies.write("ready\n")
     for line in sys.stdin:
-        expected, found, tolerance, limit_s = json.loads(line)
-        _limit_processor_time(limit_s)
-        replies.write("equal\n" if _is_equal(expected, found, tolerance) else "different\n")
+        expected, predicted, tolerance, limit_s = json.loads(line)
+        _limit_cpu_time(limit_s)
+        replies.write("equal\n" if _is_equal(expected, predicted, tolerance) else "different\n")
 
 
-def _limit_processor_time(limit_s: float) -> None:
-    """From now on, `limit_s` more seconds and a few: then the kernel ends this process, whatever it does."""
+def _limit_cpu_time(limit_s: float) -> None:
+    """Let the kernel end this process after `limit_s` and a few more seconds of CPU time, whatever it does."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + limit_s) + 2, hard))
 
 
-def _is_equal(expected: str, found: str, tolerance: float) -> bool:
-    """As math-verify compares, or as `close` does if both are numbers. Its time limits are off: the parent's holds."""
+def _is_equal(expected: str, predicted: str, tolerance: float) -> bool:
+    """Compare with math-verify, or with `is_close` if both are numbers; without time limits, as the parent has one."""
     from math_verify import parse, verify
 
-    ours, theirs = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (expected, found))
-    if verify(ours, theirs, timeout_seconds=None):
+    gold, answer = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (expected, predicted))
+    if verify(gold, answer, timeout_seconds=None):
         return True
     try:
-        return close(float(ours[0]), float(theirs[0]), tolerance)
+        return is_close(float(gold[0]), float(answer[0]), tolerance)
     except (IndexError, TypeError, ValueError, OverflowError, MemoryError):
         return False
 
 
 if __name__ == "__main__":
-    _answer_questions()
+    _serve()

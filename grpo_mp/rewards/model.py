@@ -13,22 +13,22 @@ from grpo_mp.types import SampleGroup
 
 PATH = "/classify"  # SGLang's "reward model request": {"input_ids"} to [{"embedding": [score], "meta_info"}, ...]
 MESSAGE_CHARACTERS = 300
-IDLE_LIMIT_S = 2.0  # less than the five seconds after which SGLang closes an idle connection
+KEEPALIVE_S = 2.0  # less than the five seconds after which SGLang closes an idle connection
 
 
 class ModelClient:
-    """Calls to one server. May be used from several threads at once."""
+    """Client of one server. Thread-safe."""
 
     def __init__(self, settings: RewardModel) -> None:
-        """Opens no connection: the server may come up later. Raises UserError where the key is not set."""
+        """Open no connection yet: the server may come up later. Raises UserError where the key is not set."""
         self._retries = settings.retries
-        self._where = f"{settings.url.rstrip('/')}{PATH}"
-        # Proxies of the environment would take loopback for the outside: trust_env is off.
+        self._endpoint = f"{settings.url.rstrip('/')}{PATH}"
+        # trust_env is off: a proxy of the environment would be asked for loopback addresses, too.
         self._http = httpx.Client(
             timeout=settings.timeout_s,
             trust_env=False,
-            headers=_headers(settings.key_variable),
-            limits=httpx.Limits(keepalive_expiry=IDLE_LIMIT_S),
+            headers=_auth_headers(settings.key_variable),
+            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
         )
 
     def close(self) -> None:
@@ -36,21 +36,22 @@ class ModelClient:
         self._http.close()
 
     def values(self, group: SampleGroup, step: int) -> Values:
-        """One score per sample, read at the last token of prompt and response, which go out as token ids.
+        """Return one score per sample, read at the last token of prompt and response, which are sent as token ids.
 
         Raises RewardError: no answer, an error status, or an answer that is not one score per sample.
         """
         return [*self.scores([[*sample.prompt_tokens, *sample.tokens] for sample in group.samples])]
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """One score per sequence of token ids, read at its last token. Raises RewardError as `values` does."""
+        """Return one score per sequence of token ids, read at its last token. Raises RewardError as `values` does."""
         reply = self._post({"input_ids": [list(sequence) for sequence in sequences]})
         try:
             vectors = [entry["embedding"] for entry in reply.json()]
             scores = [float(score) for (score,) in vectors]
         except (ValueError, TypeError, KeyError) as error:
             raise RewardError(
-                f"{self._where} answered {_shown(reply)!r}, not one score per sequence: serve a model with one label"
+                f"{self._endpoint} answered {_excerpt(reply)!r}, not one score per sequence: "
+                "serve a model with one label"
             ) from error
         return scores
 
@@ -58,19 +59,19 @@ class ModelClient:
         failure = ""
         for _ in range(self._retries + 1):
             try:
-                reply = self._http.post(self._where, json=body)
+                reply = self._http.post(self._endpoint, json=body)
             except httpx.TransportError as error:
                 failure = f"gave no answer ({type(error).__name__}: {error})"
                 continue
             if reply.is_success:
                 return reply
-            failure = f"answered status {reply.status_code}: {_shown(reply)}"
+            failure = f"answered status {reply.status_code}: {_excerpt(reply)}"
             if reply.status_code < 500 and reply.status_code != 429:
                 break
-        raise RewardError(f"{self._where} {failure}")
+        raise RewardError(f"{self._endpoint} {failure}")
 
 
-def _headers(variable: str | None) -> dict[str, str]:
+def _auth_headers(variable: str | None) -> dict[str, str]:
     if variable is None:
         return {}
     if variable not in os.environ:
@@ -78,5 +79,5 @@ def _headers(variable: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {os.environ[variable]}"}
 
 
-def _shown(reply: httpx.Response) -> str:
+def _excerpt(reply: httpx.Response) -> str:
     return " ".join(reply.text[:MESSAGE_CHARACTERS].split())

@@ -18,7 +18,7 @@ from grpo_mp.rewards.timeouts import RewardError
 
 JAIL, HARNESS = (Path(__file__).with_name(name) for name in ("jail.py", "harness.py"))
 FOLDER_FILES = 16  # the program's folder holds this many files of the largest size
-GRACE_S = 10.0  # the jail ends by itself; after this it is ended
+GRACE_S = 10.0  # the jail ends by itself; after this it is killed
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/program", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -31,25 +31,25 @@ class Outcome:
 
 
 class Sandbox:
-    """Runs programs. May be shared between threads."""
+    """Runs programs. Thread-safe."""
 
     def __init__(self, settings: Code) -> None:
-        """Runs one empty program. Raises UserError where it fails, or isolation is required and not to be had."""
+        """Try one empty program. Raises UserError where it fails, or isolation is required and not available."""
         self._settings = settings
         self._isolate = True
-        reason = self._failure()
+        reason = self._start_failure()
         if reason and settings.isolation == "required":
             raise UserError(
                 f"reward.code.isolation: this machine gives programs no namespaces of their own ({reason}): allow "
                 "unprivileged user namespaces, or set best_effort to run programs that you trust with limits only"
             )
         self._isolate = not reason
-        if reason and (reason := self._failure()):
+        if reason and (reason := self._start_failure()):
             raise UserError(f"reward.code: programs cannot be started here ({reason}): run as a user other than root")
 
     @property
     def isolated(self) -> bool:
-        """False where `best_effort` found no namespaces: files and network are open to the programs then."""
+        """Say whether programs run in namespaces; under `best_effort` files and network may be open to them."""
         return self._isolate
 
     def run(self, program: str, tests: str | None, stdin: str, timeout_s: float) -> Outcome:
@@ -59,32 +59,33 @@ class Sandbox:
             os.chmod(folder, 0o777)  # the program may run as another user
             files = [tempfile.TemporaryFile() for _ in range(5)]  # noqa: SIM115 - closed below
             try:
-                job, verdict, given, output, complaints = files
-                _fill(job, b"".join(map(_part, [program] if tests is None else [program, tests, token])))
-                _fill(given, stdin.encode(errors="replace"))
+                job, verdict, stdin_file, output, stderr = files
+                _write(job, b"".join(map(_length_prefixed, [program] if tests is None else [program, tests, token])))
+                _write(stdin_file, stdin.encode(errors="replace"))
                 status = self._wait(self._start(folder, files, timeout_s), timeout_s)
-                if reason := _content(complaints):
+                if reason := _read(stderr):
                     raise RewardError(f"the program could not be shut in: {reason}")
-                passed = status == 0 if tests is None else _content(verdict) == token
-                return Outcome(passed, _content(output))
+                passed = status == 0 if tests is None else _read(verdict) == token
+                return Outcome(passed, _read(output))
             finally:
                 for file in files:
                     file.close()
 
     def _start(self, folder: str, files: Sequence[IO[bytes]], timeout_s: float) -> subprocess.Popen[bytes]:
-        job, verdict, given, output, complaints = files
+        job, verdict, stdin_file, output, stderr = files
+        settings = json.dumps(self._job_settings(folder, job, verdict, timeout_s))
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", str(JAIL), json.dumps(self._job(folder, job, verdict, timeout_s))],
-            stdin=given,
+            [sys.executable, "-I", "-S", "-B", str(JAIL), settings],
+            stdin=stdin_file,
             stdout=output,
-            stderr=complaints,
+            stderr=stderr,
             pass_fds=(job.fileno(), verdict.fileno()),
             cwd=folder,
             env={},
             start_new_session=True,
         )
 
-    def _job(self, folder: str, job: IO[bytes], verdict: IO[bytes], timeout_s: float) -> dict[str, Any]:
+    def _job_settings(self, folder: str, job: IO[bytes], verdict: IO[bytes], timeout_s: float) -> dict[str, Any]:
         limits = self._settings
         return {
             "isolate": self._isolate,
@@ -109,13 +110,13 @@ class Sandbox:
             jail.wait()
             raise RewardError(f"the program did not end {GRACE_S:g} s after its limit") from error
 
-    def _failure(self) -> str:
-        """Why an empty program cannot be shut in; empty if it can. Raises UserError where the limits end it."""
+    def _start_failure(self) -> str:
+        """Return why an empty program cannot be isolated; empty if it can. Raises UserError where the limits end it."""
         try:
-            ran = self.run("", "", "", GRACE_S)
+            outcome = self.run("", "", "", GRACE_S)
         except RewardError as error:
             return str(error)
-        if not ran.passed:
+        if not outcome.passed:
             raise UserError(
                 "reward.code: an empty program fails under its limits: raise reward.code.memory_bytes="
                 f"{self._settings.memory_bytes} or reward.code.output_bytes={self._settings.output_bytes}"
@@ -123,17 +124,17 @@ class Sandbox:
         return ""
 
 
-def _part(text: str) -> bytes:
-    """As harness.py reads it. Never empty: an empty part would end the job."""
+def _length_prefixed(text: str) -> bytes:
+    """Encode a part of the job as harness.py reads it. Never empty: an empty part would end the job."""
     content = text.encode(errors="replace") + b"\n"
     return b"%016d" % len(content) + content
 
 
-def _fill(file: IO[bytes], content: bytes) -> None:
+def _write(file: IO[bytes], content: bytes) -> None:
     file.write(content)
     file.seek(0)
 
 
-def _content(file: IO[bytes]) -> str:
+def _read(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace").rstrip("\n")

@@ -1,4 +1,4 @@
-"""The scorer: weighted parts by name, each under a time limit, with one rule for what fails."""
+"""The scorer: weighted terms by name, each under a time limit, and what happens where one fails."""
 
 import math
 import statistics
@@ -15,21 +15,21 @@ from grpo_mp.rewards.base import Callbacks, Reward, call_arguments, call_reward,
 from grpo_mp.rewards.settings import Reward as RewardSettings
 from grpo_mp.rewards.settings import Right, StepModel
 from grpo_mp.rewards.step_model import Decode, StepModelClient
-from grpo_mp.rewards.steps import Steps, checked_steps, fallback_steps
+from grpo_mp.rewards.steps import Steps, fallback_steps, validate_steps
 from grpo_mp.rewards.tally import Tally
-from grpo_mp.rewards.terms import BuiltIn, RewardTerm
-from grpo_mp.rewards.timeouts import RewardError, Values, run_limited
+from grpo_mp.rewards.terms import BuiltInTerms, RewardTerm
+from grpo_mp.rewards.timeouts import RewardError, Values, run_with_timeout
 from grpo_mp.types import SampleGroup
 
 SHOWN_CHARACTERS = 300
-STEPS = "steps"  # the name under which step rewards are logged; no part of the reward
+STEPS = "steps"  # the name under which step rewards are logged; no term of the reward
 T = TypeVar("T")
 Extras = dict[str, list[Any]]  # what functions gave to log_extra for one group, by column
-PartCall = Callable[[SampleGroup, int, Extras], Values]
+TermCall = Callable[[SampleGroup, int, Extras], Values]
 
 
 class Scorer:
-    """Scores groups by the settings. `score_group` may be called from several threads at once."""
+    """Scores groups by the settings. `score_group` is thread-safe."""
 
     def __init__(
         self,
@@ -46,83 +46,88 @@ class Scorer:
         self._settings = settings
         self._prompt_column = prompt_column
         self._max_steps = max_steps
-        self._tally, self._given_up_before = Tally(), 0
+        self._tally, self._timeouts_taken = Tally(), 0
         self._lock = threading.Lock()
-        served = settings.steps if isinstance(settings.steps, StepModel) else None
-        self._step_model = StepModelClient(served, decode) if served and decode else None
+        step_model = settings.steps if isinstance(settings.steps, StepModel) else None
+        self._step_model = StepModelClient(step_model, decode) if step_model and decode else None
         self._step_reward = load_reward(settings.steps, "reward.steps") if isinstance(settings.steps, str) else None
-        self._built_in = BuiltIn(settings, max_response_tokens)
-        built_in = self._built_in.parts
-        taken = [part.name for part in built_in] + [STEPS] * bool(settings.steps)
-        functions = self._functions(taken)
-        self._weights = {part.name: part.weight for part in built_in} | {name: w for name, (w, _) in functions.items()}
-        self._calls = {part.name: _without_extras(part) for part in built_in}
-        self._calls |= {name: self._limited(reward) for name, (_, reward) in functions.items()}
-        self._right = _known_part(settings, list(self._weights))
+        self._built_in = BuiltInTerms(settings, max_response_tokens)
+        terms = self._built_in.terms
+        functions = self._load_functions([term.name for term in terms] + [STEPS] * bool(settings.steps))
+        self._weights = {term.name: term.weight for term in terms} | {name: w for name, (w, _) in functions.items()}
+        self._calls = {term.name: _without_extras(term) for term in terms}
+        self._calls |= {name: self._with_timeout(reward) for name, (_, reward) in functions.items()}
+        self._correctness_rule = _checked_correctness_rule(settings, list(self._weights))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names that stand in `Sample.reward_parts`."""
+        """Return the names in `Sample.reward_parts`."""
         return (*self._weights, *([STEPS] if self._settings.steps else []))
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each part by its name."""
+        """Return the weight of each term by its name."""
         return dict(self._weights)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user should know before the run goes on."""
-        silent = "nothing says which answers are right, so there is no accuracy: reward.right names the part that does"
-        return (*self._built_in.warnings, *([] if self._right else [silent]))
+        """Return sentences that a user should read before the run goes on."""
+        missing = "nothing says which answers are right, so there is no accuracy: reward.right names the part that does"
+        return (*self._built_in.warnings, *([] if self._correctness_rule else [missing]))
 
     @property
     def has_answers(self) -> bool:
-        """Whether what is right is said by the part that compares answers: then they can be voted on."""
-        return self._right is not None and self._right.part == "answer"
+        """Say whether correctness is decided by comparing answers: then samples can vote on them."""
+        return self._correctness_rule is not None and self._correctness_rule.part == "answer"
 
     def answer_numbers(self, group: SampleGroup) -> list[int | None]:
-        """Which answer each sample gives: samples with the same answer have the same number; None: no answer."""
+        """Number the answers of the samples: equal answers have the same number; None: no answer."""
         return self._built_in.answer_numbers(group)
 
     def score_group(self, group: SampleGroup, step: int = 0) -> SampleGroup:
-        """The group with its rewards: `reward` is the weighted sum of `reward_parts`, the parts that apply, unweighted.
+        """Return the group with its rewards: `reward` is the weighted sum of the unweighted `reward_parts` that apply.
 
-        A sample to which no part applies gets the mean of its group: its advantage is zero and moves no other's.
-        Rewards of steps stand apart, in `step_rewards`; only their mean is shown among the parts. `right` is said by
-        the part that the settings name, and by none where that part failed or does not apply.
+        A sample to which no term applies gets the mean of its group: its advantage is 0 and changes no other's.
+        Rewards of steps are kept in `step_rewards`; only their mean is shown among the parts. `right` is decided by
+        the term that the settings name; None where that term failed or does not apply.
         Raises UserError for a failing reward under `on_error: stop`.
         """
         extras: Extras = {}
-        columns, failed = self._part_values(group, step, extras)
-        parts = [_applying(columns, i) for i in range(len(group.samples))]
+        results = {name: self._checked_values(name, group, step, extras) for name in self._calls}
+        parts = [
+            {name: value for name, (values, _) in results.items() if (value := values[i]) is not None}
+            for i in range(len(group.samples))
+        ]
         all_steps, weights = self._steps(group, step, extras), self._weights
         totals = [sum(weights[name] * value for name, value in scored.items()) for scored in parts]
         mean = statistics.fmean([t for t, scored in zip(totals, parts, strict=True) if scored] or [0.0])
         with self._lock:
             self._tally.unscored += sum(not scored for scored in parts) if weights else 0
-        shown = dict(extras)  # a call that took too long may still write into the other
+        rule = self._correctness_rule
+        if rule and not results[rule.part][1]:  # the default of a failed call decides nothing
+            rule = None
+        final_extras = dict(extras)  # a call that took too long may still write into `extras`
         rows = zip(group.samples, totals, parts, all_steps, strict=True)
         samples = (
             replace(
                 sample,
                 reward=float(total) if scored else mean,
-                reward_parts=scored | _mean_step(steps),
+                reward_parts=scored | ({STEPS: statistics.fmean(reward for _, reward in steps)} if steps else {}),
                 step_rewards=steps,
-                extra={column: values[i] for column, values in shown.items()},
-                right=_is_right({} if self._right and self._right.part in failed else scored, self._right),
+                extra={column: values[i] for column, values in final_extras.items()},
+                right=scored[rule.part] >= rule.at_least if rule and rule.part in scored else None,
             )
             for i, (sample, total, scored, steps) in enumerate(rows)
         )
         return replace(group, samples=tuple(samples))
 
     def take_tally(self) -> Tally:
-        """What this rank's rewards met since the last call."""
+        """Return this rank's tally since the last call, and start a new one."""
         with self._lock:
-            taken, self._tally = self._tally, Tally()
-            given_up = self._built_in.equality.timeouts
-            taken.given_up, self._given_up_before = given_up - self._given_up_before, given_up
-        return taken
+            tally, self._tally = self._tally, Tally()
+            timeouts = self._built_in.verifier.timeouts
+            tally.given_up, self._timeouts_taken = timeouts - self._timeouts_taken, timeouts
+        return tally
 
     def close(self) -> None:
         """End the process that compares answers, and connections."""
@@ -130,19 +135,15 @@ class Scorer:
         if self._step_model:
             self._step_model.close()
 
-    def _part_values(self, group: SampleGroup, step: int, extras: Extras) -> tuple[dict[str, Values], set[str]]:
-        """One value per sample by part, and the parts that failed."""
-        found = {name: self._checked_values(name, group, step, extras) for name in self._calls}
-        failed = {name for name, (_, ok) in found.items() if not ok}
-        return {name: values for name, (values, _) in found.items()}, failed
-
     def _checked_values(self, name: str, group: SampleGroup, step: int, extras: Extras) -> tuple[Values, bool]:
-        def values() -> Values:
-            found = self._calls[name](group, step, extras)
-            _check_values(found, len(group.samples))
-            return found
+        """Return one value per sample, and whether the call succeeded."""
 
-        return self._or_default(name, group, values, lambda reward: [reward] * len(group.samples))
+        def call() -> Values:
+            values = self._calls[name](group, step, extras)
+            _check_values(values, len(group.samples))
+            return values
+
+        return self._or_default(name, group, call, lambda reward: [reward] * len(group.samples))
 
     def _steps(self, group: SampleGroup, step: int, extras: Extras) -> list[Steps]:
         model, reward = self._step_model, self._step_reward
@@ -155,15 +156,18 @@ class Scorer:
             return [None if row is None else list(row) for row in returned]
 
         def steps() -> list[Steps]:
-            found = model.rows(group) if model else run_limited(rows, self._settings.timeout_s)
-            return checked_steps(found, group)
+            returned = model.score_steps(group) if model else run_with_timeout(rows, self._settings.timeout_s)
+            return validate_steps(returned, group)
 
         return self._or_default(STEPS, group, steps, lambda default: fallback_steps(group, default))[0]
 
     def _or_default(
         self, name: str, group: SampleGroup, call: Callable[[], T], default: Callable[[float], T]
     ) -> tuple[T, bool]:
-        """What `call` returns, and True; where it fails, `default` of reward.on_error, or UserError under `stop`."""
+        """Return the result of `call` and True, or where it fails `default(reward.on_error)` and False.
+
+        Raises UserError under `on_error: stop`.
+        """
         try:
             return call(), True
         except RewardError as failure:
@@ -174,19 +178,19 @@ class Scorer:
                 self._tally.complaints.setdefault(name, _failure_sentence(name, group, failure))
             return default(float(self._settings.on_error)), False
 
-    def _functions(self, other_names: list[str]) -> dict[str, tuple[float, Reward]]:
-        """Weight and reward by function; by module and function where the short name stands for more than one part."""
+    def _load_functions(self, other_names: list[str]) -> dict[str, tuple[float, Reward]]:
+        """Load the functions: weight and reward by function name, by the whole name where that is not unique."""
         short = {spec: spec.rpartition(":")[2] for spec in self._settings.functions}
-        taken = Counter([*short.values(), *other_names])
+        counts = Counter([*short.values(), *other_names])
         return {
-            short[spec] if taken[short[spec]] == 1 else spec: (weight, load_reward(spec))
+            short[spec] if counts[short[spec]] == 1 else spec: (weight, load_reward(spec))
             for spec, weight in self._settings.functions.items()
         }
 
-    def _limited(self, reward: Reward) -> PartCall:
+    def _with_timeout(self, reward: Reward) -> TermCall:
         def values(group: SampleGroup, step: int, extras: Extras) -> Values:
             arguments = self._arguments(group, step, extras)
-            return run_limited(lambda: call_reward(reward, arguments), self._settings.timeout_s)
+            return run_with_timeout(lambda: call_reward(reward, arguments), self._settings.timeout_s)
 
         return values
 
@@ -207,8 +211,8 @@ class Scorer:
             self._tally.log(name, number)
 
 
-def _without_extras(part: RewardTerm) -> PartCall:
-    return lambda group, step, _: part.values(group, step)
+def _without_extras(term: RewardTerm) -> TermCall:
+    return lambda group, step, _: term.values(group, step)
 
 
 def _check_values(values: Values, count: int) -> None:
@@ -219,13 +223,9 @@ def _check_values(values: Values, count: int) -> None:
             raise RewardError(f"returned {value}, which is not finite", index)
 
 
-def _applying(columns: dict[str, Values], sample: int) -> dict[str, float]:
-    return {name: value for name, values in columns.items() if (value := values[sample]) is not None}
-
-
-def _known_part(settings: RewardSettings, names: list[str]) -> Right | None:
-    """What the settings say right means. Raises UserError for a part that there is not."""
-    right = settings.says_right
+def _checked_correctness_rule(settings: RewardSettings, names: list[str]) -> Right | None:
+    """Return the rule for correct answers. Raises UserError where it names no term of the reward."""
+    right = settings.correctness_rule
     if right and right.part not in names:
         raise UserError(
             f"reward.right: no part of the reward is named {right.part!r}{nearest(right.part, names)}; there are: "
@@ -234,19 +234,10 @@ def _known_part(settings: RewardSettings, names: list[str]) -> Right | None:
     return right
 
 
-def _is_right(parts: dict[str, float], right: Right | None) -> bool | None:
-    """Whether a sample with these parts is right; None where nothing says so."""
-    return parts[right.part] >= right.at_least if right and right.part in parts else None
-
-
-def _mean_step(steps: Steps) -> dict[str, float]:
-    return {STEPS: statistics.fmean(reward for _, reward in steps)} if steps else {}
-
-
 def _failure_sentence(name: str, group: SampleGroup, failure: RewardError) -> str:
     text = group.samples[failure.sample].text
-    shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+    excerpt = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
     return (
-        f"reward {name}: prompt {group.prompt.index}: {failure}; sample {failure.sample}: {shown!r}; "
+        f"reward {name}: prompt {group.prompt.index}: {failure}; sample {failure.sample}: {excerpt!r}; "
         "mend it, or set reward.on_error to the reward that a failing call scores"
     )

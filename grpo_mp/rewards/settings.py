@@ -1,4 +1,4 @@
-"""The `reward` section: parts of the reward, each with its weight."""
+"""The `reward` section: terms of the reward, each with its weight."""
 
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ class RewardModel(Section):
 
 
 class StepModel(RewardModel):
-    """A process reward model: it scores the response up to the end of each step."""
+    """A process reward model, which scores the response up to the end of each step."""
 
     separator: str = Field("\n\n", min_length=1, description="text that ends a step; the response's end ends the last")
 
@@ -52,7 +52,7 @@ class Code(Section):
 
 
 class Right(Section):
-    """Say which answers count as correct: those whose value of one part of the reward reaches a threshold."""
+    """The rule for correct answers: those whose value of one part of the reward reaches a threshold."""
 
     part: str = Field(description="answer, code, model, another built-in part, or the name of a function")
     at_least: float = Field(1.0, description="value of the part, before its weight")
@@ -87,33 +87,34 @@ class Reward(Section):
     on_error: Literal["stop"] | float = Field("stop", description="or the reward that a failing call scores")
 
     @property
-    def says_right(self) -> Right | None:
+    def correctness_rule(self) -> Right | None:
         """Return the part and threshold by which an answer is correct; None where the reward has no such part."""
-        known = (("answer", self.answer), ("code", self.code.weight if self.code else 0.0))
-        return self.right or next((Right(part=name) for name, weight in known if weight), None)
+        candidates = (("answer", self.answer), ("code", self.code.weight if self.code else 0.0))
+        return self.right or next((Right(part=name) for name, weight in candidates if weight), None)
 
     @field_validator("right", mode="before")
     @classmethod
-    def _by_name(cls, value: Any) -> Any:
+    def _right_from_name(cls, value: Any) -> Any:
         return {"part": value} if isinstance(value, str) else value
 
     @property
     def has_outcome(self) -> bool:
-        """Whether anything rewards whole responses."""
+        """Say whether anything rewards whole responses."""
         sections = (self.overlong, self.repetition, self.model, self.code)
-        return any((self.answer, self.boxed, self.length, *(one.weight for one in sections if one), self.functions))
+        weights = [section.weight for section in sections if section]
+        return any((self.answer, self.boxed, self.length, *weights, self.functions))
 
     @property
     def span(self) -> float:
-        """Highest minus lowest reward without penalties."""
+        """Return highest minus lowest reward, without penalties."""
         if self.range is not None:
             return self.range[1] - self.range[0]
-        served = [part.weight for part in (self.model, self.code) if part]
-        return sum(map(abs, (self.answer, self.boxed, *served, *self.functions.values())))
+        weights = [section.weight for section in (self.model, self.code) if section]
+        return sum(map(abs, (self.answer, self.boxed, *weights, *self.functions.values())))
 
     @field_validator("range")
     @classmethod
-    def _ascends(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+    def _range_ascends(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
         if value is not None and not value[0] < value[1]:
             raise ValueError(f"{list(value)} is no range: write the lowest reward, then the highest")
         return value

@@ -15,31 +15,34 @@ Decode = Callable[[list[int]], str]
 
 
 class StepModelClient:
-    """Calls to one server. May be used from several threads at once."""
+    """Client of one server. Thread-safe."""
 
     def __init__(self, settings: StepModel, decode: Decode) -> None:
         """Take `decode`, the policy's tokenizer. Opens no connection. Raises UserError where the key is not set."""
         self._model = ModelClient(settings)
         self._separator = settings.separator
-        self._piece = cache(lambda token: decode([token]))
+        self._decode_token = cache(lambda token: decode([token]))
 
     def close(self) -> None:
         """Close the connections."""
         self._model.close()
 
-    def rows(self, group: SampleGroup) -> list[list[tuple[int, float]]]:
+    def score_steps(self, group: SampleGroup) -> list[list[tuple[int, float]]]:
         """Score every step of every sample: (index of the step's last token, score). Raises RewardError."""
-        ends = [step_ends([self._piece(token) for token in one.tokens], self._separator) for one in group.samples]
+        ends = [
+            step_ends([self._decode_token(token) for token in sample.tokens], self._separator)
+            for sample in group.samples
+        ]
         prefixes = [
-            [*one.prompt_tokens, *one.tokens[: end + 1]]
-            for one, of_sample in zip(group.samples, ends, strict=True)
-            for end in of_sample
+            [*sample.prompt_tokens, *sample.tokens[: end + 1]]
+            for sample, sample_ends in zip(group.samples, ends, strict=True)
+            for end in sample_ends
         ]
         scores = self._model.scores(prefixes)
         if len(scores) != len(prefixes):
             raise RewardError(f"the model of steps answered {len(scores)} scores for {len(prefixes)} steps")
-        one_by_one = iter(scores)
-        return [[(end, next(one_by_one)) for end in of_sample] for of_sample in ends]
+        remaining = iter(scores)
+        return [[(end, next(remaining)) for end in sample_ends] for sample_ends in ends]
 
 
 def step_ends(pieces: Sequence[str], separator: str) -> list[int]:
@@ -54,7 +57,6 @@ def step_ends(pieces: Sequence[str], separator: str) -> list[int]:
         if separator in text and text.strip():
             ends.append(index)
             text = ""
-    last = len(pieces) - 1
     if text.strip() or not ends:
-        ends.append(last)
+        ends.append(len(pieces) - 1)
     return ends

@@ -10,25 +10,25 @@ from grpo_mp.types import SampleGroup
 Steps = tuple[tuple[int, float], ...]  # (index of the step's last token in the response, its reward), ascending
 
 
-def checked_steps(rows: Sequence[Any], group: SampleGroup) -> list[Steps]:
-    """One `Steps` per sample; None and an empty list are a response without steps.
+def validate_steps(rows: Sequence[Any], group: SampleGroup) -> list[Steps]:
+    """Return one `Steps` per sample; None and an empty list are a response without steps.
 
     Raises RewardError: not one list per sample, no (end, reward) pairs, ends out of range or not ascending,
     a reward that is not finite.
     """
     if len(rows) != len(group.samples):
         raise RewardError(f"returned {len(rows)} lists of steps for {len(group.samples)} samples")
-    return [_steps(row, len(group.samples[i].tokens), i) for i, row in enumerate(rows)]
+    return [_parse_steps(row, len(group.samples[i].tokens), i) for i, row in enumerate(rows)]
 
 
 def fallback_steps(group: SampleGroup, reward: float) -> list[Steps]:
-    """What stands for a failing call: one step that ends with the response."""
+    """Return the steps that stand in for a failing call: one step that ends with the response."""
     return [((len(sample.tokens) - 1, reward),) for sample in group.samples]
 
 
-def _steps(row: Any, tokens: int, sample: int) -> Steps:
+def _parse_steps(row: Any, tokens: int, sample: int) -> Steps:
     try:
-        steps = tuple((_index(end), float(reward)) for end, reward in (row if row is not None else ()))
+        steps = tuple((_as_integer(end), float(reward)) for end, reward in (row if row is not None else ()))
     except (TypeError, ValueError) as error:
         raise RewardError(f"returned {row!r:.200} where (end token index, reward) pairs belong", sample) from error
     previous = -1
@@ -43,7 +43,7 @@ def _steps(row: Any, tokens: int, sample: int) -> Steps:
     return steps
 
 
-def _index(end: Any) -> int:
+def _as_integer(end: Any) -> int:
     if int(end) != end:
         raise ValueError(f"{end} is no index")
     return int(end)

@@ -1,4 +1,4 @@
-"""What the rewards met while they scored: counted on each rank, added up over the job."""
+"""Failures and logged values of the rewards: counted on each rank, added up over the job."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Tally:
-    """Counts since the last look."""
+    """Counts since `Scorer.take_tally` was last called."""
 
     failures: Counter[str] = field(default_factory=Counter)  # failed calls by part; one call scores one group
     complaints: dict[str, str] = field(default_factory=dict)  # by part: its first failure, in one sentence
@@ -19,34 +19,33 @@ class Tally:
 
     @property
     def logged(self) -> dict[str, float]:
-        """Means of what functions gave to `log_metric`."""
+        """Return the means of the values given to `log_metric`."""
         return {name: self.sums[name] / count for name, count in sorted(self.counts.items())}
 
     def log(self, name: str, value: float) -> None:
-        """One value given to `log_metric`."""
+        """Add one value given to `log_metric`."""
         self.sums[name] = self.sums.get(name, 0.0) + value
         self.counts[name] += 1
 
-
-def as_tree(tally: Tally) -> dict[str, Any]:
-    """A tally as JSON holds it."""
-    return {
-        "failures": dict(tally.failures),
-        "complaints": tally.complaints,
-        "unscored": tally.unscored,
-        "answers_given_up": tally.given_up,
-        "logged": tally.logged,
-    }
+    def to_dict(self) -> dict[str, Any]:
+        """Return the tally as it is written to JSON."""
+        return {
+            "failures": dict(self.failures),
+            "complaints": self.complaints,
+            "unscored": self.unscored,
+            "answers_given_up": self.given_up,
+            "logged": self.logged,
+        }
 
 
 def total(tallies: Iterable[Tally]) -> Tally:
-    """One tally of many; of complaints about the same part the first."""
-    whole = Tally()
-    for one in tallies:
-        whole.failures.update(one.failures)
-        whole.complaints = one.complaints | whole.complaints
-        whole.unscored += one.unscored
-        whole.given_up += one.given_up
-        whole.sums |= {name: whole.sums.get(name, 0.0) + value for name, value in one.sums.items()}
-        whole.counts.update(one.counts)
-    return whole
+    """Add up tallies; of several complaints about one part the first is kept."""
+    merged = Tally()
+    for tally in tallies:
+        merged.failures.update(tally.failures)
+        merged.complaints = tally.complaints | merged.complaints
+        merged.unscored += tally.unscored
+        merged.given_up += tally.given_up
+        merged.sums |= {name: merged.sums.get(name, 0.0) + value for name, value in tally.sums.items()}
+        merged.counts.update(tally.counts)
+    return merged

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class RewardError(Exception):
-    """A part that raised, hung or returned what is no reward; `sample` is the one to show."""
+    """A reward raised, took too long or returned no reward; `sample` is the index of the sample to show."""
 
     def __init__(self, reason: str, sample: int = 0) -> None:
         super().__init__(reason)
@@ -19,16 +19,16 @@ class RewardError(Exception):
 
 
 class ExitCallError(Exception):
-    """A user's code called os._exit, which would have ended the rank without a word."""
+    """A user's code called os._exit, which would have ended the rank without a message."""
 
 
 _process_exit = os._exit
-_guarded = threading.local()  # `process`: whose os._exit raises in this thread
+_guarded = threading.local()  # `process`: id of the process whose os._exit raises in this thread
 
 
 @contextmanager
 def no_exit() -> Iterator[None]:
-    """Inside, os._exit of this thread raises ExitCallError; forked children, which must end so, still end."""
+    """Make os._exit raise ExitCallError in this thread; forked children, which must end by it, still do."""
     os._exit = _exit_or_raise
     _guarded.process = os.getpid()
     try:
@@ -43,8 +43,8 @@ def _exit_or_raise(status: int) -> NoReturn:
     _process_exit(status)
 
 
-def run_limited(call: Callable[[], T], limit_s: float) -> T:
-    """The result of `call`, which gets `limit_s` seconds. Raises RewardError if it raises or takes longer.
+def run_with_timeout(call: Callable[[], T], limit_s: float) -> T:
+    """Return the result of `call`. Raises RewardError if it raises or takes longer than `limit_s` seconds.
 
     The call runs in a daemon thread: it shares models and clients that the function holds, which a process could
     not. A thread cannot be killed, so one that hangs is left behind; being a daemon it does not keep the program alive.

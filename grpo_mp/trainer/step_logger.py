@@ -12,7 +12,7 @@ from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.evaluation.files import step_file, write_scores
-from grpo_mp.evaluation.picture import draw, write_svg
+from grpo_mp.evaluation.plot import plot_pass_at_k, write_svg
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import RangeWatch, fill
 from grpo_mp.monitor.progress import Progress
@@ -150,7 +150,7 @@ class StepLogger:
             return
         self._progress.evaluated(step, scores)
         write_scores(step_file(self._folder, step), scores, step=step)
-        figure = draw(initial if step else {}, scores)
+        figure = plot_pass_at_k(initial if step else {}, scores)
         if figure:
             write_svg(figure, self._folder / PICTURE)
             self._writer.image(step, "eval/pass_at_k", figure)

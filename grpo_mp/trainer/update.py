@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 
-from grpo_mp.algorithms.controllers import adapted, current_weights, has_drifted
+from grpo_mp.algorithms.controllers import current_coefficients, has_drifted, update_controls
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import metrics
 from grpo_mp.algorithms.settings import KL, Algorithm
@@ -28,11 +28,11 @@ def train_step(
     """
     reports, controls = list[UpdateReport](), dict(controls)
     for update in chain.from_iterable(repeat(updates, epochs)):
-        weights = current_weights(controls, algorithm)
+        weights = current_coefficients(controls, algorithm)
         report = policy.update(update, make_loss(algorithm, weights, context_reduction(policy.parallel)))
         measured = metrics(reduce_report(report, policy.parallel))
         reports.append(replace(report, measured=measured))
-        controls = adapted(controls, measured.get("train/kl_loss", 0.0), measured["train/entropy"], algorithm)
+        controls = update_controls(controls, measured.get("train/kl_loss", 0.0), measured["train/entropy"], algorithm)
         if has_drifted(measured["train/ppo_kl"], measured["train/effective_samples"], algorithm.drift):
             break
     return reports, controls

@@ -25,7 +25,7 @@ PROMPT_TOKENS, LIMIT = 3, 50  # LIMIT: max_response_tokens
 
 
 @dataclass(frozen=True)
-class Drawn:
+class UpdateData:
     """An update: of each sample its group and reward, and of each of its response tokens four logprobs."""
 
     groups: Sequence[int]
@@ -40,34 +40,37 @@ class Drawn:
         return [len(values) for values in self.logprobs]
 
 
-def draw(
+def draw_update(
     lengths: Sequence[int],
     groups: Sequence[int],
     seed: int,
-    apart: float,
-    first: bool,
-    kl: bool,
-    engine_apart: float = 0.01,
-) -> Drawn:
-    """`apart`: standard deviation of log-ratios to old policy and reference; `engine_apart`: to the engine."""
+    log_ratio_std: float = 0.3,
+    first_update: bool = False,
+    kl: bool = True,
+    rollout_std: float = 0.01,
+) -> UpdateData:
+    """Draw an update at random.
+
+    `log_ratio_std`: standard deviation of log-ratios to old policy and reference; `rollout_std`: to the engine.
+    """
     generator = np.random.default_rng(seed)
 
-    def near(centre: Sequence[Values], by: float) -> list[Values]:
-        return [(values - by * generator.standard_normal(values.shape)).astype(np.float32) for values in centre]
+    def near(centre: Sequence[Values], std: float) -> list[Values]:
+        return [(values - std * generator.standard_normal(values.shape)).astype(np.float32) for values in centre]
 
     logprobs = [-generator.exponential(2.0, n).astype(np.float32) for n in lengths]
-    return Drawn(
+    return UpdateData(
         groups=groups,
         rewards=generator.choice([0.0, 0.5, 1.5], len(lengths)).tolist(),
         logprobs=logprobs,
-        rollout=near(logprobs, engine_apart),
-        old=None if first else near(logprobs, apart),
-        reference=near(logprobs, apart) if kl else None,
+        rollout=near(logprobs, rollout_std),
+        old=None if first_update else near(logprobs, log_ratio_std),
+        reference=near(logprobs, log_ratio_std) if kl else None,
     )
 
 
 @dataclass(frozen=True)
-class Written:
+class Objective:
     """Loss and its gradient by sample. `scale`: sum of the sizes of the loss's terms, which rounding is measured by."""
 
     loss: float
@@ -75,22 +78,22 @@ class Written:
     gradients: list[Tensor]
 
 
-def write_out(drawn: Drawn, algorithm: Algorithm, advantages: Sequence[float] | None = None) -> Written:
-    """The loss of the update: minus the paper's objective."""
-    advantages = advantages or [_advantage(drawn, i, algorithm) for i in range(len(drawn.lengths))]
-    leaves = [torch.from_numpy(values).double().requires_grad_() for values in drawn.logprobs]
-    terms = [_sample_terms(drawn, i, leaf, advantages[i], algorithm) for i, leaf in enumerate(leaves)]
-    losses = [_aggregate(term, drawn.lengths, algorithm) for term in terms]
+def objective(update: UpdateData, algorithm: Algorithm, advantages: Sequence[float] | None = None) -> Objective:
+    """Compute the loss of the update: minus the paper's objective."""
+    advantages = advantages or [_advantage(update, i, algorithm) for i in range(len(update.lengths))]
+    leaves = [torch.from_numpy(values).double().requires_grad_() for values in update.logprobs]
+    terms = [_sample_terms(update, i, leaf, advantages[i], algorithm) for i, leaf in enumerate(leaves)]
+    losses = [_aggregate(term, update.lengths, algorithm) for term in terms]
     loss = torch.stack(losses).sum()
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    scale = sum(float(_aggregate(term.detach().abs(), drawn.lengths, algorithm)) for term in terms)
-    return Written(loss.item(), scale, list(gradients))
+    scale = sum(float(_aggregate(term.detach().abs(), update.lengths, algorithm)) for term in terms)
+    return Objective(loss.item(), scale, list(gradients))
 
 
-def _sample_terms(drawn: Drawn, i: int, new: Tensor, advantage: float, algorithm: Algorithm) -> Tensor:
+def _sample_terms(update: UpdateData, i: int, new: Tensor, advantage: float, algorithm: Algorithm) -> Tensor:
     """[tokens]: what each token adds to the loss before it is aggregated."""
-    rollout = torch.from_numpy(drawn.rollout[i]).double()
-    old = new.detach() if drawn.old is None else torch.from_numpy(drawn.old[i]).double()
+    rollout = torch.from_numpy(update.rollout[i]).double()
+    old = new.detach() if update.old is None else torch.from_numpy(update.old[i]).double()
     if algorithm.old_logprobs == "engine":
         old = rollout
     correction = _correction(old, rollout, algorithm)
@@ -100,9 +103,9 @@ def _sample_terms(drawn: Drawn, i: int, new: Tensor, advantage: float, algorithm
     limit = algorithm.correction.off_policy_limit
     if limit is not None and advantage < 0 and float((rollout - new.detach()).mean()) > limit:
         surrogate = surrogate * 0
-    if drawn.reference is None or algorithm.kl.place == "reward":
+    if update.reference is None or algorithm.kl.place == "reward":
         return surrogate
-    x = torch.from_numpy(drawn.reference[i]).double() - new
+    x = torch.from_numpy(update.reference[i]).double() - new
     if algorithm.kl.level == "sequence":
         x = x.sum() * torch.ones_like(new)
     ratio = _ratio(new, old, algorithm)
@@ -151,28 +154,30 @@ def _ratio(new: Tensor, old: Tensor, algorithm: Algorithm) -> Tensor:
     if algorithm.ratio == "product":
         return (new.sum() - old.sum()).exp() * torch.ones_like(new)
     sequence = (new - old).mean().exp()
-    return sequence * torch.ones_like(new) if algorithm.ratio == "sequence" else sequence.detach() * _straight(new)
+    return (
+        sequence * torch.ones_like(new) if algorithm.ratio == "sequence" else sequence.detach() * _straight_through(new)
+    )
 
 
-def _straight(new: Tensor) -> Tensor:
+def _straight_through(new: Tensor) -> Tensor:
     """1 in value, the token's own ratio in gradient."""
     return new.exp() / new.detach().exp()
 
 
 def _correction(old: Tensor, rollout: Tensor, algorithm: Algorithm) -> Tensor:
-    wanted = algorithm.correction
-    w = (old - rollout).exp() if wanted.level == "token" else (old - rollout).sum().exp() * torch.ones_like(old)
-    low = 0.0 if wanted.low is None else wanted.low
-    high = math.inf if wanted.high is None else wanted.high
-    if wanted.kind == "truncate":
+    settings = algorithm.correction
+    w = (old - rollout).exp() if settings.level == "token" else (old - rollout).sum().exp() * torch.ones_like(old)
+    low = 0.0 if settings.low is None else settings.low
+    high = math.inf if settings.high is None else settings.high
+    if settings.kind == "truncate":
         return torch.clamp(w, low, high)
-    if wanted.kind == "mask":
+    if settings.kind == "mask":
         return torch.where((w < low) | (w > high), 0.0, w)
     return torch.ones_like(w)
 
 
 def _aggregate(terms: Tensor, lengths: Sequence[int], algorithm: Algorithm) -> Tensor:
-    """One sample's share of the update's loss."""
+    """Return one sample's share of the update's loss."""
     if algorithm.aggregation == "token_mean":
         return terms.sum() / sum(lengths)
     if algorithm.aggregation == "constant":
@@ -185,46 +190,46 @@ def _aggregate(terms: Tensor, lengths: Sequence[int], algorithm: Algorithm) -> T
     return terms.mean() / len(lengths)
 
 
-def _advantage(drawn: Drawn, sample: int, algorithm: Algorithm) -> float:
-    wanted, reward, rewards = algorithm.advantage, drawn.rewards[sample], np.array(drawn.rewards)
-    group = rewards[np.array(drawn.groups) == drawn.groups[sample]]
-    if wanted.baseline == "none":
+def _advantage(update: UpdateData, sample: int, algorithm: Algorithm) -> float:
+    settings, reward, rewards = algorithm.advantage, update.rewards[sample], np.array(update.rewards)
+    group = rewards[np.array(update.groups) == update.groups[sample]]
+    if settings.baseline == "none":
         centred = reward
-    elif wanted.baseline == "leave_one_out":
+    elif settings.baseline == "leave_one_out":
         centred = reward - (group.sum() - reward) / (len(group) - 1) if len(group) > 1 else 0.0
     else:
         centred = reward - group.mean()
-    if wanted.baseline != "none" and group.min() == group.max():
+    if settings.baseline != "none" and group.min() == group.max():
         return 0.0
-    std = {"none": None, "group_std": group, "batch_std": rewards}[wanted.scale]
-    ddof = 1 if wanted.std == "sample" else 0
-    return float(centred if std is None else centred / (std.std(ddof=ddof) + wanted.eps))
+    std = {"none": None, "group_std": group, "batch_std": rewards}[settings.scale]
+    ddof = 1 if settings.std == "sample" else 0
+    return float(centred if std is None else centred / (std.std(ddof=ddof) + settings.eps))
 
 
-def as_microbatches(
-    drawn: Drawn, algorithm: Algorithm, max_tokens: int, advantages: Sequence[float] | None = None
+def to_microbatches(
+    update: UpdateData, algorithm: Algorithm, max_tokens: int, advantages: Sequence[float] | None = None
 ) -> tuple[list[MicroBatch], list[torch.Tensor]]:
     """Packed micro-batches of at most `max_tokens`, and the present logprobs [T] of each."""
-    samples = [_sample(values) for values in drawn.rollout]
-    advantages = advantages or outcome_advantages(drawn.rewards, drawn.groups, algorithm.advantage)
-    weights = token_weights(drawn.lengths, [True] * len(samples), algorithm, LIMIT)
+    samples = [_sample(values) for values in update.rollout]
+    advantages = advantages or outcome_advantages(update.rewards, update.groups, algorithm.advantage)
+    weights = token_weights(update.lengths, [True] * len(samples), algorithm, LIMIT)
     plans = plan_microbatches([sample.total_tokens for sample in samples], 1, max_tokens, align=4).ranks[0]
     batches = [pack(samples, advantages, weights, plan, align=4) for plan in plans]
-    filled = [
+    with_logprobs = [
         replace(
-            batch, old_logprobs=_placed(drawn.old, batch, 0.0), reference_logprobs=_placed(drawn.reference, batch, 0.0)
+            batch, old_logprobs=_pack(update.old, batch, 0.0), reference_logprobs=_pack(update.reference, batch, 0.0)
         )
         for batch in batches
     ]
-    present = [_placed(drawn.logprobs, batch, -1.0) for batch in batches]
-    return filled, [values for values in present if values is not None]
+    logprobs = [_pack(update.logprobs, batch, -1.0) for batch in batches]
+    return with_logprobs, [values for values in logprobs if values is not None]
 
 
-def _placed(values: Sequence[Values] | None, batch: MicroBatch, elsewhere: float) -> torch.Tensor | None:
+def _pack(values: Sequence[Values] | None, batch: MicroBatch, fill: float) -> torch.Tensor | None:
     if values is None:
         return None
-    placed = scatter_responses([torch.from_numpy(values[i]) for i in batch.sample_ids], batch)
-    return placed.where(batch.mask.bool(), elsewhere)
+    packed = scatter_responses([torch.from_numpy(values[i]) for i in batch.sample_ids], batch)
+    return packed.where(batch.mask.bool(), fill)
 
 
 def _sample(rollout: Values) -> Sample:

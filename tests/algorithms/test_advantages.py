@@ -19,7 +19,7 @@ from grpo_mp.algorithms.advantages import (
 from grpo_mp.algorithms.settings import Advantage
 
 EPS = 1e-4
-DRAWN = st.lists(
+GROUPED_REWARDS = st.lists(
     st.tuples(st.integers(0, 5), st.one_of(st.sampled_from([0.0, 0.5, 1.0, 1.5]), st.floats(-1e3, 1e3))), max_size=40
 )
 KINDS = st.tuples(
@@ -27,19 +27,19 @@ KINDS = st.tuples(
 )
 
 
-def advantages(rewards: Sequence[float], group_ids: Sequence[int], **wanted: Any) -> tuple[float, ...]:
-    return outcome_advantages(rewards, group_ids, Advantage(**({"eps": EPS} | wanted)))
+def advantages(rewards: Sequence[float], group_ids: Sequence[int], **settings: Any) -> tuple[float, ...]:
+    return outcome_advantages(rewards, group_ids, Advantage(**({"eps": EPS} | settings)))
 
 
-def written_out(rewards: Sequence[float], group_ids: Sequence[int], baseline: str, scale: str) -> list[float]:
+def expected_advantages(rewards: Sequence[float], group_ids: Sequence[int], baseline: str, scale: str) -> list[float]:
     """(r - baseline) / (std + eps), std over n - 1; zero where no reward of the group differs."""
-    found = []
+    expected = []
     for i, (reward, group_id) in enumerate(zip(rewards, group_ids, strict=True)):
         members = [j for j, other in enumerate(group_ids) if other == group_id]
         group = [rewards[j] for j in members]
         others = [rewards[j] for j in members if j != i]
         if baseline != "none" and min(group) == max(group):
-            found.append(0.0)
+            expected.append(0.0)
             continue
         if baseline == "none":
             gain = reward
@@ -47,15 +47,15 @@ def written_out(rewards: Sequence[float], group_ids: Sequence[int], baseline: st
             gain = reward - math.fsum(others) / len(others)
         else:
             gain = reward - math.fsum(group) / len(group)
-        over = {"group_std": group, "batch_std": rewards, "none": None}[scale]
-        if over is not None:
-            gain /= (float(np.std(over, ddof=1)) if len(over) > 1 else 0.0) + EPS
-        found.append(float(gain))
-    return found
+        population = {"group_std": group, "batch_std": rewards, "none": None}[scale]
+        if population is not None:
+            gain /= (float(np.std(population, ddof=1)) if len(population) > 1 else 0.0) + EPS
+        expected.append(float(gain))
+    return expected
 
 
-def rounding(rewards: Sequence[float], scaled: bool) -> dict[str, float]:
-    """How far two computations in float64 may be apart, whatever the order of their sums.
+def tolerances(rewards: Sequence[float], scaled: bool) -> dict[str, float]:
+    """Bound how far two computations in float64 may be apart, whatever the order of their sums.
 
     A sum of n terms is off by n U of its size at most: a mean by (n + 1) U R, with R the largest reward, and so is the
     gain over it, apart from U of itself; a deviation by n / 2 + 2 roundings of its own size, at most 1.5 R, and by the
@@ -71,25 +71,25 @@ def rounding(rewards: Sequence[float], scaled: bool) -> dict[str, float]:
     }
 
 
-@given(DRAWN, KINDS)
-def test_any_rewards_in_any_groups(drawn: list[tuple[int, float]], kind: tuple[str, str]) -> None:
-    group_ids, rewards = [group for group, _ in drawn], [reward for _, reward in drawn]
+@given(GROUPED_REWARDS, KINDS)
+def test_any_rewards_in_any_groups(samples: list[tuple[int, float]], kind: tuple[str, str]) -> None:
+    group_ids, rewards = [group for group, _ in samples], [reward for _, reward in samples]
     baseline, scale = kind
-    found = advantages(rewards, group_ids, baseline=baseline, scale=scale)
+    actual = advantages(rewards, group_ids, baseline=baseline, scale=scale)
     np.testing.assert_allclose(
-        found, written_out(rewards, group_ids, baseline, scale), **rounding(rewards, scale != "none")
+        actual, expected_advantages(rewards, group_ids, baseline, scale), **tolerances(rewards, scale != "none")
     )
 
 
-@given(DRAWN, KINDS, st.randoms(use_true_random=False))
-def test_order_means_nothing(drawn: list[tuple[int, float]], kind: tuple[str, str], shuffle: random.Random) -> None:
-    order = list(range(len(drawn)))
+@given(GROUPED_REWARDS, KINDS, st.randoms(use_true_random=False))
+def test_order_means_nothing(samples: list[tuple[int, float]], kind: tuple[str, str], shuffle: random.Random) -> None:
+    order = list(range(len(samples)))
     shuffle.shuffle(order)
-    wanted = {"baseline": kind[0], "scale": kind[1]}
-    straight = advantages([reward for _, reward in drawn], [group for group, _ in drawn], **wanted)
-    mixed = advantages([drawn[i][1] for i in order], [drawn[i][0] for i in order], **wanted)
-    limits = rounding([reward for _, reward in drawn], kind[1] != "none")
-    np.testing.assert_allclose([straight[i] for i in order], mixed, **limits)
+    settings = {"baseline": kind[0], "scale": kind[1]}
+    in_order = advantages([reward for _, reward in samples], [group for group, _ in samples], **settings)
+    shuffled = advantages([samples[i][1] for i in order], [samples[i][0] for i in order], **settings)
+    limits = tolerances([reward for _, reward in samples], kind[1] != "none")
+    np.testing.assert_allclose([in_order[i] for i in order], shuffled, **limits)
 
 
 def test_one_group_by_hand() -> None:
@@ -102,9 +102,9 @@ def test_one_group_by_hand() -> None:
 @pytest.mark.parametrize("size", [1, 3, 7, 10])
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
 def test_a_group_without_difference_is_exactly_zero(reward: float, size: int, baseline: str) -> None:
-    found = advantages([reward] * size + [0.0, 1.0], [4] * size + [2, 2], baseline=baseline)
-    assert found[:size] == (0.0,) * size
-    assert found[size] == -found[size + 1] < 0
+    actual = advantages([reward] * size + [0.0, 1.0], [4] * size + [2, 2], baseline=baseline)
+    assert actual[:size] == (0.0,) * size
+    assert actual[size] == -actual[size + 1] < 0
 
 
 def test_groups_without_difference() -> None:
@@ -113,7 +113,7 @@ def test_groups_without_difference() -> None:
     assert groups_without_difference([0.1] * 6, [0, 1, 0, 1, 0, 1]) == (0, 1)
 
 
-def test_nothing_gives_nothing_and_unequal_lists_are_refused() -> None:
+def test_empty_input_and_lists_of_unequal_length() -> None:
     assert advantages([], []) == ()
     with pytest.raises(ValueError, match="2 samples but 1 group ids"):
         advantages([1.0, 2.0], [0])
@@ -123,42 +123,44 @@ def test_rewards_normalised_apart_before_they_are_summed() -> None:
     """GDPO: a reward of large spread does not drown one of small spread; the sum is normalised over the batch."""
     right, style, ids = [0.0, 1.0, 1.0, 0.0, 0.0, 1.0], [0.01, 0.02, 0.01, 0.02, 0.01, 0.03], [0, 0, 0, 1, 1, 1]
     parts = [{"right": a, "style": b} for a, b in zip(right, style, strict=True)]
-    found = decoupled_advantages(parts, {"right": 2.0, "style": 0.5}, ids, Advantage(eps=EPS))
+    actual = decoupled_advantages(parts, {"right": 2.0, "style": 0.5}, ids, Advantage(eps=EPS))
 
     def normal(values: list[float]) -> np.ndarray:
         groups = np.array(values).reshape(2, 3)
         return ((groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + EPS)).ravel()
 
     total = 2.0 * normal(right) + 0.5 * normal(style)
-    np.testing.assert_allclose(found, (total - total.mean()) / (total.std(ddof=1) + EPS), rtol=1e-12)
+    np.testing.assert_allclose(actual, (total - total.mean()) / (total.std(ddof=1) + EPS), rtol=1e-12)
 
 
 def test_a_part_that_does_not_apply_counts_nothing_and_no_difference_is_zero() -> None:
     parts = [{"a": 1.0}, {"a": 0.0}, {"a": 1.0, "b": 3.0}]
-    alone = decoupled_advantages(parts, {"a": 1.0}, [0, 0, 0], Advantage(eps=EPS))
-    assert decoupled_advantages(parts, {"a": 1.0, "b": 1.0}, [0, 0, 0], Advantage(eps=EPS)) == alone
+    only_a = decoupled_advantages(parts, {"a": 1.0}, [0, 0, 0], Advantage(eps=EPS))
+    assert decoupled_advantages(parts, {"a": 1.0, "b": 1.0}, [0, 0, 0], Advantage(eps=EPS)) == only_a
     assert decoupled_advantages([{"a": 1.0}] * 3, {"a": 1.0}, [0, 0, 0], Advantage(eps=EPS)) == (0.0, 0.0, 0.0)
 
 
 def test_a_token_gains_from_every_step_that_ends_after_it() -> None:
     steps = [[(1, 0.0), (3, 1.0)], [(2, 0.5)]]
-    found = process_advantages(steps, [5, 3], [4, 4], Advantage(level="process", eps=EPS))
+    actual = process_advantages(steps, [5, 3], [4, 4], Advantage(level="process", eps=EPS))
     rewards = np.array([0.0, 1.0, 0.5])
     first, second, third = (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPS)
-    np.testing.assert_allclose(found[0], [first + second] * 2 + [second] * 2 + [0.0])
-    np.testing.assert_allclose(found[1], [third] * 3)
+    np.testing.assert_allclose(actual[0], [first + second] * 2 + [second] * 2 + [0.0])
+    np.testing.assert_allclose(actual[1], [third] * 3)
 
 
 def test_steps_of_one_reward_and_samples_without_steps_give_zeros() -> None:
-    found = process_advantages([[(0, 1.0), (1, 1.0)], [], [(1, 1.0)]], [2, 4, 2], [0, 0, 0], Advantage(level="process"))
-    assert [values.tolist() for values in found] == [[0.0] * 2, [0.0] * 4, [0.0] * 2]
+    actual = process_advantages(
+        [[(0, 1.0), (1, 1.0)], [], [(1, 1.0)]], [2, 4, 2], [0, 0, 0], Advantage(level="process")
+    )
+    assert [values.tolist() for values in actual] == [[0.0] * 2, [0.0] * 4, [0.0] * 2]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30), st.floats(-5, 5)), min_size=1, max_size=20))
-def test_one_step_at_the_end_is_the_outcome_advantage(drawn: list[tuple[int, int, float]]) -> None:
-    ids, lengths, rewards = (list(column) for column in zip(*drawn, strict=True))
-    wanted = Advantage(level="process", eps=EPS)
+def test_one_step_at_the_end_is_the_outcome_advantage(samples: list[tuple[int, int, float]]) -> None:
+    ids, lengths, rewards = (list(column) for column in zip(*samples, strict=True))
+    settings = Advantage(level="process", eps=EPS)
     steps = [[(length - 1, reward)] for length, reward in zip(lengths, rewards, strict=True)]
-    found = process_advantages(steps, lengths, ids, wanted)
-    for values, single in zip(found, outcome_advantages(rewards, ids, wanted), strict=True):
+    actual = process_advantages(steps, lengths, ids, settings)
+    for values, single in zip(actual, outcome_advantages(rewards, ids, settings), strict=True):
         assert set(values.tolist()) == {single}

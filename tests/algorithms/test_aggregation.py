@@ -12,17 +12,17 @@ SAMPLES = st.lists(st.tuples(st.integers(1, 5000), st.booleans()), min_size=1, m
 LIMIT = 6000
 
 
-def weights(samples: list[tuple[int, bool]], aggregation: str, **more: float) -> list[list[float]]:
-    """Of every token of every sample."""
-    lengths, learns = [length for length, _ in samples], [yes for _, yes in samples]
-    algorithm = Algorithm.model_validate({"aggregation": aggregation, **more})
-    found = token_weights(lengths, learns, algorithm, LIMIT)
-    return [torch.as_tensor(w, dtype=torch.float64).expand(n).tolist() for n, w in zip(lengths, found, strict=True)]
+def weights(samples: list[tuple[int, bool]], aggregation: str, **changes: float) -> list[list[float]]:
+    """Return the weight of every token of every sample."""
+    lengths, learns = [length for length, _ in samples], [learn for _, learn in samples]
+    algorithm = Algorithm.model_validate({"aggregation": aggregation, **changes})
+    by_sample = token_weights(lengths, learns, algorithm, LIMIT)
+    return [torch.as_tensor(w, dtype=torch.float64).expand(n).tolist() for n, w in zip(lengths, by_sample, strict=True)]
 
 
 @given(SAMPLES)
-def test_each_weight_is_the_formula_s(samples: list[tuple[int, bool]]) -> None:
-    count, tokens = len(samples), sum(length for length, yes in samples if yes)
+def test_each_weight_follows_its_formula(samples: list[tuple[int, bool]]) -> None:
+    count, tokens = len(samples), sum(length for length, learn in samples if learn)
     formulas = {
         "sequence_mean": lambda n: Fraction(1, count * n),
         "token_mean": lambda n: Fraction(1, tokens),
@@ -30,14 +30,14 @@ def test_each_weight_is_the_formula_s(samples: list[tuple[int, bool]]) -> None:
         "constant": lambda n: Fraction(1, count * LIMIT),
     }
     for name, formula in formulas.items():
-        for (length, yes), found in zip(samples, weights(samples, name), strict=True):
-            assert found == [float(formula(length)) if yes else 0.0] * length  # one division, rounded once
+        for (length, learn), actual in zip(samples, weights(samples, name), strict=True):
+            assert actual == [float(formula(length)) if learn else 0.0] * length  # one division, rounded once
 
 
 def test_the_control_token_has_a_weight_of_its_own() -> None:
-    (first, only), alpha, count = weights([(4, True), (1, True)], "decoupled", control_weight=0.01), 0.01, 2
-    assert first == pytest.approx([alpha / count] + [1 / (3 * count)] * 3)
-    assert only == pytest.approx([alpha / count])
+    (long, short), alpha, count = weights([(4, True), (1, True)], "decoupled", control_weight=0.01), 0.01, 2
+    assert long == pytest.approx([alpha / count] + [1 / (3 * count)] * 3)
+    assert short == pytest.approx([alpha / count])
 
 
 def test_an_update_in_which_nothing_learns() -> None:

@@ -1,37 +1,39 @@
 import pytest
 
-from grpo_mp.algorithms.controllers import adapted, current_weights, has_drifted
+from grpo_mp.algorithms.controllers import current_coefficients, has_drifted, update_controls
 from grpo_mp.algorithms.settings import Algorithm, Drift
 
 
 def test_without_targets_the_weights_are_the_settings() -> None:
     algorithm = Algorithm.model_validate({"kl": {"weight": 0.1}, "entropy": {"weight": 0.01}})
-    controls = adapted({}, kl=5.0, entropy=0.1, algorithm=algorithm)
+    controls = update_controls({}, kl=5.0, entropy=0.1, algorithm=algorithm)
     assert controls == {}
-    weights = current_weights(controls, algorithm)
-    assert (weights.kl, weights.entropy) == (0.1, 0.01)
+    coefficients = current_coefficients(controls, algorithm)
+    assert (coefficients.kl, coefficients.entropy) == (0.1, 0.01)
 
 
 def test_the_kl_weight_follows_its_target_at_a_bounded_pace() -> None:
     algorithm = Algorithm.model_validate({"kl": {"weight": 0.1, "target": 0.5}})
-    up, down = (adapted({}, kl=kl, entropy=1.0, algorithm=algorithm)["kl"] for kl in (50.0, 0.0))
+    up, down = (update_controls({}, kl=kl, entropy=1.0, algorithm=algorithm)["kl"] for kl in (50.0, 0.0))
     assert (up, down) == (pytest.approx(0.1 * 1.02), pytest.approx(0.1 * 0.98))
-    assert adapted({}, kl=0.55, entropy=1.0, algorithm=algorithm)["kl"] == pytest.approx(0.1 * 1.01)
+    assert update_controls({}, kl=0.55, entropy=1.0, algorithm=algorithm)["kl"] == pytest.approx(0.1 * 1.01)
     controls: dict[str, float] = {}
     for _ in range(1000):  # where the KL falls with the weight, they meet at the target
-        controls = adapted(controls, 0.2 / current_weights(controls, algorithm).kl, 1.0, algorithm)
+        controls = update_controls(controls, 0.2 / current_coefficients(controls, algorithm).kl, 1.0, algorithm)
     assert 0.2 / controls["kl"] == pytest.approx(0.5, rel=0.01)
 
 
 def test_the_entropy_bonus_acts_at_or_below_its_target_only() -> None:
     algorithm = Algorithm.model_validate({"entropy": {"target": 0.2, "step": 0.1, "largest": 0.25}})
-    assert current_weights({}, algorithm).entropy == 0.0
+    assert current_coefficients({}, algorithm).entropy == 0.0
     controls: dict[str, float] = {}
-    seen = []
+    weights = []
     for entropy in (0.1, 0.1, 0.1, 0.5, 0.2):
-        controls = adapted(controls, 0.0, entropy, algorithm)
-        seen.append((controls["entropy"], current_weights(controls, algorithm).entropy))
-    assert seen == [pytest.approx(pair) for pair in ((0.1, 0.1), (0.2, 0.2), (0.25, 0.25), (0.15, 0.0), (0.25, 0.25))]
+        controls = update_controls(controls, 0.0, entropy, algorithm)
+        weights.append((controls["entropy"], current_coefficients(controls, algorithm).entropy))
+    assert weights == [
+        pytest.approx(pair) for pair in ((0.1, 0.1), (0.2, 0.2), (0.25, 0.25), (0.15, 0.0), (0.25, 0.25))
+    ]
 
 
 @pytest.mark.parametrize(

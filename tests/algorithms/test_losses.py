@@ -13,9 +13,9 @@ from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.types import MicroBatch
-from tests.algorithms.objective import Drawn, as_microbatches, draw, write_out
+from tests.algorithms.objective import UpdateData, draw_update, objective, to_microbatches
 
-WHOLE = 10_000  # tokens: everything in one micro-batch
+ONE_MICROBATCH = 10_000  # tokens: more than any update here has
 LENGTHS = (1, 9, 2, 30, 17, 4, 4, 1)
 PAIRS = (0, 0, 0, 0, 1, 1, 1, 1)
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -60,7 +60,7 @@ ALGORITHMS = {
     **{name: {"advantage": {"scale": "group_std"}} | parts for name, parts in PARTS.items()},
 }
 
-KNOWN_TO = dict.fromkeys(
+MAX_LOG_RATIO_STD = dict.fromkeys(
     ("k3 unbiased", "vespo with TIS", "gspo with a KL", "gspo-token with a KL", "R1's equations"), 3.0
 )  # beyond, the formulas themselves lose their digits in float64
 
@@ -84,133 +84,137 @@ def run(algorithm: Algorithm, batches: list[MicroBatch], logprobs: list[Tensor])
     return total, gradients, reports
 
 
-def check(drawn: Drawn, algorithm: Algorithm, max_tokens: int, advantages: list[float] | None = None) -> None:
-    batches, logprobs = as_microbatches(drawn, algorithm, max_tokens, advantages)
+def check(update: UpdateData, algorithm: Algorithm, max_tokens: int, advantages: list[float] | None = None) -> None:
+    batches, logprobs = to_microbatches(update, algorithm, max_tokens, advantages)
     total, gradients, _ = run(algorithm, batches, logprobs)
-    expected = write_out(drawn, algorithm, advantages)
+    expected = objective(update, algorithm, advantages)
     assert abs(total - expected.loss) <= 1e-6 * expected.scale
-    found: dict[int, Tensor] = {}
+    actual: dict[int, Tensor] = {}
     for batch, gradient in zip(batches, gradients, strict=True):
         assert torch.equal(gradient[batch.mask == 0], torch.zeros(int((batch.mask == 0).sum())))
-        found |= zip(batch.sample_ids, gather_responses(gradient, batch), strict=True)
+        actual |= zip(batch.sample_ids, gather_responses(gradient, batch), strict=True)
     for i, values in enumerate(expected.gradients):
         torch.testing.assert_close(
-            found[i].double(), values, rtol=1e-6, atol=1e-9 * max(1e-3, float(values.abs().max()))
+            actual[i].double(), values, rtol=1e-6, atol=1e-9 * max(1e-3, float(values.abs().max()))
         )
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("apart", [1e-4, 0.3, 15.0])
-def test_equal_to_the_objective(shape: str, apart: float, name: str) -> None:
+@pytest.mark.parametrize("log_ratio_std", [1e-4, 0.3, 15.0])
+def test_equal_to_the_objective(shape: str, log_ratio_std: float, name: str) -> None:
     lengths, groups = SHAPES[shape]
     algorithm = algorithm_of(name)
-    apart = min(apart, KNOWN_TO.get(name, apart))
-    for seed, first in enumerate((False, False, True)):
-        drawn = draw(lengths, groups, seed, apart, first, kl=algorithm.kl.weight > 0, engine_apart=min(apart, 1.0))
-        check(drawn, algorithm, WHOLE)
+    std = min(log_ratio_std, MAX_LOG_RATIO_STD.get(name, log_ratio_std))
+    for seed, first_update in enumerate((False, False, True)):
+        update = draw_update(
+            lengths, groups, seed, std, first_update, kl=algorithm.kl.weight > 0, rollout_std=min(std, 1.0)
+        )
+        check(update, algorithm, ONE_MICROBATCH)
 
 
 @pytest.mark.parametrize("max_tokens", [4, 24, 40])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_micro_batches_sum_to_the_same(max_tokens: int, name: str) -> None:
     algorithm = algorithm_of(name)
-    drawn = draw(LENGTHS, PAIRS, seed=5, apart=0.3, first=False, kl=algorithm.kl.weight > 0, engine_apart=0.2)
-    check(drawn, algorithm, max_tokens)
+    update = draw_update(LENGTHS, PAIRS, seed=5, kl=algorithm.kl.weight > 0, rollout_std=0.2)
+    check(update, algorithm, max_tokens)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_log_ratios_of_eighty_either_way(name: str) -> None:
     algorithm = algorithm_of(name)
-    drawn = draw((4, 4), (0, 0), seed=1, apart=0.1, first=False, kl=algorithm.kl.weight > 0)
-    far = [np.array([80, -80, 60, -60], np.float32), np.array([-80, 80, 3, -3], np.float32)]
-    moved = [values - by for values, by in zip(drawn.logprobs, far, strict=True)]
-    check(replace(drawn, rewards=[0.0, 1.0], old=moved), algorithm, WHOLE)
-    check(replace(drawn, rewards=[1.0, 0.0], old=moved), algorithm, WHOLE)
+    update = draw_update((4, 4), (0, 0), seed=1, log_ratio_std=0.1, kl=algorithm.kl.weight > 0)
+    log_ratios = [np.array([80, -80, 60, -60], np.float32), np.array([-80, 80, 3, -3], np.float32)]
+    old = [values - log_ratio for values, log_ratio in zip(update.logprobs, log_ratios, strict=True)]
+    check(replace(update, rewards=[0.0, 1.0], old=old), algorithm, ONE_MICROBATCH)
+    check(replace(update, rewards=[1.0, 0.0], old=old), algorithm, ONE_MICROBATCH)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_without_any_advantage_only_the_kl_moves(name: str) -> None:
+def test_without_advantages_only_the_kl_has_a_gradient(name: str) -> None:
     algorithm = algorithm_of(name)
-    drawn = draw(LENGTHS, PAIRS, seed=7, apart=0.3, first=False, kl=algorithm.kl.weight > 0)
-    check(replace(drawn, rewards=[1.5] * len(LENGTHS)), algorithm, WHOLE, [0.0] * len(LENGTHS))
+    update = draw_update(LENGTHS, PAIRS, seed=7, kl=algorithm.kl.weight > 0)
+    check(replace(update, rewards=[1.5] * len(LENGTHS)), algorithm, ONE_MICROBATCH, [0.0] * len(LENGTHS))
 
 
-def test_an_engine_logprob_that_is_no_number_takes_its_token_out_and_is_counted() -> None:
+def test_a_token_without_rollout_logprob_does_not_learn_and_is_counted() -> None:
     algorithm = Algorithm.model_validate({"kl": {"weight": 0.1}, "correction": {"kind": "truncate", "high": 2.0}})
-    drawn = draw(LENGTHS, PAIRS, seed=2, apart=0.3, first=False, kl=True)
-    (batch,), (logprobs,) = as_microbatches(drawn, algorithm, WHOLE)
-    deaf = batch.mask.bool() & (torch.arange(len(batch.mask)) % 3 == 0)
+    update = draw_update(LENGTHS, PAIRS, seed=2)
+    (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
+    no_logprob = batch.mask.bool() & (torch.arange(len(batch.mask)) % 3 == 0)
     for value in (float("nan"), float("-inf")):
-        spoilt = replace(batch, rollout_logprobs=batch.rollout_logprobs.where(~deaf, value))
-        _, (gradient,), (report,) = run(algorithm, [spoilt], [logprobs])
+        damaged = replace(batch, rollout_logprobs=batch.rollout_logprobs.where(~no_logprob, value))
+        _, (gradient,), (report,) = run(algorithm, [damaged], [logprobs])
         _, (clean,), _ = run(algorithm, [batch], [logprobs])
-        assert torch.equal(gradient, clean.where(~deaf, 0.0))
-        assert report["unheard"] == deaf.sum()
-        assert all(bool(one.isfinite()) for one in report.values())
+        assert torch.equal(gradient, clean.where(~no_logprob, 0.0))
+        assert report["no_rollout_logprob"] == no_logprob.sum()
+        assert all(bool(value.isfinite()) for value in report.values())
 
 
 def test_entropy_bonus_and_quantile_mask() -> None:
     """L = ... - weight x mean entropy of the tokens that learn; the others get no surrogate, but the KL."""
     algorithm = Algorithm.model_validate({"kl": {"weight": 0.1}, "entropy": {"weight": 0.3}})
-    drawn = draw(LENGTHS, PAIRS, seed=4, apart=0.3, first=False, kl=True)
-    (batch,), (logprobs,) = as_microbatches(drawn, algorithm, WHOLE)
+    update = draw_update(LENGTHS, PAIRS, seed=4)
+    (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
     entropy = torch.rand(len(batch.mask), generator=torch.Generator().manual_seed(0))
-    decides = batch.mask.bool() & (entropy >= 0.5)
-    batch = replace(batch, entropy_floor=0.5, entropy_weight=1.0 / int(decides.sum()))
-    leaf, free = logprobs.clone().requires_grad_(), entropy.clone().requires_grad_()
-    loss, _ = make_loss(algorithm)(leaf, free, batch)
-    gradient, slope = torch.autograd.grad(loss, (leaf, free))
-    expected = torch.where(decides, -0.3 / int(decides.sum()), 0.0)
-    torch.testing.assert_close(slope, expected, rtol=1e-6, atol=0)
-    everything, _ = make_loss(algorithm)(leaf, entropy, replace(batch, entropy_floor=-torch.inf, entropy_weight=0.0))
-    (whole,) = torch.autograd.grad(everything, leaf)
+    entropy_mask = batch.mask.bool() & (entropy >= 0.5)
+    batch = replace(batch, entropy_floor=0.5, entropy_weight=1.0 / int(entropy_mask.sum()))
+    leaf, entropy_leaf = logprobs.clone().requires_grad_(), entropy.clone().requires_grad_()
+    loss, _ = make_loss(algorithm)(leaf, entropy_leaf, batch)
+    gradient, entropy_gradient = torch.autograd.grad(loss, (leaf, entropy_leaf))
+    expected = torch.where(entropy_mask, -0.3 / int(entropy_mask.sum()), 0.0)
+    torch.testing.assert_close(entropy_gradient, expected, rtol=1e-6, atol=0)
+    unmasked, _ = make_loss(algorithm)(leaf, entropy, replace(batch, entropy_floor=-torch.inf, entropy_weight=0.0))
+    (unmasked_gradient,) = torch.autograd.grad(unmasked, leaf)
     only_kl, _ = make_loss(algorithm)(
         leaf, entropy, replace(batch, advantages=batch.advantages * 0, entropy_weight=0.0)
     )
-    (pull,) = torch.autograd.grad(only_kl, leaf)
-    torch.testing.assert_close(gradient, torch.where(decides, whole, pull), rtol=1e-6, atol=1e-12)
+    (kl_gradient,) = torch.autograd.grad(only_kl, leaf)
+    torch.testing.assert_close(
+        gradient, torch.where(entropy_mask, unmasked_gradient, kl_gradient), rtol=1e-6, atol=1e-12
+    )
 
 
-def test_weights_of_the_controllers_count_and_not_those_of_the_settings() -> None:
+def test_coefficients_replace_those_of_the_settings() -> None:
     algorithm = Algorithm.model_validate({"kl": {"weight": 0.1}})
-    drawn = draw(LENGTHS, PAIRS, seed=4, apart=0.3, first=False, kl=True)
-    (batch,), (logprobs,) = as_microbatches(drawn, algorithm, WHOLE)
-    found, _ = make_loss(algorithm, LossCoefficients(kl=0.7, entropy=0.0))(logprobs, torch.ones_like(logprobs), batch)
+    update = draw_update(LENGTHS, PAIRS, seed=4)
+    (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
+    actual, _ = make_loss(algorithm, LossCoefficients(kl=0.7, entropy=0.0))(logprobs, torch.ones_like(logprobs), batch)
     heavier = Algorithm.model_validate({"kl": {"weight": 0.7}})
-    assert found.item() == pytest.approx(write_out(drawn, heavier).loss, rel=1e-6)
+    assert actual.item() == pytest.approx(objective(update, heavier).loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf"), 1e30])
-@pytest.mark.parametrize("first", [True, False])
-def test_nothing_at_prompts_and_padding_reaches_anything(garbage: float, first: bool) -> None:
+@pytest.mark.parametrize("first_update", [True, False])
+def test_values_at_prompts_and_padding_do_not_matter(garbage: float, first_update: bool) -> None:
     algorithm = Algorithm.model_validate({"kl": {"weight": 0.04}})
-    drawn = draw(LENGTHS, (0, 0, 0, 0, 1, 1, 1, 1), seed=2, apart=0.3, first=first, kl=True)
-    (batch,), (logprobs,) = as_microbatches(drawn, algorithm, WHOLE)
+    update = draw_update(LENGTHS, (0, 0, 0, 0, 1, 1, 1, 1), seed=2, first_update=first_update)
+    (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
 
-    def spoil(values: Tensor | None) -> Tensor | None:
+    def damage(values: Tensor | None) -> Tensor | None:
         return None if values is None else values.where(batch.mask.bool(), garbage)
 
-    spoilt = replace(
+    damaged = replace(
         batch,
-        old_logprobs=spoil(batch.old_logprobs),
-        reference_logprobs=spoil(batch.reference_logprobs),
-        rollout_logprobs=spoil(batch.rollout_logprobs),
+        old_logprobs=damage(batch.old_logprobs),
+        reference_logprobs=damage(batch.reference_logprobs),
+        rollout_logprobs=damage(batch.rollout_logprobs),
     )
     clean = run(algorithm, [batch], [logprobs])
-    dirty = run(algorithm, [spoilt], [spoil(logprobs)])
+    dirty = run(algorithm, [damaged], [damage(logprobs)])
     assert dirty[0] == clean[0]
     assert torch.equal(dirty[1][0], clean[1][0])
     entropy = torch.full_like(logprobs, garbage).where(~batch.mask.bool(), 1.0)
-    _, report = make_loss(algorithm)(spoil(logprobs), entropy, spoilt)
+    _, report = make_loss(algorithm)(damage(logprobs), entropy, damaged)
     assert report == clean[2][0]
 
 
-def test_a_micro_batch_without_a_response_token_costs_nothing() -> None:
+def test_a_micro_batch_without_response_tokens_has_loss_0() -> None:
     algorithm = Algorithm.model_validate({"kl": {"weight": 1.0}})
-    drawn = draw((3,), (0,), seed=0, apart=1.0, first=False, kl=True)
-    (batch,), (logprobs,) = as_microbatches(drawn, algorithm, WHOLE)
-    none = {name: torch.zeros_like(batch.mask) for name in ("mask", "weights", "advantages")}
-    loss, (gradient,), _ = run(algorithm, [replace(batch, **none)], [logprobs * torch.nan])
+    update = draw_update((3,), (0,), seed=0, log_ratio_std=1.0)
+    (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
+    zeros = {name: torch.zeros_like(batch.mask) for name in ("mask", "weights", "advantages")}
+    loss, (gradient,), _ = run(algorithm, [replace(batch, **zeros)], [logprobs * torch.nan])
     assert loss == 0.0
     assert torch.equal(gradient, torch.zeros_like(gradient))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_mp.algorithms.page import PAGE, markdown
 from grpo_mp.algorithms.presets import PRESETS, with_preset
+from grpo_mp.algorithms.readme import PAGE, markdown
 from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.config import Settings, check_settings, dump_settings, load_settings
 from grpo_mp.errors import UserError
@@ -27,7 +27,7 @@ def settings_of(algorithm: Any) -> Settings:
     return check_settings(BASE | {"algorithm": algorithm}, "test.yaml")
 
 
-def written(tmp_path: Path, algorithm: Any) -> Path:
+def write_settings(tmp_path: Path, algorithm: Any) -> Path:
     file = tmp_path / "settings.yaml"
     file.write_text(yaml.safe_dump(BASE | {"algorithm": algorithm}))
     return file
@@ -41,20 +41,20 @@ def test_the_kl_can_be_watched_with_every_preset(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_one_word_sets_every_part_and_the_resolved_file_says_them_all(name: str, tmp_path: Path) -> None:
+def test_a_preset_s_name_sets_every_part_and_the_resolved_file_lists_them(name: str, tmp_path: Path) -> None:
     settings = settings_of(name)
     assert settings.algorithm.preset == name
     assert settings == settings_of({"preset": name})
     file = tmp_path / "resolved.yaml"
     file.write_text(dump_settings(settings))
     assert load_settings(file) == settings
-    wanted = PRESETS[name].settings["algorithm"]
-    found = settings.algorithm.model_dump()
-    assert {key: _common(found[key], value) for key, value in wanted.items()} == wanted
+    expected = PRESETS[name].settings["algorithm"]
+    actual = settings.algorithm.model_dump()
+    assert {key: _common(actual[key], value) for key, value in expected.items()} == expected
 
 
-def _common(found: Any, wanted: Any) -> Any:
-    return {key: found[key] for key in wanted} if isinstance(wanted, dict) else found
+def _common(actual: Any, expected: Any) -> Any:
+    return {key: actual[key] for key in expected} if isinstance(expected, dict) else actual
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -140,10 +140,10 @@ def test_constants_of_the_sources(name: str) -> None:
     optimizer = {} if name.startswith("r1") else BASE["optimizer"]
     settings = check_settings(tree | {"optimizer": optimizer, "algorithm": name}, "test.yaml")
     for path, value in SOURCES[name].items():
-        found: Any = settings
+        actual: Any = settings
         for part in path.split("."):
-            found = vars(found)[part]
-        assert found == value, path
+            actual = vars(actual)[part]
+        assert actual == value, path
 
 
 def test_r1_makes_8192_samples_a_step() -> None:
@@ -153,13 +153,13 @@ def test_r1_makes_8192_samples_a_step() -> None:
     assert settings.samples_per_step == 8192
 
 
-def test_the_user_s_words_win_over_the_preset_s(tmp_path: Path) -> None:
+def test_the_user_s_settings_override_the_preset_s(tmp_path: Path) -> None:
     settings = settings_of({"preset": "dapo", "clip": {"high": 0.5}})
     assert (settings.algorithm.clip.low, settings.algorithm.clip.high) == (0.2, 0.5)
-    file = written(tmp_path, {"preset": "grpo", "kl": {"weight": 0.1}})
+    file = write_settings(tmp_path, {"preset": "grpo", "kl": {"weight": 0.1}})
     assert load_settings(file, ["algorithm.preset=dapo"]).algorithm.kl.weight == 0.1
     assert load_settings(file, ["algorithm=dapo"]).algorithm.kl.weight == 0.0
-    named = load_settings(written(tmp_path, "dapo"), ["algorithm.clip.high=0.4"]).algorithm
+    named = load_settings(write_settings(tmp_path, "dapo"), ["algorithm.clip.high=0.4"]).algorithm
     assert (named.preset, named.clip.high, named.aggregation) == ("dapo", 0.4, "token_mean")
 
 
@@ -199,19 +199,19 @@ def test_contradictions(algorithm: Any, sentence: str) -> None:
 
 
 def test_a_group_of_one_needs_no_baseline() -> None:
-    one = {"rollout": BASE["rollout"] | {"group_size": 1}}
+    single = {"rollout": BASE["rollout"] | {"group_size": 1}}
     with pytest.raises(UserError, match="nothing to compare with: set 2 or more, or algorithm: reinforce_pp"):
-        check_settings(BASE | one, "test.yaml")
-    assert check_settings(BASE | one | {"algorithm": "reinforce_pp"}, "test.yaml").rollout.group_size == 1
+        check_settings(BASE | single, "test.yaml")
+    assert check_settings(BASE | single | {"algorithm": "reinforce_pp"}, "test.yaml").rollout.group_size == 1
 
 
 def test_step_rewards_and_process_advantages_need_each_other() -> None:
-    without = BASE | {"reward": {"answer": 1.0}, "algorithm": "grpo_process"}
+    no_step_rewards = BASE | {"reward": {"answer": 1.0}, "algorithm": "grpo_process"}
     with pytest.raises(UserError, match="has no step rewards: set reward\\.steps"):
-        check_settings(without, "test.yaml")
+        check_settings(no_step_rewards, "test.yaml")
 
 
-def test_the_page_is_the_one_that_is_written() -> None:
+def test_the_readme_is_up_to_date() -> None:
     assert PAGE.read_text() == markdown()
 
 
@@ -219,7 +219,7 @@ SNIPPETS = re.findall(r"`([a-z_]+: [^`]*)`", PAGE.read_text())
 
 
 @pytest.mark.parametrize("snippet", [snippet for snippet in SNIPPETS if not snippet.startswith("algorithm")])
-def test_every_part_on_the_page_can_be_set(snippet: str) -> None:
+def test_every_part_in_the_readme_can_be_set(snippet: str) -> None:
     tree = yaml.safe_load(snippet)
     kl = {"weight": 0.1} | tree.pop("kl", {})
     assert Algorithm.model_validate({"kl": kl} | tree)

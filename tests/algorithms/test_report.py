@@ -9,15 +9,17 @@ import torch
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics, mismatch_band
 from grpo_mp.algorithms.settings import Algorithm
-from tests.algorithms.objective import Drawn, as_microbatches, draw, write_out
+from tests.algorithms.objective import UpdateData, draw_update, objective, to_microbatches
 
 ALGORITHM = Algorithm.model_validate({"kl": {"weight": 0.3}, "clip": {"low": 0.1, "high": 0.25}})
 GROUPS = (0, 0, 0, 0, 1, 1, 1, 1)
 
 
-def report(drawn: Drawn, max_tokens: int, entropy: float = 0.7, algorithm: Algorithm = ALGORITHM) -> dict[str, float]:
-    """What the trainer shows after an update of this one rank."""
-    batches, logprobs = as_microbatches(drawn, algorithm, max_tokens)
+def report(
+    update: UpdateData, max_tokens: int, entropy: float = 0.7, algorithm: Algorithm = ALGORITHM
+) -> dict[str, float]:
+    """Compute the metrics of an update on one rank."""
+    batches, logprobs = to_microbatches(update, algorithm, max_tokens)
     loss = make_loss(algorithm)
     reports = [
         loss(values, torch.full_like(values, entropy), batch)[1]
@@ -27,19 +29,19 @@ def report(drawn: Drawn, max_tokens: int, entropy: float = 0.7, algorithm: Algor
     return metrics(dict(zip((*SUMS, *MAXIMA), torch.cat([sums, maxima]).tolist(), strict=True)))
 
 
-def by_numpy(drawn: Drawn) -> dict[str, Any]:
+def by_numpy(update: UpdateData) -> dict[str, Any]:
     new, rollout, old, reference = (
-        np.concatenate([part.astype(np.float64) for part in values or ()])
-        for values in (drawn.logprobs, drawn.rollout, drawn.old, drawn.reference)
+        np.concatenate([sample.astype(np.float64) for sample in values or ()])
+        for values in (update.logprobs, update.rollout, update.old, update.reference)
     )
-    rewards = np.array(drawn.rewards)
+    rewards = np.array(update.rewards)
     mean = np.array([rewards[np.array(GROUPS) == group].mean() for group in GROUPS])
-    better = np.repeat(rewards - mean, drawn.lengths)
-    ratio, apart = np.exp(new - old), np.abs(new - rollout)
-    high, low = (ratio > 1.25) & (better > 0), (ratio < 0.9) & (better < 0)
+    advantages = np.repeat(rewards - mean, update.lengths)
+    ratio, difference = np.exp(new - old), np.abs(new - rollout)
+    high, low = (ratio > 1.25) & (advantages > 0), (ratio < 0.9) & (advantages < 0)
     return {
-        "train/loss": write_out(drawn, ALGORITHM).loss,
-        "train/pg_loss": write_out(drawn, ALGORITHM.model_copy(update={"kl": Algorithm().kl})).loss,
+        "train/loss": objective(update, ALGORITHM).loss,
+        "train/pg_loss": objective(update, ALGORITHM.model_copy(update={"kl": Algorithm().kl})).loss,
         "train/kl_loss": (np.exp(reference - new) - (reference - new) - 1).mean(),
         "train/entropy": 0.7,
         "train/ppo_kl": (old - new).mean(),
@@ -53,9 +55,9 @@ def by_numpy(drawn: Drawn) -> dict[str, Any]:
         "mismatch/corrected_away_ratio": 0.0,
         "mismatch/off_policy_masked_ratio": 0.0,
         "mismatch/unheard_tokens": 0.0,
-        "mismatch/logprob_abs_diff/mean": apart.mean(),
-        "mismatch/logprob_abs_diff/max": apart.max(),
-        "mismatch/token_mult_prob_error": np.exp(apart).mean(),
+        "mismatch/logprob_abs_diff/mean": difference.mean(),
+        "mismatch/logprob_abs_diff/max": difference.max(),
+        "mismatch/token_mult_prob_error": np.exp(difference).mean(),
         "mismatch/kl": (np.exp(new - rollout) - (new - rollout) - 1).mean(),
         "mismatch/band": 0,
         "mismatch/pearson": np.corrcoef(np.exp(rollout), np.exp(new))[0, 1],
@@ -64,43 +66,43 @@ def by_numpy(drawn: Drawn) -> dict[str, Any]:
 
 @pytest.mark.parametrize("max_tokens", [10_000, 16])
 def test_every_metric_is_numpy_s_however_the_tokens_are_packed(max_tokens: int) -> None:
-    drawn = draw((1, 9, 2, 30, 17, 4, 4, 1), GROUPS, seed=3, apart=0.3, first=False, kl=True)
-    expected = by_numpy(drawn)
+    update = draw_update((1, 9, 2, 30, 17, 4, 4, 1), GROUPS, seed=3)
+    expected = by_numpy(update)
     assert 0 < expected["train/pg_clipfrac_low"] != expected["train/pg_clipfrac_high"] > 0
-    found = report(drawn, max_tokens)
-    assert found == pytest.approx(expected, rel=2e-6)
+    actual = report(update, max_tokens)
+    assert actual == pytest.approx(expected, rel=2e-6)
 
 
 LENGTHS = (1, 9, 2, 30, 17, 4, 4, 1)
 
 
-@pytest.mark.parametrize("apart", [0.3, 30.0])
+@pytest.mark.parametrize("log_ratio_std", [0.3, 30.0])
 @pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_token", "product"])
-def test_ratios_are_the_algorithm_s_and_the_drift_is_a_token_s(ratio: str, apart: float) -> None:
+def test_ratios_are_the_algorithm_s_and_the_drift_is_a_token_s(ratio: str, log_ratio_std: float) -> None:
     """Whole answers' ratios pass any float64: they count as e^300. KL and drift are per token, whatever the level."""
-    drawn = draw(LENGTHS, GROUPS, seed=3, apart=apart, first=False, kl=True)
-    assert drawn.old is not None
-    assert drawn.reference is not None
-    far = [new.astype(np.float64) - old for new, old in zip(drawn.logprobs, drawn.old, strict=True)]
-    by_answer = {"token": lambda x: x, "product": np.sum}.get(ratio, np.mean)
-    logs = np.concatenate([np.broadcast_to(by_answer(one), one.shape) for one in far]).clip(max=300)
+    update = draw_update(LENGTHS, GROUPS, seed=3, log_ratio_std=log_ratio_std)
+    assert update.old is not None
+    assert update.reference is not None
+    log_ratios = [new.astype(np.float64) - old for new, old in zip(update.logprobs, update.old, strict=True)]
+    reduce = {"token": lambda x: x, "product": np.sum}.get(ratio, np.mean)
+    logs = np.concatenate([np.broadcast_to(reduce(values), values.shape) for values in log_ratios]).clip(max=300)
     weights = np.exp(logs - logs.max())
     algorithm = Algorithm.model_validate({"ratio": ratio, "kl": {"weight": 0.1, "level": "sequence"}})
-    found = report(drawn, 10_000, algorithm=algorithm)
-    reference, new = np.concatenate(drawn.reference).astype(np.float64), np.concatenate(drawn.logprobs)
-    assert found["train/ratio/max"] == pytest.approx(np.exp(logs.max()), rel=1e-5)
-    assert found["train/effective_samples"] == pytest.approx(
+    actual = report(update, 10_000, algorithm=algorithm)
+    reference, new = np.concatenate(update.reference).astype(np.float64), np.concatenate(update.logprobs)
+    assert actual["train/ratio/max"] == pytest.approx(np.exp(logs.max()), rel=1e-5)
+    assert actual["train/effective_samples"] == pytest.approx(
         weights.sum() ** 2 / (weights**2).sum() / len(weights), rel=1e-5
     )
-    assert found["train/ppo_kl"] == pytest.approx(-np.concatenate(far).mean(), rel=1e-5)
-    assert found["train/kl_loss"] == pytest.approx((np.exp(reference - new) - (reference - new) - 1).mean(), rel=1e-5)
+    assert actual["train/ppo_kl"] == pytest.approx(-np.concatenate(log_ratios).mean(), rel=1e-5)
+    assert actual["train/kl_loss"] == pytest.approx((np.exp(reference - new) - (reference - new) - 1).mean(), rel=1e-5)
 
 
 def test_the_first_update_has_ratio_one_and_clips_nothing() -> None:
-    found = report(draw((5, 6), (0, 0), seed=0, apart=0.3, first=True, kl=False), 10_000)
-    assert (found["train/ratio/mean"], found["train/ratio/max"]) == (1.0, 1.0)
-    assert found["train/pg_clipfrac"] == found["train/ppo_kl"] == 0.0
-    assert "train/kl_loss" not in found  # there is no reference
+    actual = report(draw_update((5, 6), (0, 0), seed=0, first_update=True, kl=False), 10_000)
+    assert (actual["train/ratio/mean"], actual["train/ratio/max"]) == (1.0, 1.0)
+    assert actual["train/pg_clipfrac"] == actual["train/ppo_kl"] == 0.0
+    assert "train/kl_loss" not in actual  # there is no reference
 
 
 @pytest.mark.parametrize(("error", "band"), [(1.0, 0), (1.05, 0), (1.2, 1), (1.5, 1), (1.6, 2), (float("nan"), 2)])
@@ -110,7 +112,7 @@ def test_bands_of_the_mismatch(error: float, band: int) -> None:
 
 def test_constant_probabilities_count_as_agreement() -> None:
     half = [np.full(4, np.log(0.5), np.float32)]
-    assert report(Drawn([0], [1.0], half, half, half, None), 10_000)["mismatch/pearson"] == 1.0
+    assert report(UpdateData([0], [1.0], half, half, half, None), 10_000)["mismatch/pearson"] == 1.0
 
 
 def test_a_rank_that_reports_nothing_adds_nothing() -> None:

@@ -28,7 +28,7 @@ from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics
 from grpo_mp.algorithms.settings import Advantage, Algorithm
 from grpo_mp.batching.packing import gather_responses, scatter_responses
-from tests.algorithms.objective import LIMIT, Drawn, as_microbatches, draw
+from tests.algorithms.objective import LIMIT, UpdateData, draw_update, to_microbatches
 
 pytest.importorskip("trl")
 if not torch.cuda.is_available():
@@ -61,7 +61,7 @@ CORRECTIONS = {
 }
 
 
-def cut_out(first: str, last: str, given: dict[str, Any]) -> dict[str, Any]:
+def run_trl_lines(first: str, last: str, given: dict[str, Any]) -> dict[str, Any]:
     """Run the statements of TRL's `_generate_and_score_completions` between two lines; all its names afterwards."""
     lines = inspect.getsource(GRPOTrainer._generate_and_score_completions).splitlines()
     begin = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
@@ -73,7 +73,7 @@ def cut_out(first: str, last: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def padded(values: Any) -> Tensor:
     """[samples, longest] in float64, zero behind each sample's end."""
-    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(one).double() for one in values], batch_first=True)
+    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(sample).double() for sample in values], batch_first=True)
 
 
 def trl_correction(old: Tensor, rollout: Tensor, mask: Tensor, mode: str, low: float | None) -> Tensor:
@@ -92,33 +92,35 @@ def trl_correction(old: Tensor, rollout: Tensor, mask: Tensor, mode: str, low: f
         "sampling_per_token_logps": rollout,
     }
     marks = ("if self.use_vllm and self.vllm_importance_sampling_correction:", "# Compute the per-token log")
-    ratio: Tensor = cut_out(*marks, given)["vllm_importance_sampling_ratio"]
+    ratio: Tensor = run_trl_lines(*marks, given)["vllm_importance_sampling_ratio"]
     return ratio
 
 
 class Trl:
     """TRL's loss of an update: `_compute_loss` with what the update's settings say."""
 
-    def __init__(self, drawn: Drawn, algorithm: Algorithm, advantages: Sequence[float], **attributes: Any) -> None:
-        self.logprobs = padded(drawn.logprobs).requires_grad_()
+    def __init__(
+        self, update: UpdateData, algorithm: Algorithm, advantages: Sequence[float], **attributes: Any
+    ) -> None:
+        self.logprobs = padded(update.logprobs).requires_grad_()
         self.mask = padded([torch.ones(length) for length in LENGTHS])
         self.logged: dict[str, Any] = defaultdict(lambda: defaultdict(list))
-        self.rollout = padded(drawn.rollout)
-        self.old = padded(drawn.old) if drawn.old else self.logprobs.detach()
+        self.rollout = padded(update.rollout)
+        self.old = padded(update.old) if update.old else self.logprobs.detach()
         if algorithm.ratio == "sequence_token":
             # TRL has no such level any more: with these old logprobs its token ratio is sg(s) pi / sg(pi).
-            present, kept = self.logprobs.detach(), self.mask
-            means = ((present - self.old) * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True)
-            self.old = present - means
+            logprobs, mask = self.logprobs.detach(), self.mask
+            means = ((logprobs - self.old) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+            self.old = logprobs - means
         self.advantages = torch.tensor(advantages, dtype=torch.float64)
-        self.reference = padded(drawn.reference) if drawn.reference else None
+        self.reference = padded(update.reference) if update.reference else None
         self.attributes, self.algorithm = attributes, algorithm
-        self.trainer = self._trainer()
+        self.trainer = self._make_trainer()
 
-    def _trainer(self) -> SimpleNamespace:
-        wanted, gamma, settings = self.algorithm, self.algorithm.gamma, self.attributes
+    def _make_trainer(self) -> SimpleNamespace:
+        algorithm, gamma, attributes = self.algorithm, self.algorithm.gamma, self.attributes
         trainer = SimpleNamespace(
-            _get_per_token_logps_and_entropies=lambda *_, **__: (self.logprobs, settings["entropies"], None),
+            _get_per_token_logps_and_entropies=lambda *_, **__: (self.logprobs, attributes["entropies"], None),
             _metrics=self.logged,
             accelerator=SimpleNamespace(
                 reduce=lambda values, reduction: values,
@@ -128,10 +130,10 @@ class Trl:
                 sync_gradients=True,
             ),
             args=SimpleNamespace(
-                use_bias_correction_kl=wanted.kl.estimator == "k3_unbiased",
-                delta=wanted.clip.dual,
-                sapo_temperature_pos=wanted.gate.positive,
-                sapo_temperature_neg=wanted.gate.negative,
+                use_bias_correction_kl=algorithm.kl.estimator == "k3_unbiased",
+                delta=algorithm.clip.dual,
+                sapo_temperature_pos=algorithm.gate.positive,
+                sapo_temperature_neg=algorithm.gate.negative,
                 vespo_k_pos=gamma.k_positive,
                 vespo_lambda_pos=gamma.lambda_positive,
                 vespo_k_neg=gamma.k_negative,
@@ -139,21 +141,21 @@ class Trl:
                 steps_per_generation=1,
             ),
             model=SimpleNamespace(training=True),
-            beta=wanted.kl.weight,
-            epsilon_low=settings.get("epsilon_low", wanted.clip.low),
-            epsilon_high=settings.get("epsilon_high", wanted.clip.high),
-            importance_sampling_level="token" if wanted.ratio == "sequence_token" else wanted.ratio,
-            loss_type=settings["loss_type"],
+            beta=algorithm.kl.weight,
+            epsilon_low=attributes.get("epsilon_low", algorithm.clip.low),
+            epsilon_high=attributes.get("epsilon_high", algorithm.clip.high),
+            importance_sampling_level="token" if algorithm.ratio == "sequence_token" else algorithm.ratio,
+            loss_type=attributes["loss_type"],
             current_gradient_accumulation_steps=1,
             max_completion_length=LIMIT,
-            off_policy_mask_threshold=wanted.correction.off_policy_limit,
-            top_entropy_quantile=wanted.entropy.top_quantile,
-            use_vllm=wanted.correction.kind != "none",
+            off_policy_mask_threshold=algorithm.correction.off_policy_limit,
+            top_entropy_quantile=algorithm.entropy.top_quantile,
+            use_vllm=algorithm.correction.kind != "none",
             vllm_importance_sampling_correction=True,
             aux_loss_enabled=False,
-            _entropy_bonus_enabled=wanted.entropy.weight > 0,
+            _entropy_bonus_enabled=algorithm.entropy.weight > 0,
             use_adaptive_entropy=False,
-            entropy_coef=wanted.entropy.weight,
+            entropy_coef=algorithm.entropy.weight,
             get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
             get_gamma_weights=GRPOTrainer.get_gamma_weights,
         )
@@ -174,46 +176,50 @@ class Trl:
             "ref_per_token_logps": self.reference,
             "num_items_in_batch": self.mask.sum(),
         }
-        wanted = self.algorithm.correction
-        if wanted.kind != "none":
-            mode = f"{wanted.level}_{wanted.kind}"
-            inputs["importance_sampling_ratio"] = trl_correction(self.old, self.rollout, self.mask, mode, wanted.low)
+        correction = self.algorithm.correction
+        if correction.kind != "none":
+            mode = f"{correction.level}_{correction.kind}"
+            inputs["importance_sampling_ratio"] = trl_correction(
+                self.old, self.rollout, self.mask, mode, correction.low
+            )
         method = self.attributes.get("trl_loss", GRPOTrainer._compute_loss)
         value = method(self.trainer, None, inputs)
         (gradient,) = torch.autograd.grad(value, self.logprobs)
         return value.item(), gradient
 
 
-def compare(parts: dict[str, Any], first: bool = False, seed: int = 3, **attributes: Any) -> tuple[dict, dict]:
-    """Assert equal loss and gradient; returns our metrics and what TRL logged."""
+def compare(parts: dict[str, Any], first_update: bool = False, seed: int = 3, **attributes: Any) -> tuple[dict, dict]:
+    """Assert equal loss and gradient; return our metrics and what TRL logged."""
     algorithm = Algorithm.model_validate(parts)
-    drawn = draw(LENGTHS, GROUPS, seed=seed, apart=0.3, first=first, kl=algorithm.kl.weight > 0, engine_apart=0.2)
-    advantages = outcome_advantages(drawn.rewards, GROUPS, Advantage())
-    (batch,), (logprobs,) = as_microbatches(drawn, algorithm, 10_000, advantages)
+    update = draw_update(
+        LENGTHS, GROUPS, seed=seed, first_update=first_update, kl=algorithm.kl.weight > 0, rollout_std=0.2
+    )
+    advantages = outcome_advantages(update.rewards, GROUPS, Advantage())
+    (batch,), (logprobs,) = to_microbatches(update, algorithm, 10_000, advantages)
     entropies = [torch.rand(n, generator=torch.Generator().manual_seed(n + i)) for i, n in enumerate(LENGTHS)]
-    theirs = Trl(drawn, algorithm, advantages, entropies=padded(entropies), **attributes)
-    expected, expected_gradient = theirs.loss()
+    trl = Trl(update, algorithm, advantages, entropies=padded(entropies), **attributes)
+    expected, expected_gradient = trl.loss()
 
-    decides, floor = torch.cat(entropies), -math.inf
+    token_entropies, floor = torch.cat(entropies), -math.inf
     if (share := algorithm.entropy.top_quantile) < 1:
-        floor = float(decides.quantile(1 - share))
-        decides = decides[decides >= floor]
-    batch.entropy_floor, batch.entropy_weight = floor, 1 / len(decides)
+        floor = float(token_entropies.quantile(1 - share))
+        token_entropies = token_entropies[token_entropies >= floor]
+    batch.entropy_floor, batch.entropy_weight = floor, 1 / len(token_entropies)
     entropy = scatter_responses([entropies[i] for i in batch.sample_ids], batch)
     leaf = logprobs.requires_grad_()
     loss, report = make_loss(algorithm)(leaf, entropy, batch)
     (gradient,) = torch.autograd.grad(loss, leaf)
     assert loss.item() == pytest.approx(expected, rel=1e-5, abs=1e-7)
     by_sample = dict(zip(batch.sample_ids, gather_responses(gradient, batch), strict=True))
-    found = padded([by_sample[i] for i in range(len(LENGTHS))])
-    torch.testing.assert_close(found, expected_gradient, rtol=1e-5, atol=1e-8)
+    actual = padded([by_sample[i] for i in range(len(LENGTHS))])
+    torch.testing.assert_close(actual, expected_gradient, rtol=1e-5, atol=1e-8)
     values = metrics(dict(zip((*SUMS, *MAXIMA), torch.cat(merge([report])).tolist(), strict=True)))
-    return values, {name: logged[0] for name, logged in theirs.logged["train"].items()}
+    return values, {name: logged[0] for name, logged in trl.logged["train"].items()}
 
 
-def loss_type(name: str, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def loss_type(name: str, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     parts, attributes = LOSSES[name]
-    return parts | more, attributes | {"loss_type": name}
+    return parts | changes, attributes | {"loss_type": name}
 
 
 KLS: dict[str, dict[str, Any]] = {
@@ -226,43 +232,45 @@ KLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("kl", KLS)
 @pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_token"])
-@pytest.mark.parametrize("first", [False, True], ids=["later update", "first update"])
-def test_every_loss_type_ratio_and_kl(name: str, kl: str, ratio: str, first: bool) -> None:
+@pytest.mark.parametrize("first_update", [False, True], ids=["later update", "first update"])
+def test_every_loss_type_ratio_and_kl(name: str, kl: str, ratio: str, first_update: bool) -> None:
     parts, attributes = loss_type(name, kl=KLS[kl])
     if name == "vespo" and ratio != "token":
         with pytest.raises(ValidationError, match="set ratio=token"):  # TRL warns: the ratio is the sequence's anyway
             Algorithm.model_validate(parts | {"ratio": ratio})
         return
-    compare(parts | {"ratio": ratio}, first=first, **attributes)
+    compare(parts | {"ratio": ratio}, first_update=first_update, **attributes)
 
 
 @pytest.mark.parametrize("correction", [None, "token_truncate", "token_mask", "sequence_truncate"])
 @pytest.mark.parametrize("name", ["grpo", "dapo", "sapo"])
 def test_sequence_ratios_with_masks_and_corrections(name: str, correction: str | None) -> None:
     """What differs by token inside a sequence reaches all of its tokens through the sequence's ratio."""
-    more = {"entropy": {"top_quantile": 0.5}, "kl": {"weight": 0.1}}
-    parts, attributes = loss_type(name, ratio="sequence", correction=CORRECTIONS.get(correction or "", {}), **more)
+    changes = {"entropy": {"top_quantile": 0.5}, "kl": {"weight": 0.1}}
+    parts, attributes = loss_type(name, ratio="sequence", correction=CORRECTIONS.get(correction or "", {}), **changes)
     compare(parts, **attributes)
 
 
-def trl_sibling(path: str, parts: dict[str, Any], first: bool, **attributes: Any) -> None:
+def compare_with_trl_class(path: str, parts: dict[str, Any], first_update: bool, **attributes: Any) -> None:
     """Compare with a trainer of TRL whose loss is a method of its own class."""
     module, _, kind = path.partition(":")
     method = vars(vars(importlib.import_module(module))[kind])["_compute_loss"]
-    compare(parts, first=first, trl_loss=method, **attributes)
+    compare(parts, first_update=first_update, trl_loss=method, **attributes)
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_rloo_takes_the_ratio_of_whole_answers(first: bool) -> None:
+@pytest.mark.parametrize("first_update", [False, True])
+def test_rloo_takes_the_ratio_of_whole_answers(first_update: bool) -> None:
     parts = PRESETS["rloo"].settings["algorithm"] | {"clip": {"low": 0.9, "high": 3.0}, "kl": {}}
-    trl_sibling("trl.trainer.rloo_trainer:RLOOTrainer", parts, first, loss_type="rloo")
+    compare_with_trl_class("trl.trainer.rloo_trainer:RLOOTrainer", parts, first_update, loss_type="rloo")
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_gmpo(first: bool) -> None:
+@pytest.mark.parametrize("first_update", [False, True])
+def test_gmpo(first_update: bool) -> None:
     parts = PRESETS["gmpo"].settings["algorithm"] | {"kl": {"weight": 0.1}}
     clip = {"epsilon_low": 0.4, "epsilon_high": 0.4}
-    trl_sibling("trl.experimental.gmpo.gmpo_trainer:GMPOTrainer", parts, first, loss_type="grpo", **clip)
+    compare_with_trl_class(
+        "trl.experimental.gmpo.gmpo_trainer:GMPOTrainer", parts, first_update, loss_type="grpo", **clip
+    )
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
@@ -275,7 +283,7 @@ def test_every_correction(name: str, correction: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "more",
+    "changes",
     [
         {"clip": CLIP | {"dual": 1.4}},
         {"kl": {"weight": 0.3, "estimator": "k3_unbiased"}},
@@ -287,19 +295,19 @@ def test_every_correction(name: str, correction: str) -> None:
     ids=["delta", "unbiased KL", "off-policy mask", "entropy bonus", "entropy mask", "both"],
 )
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
-def test_every_other_term(name: str, more: dict[str, Any]) -> None:
-    parts, attributes = loss_type(name, **more)
+def test_every_other_term(name: str, changes: dict[str, Any]) -> None:
+    parts, attributes = loss_type(name, **changes)
     for seed in range(3):
         compare(parts, seed=seed, **attributes)
 
 
 def test_metrics() -> None:
     parts, attributes = loss_type("grpo", kl={"weight": 0.1})
-    ours, theirs = compare(parts, **attributes)
-    assert ours["train/kl_loss"] == pytest.approx(theirs["kl"], rel=1e-5)
-    assert ours["train/entropy"] == pytest.approx(theirs["entropy"], rel=1e-5)
-    assert ours["train/pg_clipfrac_low"] == pytest.approx(theirs["clip_ratio/low_mean"])
-    assert ours["train/pg_clipfrac_high"] == pytest.approx(theirs["clip_ratio/high_mean"])
+    actual, expected = compare(parts, **attributes)
+    assert actual["train/kl_loss"] == pytest.approx(expected["kl"], rel=1e-5)
+    assert actual["train/entropy"] == pytest.approx(expected["entropy"], rel=1e-5)
+    assert actual["train/pg_clipfrac_low"] == pytest.approx(expected["clip_ratio/low_mean"])
+    assert actual["train/pg_clipfrac_high"] == pytest.approx(expected["clip_ratio/high_mean"])
 
 
 def trl_advantages(rewards: Tensor, weights: Tensor, scale: str, aggregation: str) -> Tensor:
@@ -311,8 +319,8 @@ def trl_advantages(rewards: Tensor, weights: Tensor, scale: str, aggregation: st
         scale_rewards=scale,
     )
     given = {"self": trainer, "rewards_per_func": rewards, "num_generations": GROUP_SIZE, "device": "cpu"}
-    found: Tensor = cut_out("unscorable_mask = ", "advantages = torch.nan_to_num", given)["advantages"]
-    return found
+    advantages: Tensor = run_trl_lines("unscorable_mask = ", "advantages = torch.nan_to_num", given)["advantages"]
+    return advantages
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -322,8 +330,8 @@ def test_every_reward_scaling(scale: str) -> None:
     ids = [number // GROUP_SIZE for number in range(24)]
     expected = trl_advantages(rewards, torch.ones(1), scale, "sum_then_normalize")
     name = {"group": "group_std", "batch": "batch_std", "none": "none"}[scale]
-    found = outcome_advantages(rewards[:, 0].tolist(), ids, Advantage.model_validate({"scale": name}))
-    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, rtol=1e-5, atol=1e-9)
+    actual = outcome_advantages(rewards[:, 0].tolist(), ids, Advantage.model_validate({"scale": name}))
+    torch.testing.assert_close(torch.tensor(actual, dtype=torch.float64), expected, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("missing", [0.0, 0.3])
@@ -335,5 +343,5 @@ def test_rewards_normalised_before_they_are_summed(missing: float) -> None:
     weights, ids = torch.tensor([2.0, 0.5], dtype=torch.float64), [number // GROUP_SIZE for number in range(24)]
     expected = trl_advantages(rewards, weights, "group", "normalize_then_sum")
     parts = [{n: v for n, v in zip("ab", row, strict=True) if not math.isnan(v)} for row in rewards.tolist()]
-    found = decoupled_advantages(parts, {"a": 2.0, "b": 0.5}, ids, Advantage())
-    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, rtol=1e-5, atol=1e-9)
+    actual = decoupled_advantages(parts, {"a": 2.0, "b": 0.5}, ids, Advantage())
+    torch.testing.assert_close(torch.tensor(actual, dtype=torch.float64), expected, rtol=1e-5, atol=1e-9)

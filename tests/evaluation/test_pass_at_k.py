@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mp.evaluation.pass_at_k import maj_at_k, over_problems, pass_at_k, sizes
+from grpo_mp.evaluation.pass_at_k import k_values, maj_at_k, mean_over_problems, pass_at_k
 
 RIGHT, NONE = "right", None
 ANSWERS = st.lists(st.sampled_from([RIGHT, "a", "b", "c", NONE]), min_size=1, max_size=9)
 
 
 def vote(drawn: tuple[str | None, ...]) -> Fraction:
-    """The chance that the vote of these answers is right; the tied share it."""
+    """Return the chance that the vote of these answers is right; tied answers share it."""
     counts = Counter(answer for answer in drawn if answer is not NONE)
     leading = [answer for answer, count in counts.items() if count == max(counts.values())]
     return Fraction(int(RIGHT in leading), max(1, len(leading)))
@@ -28,10 +28,10 @@ def test_both_are_the_mean_over_every_draw(answers: list[str | None], data: st.D
     draws = list(combinations(answers, k))
     counts = Counter(answers)
     right, abstaining = counts.pop(RIGHT, 0), counts.pop(NONE, 0)
-    passed = Fraction(sum(RIGHT in drawn for drawn in draws), len(draws))
-    assert pass_at_k(len(answers), right, k) == pytest.approx(float(passed), abs=1e-12)
-    won = sum(map(vote, draws), Fraction(0)) / len(draws)
-    assert maj_at_k(right, counts.values(), abstaining, [k]) == [pytest.approx(float(won), abs=1e-12)]
+    expected_pass = Fraction(sum(RIGHT in drawn for drawn in draws), len(draws))
+    assert pass_at_k(len(answers), right, k) == pytest.approx(float(expected_pass), abs=1e-12)
+    expected_maj = sum(map(vote, draws), Fraction(0)) / len(draws)
+    assert maj_at_k(right, counts.values(), abstaining, [k]) == [pytest.approx(float(expected_maj), abs=1e-12)]
 
 
 def test_pass_at_k_is_the_paper_s_product() -> None:
@@ -47,9 +47,9 @@ def test_a_majority_of_a_thousand_samples() -> None:
     draws = np.random.default_rng(0).multivariate_hypergeometric([right, *wrong, abstaining], k, size=50_000)[:, :-1]
     leads = draws == draws.max(1, keepdims=True)
     expected = (leads[:, 0] / leads.sum(1)).mean()
-    some, every = maj_at_k(right, wrong, abstaining, [k, 1024])
-    assert some == pytest.approx(expected, abs=4 * 0.5 / 50_000**0.5)
-    assert every == pytest.approx(1.0)
+    of_64, of_all = maj_at_k(right, wrong, abstaining, [k, 1024])
+    assert of_64 == pytest.approx(expected, abs=4 * 0.5 / 50_000**0.5)
+    assert of_all == pytest.approx(1.0)
     assert maj_at_k(280, [300], 0, [580]) == [0.0]
 
 
@@ -60,19 +60,19 @@ def test_one_sample_is_the_accuracy() -> None:
 
 def test_the_error_is_the_spread_of_evaluations_over_other_problems() -> None:
     """Eight samples of a problem are like each other; counting them as independent would say half of the error."""
-    draw = np.random.default_rng(1)
+    generator = np.random.default_rng(1)
 
     def means() -> np.ndarray:
-        return draw.binomial(8, draw.beta(0.5, 0.5, size=100)) / 8
+        return generator.binomial(8, generator.beta(0.5, 0.5, size=100)) / 8
 
-    errors = [over_problems(means().tolist()).error for _ in range(400)]
+    errors = [mean_over_problems(means().tolist()).error for _ in range(400)]
     spread = np.std([means().mean() for _ in range(4000)])
     assert np.mean(errors) == pytest.approx(spread, rel=0.05)
-    assert over_problems([0.25]).error is None
+    assert mean_over_problems([0.25]).error is None
 
 
 @pytest.mark.parametrize(
-    ("samples", "wanted"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (64, (1, 2, 4, 8, 16, 32, 64))]
+    ("samples", "expected"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (64, (1, 2, 4, 8, 16, 32, 64))]
 )
-def test_sizes(samples: int, wanted: tuple[int, ...]) -> None:
-    assert sizes(samples) == wanted
+def test_k_values(samples: int, expected: tuple[int, ...]) -> None:
+    assert k_values(samples) == expected

@@ -28,7 +28,7 @@ def test_functions_load_from_modules_and_files(tmp_path: Path) -> None:
         ("no/such.py:f", "no such file: no/such.py"),
     ],
 )
-def test_what_is_not_importable_is_named_with_its_reason(name: str, reason: str) -> None:
+def test_an_import_that_fails_is_reported_with_its_reason(name: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         load_reward(name)
 

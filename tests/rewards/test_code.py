@@ -8,7 +8,7 @@ import pytest
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards import sandbox as sandbox_module
-from grpo_mp.rewards.code import last_program
+from grpo_mp.rewards.code import extract_program
 from grpo_mp.rewards.sandbox import Outcome, Sandbox
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rewards.settings import Code
@@ -54,7 +54,7 @@ def score(make_group: MakeGroup) -> Callable[..., list[dict[str, float]]]:
     ],
 )
 def test_the_last_closed_block_counts(response: str, program: str | None) -> None:
-    assert last_program(response) == program
+    assert extract_program(response) == program
 
 
 @pytest.mark.parametrize(
@@ -92,24 +92,24 @@ def test_rows_without_tests_do_not_count(score: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     "tests", [[1], 7.5, ["assert ("], [{"input": "1"}], [{"input": "1", "output": "1"}, "assert 1"]]
 )
-def test_what_is_no_test(tests: Any, score: Callable[..., Any]) -> None:
+def test_invalid_tests(tests: Any, score: Callable[..., Any]) -> None:
     with pytest.raises(UserError, match="prompt 12: column 'tests' holds no tests: give"):
         score([answer(ADD)], tests)
 
 
-def test_a_column_that_is_not_there(score: Callable[..., Any]) -> None:
+def test_a_missing_column(score: Callable[..., Any]) -> None:
     with pytest.raises(UserError, match=r"reward\.code\.tests: the prompts have no column 'asserts'"):
         score([answer(ADD)], "assert 1", tests="asserts")
 
 
 def test_groups_are_scored_at_once_within_bounds(make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    running, most, lock = [0], [0], threading.Lock()
+    running, peak, lock = [0], [0], threading.Lock()
     run = Sandbox.run
 
-    def counted(self: Sandbox, *arguments: Any) -> Outcome:
+    def counting_run(self: Sandbox, *arguments: Any) -> Outcome:
         with lock:
             running[0] += 1
-            most[0] = max(most[0], running[0])
+            peak[0] = max(peak[0], running[0])
         try:
             return run(self, *arguments)
         finally:
@@ -118,12 +118,12 @@ def test_groups_are_scored_at_once_within_bounds(make_group: MakeGroup, monkeypa
 
     settings = RewardSettings.model_validate({"code": {"parallel": 2, "timeout_s": 20.0}})
     scorer = Scorer(settings, max_response_tokens=10)
-    monkeypatch.setattr(Sandbox, "run", counted)
+    monkeypatch.setattr(Sandbox, "run", counting_run)
     group = make_group([answer(ADD), answer("exit(0)")], tests="assert add(1, 1) == 2")
     with ThreadPoolExecutor(6) as threads:
         groups = list(threads.map(scorer.score_group, [group] * 6))
-    assert [[sample.reward for sample in one.samples] for one in groups] == [[1.0, 0.0]] * 6
-    assert most == [2]
+    assert [[sample.reward for sample in scored.samples] for scored in groups] == [[1.0, 0.0]] * 6
+    assert peak == [2]
 
 
 def test_waiting_for_a_turn_takes_no_time_from_a_program(make_group: MakeGroup) -> None:
@@ -132,10 +132,10 @@ def test_waiting_for_a_turn_takes_no_time_from_a_program(make_group: MakeGroup) 
     group = make_group([answer("import time; time.sleep(0.5)")], tests="assert True")
     with ThreadPoolExecutor(4) as threads:
         groups = list(threads.map(scorer.score_group, [group] * 4))
-    assert [one.samples[0].reward for one in groups] == [1.0] * 4
+    assert [scored.samples[0].reward for scored in groups] == [1.0] * 4
 
 
-def test_a_jail_that_fails_is_no_verdict(
+def test_a_failing_jail_is_not_a_wrong_program(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     scorer = Scorer(RewardSettings.model_validate({"code": {}, "on_error": -1.0}), max_response_tokens=10)
@@ -145,7 +145,7 @@ def test_a_jail_that_fails_is_no_verdict(
 
 
 @pytest.mark.usefixtures("score")
-def test_a_user_is_told_that_programs_are_not_shut_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_is_warned_that_programs_are_not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
     def warnings() -> tuple[str, ...]:
         scorer = Scorer(
             RewardSettings.model_validate({"code": {"isolation": "best_effort"}, "right": "code"}),

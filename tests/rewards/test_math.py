@@ -8,26 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mp.errors import UserError
-from grpo_mp.rewards import math_verify_worker as equality_module
-from grpo_mp.rewards.math import answer_numbers, answer_part, boxed_answer, boxed_part, numeric_readings
-from grpo_mp.rewards.math_verify_worker import Equality
+from grpo_mp.rewards import math_verify_worker
+from grpo_mp.rewards.math import answer_numbers, answer_reward, boxed_answer, boxed_reward, numeric_readings
+from grpo_mp.rewards.math_verify_worker import MathVerifier
 from grpo_mp.rewards.settings import Reward
-from grpo_mp.rewards.terms import BuiltIn
+from grpo_mp.rewards.terms import BuiltInTerms
 from grpo_mp.types import SampleGroup
 
 
 @pytest.fixture(scope="module")
-def equality() -> Iterator[Equality]:
-    shared = Equality(limit_s=10.0)
-    yield shared
-    shared.close()
+def verifier() -> Iterator[MathVerifier]:
+    verifier = MathVerifier(limit_s=10.0)
+    yield verifier
+    verifier.close()
 
 
-class Unused(Equality):
+class NeverCalled(MathVerifier):
     """Fails a test in which a plain number reaches math-verify."""
 
-    def equal(self, expected: str, found: str) -> bool:
-        raise AssertionError(f"compared {expected} with {found}")
+    def equal(self, expected: str, predicted: str) -> bool:
+        raise AssertionError(f"compared {expected} with {predicted}")
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ class Unused(Equality):
 )
 def test_boxed_answer(text: str, inside: str | None) -> None:
     assert boxed_answer(text) == inside
-    assert boxed_part(text) == (inside is not None)
+    assert boxed_reward(text) == (inside is not None)
 
 
 @given(st.text("ab{}\\ "), st.text("ab{}\\ "))
 def test_boxed_answer_never_fails_and_stands_in_the_text(before: str, after: str) -> None:
-    for found in (boxed_answer(before + "\\boxed{" + after), boxed_answer(before + "\\boxed{" + after, "first")):
-        assert found is None or found in after or found in before
+    for answer in (boxed_answer(before + "\\boxed{" + after), boxed_answer(before + "\\boxed{" + after, "first")):
+        assert answer is None or answer in after or answer in before
 
 
 @pytest.mark.parametrize(
@@ -110,27 +110,27 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "found"), RIGHT)
-def test_right_numbers(answer: str, found: str) -> None:
-    assert answer_part(f"so \\boxed{{{found}}}", answer, Unused(1.0)) == 1.0
+@pytest.mark.parametrize(("answer", "predicted"), RIGHT)
+def test_right_numbers(answer: str, predicted: str) -> None:
+    assert answer_reward(f"so \\boxed{{{predicted}}}", answer, NeverCalled(1.0)) == 1.0
 
 
-@pytest.mark.parametrize(("answer", "found"), WRONG)
-def test_wrong_numbers(answer: str, found: str) -> None:
-    assert answer_part(f"so \\boxed{{{found}}}", answer, Unused(1.0)) == 0.0
+@pytest.mark.parametrize(("answer", "predicted"), WRONG)
+def test_wrong_numbers(answer: str, predicted: str) -> None:
+    assert answer_reward(f"so \\boxed{{{predicted}}}", answer, NeverCalled(1.0)) == 0.0
 
 
 def test_without_a_box_there_is_no_right_answer() -> None:
-    assert answer_part("the answer is 7", "7", Unused(1.0)) == 0.0
-    assert answer_part(r"\boxed{7", "7", Unused(1.0)) == 0.0
+    assert answer_reward("the answer is 7", "7", NeverCalled(1.0)) == 0.0
+    assert answer_reward(r"\boxed{7", "7", NeverCalled(1.0)) == 0.0
 
 
 @given(st.decimals(-1000, 1000, places=6), st.decimals("-0.02", "0.02", places=6), st.sampled_from(["0.01", "0.001"]))
 def test_within_the_tolerance_is_right(value: Decimal, off: Decimal, tolerance: str) -> None:
     """In exact arithmetic: the tolerance, and of a number below 1 that share of it."""
     allowed = Decimal(tolerance) * min(Decimal(1), abs(value))
-    found = answer_part(f"\\boxed{{{value + off:f}}}", f"{value:f}", Unused(1.0, float(tolerance)))
-    assert found == (abs(off) <= allowed)
+    actual = answer_reward(f"\\boxed{{{value + off:f}}}", f"{value:f}", NeverCalled(1.0, float(tolerance)))
+    assert actual == (abs(off) <= allowed)
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_within_the_tolerance_is_right(value: Decimal, off: Decimal, tolerance: 
 def test_tolerance_and_which_box_are_settings(
     setting: dict[str, Any], right: float, make_group: Callable[..., SampleGroup]
 ) -> None:
-    built_in = BuiltIn(Reward(answer=1.0, **setting), max_response_tokens=8)
-    (part,) = built_in.parts
-    assert part.values(make_group([r"\boxed{3}, no: \boxed{7.009}"]), 0) == [right]
+    built_in = BuiltInTerms(Reward(answer=1.0, **setting), max_response_tokens=8)
+    (term,) = built_in.terms
+    assert term.values(make_group([r"\boxed{3}, no: \boxed{7.009}"]), 0) == [right]
 
 
 @pytest.mark.parametrize("text", ["", "x", "1/0", "1e5", "1,23", "12,34", "3 4 x", r"\frac{a}{2}", "--1", "1/2/3"])
@@ -150,7 +150,7 @@ def test_other_texts_are_no_plain_numbers(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "found", "right"),
+    ("answer", "predicted", "right"),
     [
         (r"\sqrt{4}", "2", 1.0),
         ("2", r"\sqrt{4}", 1.0),
@@ -167,31 +167,33 @@ def test_other_texts_are_no_plain_numbers(text: str) -> None:
         ("7", r"\frac{", 0.0),
     ],
 )
-def test_expressions_are_compared_by_math_verify(answer: str, found: str, right: float, equality: Equality) -> None:
-    assert answer_part(f"\\boxed{{{found}}}", answer, equality) == right
+def test_expressions_are_compared_by_math_verify(
+    answer: str, predicted: str, right: float, verifier: MathVerifier
+) -> None:
+    assert answer_reward(f"\\boxed{{{predicted}}}", answer, verifier) == right
 
 
-def test_responses_are_numbered_by_their_answers(equality: Equality) -> None:
+def test_responses_are_numbered_by_their_answers(verifier: MathVerifier) -> None:
     boxes = ["2", "x+1", "2.0", None, "1/2", "1+x", "0.5", "x+2", "2"]
     responses = ["no box" if box is None else rf"\boxed{{7}} or \boxed{{{box}}}" for box in boxes]
-    assert answer_numbers(responses, equality) == [0, 1, 0, None, 2, 1, 2, 3, 0]
-    assert answer_numbers(responses, equality, "first") == [0, 0, 0, None, 0, 0, 0, 0, 0]
+    assert answer_numbers(responses, verifier) == [0, 1, 0, None, 2, 1, 2, 3, 0]
+    assert answer_numbers(responses, verifier, "first") == [0, 0, 0, None, 0, 0, 0, 0, 0]
 
 
 def test_an_answer_that_takes_too_long_is_its_own() -> None:
-    equality = Equality(limit_s=1.0)
+    verifier = MathVerifier(limit_s=1.0)
     try:
         boxes = ("x", "y", "9^{9^{9^{9}}}+1", "y", "9^{9^{9^{9}}}+1")
-        assert answer_numbers([rf"\boxed{{{box}}}" for box in boxes], equality) == [0, 1, 2, 1, 2]
-        assert equality.timeouts == 1
+        assert answer_numbers([rf"\boxed{{{box}}}" for box in boxes], verifier) == [0, 1, 2, 1, 2]
+        assert verifier.timeouts == 1
     finally:
-        equality.close()
+        verifier.close()
 
 
-def test_comparison_works_in_many_threads_at_once(equality: Equality) -> None:
+def test_comparison_works_in_many_threads_at_once(verifier: MathVerifier) -> None:
     results: list[bool] = []
     threads = [
-        threading.Thread(target=lambda n=n: results.append(equality.equal(f"x+{n}", f"{n}+x"))) for n in range(8)
+        threading.Thread(target=lambda n=n: results.append(verifier.equal(f"x+{n}", f"{n}+x"))) for n in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -200,18 +202,18 @@ def test_comparison_works_in_many_threads_at_once(equality: Equality) -> None:
     assert results == [True] * 8
 
 
-def test_an_endless_comparison_is_given_up_and_the_next_one_works() -> None:
-    equality = Equality(limit_s=1.0)
+def test_an_endless_comparison_times_out_and_the_next_one_works() -> None:
+    verifier = MathVerifier(limit_s=1.0)
     try:
-        assert equality.equal("x", "x")
-        assert not equality.equal("1", "9^{9^{9^{9}}}+1")
-        assert equality.timeouts == 1
-        assert equality.equal("x+1", "1+x")
+        assert verifier.equal("x", "x")
+        assert not verifier.equal("1", "9^{9^{9^{9}}}+1")
+        assert verifier.timeouts == 1
+        assert verifier.equal("x+1", "1+x")
     finally:
-        equality.close()
+        verifier.close()
 
 
 def test_a_child_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(equality_module.sys, "executable", "/bin/false")
+    monkeypatch.setattr(math_verify_worker.sys, "executable", "/bin/false")
     with pytest.raises(UserError, match="math-verify did not start"):
-        Equality(1.0).equal("x", "y")
+        MathVerifier(1.0).equal("x", "y")

@@ -58,11 +58,11 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as running:
-        thread = threading.Thread(target=running.serve_forever, daemon=True, kwargs={"poll_interval": 0.02})
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True, kwargs={"poll_interval": 0.02})
         thread.start()
-        yield running
-        running.shutdown()
+        yield server
+        server.shutdown()
         thread.join()
 
 
@@ -91,14 +91,14 @@ def test_a_proxy_of_the_environment_is_not_asked(
 
 
 @pytest.mark.parametrize("failure", [(500, "busy"), (503, ""), (429, "slow down"), 0.6])
-def test_what_may_pass_is_tried_again(failure: Any, server: Server, make_group: MakeGroup) -> None:
+def test_transient_failures_are_retried(failure: Any, server: Server, make_group: MakeGroup) -> None:
     server.failures = [failure, failure]
     assert score(server.url, make_group(["a"]), retries=2, timeout_s=0.3) == [100.0]
     assert len(server.bodies) == 3
 
 
 ENTRY = {"embedding": [1.0], "meta_info": {}}
-BROKEN: list[tuple[Any, int, str]] = [
+FAILURES: list[tuple[Any, int, str]] = [
     ((500, "out of memory"), 2, r"/classify answered status 500: out of memory"),
     (
         (400, '{"error": {"message": "too long"}}'),
@@ -116,19 +116,19 @@ BROKEN: list[tuple[Any, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("failure", "calls", "sentence"), BROKEN)
+@pytest.mark.parametrize(("failure", "calls", "sentence"), FAILURES)
 def test_broken_answers(failure: Any, calls: int, sentence: str, server: Server, make_group: MakeGroup) -> None:
     group = make_group(["a", "b"])
     server.failures = [failure] * calls
-    with pytest.raises(UserError, match=rf"^reward model: prompt 12: .*{sentence}") as refused:
+    with pytest.raises(UserError, match=rf"^reward model: prompt 12: .*{sentence}") as raised:
         score(server.url, group, retries=1, timeout_s=0.3)
     assert len(server.bodies) == calls
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(raised.value)
     server.failures = [failure] * calls
     assert score(server.url, group, on_error=-2.0, retries=1, timeout_s=0.3) == [-2.0, -2.0]
 
 
-def test_a_server_that_is_not_there(server: Server, make_group: MakeGroup) -> None:
+def test_a_server_that_is_down(server: Server, make_group: MakeGroup) -> None:
     server.server_close()
     with pytest.raises(UserError, match=rf"{server.url}/classify gave no answer \(\w+Error: "):
         score(server.url, make_group(["a"]), retries=0)

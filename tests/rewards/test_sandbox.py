@@ -15,7 +15,7 @@ from grpo_mp.rewards import sandbox as sandbox_module
 from grpo_mp.rewards.sandbox import Outcome, Sandbox
 from grpo_mp.rewards.settings import Code
 
-LEAVES = """
+LEAVES_A_PROCESS = """
 import ctypes, os, sys, time
 ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
 if os.fork() == 0:
@@ -23,7 +23,7 @@ if os.fork() == 0:
     os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", "{mark}"])
 time.sleep(0.3)
 """
-SEARCH = """
+SEARCH_FOR_TOKENS = """
 import gc, hashlib, re, sys
 def search():
     held, frame = [], sys._getframe()
@@ -35,7 +35,7 @@ def search():
             if isinstance(value, (str, bytes)) for token in re.findall(rb"[0-9a-f]{32}", value.encode(errors="replace")
             if isinstance(value, str) else value)}
 """
-FAILS = "raise AssertionError('reached')"
+FAILING_TEST = "raise AssertionError('reached')"
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def run(sandbox: Sandbox) -> Callable[..., Outcome]:
     ],
 )
 def test_a_program_that_leaves_early_or_says_passed_has_failed(program: str, run: Callable[..., Outcome]) -> None:
-    assert not run(program, FAILS).passed
+    assert not run(program, FAILING_TEST).passed
 
 
 def test_leaving_inside_a_test_is_a_failure(run: Callable[..., Outcome]) -> None:
@@ -85,13 +85,15 @@ def test_leaving_inside_a_test_is_a_failure(run: Callable[..., Outcome]) -> None
     assert run("def f(x): return 2", "assert f(1) == 2").passed
 
 
-def test_no_variable_holds_what_makes_a_verdict(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_variable_holds_the_token_of_the_verdict(
+    run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
     token = "0123456789abcdef" * 2
     monkeypatch.setattr(sandbox_module.secrets, "token_hex", lambda _: token)
-    program = f"{SEARCH}\nknown = {hashlib.sha256(token.encode()).hexdigest()!r}\nearly = search()"
-    unseen = "assert known not in {hashlib.sha256(token).hexdigest() for token in early | search()}"
-    assert run(program, unseen).passed
-    assert not run(f"{program}\nheld = '{token}'", unseen).passed
+    program = f"{SEARCH_FOR_TOKENS}\nknown = {hashlib.sha256(token.encode()).hexdigest()!r}\nearly = search()"
+    not_found = "assert known not in {hashlib.sha256(token).hexdigest() for token in early | search()}"
+    assert run(program, not_found).passed
+    assert not run(f"{program}\nheld = '{token}'", not_found).passed
 
 
 def test_an_endless_program_ends_at_its_limit(run: Callable[..., Outcome]) -> None:
@@ -131,10 +133,10 @@ def test_output_is_limited_and_files_too(run: Callable[..., Outcome]) -> None:
     outcome = run("import sys\nwhile True: print('x' * 10000)", None)
     assert not outcome.passed
     assert len(outcome.output) <= 2**20
-    filled = (
+    fill_folder = (
         "n = 0\ntry:\n    while n < 999:\n        open(f'f{n}', 'wb').write(bytes(2**20)); n += 1\nexcept OSError: pass"
     )
-    assert run(filled, "assert 4 < n < 17, n").passed
+    assert run(fill_folder, "assert 4 < n < 17, n").passed
 
 
 def test_nothing_outside_can_be_written(run: Callable[..., Outcome], tmp_path: Path) -> None:
@@ -223,7 +225,7 @@ for pid in {[psutil.Process().pid, psutil.Process().ppid()]} + [os.getppid()] + 
     assert run(program, "assert not reached, reached").passed
 
 
-def test_it_has_no_rights(run: Callable[..., Outcome]) -> None:
+def test_a_program_has_no_privileges(run: Callable[..., Outcome]) -> None:
     program = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -247,16 +249,16 @@ for name, call in {
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_limits_that_no_program_can_live_under() -> None:
+def test_limits_too_small_for_any_program() -> None:
     with pytest.raises(
         UserError, match=r"an empty program fails under its limits: raise reward\.code\.memory_bytes=9999999"
     ):
         Sandbox(Code(memory_bytes=9999999))
 
 
-def test_nothing_stays_behind(run: Callable[..., Outcome]) -> None:
+def test_no_process_stays_behind(run: Callable[..., Outcome]) -> None:
     mark = f"grpo_mp_left_{time.monotonic_ns()}"
-    program = LEAVES.format(mark=mark)
+    program = LEAVES_A_PROCESS.format(mark=mark)
     assert run(program, "").passed
     assert not run(program + "time.sleep(60)", "", 1.0).passed
     assert not processes_with(mark)
@@ -304,16 +306,16 @@ def test_without_namespaces_it_refuses_and_leaves_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("no_namespaces")
-def test_or_keeps_the_limits() -> None:
+def test_without_namespaces_best_effort_keeps_the_limits() -> None:
     if os.geteuid() == 0:
         with pytest.raises(UserError, match=r"programs cannot be started here .*: run as a user other than root"):
             Sandbox(Code(isolation="best_effort"))
         return
-    limited = Sandbox(Code(isolation="best_effort"))
-    assert not limited.isolated
-    assert not limited.run("while True: pass", FAILS, "", 0.5).passed
-    assert not limited.run("import os; os._exit(0)", FAILS, "", 20.0).passed
-    assert limited.run("x = 1", "assert x", "", 20.0).passed
+    sandbox = Sandbox(Code(isolation="best_effort"))
+    assert not sandbox.isolated
+    assert not sandbox.run("while True: pass", FAILING_TEST, "", 0.5).passed
+    assert not sandbox.run("import os; os._exit(0)", FAILING_TEST, "", 20.0).passed
+    assert sandbox.run("x = 1", "assert x", "", 20.0).passed
     mark = f"grpo_mp_left_{time.monotonic_ns()}"
-    assert limited.run(LEAVES.format(mark=mark), "", "", 20.0).passed
+    assert sandbox.run(LEAVES_A_PROCESS.format(mark=mark), "", "", 20.0).passed
     assert not processes_with(mark)

@@ -55,7 +55,7 @@ async def waits(completions, **columns):
     await asyncio.sleep(0)
     return [4.0] * len(completions)
 """
-BROKEN = {
+FAILURES = {
     "raises": r"raised KeyError: 'gold'; sample 0: 'a'",
     "exits": r"raised SystemExit: 3",
     "leaves": r"raised ExitCallError: it called os._exit\(0\): return a reward, or raise an error",
@@ -83,8 +83,8 @@ def scorer(tmp_path: Path) -> Iterator[Callable[..., Scorer]]:
         return made[-1]
 
     yield make
-    for each in made:
-        each.close()
+    for scorer in made:
+        scorer.close()
 
 
 def rewards(group: SampleGroup) -> list[float]:
@@ -135,9 +135,7 @@ def test_none_means_that_a_part_does_not_apply(scorer: Callable[..., Scorer], ma
     ]
 
 
-def test_samples_to_which_nothing_applies_stand_at_the_mean(
-    scorer: Callable[..., Scorer], make_group: MakeGroup
-) -> None:
+def test_samples_to_which_nothing_applies_get_the_mean(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
     built = scorer({"second": 1.0, "never": 1.0})
     assert rewards(built.score_group(make_group(["a", "b", "c"]))) == [2.0, 1.0, 3.0]
     assert built.take_tally().unscored == 1
@@ -157,7 +155,7 @@ def rule(tmp_path: Path) -> str:
     return f"{tmp_path / 'rule.py'}:rule"
 
 
-def said(settings: dict[str, Any], group: SampleGroup) -> list[bool | None]:
+def correctness(settings: dict[str, Any], group: SampleGroup) -> list[bool | None]:
     built = Scorer(RewardSettings(**settings), max_response_tokens=10)
     try:
         return [sample.right for sample in built.score_group(group).samples]
@@ -165,15 +163,15 @@ def said(settings: dict[str, Any], group: SampleGroup) -> list[bool | None]:
         built.close()
 
 
-def test_what_is_right_is_said_by_a_part_never_by_the_total(rule: str, make_group: MakeGroup) -> None:
+def test_correctness_is_decided_by_a_part_never_by_the_total(rule: str, make_group: MakeGroup) -> None:
     group = make_group([r"\boxed{7}", r"\boxed{8}", "seven"])
     functions = {"functions": {rule: 1.0}}
-    assert said(functions, group) == [None, None, None]
-    assert said(functions | {"right": {"part": "rule", "at_least": 1.5}}, group) == [True, False, False]
-    assert said({"answer": 1.0, "boxed": 0.5}, group) == [True, False, False]
-    assert said({"answer": 0.1}, group) == [True, False, False]
-    assert said(functions | {"answer": 1.0, "right": "boxed"}, group) == [True, True, False]
-    assert said({"boxed": 1.0, "right": "answer"}, group) == [True, False, False]
+    assert correctness(functions, group) == [None, None, None]
+    assert correctness(functions | {"right": {"part": "rule", "at_least": 1.5}}, group) == [True, False, False]
+    assert correctness({"answer": 1.0, "boxed": 0.5}, group) == [True, False, False]
+    assert correctness({"answer": 0.1}, group) == [True, False, False]
+    assert correctness(functions | {"answer": 1.0, "right": "boxed"}, group) == [True, True, False]
+    assert correctness({"boxed": 1.0, "right": "answer"}, group) == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +183,7 @@ def test_what_is_right_is_said_by_a_part_never_by_the_total(rule: str, make_grou
         ({"boxed": 1.0}, False),
     ],
 )
-def test_answers_are_voted_on_only_where_their_comparison_says_what_is_right(
+def test_answers_are_voted_on_only_where_comparing_them_decides_correctness(
     settings: dict[str, Any], votes: bool
 ) -> None:
     """Where another part says it, right samples may give several answers: a majority of them means nothing."""
@@ -194,7 +192,7 @@ def test_answers_are_voted_on_only_where_their_comparison_says_what_is_right(
     assert built.has_answers is votes
 
 
-def test_a_part_that_says_right_at_weight_0_moves_no_reward(rule: str, make_group: MakeGroup) -> None:
+def test_a_part_that_decides_correctness_at_weight_0_changes_no_reward(rule: str, make_group: MakeGroup) -> None:
     built = Scorer(RewardSettings(boxed=0.5, right="answer"), max_response_tokens=10)
     scored = built.score_group(make_group([r"\boxed{7}", r"\boxed{8}"]))
     built.close()
@@ -202,23 +200,23 @@ def test_a_part_that_says_right_at_weight_0_moves_no_reward(rule: str, make_grou
     assert [sample.reward_parts["answer"] for sample in scored.samples] == [1.0, 0.0]
 
 
-def test_nothing_is_said_by_a_part_that_failed_or_does_not_apply(
+def test_a_part_that_failed_or_does_not_apply_decides_nothing(
     scorer: Callable[..., Scorer], make_group: MakeGroup
 ) -> None:
-    def rights(name: str, **settings: Any) -> list[bool | None]:
+    def correctness_by(name: str, **settings: Any) -> list[bool | None]:
         built = scorer({name: 1.0}, right=name, **settings)
         return [sample.right for sample in built.score_group(make_group(["a", "b", "c"])).samples]
 
-    assert rights("second") == [None, True, True]
-    assert rights("raises", on_error=1.0) == [None, None, None]
+    assert correctness_by("second") == [None, True, True]
+    assert correctness_by("raises", on_error=1.0) == [None, None, None]
 
 
-def test_a_part_that_there_is_not_cannot_say_what_is_right(scorer: Callable[..., Scorer]) -> None:
+def test_an_unknown_part_cannot_decide_correctness(scorer: Callable[..., Scorer]) -> None:
     with pytest.raises(UserError, match=r"reward.right: no part of the reward is named 'evn' .did you mean even"):
         scorer({"even": 1.0}, right="evn")
 
 
-def test_a_start_without_a_word_on_right_says_so(scorer: Callable[..., Scorer]) -> None:
+def test_a_start_without_a_correctness_rule_warns(scorer: Callable[..., Scorer]) -> None:
     assert any("no accuracy" in line for line in scorer({"even": 1.0}).warnings)
     assert not scorer({"even": 1.0}, right="even").warnings
 
@@ -242,29 +240,29 @@ def test_a_column_of_another_length_is_a_failing_reward(scorer: Callable[..., Sc
 
 
 def test_tallies_of_ranks_add_up() -> None:
-    one, other = Tally(unscored=2), Tally(given_up=3)
+    first, second = Tally(unscored=2), Tally(given_up=3)
     for value in (1.0, 2.0):
-        one.log("mine", value)
-    other.log("mine", 6.0)
-    one.failures["a"] += 1
-    other.failures.update({"a": 2, "b": 1})
-    one.complaints["a"], other.complaints["a"] = "first", "second"
-    whole = total([one, other])
-    assert (whole.unscored, whole.given_up, whole.failures) == (2, 3, {"a": 3, "b": 1})
-    assert (whole.logged, whole.complaints) == ({"mine": 3.0}, {"a": "first"})
+        first.log("mine", value)
+    second.log("mine", 6.0)
+    first.failures["a"] += 1
+    second.failures.update({"a": 2, "b": 1})
+    first.complaints["a"], second.complaints["a"] = "first", "second"
+    merged = total([first, second])
+    assert (merged.unscored, merged.given_up, merged.failures) == (2, 3, {"a": 3, "b": 1})
+    assert (merged.logged, merged.complaints) == ({"mine": 3.0}, {"a": "first"})
 
 
-@pytest.mark.parametrize("function", BROKEN)
+@pytest.mark.parametrize("function", FAILURES)
 def test_a_broken_reward_stops_with_the_sample_shown(
     function: str, scorer: Callable[..., Scorer], make_group: MakeGroup
 ) -> None:
     built = scorer({function: 1.0}, timeout_s=0.2)
-    with pytest.raises(UserError, match=rf"reward {function}: prompt 12: {BROKEN[function]}"):
+    with pytest.raises(UserError, match=rf"reward {function}: prompt 12: {FAILURES[function]}"):
         built.score_group(make_group(["a", "b", "c"]))
 
 
-@pytest.mark.parametrize("function", BROKEN)
-def test_or_scores_the_configured_reward_and_is_counted(
+@pytest.mark.parametrize("function", FAILURES)
+def test_a_broken_reward_scores_on_error_and_is_counted(
     function: str, scorer: Callable[..., Scorer], make_group: MakeGroup
 ) -> None:
     built = scorer({function: 2.0, "answer": 1.0}, timeout_s=0.2, on_error=-0.5)
@@ -273,13 +271,13 @@ def test_or_scores_the_configured_reward_and_is_counted(
     assert scored.samples[0].reward_parts == {function: -0.5, "answer": 3.0}
     tally = built.take_tally()
     assert tally.failures == {function: 1}
-    assert re.search(f"reward {function}: prompt 12: {BROKEN[function]}", tally.complaints[function])
+    assert re.search(f"reward {function}: prompt 12: {FAILURES[function]}", tally.complaints[function])
 
 
 def test_long_samples_are_shortened_in_the_error(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as raised:
         scorer({"raises": 1.0}).score_group(make_group(["x" * 5000]))
-    assert len(str(caught.value)) < 600
+    assert len(str(raised.value)) < 600
 
 
 def test_a_prompt_without_answer_is_the_user_s_mistake(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
@@ -316,13 +314,13 @@ def test_threads_may_score_at_once(scorer: Callable[..., Scorer], make_group: Ma
 def test_a_program_with_a_hanging_reward_still_ends(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import time\ndef hangs(**columns): time.sleep(600)\n")
     program = (
-        "from grpo_mp.rewards.timeouts import RewardError, run_limited\n"
+        "from grpo_mp.rewards.timeouts import RewardError, run_with_timeout\n"
         "import mine\n"
-        "try:\n    run_limited(mine.hangs, 0.1)\nexcept RewardError as error:\n    print(error)\n"
+        "try:\n    run_with_timeout(mine.hangs, 0.1)\nexcept RewardError as error:\n    print(error)\n"
     )
     path = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
-    done = subprocess.run([sys.executable, "-c", program], env=path, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "took longer than reward.timeout_s=0.1 s\n"), done.stderr
+    result = subprocess.run([sys.executable, "-c", program], env=path, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "took longer than reward.timeout_s=0.1 s\n"), result.stderr
 
 
 def test_a_coroutine_reward_needs_no_loop_of_its_own(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:

@@ -59,9 +59,9 @@ def score(
     """Scores texts, one token a character, by the server as a part of the reward."""
     monkeypatch.setenv(KEY, server.key)
 
-    def run(part: str, texts: list[str], **more: str) -> SampleGroup:
-        settings = RewardSettings.model_validate({part: {"url": server.url, "key_variable": KEY, **more}})
-        scorer = Scorer(settings, 16, decode=lambda tokens: "".join(map(chr, tokens)))
+    def run(part: str, texts: list[str], **settings: str) -> SampleGroup:
+        reward = {part: {"url": server.url, "key_variable": KEY, **settings}}
+        scorer = Scorer(RewardSettings.model_validate(reward), 16, decode=lambda tokens: "".join(map(chr, tokens)))
         scored = scorer.score_group(make_group(texts))
         scorer.close()
         return scored
@@ -71,10 +71,10 @@ def score(
 
 def test_scores_are_those_of_transformers(model: Path, score: Callable[..., SampleGroup]) -> None:
     scored = score("model", ["yes", "no", "maybe so"])
-    judge = LlamaForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
+    reference = LlamaForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
     for sample in scored.samples:
         with torch.no_grad():
-            expected = judge(torch.tensor([[*sample.prompt_tokens, *sample.tokens]])).logits.item()
+            expected = reference(torch.tensor([[*sample.prompt_tokens, *sample.tokens]])).logits.item()
         assert sample.reward_parts["model"] == pytest.approx(expected, abs=1e-4)
     assert len({sample.reward for sample in scored.samples}) == 3
 
@@ -84,12 +84,12 @@ def test_scores_of_steps_are_those_of_transformers_where_each_step_ends(
 ) -> None:
     """The head runs over the whole response at once: what it says at a step's last token is the step's score."""
     scored = score("steps", ["a=1\nb=2\n\nc", "none"], separator="\n")
-    judge = LlamaForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
+    reference = LlamaForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
     assert [[end for end, _ in sample.step_rewards] for sample in scored.samples] == [[3, 7, 9], [3]]
     for sample in scored.samples:
         with torch.no_grad():
-            hidden = judge.model(torch.tensor([[*sample.prompt_tokens, *sample.tokens]])).last_hidden_state
-            expected = judge.score(hidden)[0, len(sample.prompt_tokens) :, 0]
+            hidden = reference.model(torch.tensor([[*sample.prompt_tokens, *sample.tokens]])).last_hidden_state
+            expected = reference.score(hidden)[0, len(sample.prompt_tokens) :, 0]
         for end, score in sample.step_rewards:
             assert score == pytest.approx(expected[end].item(), abs=1e-4)
 
@@ -109,7 +109,7 @@ def test_where_steps_end(pieces: list[str], ends: list[int]) -> None:
     assert step_ends(pieces, "\n\n") == ends
 
 
-def test_a_key_that_is_not_set_is_said() -> None:
-    wanted = {"model": {"url": "http://127.0.0.1:1", "key_variable": "NO_SUCH_KEY"}}
+def test_a_missing_key_is_reported() -> None:
+    settings = {"model": {"url": "http://127.0.0.1:1", "key_variable": "NO_SUCH_KEY"}}
     with pytest.raises(UserError, match="NO_SUCH_KEY is not set in the environment: export it"):
-        Scorer(RewardSettings.model_validate(wanted), 16)
+        Scorer(RewardSettings.model_validate(settings), 16)

@@ -28,7 +28,7 @@ def numbers(**columns): return [[1.0], [2.0]]
 def half(**columns): return [[(0.5, 1.0)], []]
 def nothing(**columns): return None
 """
-BROKEN = {
+FAILURES = {
     "raises": r"raised KeyError: 'gold'",
     "few": r"returned 1 lists of steps for 2 samples",
     "beyond": r"returned a step that ends at token 4 after one at -1: ends ascend, below 4; sample 1",
@@ -58,7 +58,7 @@ def steps(group: SampleGroup) -> list[Any]:
     return [sample.step_rewards for sample in group.samples]
 
 
-def test_steps_stand_apart_from_the_outcome(score: Callable[..., Any]) -> None:
+def test_step_rewards_are_kept_apart_from_the_outcome(score: Callable[..., Any]) -> None:
     group, scorer = score("lines", length=1.0)
     assert steps(group) == [((1, 0.0), (3, 0.5))] * 2
     assert [(sample.reward, sample.reward_parts) for sample in group.samples] == [
@@ -87,11 +87,11 @@ def test_a_function_of_the_same_name_keeps_its_whole_name(tmp_path: Path) -> Non
     assert Scorer(RewardSettings(steps=name, functions={name: 1.0}), 8).names == (name, "steps")
 
 
-@pytest.mark.parametrize("function", BROKEN)
+@pytest.mark.parametrize("function", FAILURES)
 def test_wrong_shapes(function: str, score: Callable[..., Any]) -> None:
-    with pytest.raises(UserError, match=rf"^reward steps: prompt 12: .*({BROKEN[function]})") as refused:
+    with pytest.raises(UserError, match=rf"^reward steps: prompt 12: .*({FAILURES[function]})") as raised:
         score(function)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(raised.value)
     group, scorer = score(function, on_error=-0.5)
     assert steps(group) == [((3, -0.5),)] * 2
     assert scorer.take_tally().failures == {"steps": 1}

@@ -52,7 +52,7 @@ def trl_rewards(functions: list[Any], row: dict[str, Any], group: SampleGroup) -
 
 
 @pytest.mark.parametrize("prompt", ["3+4?", CHAT])
-def test_the_same_call_arrives(prompt: Any, make_group: MakeGroup) -> None:
+def test_functions_get_the_same_arguments(prompt: Any, make_group: MakeGroup) -> None:
     row = {"prompt": prompt, "solution": "$7$", "level": 3, "completion": "unused"}
     group = make_group(TEXTS, **row)
     calls: list[dict[str, Any]] = []
@@ -64,12 +64,12 @@ def test_the_same_call_arrives(prompt: Any, make_group: MakeGroup) -> None:
     trl_rewards([record], row, group)
     state = TrainerState(global_step=3)
     record(**call_arguments(group, "prompt", Callbacks(state, lambda column, values: None, lambda name, value: None)))
-    theirs, ours = calls
-    assert set(theirs) == set(ours)
+    expected, actual = calls
+    assert set(expected) == set(actual)
     functions = ("log_extra", "log_metric")
-    assert all(callable(ours[name]) for name in functions)
-    assert {k: v for k, v in theirs.items() if k not in functions} == {
-        k: v for k, v in ours.items() if k not in functions
+    assert all(callable(actual[name]) for name in functions)
+    assert {k: v for k, v in expected.items() if k not in functions} == {
+        k: v for k, v in actual.items() if k not in functions
     }
 
 

@@ -16,14 +16,14 @@ from grpo_mp.weight_sync.plan import LocalShard, SyncPlan, Transfer, full_bytes,
 
 LAYERS, EXPERTS = 2, 4
 RULES = [
-    Rule("embedding", ("e",), ((10, 4),), split=0, vocabulary=True),
+    Rule("embedding", ("e",), ((10, 4),), tp_dim=0, vocabulary=True),
     Rule("layer.{layer}.norm", ("n{layer}",), ((4,),), layers=(0, 1)),
-    Rule("layer.{layer}.qkv", ("q{layer}", "k{layer}"), ((8, 4), (4, 4)), split=0, layers=(0, 1)),
+    Rule("layer.{layer}.qkv", ("q{layer}", "k{layer}"), ((8, 4), (4, 4)), tp_dim=0, layers=(0, 1)),
     Rule("layer.{layer}.bias", ("b{layer}",), ((4,),), layers=(0, 1), keep_float32=True),
-    Rule("layer.{layer}.w{expert}", ("g{layer}.{expert}",), ((12, 4),), split=0, layers=(0, 1), experts=EXPERTS),
-    Rule("layer.{layer}.v{expert}", ("d{layer}.{expert}",), ((4, 12),), split=1, layers=(0, 1), experts=EXPERTS),
+    Rule("layer.{layer}.w{expert}", ("g{layer}.{expert}",), ((12, 4),), tp_dim=0, layers=(0, 1), experts=EXPERTS),
+    Rule("layer.{layer}.v{expert}", ("d{layer}.{expert}",), ((4, 12),), tp_dim=1, layers=(0, 1), experts=EXPERTS),
     Rule("norm", ("n",), ((4,),)),
-    Rule("output", ("o",), ((10, 4),), split=0, vocabulary=True),
+    Rule("output", ("o",), ((10, 4),), tp_dim=0, vocabulary=True),
 ]
 PARAMS = expand(RULES)
 ITEMSIZE = {name: 4 if param.keep_float32 else 2 for name, param in PARAMS.items()}

@@ -1,4 +1,4 @@
-"""pass@k and maj@k over k, before and after, as a picture."""
+"""The plot of pass@k and maj@k over k, before and after training."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,25 +15,25 @@ INCHES = (6.0, 4.0)  # of one set
 COLOURS = {"before": "tab:gray", "after": "tab:blue"}
 
 
-def draw(before: Mapping[str, EvalScore], after: Mapping[str, EvalScore]) -> "Figure | None":
-    """One panel for each set with several samples of a problem; None where no set has them.
+def plot_pass_at_k(before: Mapping[str, EvalScore], after: Mapping[str, EvalScore]) -> "Figure | None":
+    """Plot one panel for each set with several samples of a problem; None where no set has them.
 
     A line is a mean over problems, its band one standard error to either side.
     """
-    sets = [name for name, one in after.items() if one.pass_at]
+    sets = [name for name, score in after.items() if score.pass_at]
     if not sets:
         return None
-    from matplotlib.figure import Figure  # half a second that most processes need not spend
+    from matplotlib.figure import Figure  # takes half a second, which most processes need not spend
 
     figure = Figure(figsize=(INCHES[0] * len(sets), INCHES[1]), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(sets), squeeze=False)[0], sets, strict=True):
-        both = {"before": before.get(name), "after": after[name]} if before else {"after": after[name]}
-        for when, one in both.items():
-            if one:
-                named = f"{when}: " if before else ""
-                _line(axes, one.pass_at, f"{named}pass@k", COLOURS[when], "-")
-                _line(axes, one.maj_at, f"{named}maj@k", COLOURS[when], "--")
-        _dress(axes, name, after[name])
+        scores = {"before": before.get(name), "after": after[name]} if before else {"after": after[name]}
+        for when, score in scores.items():
+            if score:
+                prefix = f"{when}: " if before else ""
+                _plot_line(axes, score.pass_at, f"{prefix}pass@k", COLOURS[when], "-")
+                _plot_line(axes, score.maj_at, f"{prefix}maj@k", COLOURS[when], "--")
+        _format_axes(axes, name, after[name])
     return figure
 
 
@@ -45,22 +45,22 @@ def write_svg(figure: "Figure", file: Path) -> None:
         figure.savefig(file, format="svg", metadata={"Date": None})
 
 
-def _line(axes: "Axes", estimates: Mapping[int, Estimate], label: str, colour: str, style: str) -> None:
+def _plot_line(axes: "Axes", estimates: Mapping[int, Estimate], label: str, colour: str, style: str) -> None:
     if not estimates:
         return
-    ks, means = list(estimates), [one.value for one in estimates.values()]
-    errors = [one.error or 0.0 for one in estimates.values()]
+    ks, means = list(estimates), [estimate.value for estimate in estimates.values()]
+    errors = [estimate.error or 0.0 for estimate in estimates.values()]
     axes.plot(ks, means, style, color=colour, marker="o", markersize=3, label=label)
     low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
     axes.fill_between(ks, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
-def _dress(axes: "Axes", name: str, one: EvalScore) -> None:
+def _format_axes(axes: "Axes", name: str, score: EvalScore) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_xticks(list(one.pass_at), [str(k) for k in one.pass_at])
+    axes.set_xticks(list(score.pass_at), [str(k) for k in score.pass_at])
     axes.set_ylim(0.0, 1.0)
     axes.set_xlabel("k, samples of a problem")
     axes.set_ylabel("share of problems")
-    axes.set_title(f"{name}: {one.problems} problems x {one.samples} samples, ± standard error")
+    axes.set_title(f"{name}: {score.problems} problems x {score.samples} samples, ± standard error")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")

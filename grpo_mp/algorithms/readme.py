@@ -1,4 +1,4 @@
-"""The page of this room: every preset with source, constants and use; `python -m grpo_mp.algorithms.page` writes it."""
+"""The README of this package, with every preset in it; `python -m grpo_mp.algorithms.readme` writes it anew."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +10,13 @@ PAGE = Path(__file__).with_name("README.md")
 
 HEAD = """# algorithms
 
-<!-- Written by `python -m grpo_mp.algorithms.page`; edit page.py or presets.py, not this file. -->
+<!-- Written by `python -m grpo_mp.algorithms.readme`; edit readme.py or presets.py, not this file. -->
 
 `algorithm: dapo` in a settings file, or `algorithm=dapo` on the command line, takes a preset; any part can be set over
 it: `algorithm: {preset: dapo, clip: {high: 0.3}}`. The run folder's settings.yaml then says every constant. A preset is
-a choice of parts in presets.py, never a branch in code: advantage (advantages.py), ratio and surrogate (surrogates.py),
-aggregation (aggregation.py), KL (kl.py), correction for the engine (corrections.py), filters (group_filters.py).
+a choice of parts in presets.py, never a branch in code: advantage (advantages.py), ratio (losses.py), surrogate
+(policy_losses.py), aggregation (aggregation.py), KL (kl.py), correction for the engine (corrections.py), filters
+(batching/group_filters.py).
 
 ## Which preset when
 
@@ -106,18 +107,18 @@ entropy. One seed differs from another by more than most presets do.
 
 
 def markdown() -> str:
-    """The whole page."""
-    uses = "".join(f"| `{name}` | {preset.use} |\n" for name, preset in PRESETS.items())
-    rows = "".join(
+    """Return the README as Markdown."""
+    use_rows = "".join(f"| `{name}` | {preset.use} |\n" for name, preset in PRESETS.items())
+    preset_rows = "".join(
         f"| `{name}` | {preset.source} | {', '.join(_constants(preset.settings)) or 'the defaults'} |\n"
         for name, preset in PRESETS.items()
     )
-    head = "\n| preset | source | constants that differ from the defaults |\n|---|---|---|\n"
-    return f"{HEAD}{uses}{_group_sizes()}{PARTS}{head}{rows}{CURVES}"
+    preset_head = "\n| preset | source | constants that differ from the defaults |\n|---|---|---|\n"
+    return f"{HEAD}{use_rows}{_group_sizes()}{PARTS}{preset_head}{preset_rows}{CURVES}"
 
 
 def _group_sizes() -> str:
-    """The section on group sizes, its shares computed."""
+    """Return the section on group sizes with its computed shares."""
     head = GROUP_SIZE.format(chances=" | ".join(f"p = {p:g}" for p in CHANCES), lines="|".join("---" for _ in CHANCES))
     rows = ""
     for size, use in GROUP_SIZES.items():
@@ -127,6 +128,7 @@ def _group_sizes() -> str:
 
 
 def _constants(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield `section.key=value` for every leaf of the tree."""
     for key, value in tree.items():
         name = f"{prefix}.{key}" if prefix else key
         if isinstance(value, dict):

@@ -31,15 +31,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, tokenizer = tmp_path_factory.mktemp("model"), make_tokenizer([])
     make_tiny(folder, "llama", tokenizer, num_hidden_layers=2)
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    after = {
+    next_tokens = {
         "<|assistant|>": {BOXED: 1.0},
         BOXED: CHANCES,
         **{digit: {"}": 1.0} for digit in CHANCES},
         "}": {END: 1.0},
     }
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in [*after, END]}
-    logits = torch.full((len(after), policy.config.vocab_size), -20.0)
-    for row, chances in enumerate(after.values()):
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in [*next_tokens, END]}
+    logits = torch.full((len(next_tokens), policy.config.vocab_size), -20.0)
+    for row, chances in enumerate(next_tokens.values()):
         for token, chance in chances.items():
             logits[row, ids[token]] = math.log(chance)
     with torch.no_grad():
@@ -47,8 +47,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 tensor.zero_()
         policy.model.norm.weight.fill_(1.0)
-        last = policy.model.embed_tokens.weight[[ids[token] for token in after]]
-        normed = last * (last.pow(2).mean(-1, keepdim=True) + policy.config.rms_norm_eps).rsqrt()
+        embeddings = policy.model.embed_tokens.weight[[ids[token] for token in next_tokens]]
+        normed = embeddings * (embeddings.pow(2).mean(-1, keepdim=True) + policy.config.rms_norm_eps).rsqrt()
         policy.lm_head.weight.copy_((torch.linalg.pinv(normed) @ logits).T)
     policy.save_pretrained(folder)
     return folder
@@ -60,12 +60,12 @@ def results(model: Path, tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("evaluation")
     rows = [{"question": f"Problem {number}?", "answer": answer} for number, answer in enumerate(ANSWERS)]
     (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    usual: dict[str, Any] = {"path": str(folder / "eval.jsonl")}
+    defaults: dict[str, Any] = {"path": str(folder / "eval.jsonl")}
     sets = {
-        "sampled": usual | {"samples": SAMPLES},
-        "greedy": usual | {"temperature": 0, "prompts": 5},
-        "nucleus": usual | {"samples": 2, "top_p": 0.4},
-        "cut": usual | {"samples": 2, "max_response_tokens": 2},
+        "sampled": defaults | {"samples": SAMPLES},
+        "greedy": defaults | {"temperature": 0, "prompts": 5},
+        "nucleus": defaults | {"samples": 2, "top_p": 0.4},
+        "cut": defaults | {"samples": 2, "max_response_tokens": 2},
     }
     overrides = [f"data.eval={json.dumps(sets)}", "data.train=none.jsonl", "reward.boxed=0"]
     main([str(tiny_run.config), *overrides, "--model", str(model), "--out", str(folder / "out")])
@@ -80,16 +80,16 @@ def scores(results: Path) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def answers(results: Path) -> dict[str, list[list[str]]]:
     """By set and problem: what stands in the boxes."""
-    found: dict[str, list[list[str]]] = {}
+    answers: dict[str, list[list[str]]] = {}
     for line in (results / "samples.jsonl").read_text().splitlines():
         row = json.loads(line)
-        of_set = found.setdefault(row["set"], [[] for _ in ANSWERS])
-        of_set[row["prompt_index"]].append(row["response"].removeprefix(BOXED).removesuffix("}"))
-    return found
+        set_answers = answers.setdefault(row["set"], [[] for _ in ANSWERS])
+        set_answers[row["prompt_index"]].append(row["response"].removeprefix(BOXED).removesuffix("}"))
+    return answers
 
 
 def test_each_problem_has_its_samples(answers: dict[str, list[list[str]]]) -> None:
-    assert {name: [len(one) for one in problems] for name, problems in answers.items()} == {
+    assert {name: [len(samples) for samples in problems] for name, problems in answers.items()} == {
         "sampled": [SAMPLES] * 6,
         "greedy": [1] * 5 + [0],
         "nucleus": [2] * 6,
@@ -131,7 +131,7 @@ def test_scores_are_means_over_every_draw_of_the_samples(
     assert {"value": sampled["accuracy"], "error": sampled["accuracy_error"]} == sampled["pass_at"]["1"]
 
 
-def test_the_picture_is_drawn(results: Path) -> None:
+def test_the_plot_is_written(results: Path) -> None:
     text = "".join(ElementTree.parse(results / "pass_at_k.svg").getroot().itertext())
     assert "sampled: 6 problems x 8 samples" in text
     assert "pass@k" in text
@@ -140,10 +140,10 @@ def test_the_picture_is_drawn(results: Path) -> None:
 
 
 def test_the_file_says_what_was_evaluated(results: Path, model: Path) -> None:
-    said = json.loads((results / "eval.json").read_text())
-    assert (said["model"], said["checkpoint"]) == (str(model), None)
-    assert said["settings"]["nucleus"]["temperature"] == 1.0
-    assert said["settings"]["nucleus"]["max_response_tokens"] == 16
+    contents = json.loads((results / "eval.json").read_text())
+    assert (contents["model"], contents["checkpoint"]) == (str(model), None)
+    assert contents["settings"]["nucleus"]["temperature"] == 1.0
+    assert contents["settings"]["nucleus"]["max_response_tokens"] == 16
 
 
 @pytest.mark.parametrize(
@@ -182,10 +182,10 @@ def change_config(folder: Path, **values: Any) -> None:
 def test_mistakes_are_one_sentence(
     arguments: list[str], sentence: str, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         main([str(tiny_run.config), *arguments, "--out", str(tmp_path / "out")])
-    said = capfd.readouterr().err
-    assert ended.value.code == 2
-    assert sentence in said
-    assert said.count("\n") == 1
+    stderr = capfd.readouterr().err
+    assert raised.value.code == 2
+    assert sentence in stderr
+    assert stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
