@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grpo_mp.planner.engine import engine_shape, weight_bytes
 
 from grpo_mp.checkpoint.hf_reader import INDEX
 from grpo_mp.config import Settings, load_settings
@@ -18,8 +17,9 @@ from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.engine_memory import engine_weight_bytes
 from grpo_mp.planner.job import make_job
-from grpo_mp.planner.model_configs import find_config, published
+from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.rollout.engine_args import DP_ATTENTION_PORTS, ENGINE_SITE, engine_arguments, ports_needed
 from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
 from grpo_mp.rollout.placement import EnginePlacement
@@ -99,7 +99,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Facts:
     for number, (model, gpus, args) in enumerate(PARALLELISMS):
         engine = {"gpus": gpus, "args": {"quantization": "fp8", **args}}
         name = f"parallelism {number}"
-        cases[name] = cuda_arguments(settings_of(engine=engine), published(model), folder / name)
+        cases[name] = cuda_arguments(settings_of(engine=engine), published_config(model), folder / name)
     return rehearse(cases)
 
 
@@ -133,7 +133,7 @@ def test_a_recipe_is_sharded_and_quantised_as_planned(rehearsed: Facts, name: st
     batch_script = (CONFIGS.parent / "launch" / f"{name}.sh").read_text()
     nodes = int(re.findall(r"#SBATCH --nodes=(\d+)", batch_script)[0])
     job = make_job(settings, hf, read_cluster("h100-80"), nodes)
-    assert facts["bytes"] == pytest.approx(weight_bytes(job, engine_shape(job)), rel=0.01)
+    assert facts["bytes"] == pytest.approx(engine_weight_bytes(job), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_parallelism_is_refused_where_sglang_refuses_it(rehearsed: Facts, numb
 
 def refusal_of(gpus: int, args: dict[str, Any], model: str) -> str:
     try:
-        check_engine_parallelism(gpus, {"quantization": "fp8", **args}, published(model))
+        check_engine_parallelism(gpus, {"quantization": "fp8", **args}, published_config(model))
     except UserError as refusal:
         return str(refusal)
     return ""
@@ -166,4 +166,4 @@ def check_suggestion(sentence: str, gpus: int, args: dict[str, Any], model: str)
     named = {name: int(value) for name, value in (setting.split("=") for setting in settings.split(", "))}
     gpus = named.pop("engine.gpus", gpus)
     changed = {name.removeprefix("engine.args."): value for name, value in named.items()}
-    check_engine_parallelism(gpus, {"quantization": "fp8", **args, **changed}, published(model))
+    check_engine_parallelism(gpus, {"quantization": "fp8", **args, **changed}, published_config(model))
