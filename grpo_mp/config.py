@@ -133,6 +133,9 @@ class Sync(Section):
 
 
 class Monitor(Section):
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="of RUN/logs/rank_N.log; warnings go to the terminal, too"
+    )
     samples_per_step: int = Field(4, ge=0, description="sample texts written at each step")
     phase_timeout_s: float = Field(
         3600.0, gt=0, description="the longest that a phase may take and a rank may wait for the others"

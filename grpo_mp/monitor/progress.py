@@ -1,5 +1,6 @@
 """Progress output: live lines on a terminal, plain lines in a log. Only rank 0 prints."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from grpo_mp.monitor import screen
 from grpo_mp.monitor.screen import AnswerPair, EvalScore, View
 from grpo_mp.phases import Phase
 
+LOGGER = logging.getLogger(__name__)
 __all__ = ["AnswerPair", "EvalScore", "Progress"]
 
 
@@ -57,6 +59,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print one line, such as what is being started."""
+        LOGGER.info(text)
         self._print(text)
 
     @contextmanager
@@ -82,6 +85,7 @@ class Progress:
         """Print a finished step from its metrics; `accuracy` is the share of right answers, where known."""
         self._view = replace(self._view, done=step, scalars=dict(scalars), accuracy=accuracy)
         self._view = replace(self._view, left_s=self._left_s())
+        LOGGER.info(screen.step_line(self._view))
         self._print(screen.step_line(self._view))
 
     def evaluated(self, step: int, scores: Mapping[str, EvalScore]) -> None:

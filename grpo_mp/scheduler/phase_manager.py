@@ -1,5 +1,6 @@
 """Enter a phase: offload and onload what it needs, watch the time, record the span and the memory."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -12,6 +13,8 @@ from grpo_mp.scheduler.memory_tracker import MemoryTracker
 from grpo_mp.scheduler.out_of_memory import MemoryItems, explain_out_of_memory
 
 OffloadFunction = Callable[[bool], None]  # True: come to the device; False: leave it
+
+LOGGER = logging.getLogger(__name__)
 
 
 class PhaseManager:
@@ -36,6 +39,7 @@ class PhaseManager:
     @contextmanager
     def phase(self, phase: Phase, detail: str = "") -> Iterator[None]:
         """Run the body in `phase`."""
+        LOGGER.debug("%s begins%s", phase, f": {detail}" if detail else "")
         with self._watchdog.phase(phase, self._limit_s), self._progress.phase(phase, detail):
             with explain_out_of_memory(self._watchdog.rank, phase, self._items):
                 self._move_to(phase.resident)
@@ -43,6 +47,7 @@ class PhaseManager:
                 with self._timeline.span(phase):
                     yield
             self.memory_tracker.end(phase)
+        LOGGER.debug("%s ends", phase)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from grpo_mp.checkpoint.run_state import (
 )
 from grpo_mp.config import Layout, Settings, dump_settings
 from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
+from grpo_mp.monitor.log import log_file, logging_to
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
@@ -164,6 +165,7 @@ def _open_monitors(
 ) -> Monitors:
     """Open the monitors, and close them, the rollout and the scorer with `stack`."""
     folder = settings.run.folder
+    stack.enter_context(logging_to(log_file(folder, parallel.rank), settings.monitor.log_level))
     stack.enter_context(rollout)
     progress = stack.enter_context(Progress(folder, steps, done=steps_done, rank=parallel.rank))
     watchdog = stack.enter_context(Watchdog(parallel.rank, folder, before_exit=(progress.stop, rollout.stop)))
