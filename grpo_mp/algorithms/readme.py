@@ -101,8 +101,8 @@ CURVES = """
 ## Curves
 
 `python -m tests.bench.learning_curves` trains the quickstart's policy by several presets and seeds, four updates a step
-(with one, presets that differ in their ratio alone are one algorithm), and draws accuracy, reward, lengths, KL and
-entropy. One seed differs from another by more than most presets do.
+(with one, presets that differ in their ratio alone are one algorithm), prints accuracy, reward, lengths, KL and entropy
+of every seed, and draws their means.
 """
 
 

@@ -7,7 +7,8 @@ import torch
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "fp8": 0.25}  # mean |engine - policy| in nats; fp8: not yet measured
 # Sets of sequences in the second, larger check. Where rounding decides between two experts, policy and engine may
-# route one token differently though all weights are equal; its error dominates one set, but not this many.
+# route one token differently though all weights are equal: each set is judged without its farthest token. A wrong
+# tensor is seen by more than one.
 RECHECK_SETS = 32
 
 Checksums = Mapping[str, str]  # of an engine's tensors, by its own names
@@ -52,6 +53,12 @@ def pool_reports(reports: Sequence[CheckReport]) -> CheckReport:
     tokens = sum(report.tokens for report in reports)
     mean = sum(report.mean * report.tokens for report in reports) / tokens
     return CheckReport(mean, max(report.largest for report in reports), tokens)
+
+
+def trimmed_mean(reports: Sequence[CheckReport]) -> float:
+    """Return the mean over the tokens of several reports, each without its farthest; nan where a value is none."""
+    total = sum(report.mean * report.tokens - report.largest for report in reports)
+    return total / sum(report.tokens - 1 for report in reports)
 
 
 def worst_report(reports: Sequence[CheckReport]) -> CheckReport:

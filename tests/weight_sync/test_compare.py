@@ -10,6 +10,7 @@ from grpo_mp.weight_sync.compare import (
     comparison_sequences,
     describe_difference,
     pool_reports,
+    trimmed_mean,
     worst_report,
 )
 
@@ -33,8 +34,18 @@ def test_one_routing_tie_passes_and_a_small_error_everywhere_fails() -> None:
     tied = CheckReport(mean=0.53 / 500, largest=0.53, tokens=500)
     good = CheckReport(mean=4e-7, largest=2e-6, tokens=500)
     assert not tied.passes(TOLERANCE["float32"])
-    assert pool_reports([tied] + [good] * (RECHECK_SETS - 1)).passes(TOLERANCE["float32"])
-    assert not pool_reports([CheckReport(1.1e-4, 1e-3, 500)] * RECHECK_SETS).passes(TOLERANCE["float32"])
+    assert trimmed_mean([tied] + [good] * (RECHECK_SETS - 1)) <= TOLERANCE["float32"]
+    assert trimmed_mean([CheckReport(1.1e-4, 1e-3, 500)] * RECHECK_SETS) > TOLERANCE["float32"]
+
+
+def test_ties_in_many_sets_pass_and_a_tensor_that_a_few_tokens_see_does_not() -> None:
+    """Use the case of a run that stopped wrongly: 0.762 nats among 8149 tokens are a mean of 1.02e-4."""
+    tie = compare([[-1.0] * 254], [[-1.0] * 253 + [-1.762]])
+    assert trimmed_mean([tie] * RECHECK_SETS) == pytest.approx(0)
+    wrong = compare([[-1.0] * 254], [[-1.0] * 249 + [-1.05] * 5])  # one expert of many
+    assert trimmed_mean([wrong] * RECHECK_SETS) == pytest.approx(4 * 0.05 / 253)
+    everywhere = compare([[-1.0] * 254], [[-1.0002] * 254])
+    assert trimmed_mean([everywhere] * RECHECK_SETS) > TOLERANCE["float32"]
 
 
 def test_worst_report_of_several_engines() -> None:
