@@ -172,6 +172,10 @@ def test_settings_do_not_change(file: Path) -> None:
             {"engine": {"start_timeout_s": 60}, "monitor": {"phase_timeout_s": 30}},
             "here: monitor.phase_timeout_s=30 is shorter than rollout.group_timeout_s=600",
         ),
+        (
+            {"optimizer": {"lr": 1e-5, "share_prompts": True}, "layout": {"context": 2}},
+            "optimizer.share_prompts needs sequences that are whole on a rank, and layout.context=2 cuts them",
+        ),
         ({"sync": {"timeout_s": 4000}}, "monitor.phase_timeout_s=3600 is shorter than sync.timeout_s=4000"),
         ({"rollout": 3}, "here: rollout: Input should be a valid dictionary"),
     ],

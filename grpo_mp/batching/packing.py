@@ -13,6 +13,8 @@ import torch
 from grpo_mp.batching.microbatches import MicroBatchPlan, SharedPrompt
 from grpo_mp.types import MicroBatch, PerToken, Rows, Sample
 
+NO_PROMPT = Rows()
+
 
 def pack(
     samples: Sequence[Sample] | Mapping[int, Sample],
@@ -54,9 +56,6 @@ def pack(
             batch.advantages[response] = advantages[index]
             batch.weights[response] = weights[index]
     return batch
-
-
-NO_PROMPT = Rows()
 
 
 @dataclass(frozen=True)

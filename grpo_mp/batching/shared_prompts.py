@@ -39,8 +39,10 @@ class PackingUnit:
 def make_units(
     lengths: Sequence[int], prompts: Sequence[SamplePrompt], data_parallel: int, max_tokens: int, align: int
 ) -> list[PackingUnit]:
-    """Make a unit of each prompt's samples, or several where they would not fit a micro-batch, or where too few
-    prompts would leave data-parallel ranks without work: there are at least two units for each rank.
+    """Make a unit of each prompt's samples, or several where they would not fit a micro-batch.
+
+    So few prompts that data-parallel ranks would wait are split further, into two units for each rank where there are
+    samples enough.
     """
     by_key: dict[Hashable, list[int]] = {}
     for sample, prompt in enumerate(prompts):

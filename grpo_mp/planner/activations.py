@@ -70,12 +70,17 @@ def _layer_input_bytes(job: Job) -> float:
 
 
 def _attention_elements(job: Job) -> float:
-    """Return the elements per token: projections, what the rotary embedding makes of them, and the heads' output."""
-    model, tensor = job.model, job.settings.layout.tensor
+    """Return the elements per token: projections, what the rotary embedding makes of them, and the heads' output.
+
+    Where prompts are shared, each response's attention has a copy of its prompt's keys and values.
+    """
+    model, tensor, expanded = job.model, job.settings.layout.tensor, job.expanded_keys
     if model.mla_cache_dim:
         per_head = 2 * model.qk_head_dim + (model.qk_head_dim + 2 * model.v_head_dim) + model.qk_head_dim
-        return model.num_heads / tensor * (per_head + model.v_head_dim) + 2 * model.mla_cache_dim
-    return (2 * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads) * model.qk_head_dim / tensor
+        per_head += model.v_head_dim + expanded * (model.qk_head_dim + model.v_head_dim)
+        return model.num_heads / tensor * per_head + 2 * model.mla_cache_dim
+    heads = 2 * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads + expanded * 2 * model.num_kv_heads
+    return heads * model.qk_head_dim / tensor
 
 
 def _microbatches_in_flight(job: Job, stage: int) -> float:

@@ -130,6 +130,16 @@ class Job:
         return min(max(optimizer.max_tokens_per_microbatch, self.max_seq_len), update_tokens)
 
     @property
+    def expanded_keys(self) -> float:
+        """Keys that the attention gets per packed token where prompts are shared, for the longest prompts; else 0."""
+        rollout = self.settings.rollout
+        if not self.settings.optimizer.share_prompts:
+            return 0.0
+        prompt, response = rollout.max_prompt_tokens, self.mean_response_tokens
+        responses = min(rollout.group_size, max(1.0, (self.microbatch_tokens - prompt) / response))
+        return (prompt + responses * (prompt + response)) / (prompt + responses * response)
+
+    @property
     def packing(self) -> Packing:
         """Micro-batches of an update as the trainer packs them, for lognormal responses of the assumed mean."""
         rollout, optimizer = self.settings.rollout, self.settings.optimizer

@@ -5,12 +5,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from grpo_mp import platform
-from grpo_mp.policy.shared_prompts import shared_prompt_params
+from grpo_mp.policy.shared_prompts import packed_sequences, shared_prompt_params
 from grpo_mp.types import MicroBatch
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Any]]
@@ -73,7 +72,7 @@ def _forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     if any(rows.count for rows in batch.prompts):
         packed = shared_prompt_params(batch.lengths, batch.prompts, batch.positions, device)
     else:
-        packed = packed_sequences(batch.lengths)
+        packed = packed_sequences(batch.lengths, device)
     output: Tensor = model(
         batch.tokens[None].to(device),
         batch.positions[None].to(device),
@@ -90,21 +89,6 @@ def sequence_logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     device, length = platform.device(), len(tokens)
     positions = torch.arange(length, device=device)
     output: Tensor = model(
-        tokens.to(device)[None], positions[None], None, packed_seq_params=packed_sequences((length,))
+        tokens.to(device)[None], positions[None], None, packed_seq_params=packed_sequences((length,), device)
     )
     return output.cpu()
-
-
-def packed_sequences(lengths: Sequence[int]) -> PackedSeqParams:
-    """Return Megatron's description of a micro-batch of sequences of these lengths."""
-    cu_seqlens = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(platform.device())
-    longest = max(lengths)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=cu_seqlens,  # context parallelism reads these; the lengths include padding
-        cu_seqlens_kv_padded=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )

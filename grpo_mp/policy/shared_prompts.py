@@ -115,29 +115,31 @@ def shared_prompt_params(
     for start, length, prompt in zip(starts, lengths, prompts, strict=False):
         rows += [torch.arange(prompt.start, prompt.start + prompt.count), torch.arange(start, start + length)]
         key_lengths.append(prompt.count + length)
-    single = _cu_seqlens([starts[-1]], device)
     return SharedPromptParams(
-        **_params(single, single, starts[-1], starts[-1]),
+        **_thd_fields(starts[-1:], starts[-1:], device),
         positions=positions.to(device),
         max_positions=max(key_lengths),
         key_rows=torch.cat(rows).to(device),
-        attention=PackedSeqParams(
-            **_params(_cu_seqlens(lengths, device), _cu_seqlens(key_lengths, device), max(lengths), max(key_lengths))
-        ),
+        attention=PackedSeqParams(**_thd_fields(lengths, key_lengths, device)),
     )
 
 
-def _cu_seqlens(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
+    """Return Megatron's description of a micro-batch of sequences of these lengths."""
+    return PackedSeqParams(**_thd_fields(lengths, lengths, device))
 
 
-def _params(queries: Tensor, keys: Tensor, max_query: int, max_key: int) -> dict[str, Any]:
+def _thd_fields(lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """Return the fields for sequences of `lengths` queries, end to end, each attending to its `key_lengths` keys."""
+    queries, keys = (
+        torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(device) for counts in (lengths, key_lengths)
+    )
     return {
         "qkv_format": "thd",
         "cu_seqlens_q": queries,
         "cu_seqlens_kv": keys,
-        "cu_seqlens_q_padded": queries,
+        "cu_seqlens_q_padded": queries,  # context parallelism reads these; the lengths include padding
         "cu_seqlens_kv_padded": keys,
-        "max_seqlen_q": max_query,
-        "max_seqlen_kv": max_key,
+        "max_seqlen_q": max(lengths),
+        "max_seqlen_kv": max(key_lengths),
     }

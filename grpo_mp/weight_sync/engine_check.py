@@ -17,6 +17,7 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.types import Sample
 from grpo_mp.weight_sync.compare import (
+    MAX_ROUTING_TIES,
     RECHECK_SETS,
     TOLERANCE,
     CheckReport,
@@ -77,8 +78,8 @@ class EngineCheck:
         """Return the worst engine's distance from the policy, just synced as `version`. Every rank must call this.
 
         Raises EngineDisagreesError on every rank when the mean of an engine is beyond the tolerance on the fixed
-        tokens, and is so again on those and many more, each set without its farthest token: tokens at a routing tie do
-        not decide (see compare.py).
+        tokens, and is so again on those and many more without the few farthest: tokens at a routing tie do not decide
+        (see compare.py).
         """
         dtype = "fp8" if self.weight_sync.fp8 else self.settings.model.dtype
         tolerance = self.settings.sync.check_tolerance or TOLERANCE[dtype]
@@ -92,9 +93,9 @@ class EngineCheck:
             if not mean <= tolerance:  # so that what is no number does not pass
                 raise EngineDisagreesError(
                     f"after the weight sync engine {engine} (rank {self.engines.hosts[engine]}) disagrees with the "
-                    f"policy: mean |logprob difference| {mean:.3g} over {report.tokens} tokens, the farthest of each "
-                    f"set left out, largest {report.largest:.3g}, allowed mean {tolerance:g} (sync.check_tolerance); "
-                    f"{self._find_wrong_tensor(version)}"
+                    f"policy: mean |logprob difference| {mean:.3g} over {report.tokens} tokens without the "
+                    f"{MAX_ROUTING_TIES} farthest, largest {report.largest:.3g}, allowed mean {tolerance:g} "
+                    f"(sync.check_tolerance); {self._find_wrong_tensor(version)}"
                 )
         return worst_report([pool_reports(sets) for sets in by_engine])
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_mp import platform
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import metrics
 from grpo_mp.algorithms.settings import Algorithm
@@ -22,8 +23,8 @@ from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel, context_reduction
 from grpo_mp.policy.checkpoint import load_policy, save_policy
-from grpo_mp.policy.forward import packed_sequences
 from grpo_mp.policy.policy import Policy, UpdateReport
+from grpo_mp.policy.shared_prompts import packed_sequences
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import reduce_report
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
@@ -111,7 +112,7 @@ def logits(bench: Bench) -> Result:
     (model,) = bench.policy.models()
     rows = []
     for batch in bench.updates[0]:
-        packed = packed_sequences(batch.lengths)
+        packed = packed_sequences(batch.lengths, platform.device())
         with torch.no_grad():
             values = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=packed)
         rows.append(_at(batch, batch.sequence >= 0, logits=values))

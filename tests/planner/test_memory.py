@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.config import load_settings
-from grpo_mp.planner.activations import logits_bytes
+from grpo_mp.planner.activations import layer_bytes, logits_bytes
 from grpo_mp.planner.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from grpo_mp.planner.clusters import GIB, read_cluster
 from grpo_mp.planner.engine_memory import engine_memory
@@ -128,3 +128,12 @@ def test_moe_671b_leaves_device_headroom() -> None:
     settings = load_settings(ROOT / "configs" / "moe_671b.yaml")
     job = make_job(settings, published_config("deepseek-r1"), read_cluster("h100-80"), 16)
     assert check_fits(make_plan(job)).device.headroom > 10 * GIB
+
+
+def test_shared_prompts_expand_keys_and_values() -> None:
+    separate = job_of("qwen2.5-7b", "h100-80", 1)
+    shared = job_of("qwen2.5-7b", "h100-80", 1, optimizer={"share_prompts": True})
+    assert separate.mean_response_tokens == 1536
+    # A micro-batch of 4096 tokens: a prompt of 1024, seen by itself and by two responses of 1536.
+    keys = 1024 + 2 * (1024 + 1536)
+    assert layer_bytes(shared, 0) - layer_bytes(separate, 0) == keys * 2 * 4 * 128 * 2
