@@ -7,7 +7,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from grpo_mp.config import EvalSet, Settings, check_settings, dump_settings, exit_with, load_settings
+from grpo_mp.config import EvalSetConfig, Settings, check_settings, dump_settings, exit_with, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.section import parse_bytes
 from tests.least import LEAST
@@ -39,7 +39,7 @@ def test_what_is_left_out_takes_its_default(file: Path) -> None:
         ("optimizer.lr=1e-5", "optimizer", "lr", 1e-5),
         ("sync.bucket_bytes=512MiB", "sync", "bucket_bytes", 512 * 2**20),
         ("layout.virtual_pipeline=null", "layout", "virtual_pipeline", None),
-        ("data.eval={held_out: eval.jsonl}", "data", "eval", {"held_out": EvalSet(path="eval.jsonl")}),
+        ("data.eval={held_out: eval.jsonl}", "data", "eval", {"held_out": EvalSetConfig(path="eval.jsonl")}),
         ("rollout.stop=[END, STOP]", "rollout", "stop", ("END", "STOP")),
         ("engine.args.mem_fraction_static=0.7", "engine", "args", {"mem_fraction_static": 0.7}),
         ("model.path=a=b", "model", "path", Path("a=b")),
@@ -51,13 +51,16 @@ def test_overrides(file: Path, override: str, section: str, name: str, value: An
 
 
 def test_a_later_override_wins_and_reaches_deep(file: Path) -> None:
-    settings = load_settings(file, ["algorithm.kl.weight=0.1", "algorithm.kl.weight=0.2"])
-    assert settings.algorithm.kl.weight == 0.2
+    settings = load_settings(file, ["algorithm.kl.coef=0.1", "algorithm.kl.coef=0.2"])
+    assert settings.algorithm.kl.coef == 0.2
 
 
 def test_an_eval_set_in_one_word_can_be_given_more(file: Path, tmp_path: Path) -> None:
     settings = load_settings(file, ["data.eval={a: x.jsonl, b: {path: y.jsonl, prompts: 3}}", "data.eval.a.samples=8"])
-    assert settings.data.eval == {"a": EvalSet(path="x.jsonl", samples=8), "b": EvalSet(path="y.jsonl", prompts=3)}
+    assert settings.data.eval == {
+        "a": EvalSetConfig(path="x.jsonl", samples=8),
+        "b": EvalSetConfig(path="y.jsonl", prompts=3),
+    }
     (tmp_path / "resolved.yaml").write_text(dump_settings(settings))
     assert load_settings(tmp_path / "resolved.yaml") == settings
 
@@ -96,7 +99,7 @@ def test_the_resolved_form_names_every_setting_and_reads_back_equal(file: Path, 
         {"model": {"url": "http://127.0.0.1:30000"}},
         {"code": {"memory_bytes": "1GiB"}},
         {"steps": "mine:steps", "boxed": 0.5},
-        {"functions": {"mine:rule": 1.0}, "right": "rule"},
+        {"functions": {"mine:rule": 1.0}, "correct": "rule"},
     ],
 )
 def test_each_reward_is_enough_and_reads_back_equal(reward: dict[str, Any], tmp_path: Path) -> None:
@@ -141,10 +144,10 @@ def test_settings_do_not_change(file: Path) -> None:
             "here: unknown setting reward.code.timeout (did you mean reward.code.timeout_s?)",
         ),
         ({"reward": {"code": {"memory_bytes": "1GB"}}}, "reward.code.memory_bytes: '1GB' is not a number of bytes"),
-        ({"optimizer": {"lr": 1, "updates_per_step": 5}}, "here: optimizer.updates_per_step=5 does not divide the 32"),
+        ({"training": {"updates_per_step": 5}}, "here: training.updates_per_step=5 does not divide the 32"),
         (
-            {"reward": {"boxed": 1}, "algorithm": {"filter": {"rest_after": 2}}},
-            "here: algorithm.filter.rest_after rests prompts that are answered right, and nothing says what right",
+            {"reward": {"boxed": 1}, "algorithm": {"curriculum": {"solved_streak": 2}}},
+            "here: algorithm.curriculum.solved_streak skips prompts that are answered right, and nothing says what",
         ),
         (
             {"reward": {"boxed": 1}, "algorithm": "dapo"},
