@@ -1,5 +1,6 @@
 """Settings: typed, strict, frozen; overrides; units; the resolved form."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from grpo_mp.config import EvalSetConfig, Settings, check_settings, dump_settings, exit_with, load_settings
+from grpo_mp.config.renamed import RENAMED
 from grpo_mp.errors import UserError
 from grpo_mp.section import parse_bytes
 from tests.least import LEAST
@@ -184,6 +186,58 @@ def test_what_is_refused(changes: dict[str, Any], sentence: str) -> None:
         check_settings(LEAST | changes, "here")
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_is_refused_with_the_new_one(file: Path, old: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load_settings(file, [f"{old}=1"])
+    assert f"{file}: unknown setting {old}; it is {RENAMED[old]} now" in str(refused.value)
+    assert setting_exists(RENAMED[old])
+    assert not setting_exists(old)
+
+
+def setting_exists(name: str) -> bool:
+    """Say whether pydantic's JSON schema of the settings has a setting of that dotted name."""
+    schema = Settings.model_json_schema()
+    properties = schema["properties"]
+    for key in name.split("."):
+        if key not in properties:
+            return False
+        sections = re.findall(r"'#/\$defs/(\w+)'", str(properties[key]))
+        properties = schema["$defs"][sections[0]]["properties"] if sections else {}
+    return True
+
+
+def test_all_old_names_of_a_file_are_named_at_once(file: Path) -> None:
+    old = {"algorithm": {"drift": {"kl": 0.1}, "kl": {"weight": 0.1}}, "optimizer": {"lr": 1, "epochs": 2}}
+    file.write_text(yaml.safe_dump(LEAST | old))
+    with pytest.raises(UserError) as refused:
+        load_settings(file)
+    assert str(refused.value).replace(f"{file}: unknown setting ", "").split("; ") == [
+        "algorithm.kl.weight",
+        "it is algorithm.kl.coef now",
+        "algorithm.drift",
+        "it is algorithm.early_stop now",
+        "algorithm.drift.kl",
+        "it is algorithm.early_stop.max_kl now",
+        "optimizer.epochs",
+        "it is training.epochs now",
+    ]
+
+
+def test_every_setting_is_described() -> None:
+    """By pydantic's JSON schema, which holds every section once."""
+    schema = Settings.model_json_schema()
+    sections = {"Settings": schema, **schema["$defs"]}
+    assert {"StepModelConfig", "EvalSetConfig", "KLConfig"} <= sections.keys()  # in a union, in a mapping, two deep
+    terse = [
+        f"{section}.{name}"
+        for section, fields in sections.items()
+        for name, setting in fields["properties"].items()
+        if len(setting.get("description", "").split()) < 3
+    ]
+    assert not terse
 
 
 def test_all_complaints_come_at_once() -> None:

@@ -24,7 +24,7 @@ class Settings(Section):
     """All settings of a run."""
 
     run: RunConfig = Field(description="folder, length, checkpoints and evaluations of the run")
-    model: ModelConfig = Field(description="the policy")
+    model: ModelConfig = Field(description="the policy and its reference")
     layout: LayoutConfig = Field(LayoutConfig(), description="parallelism of the trainer")
     data: DataConfig = Field(description="train and eval prompts")
     rollout: RolloutConfig = Field(description="what a step generates")
@@ -85,7 +85,7 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_right_is_known(self) -> "Settings":
+    def _check_correct_is_known(self) -> "Settings":
         if self.algorithm.curriculum.solved_streak and self.reward.correctness_rule is None:
             raise ValueError(
                 "algorithm.curriculum.solved_streak skips prompts that are answered right, and nothing says what right "

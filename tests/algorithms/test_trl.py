@@ -247,7 +247,9 @@ def test_every_loss_type_ratio_and_kl(name: str, kl: str, ratio: str, first_upda
 def test_sequence_ratios_with_masks_and_corrections(name: str, correction: str | None) -> None:
     """What differs by token inside a sequence reaches all of its tokens through the sequence's ratio."""
     changes = {"entropy": {"top_quantile": 0.5}, "kl": {"coef": 0.1}}
-    parts, attributes = loss_type(name, ratio="sequence", correction=CORRECTIONS.get(correction or "", {}), **changes)
+    parts, attributes = loss_type(
+        name, ratio="sequence", rollout_correction=CORRECTIONS.get(correction or "", {}), **changes
+    )
     compare(parts, **attributes)
 
 
@@ -278,7 +280,7 @@ def test_gmpo(first_update: bool) -> None:
 def test_every_correction(name: str, correction: str) -> None:
     if name == "vespo" and correction.startswith("sequence"):
         pytest.skip("refused by both")
-    parts, attributes = loss_type(name, correction=CORRECTIONS[correction])
+    parts, attributes = loss_type(name, rollout_correction=CORRECTIONS[correction])
     compare(parts, **attributes)
 
 

@@ -119,4 +119,4 @@ def test_prompt_without_right_answers_never_rests(right: bool | None) -> None:
 
 
 def test_without_the_rule_the_curriculum_stays_empty() -> None:
-    assert PromptCurriculum({}, {}).after(make_infos(SAME), 1, rule()) == PromptCurriculum({}, {})
+    assert PromptCurriculum({}, {}).after(make_infos(SAME), 1, CurriculumConfig()) == PromptCurriculum({}, {})

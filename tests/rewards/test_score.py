@@ -211,8 +211,8 @@ def test_a_part_that_failed_or_does_not_apply_decides_nothing(
     assert correctness_by("raises", on_error=1.0) == [None, None, None]
 
 
-def test_an_unknown_part_cannot_decide_correctness(scorer: Callable[..., Scorer]) -> None:
-    with pytest.raises(UserError, match=r"reward.correct: no part of the reward is named 'evn' .did you mean even"):
+def test_an_unknown_term_cannot_decide_correctness(scorer: Callable[..., Scorer]) -> None:
+    with pytest.raises(UserError, match=r"reward.correct: no term of the reward is named 'evn' .did you mean even"):
         scorer({"even": 1.0}, correct="evn")
 
 
