@@ -224,8 +224,8 @@ def loss_type(name: str, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]
 
 KLS: dict[str, dict[str, Any]] = {
     "no KL": {},
-    "k3": {"weight": 0.1},
-    "unbiased k3": {"weight": 0.3, "estimator": "k3_unbiased"},
+    "k3": {"coef": 0.1},
+    "unbiased k3": {"coef": 0.3, "estimator": "k3_unbiased"},
 }
 
 
