@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from grpo_mp.algorithms.settings import KL
+from grpo_mp.algorithms.settings import KLConfig
 from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.errors import UserError
@@ -85,7 +85,7 @@ def read_command(args: argparse.Namespace) -> EvaluationJob:
         "run": settings.run.model_copy(update={"folder": out}),
         "model": settings.model.model_copy(update={"path": model}),
         # No reference is needed.
-        "algorithm": settings.algorithm.model_copy(update={"kl": KL()}),
+        "algorithm": settings.algorithm.model_copy(update={"kl": KLConfig()}),
     }
     step = read_manifest(checkpoint).step if checkpoint else 0
     return EvaluationJob(settings.model_copy(update=updates), checkpoint, step)

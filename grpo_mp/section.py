@@ -1,6 +1,7 @@
-"""Base class of the settings' sections, and parsing of byte sizes."""
+"""Base class of the settings' sections, the walk over nested ones, and parsing of byte sizes."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 
@@ -11,6 +12,22 @@ class Section(BaseModel):
     """A frozen section of the settings that refuses unknown names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def section_type(annotation: Any) -> type[Section] | None:
+    """Return the section type in an annotation `X`, `X | None` or `dict[str, X]`; None where there is none."""
+    types = [item for item in (annotation, *get_args(annotation)) if isinstance(item, type)]
+    return next((item for item in types if issubclass(item, Section)), None)
+
+
+def nested_sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Yield a section and all below it with their dotted names; NAME stands for a name that the user chooses."""
+    yield path, section
+    for name, field in section.model_fields.items():
+        nested = section_type(field.annotation)
+        if nested:
+            chosen = ".NAME" if get_origin(field.annotation) is dict else ""
+            yield from nested_sections(nested, f"{path}.{name}{chosen}".removeprefix("."))
 
 
 def parse_bytes(text: str) -> int:

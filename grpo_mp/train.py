@@ -93,12 +93,12 @@ def compute_old_and_reference_logprobs(ctx: TrainContext, batch: StepBatch) -> U
     settings, state = ctx.settings, ctx.state
     seed = f"{settings.run.seed}/{state.step}"
     with ctx.scheduler.phase(Phase.LOGPROB):
-        return compute_logprobs(ctx.policy, batch, settings.algorithm, settings.optimizer.epochs, state.controls, seed)
+        return compute_logprobs(ctx.policy, batch, settings.algorithm, settings.training.epochs, state.controls, seed)
 
 
 def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: Updates, step: int) -> list[UpdateReport]:
     """Make the step's optimizer updates, refresh the reference where that is due, and advance the state."""
-    algorithm, epochs = ctx.settings.algorithm, ctx.settings.optimizer.epochs
+    algorithm, epochs = ctx.settings.algorithm, ctx.settings.training.epochs
     with ctx.scheduler.phase(Phase.TRAIN):
         reports, controls = train_step(ctx.policy, updates, algorithm, epochs, ctx.state.controls)
         refreshed = refresh_reference(ctx.policy.reference, algorithm.kl, step)

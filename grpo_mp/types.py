@@ -36,7 +36,7 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)  # by reward name, unweighted
     step_rewards: tuple[tuple[int, float], ...] = ()  # (index of a step's last token in `tokens`, its reward)
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions gave to `log_extra`, by column
-    right: bool | None = None  # whether the answer is right; None: no part of the reward says so
+    right: bool | None = None  # whether the answer is right; None: no term of the reward says so
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -75,7 +75,7 @@ class SampleInfo:
     prompt: int = 0  # index in the prompt set
     finished: int = 1  # place of its group in the order of finishing; 0: broken off
     versions_sum: int = 0  # over its response tokens
-    right: bool | None = None  # by the part that `reward.right` names; None: that part says nothing about it
+    right: bool | None = None  # by the term that `reward.correct` names; None: that term says nothing about it
 
     @property
     def key(self) -> tuple[int, int]:

@@ -74,7 +74,8 @@ def _settings(folder: Path) -> dict[str, dict[str, object]]:
         "data": {"train": str(folder / "train.jsonl"), "eval": {"arithmetic": str(folder / "eval.jsonl")}},
         "rollout": {"prompts_per_step": 4, "group_size": 4, "max_prompt_tokens": 64, "max_response_tokens": 16},
         "reward": {"answer": 1.0, "boxed": 0.5},
-        "algorithm": {"kl": {"weight": 0.01}},
-        "optimizer": {"lr": 1.0e-3, "updates_per_step": 2, "decay": "linear"},
+        "algorithm": {"kl": {"coef": 0.01}},
+        "optimizer": {"lr": 1.0e-3, "lr_schedule": "linear"},
+        "training": {"updates_per_step": 2},
         "sync": {"check_tolerance": 1.0e-4},
     }

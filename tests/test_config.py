@@ -1,5 +1,6 @@
 """Settings: typed, strict, frozen; overrides; units; the resolved form."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from grpo_mp.config import EvalSet, Settings, check_settings, dump_settings, exit_with, load_settings
+from grpo_mp.config import EvalSetConfig, Settings, check_settings, dump_settings, exit_with, load_settings
+from grpo_mp.config.renamed import RENAMED
 from grpo_mp.errors import UserError
 from grpo_mp.section import parse_bytes
 from tests.least import LEAST
@@ -39,7 +41,7 @@ def test_what_is_left_out_takes_its_default(file: Path) -> None:
         ("optimizer.lr=1e-5", "optimizer", "lr", 1e-5),
         ("sync.bucket_bytes=512MiB", "sync", "bucket_bytes", 512 * 2**20),
         ("layout.virtual_pipeline=null", "layout", "virtual_pipeline", None),
-        ("data.eval={held_out: eval.jsonl}", "data", "eval", {"held_out": EvalSet(path="eval.jsonl")}),
+        ("data.eval={held_out: eval.jsonl}", "data", "eval", {"held_out": EvalSetConfig(path="eval.jsonl")}),
         ("rollout.stop=[END, STOP]", "rollout", "stop", ("END", "STOP")),
         ("engine.args.mem_fraction_static=0.7", "engine", "args", {"mem_fraction_static": 0.7}),
         ("model.path=a=b", "model", "path", Path("a=b")),
@@ -51,13 +53,16 @@ def test_overrides(file: Path, override: str, section: str, name: str, value: An
 
 
 def test_a_later_override_wins_and_reaches_deep(file: Path) -> None:
-    settings = load_settings(file, ["algorithm.kl.weight=0.1", "algorithm.kl.weight=0.2"])
-    assert settings.algorithm.kl.weight == 0.2
+    settings = load_settings(file, ["algorithm.kl.coef=0.1", "algorithm.kl.coef=0.2"])
+    assert settings.algorithm.kl.coef == 0.2
 
 
 def test_an_eval_set_in_one_word_can_be_given_more(file: Path, tmp_path: Path) -> None:
     settings = load_settings(file, ["data.eval={a: x.jsonl, b: {path: y.jsonl, prompts: 3}}", "data.eval.a.samples=8"])
-    assert settings.data.eval == {"a": EvalSet(path="x.jsonl", samples=8), "b": EvalSet(path="y.jsonl", prompts=3)}
+    assert settings.data.eval == {
+        "a": EvalSetConfig(path="x.jsonl", samples=8),
+        "b": EvalSetConfig(path="y.jsonl", prompts=3),
+    }
     (tmp_path / "resolved.yaml").write_text(dump_settings(settings))
     assert load_settings(tmp_path / "resolved.yaml") == settings
 
@@ -96,7 +101,7 @@ def test_the_resolved_form_names_every_setting_and_reads_back_equal(file: Path, 
         {"model": {"url": "http://127.0.0.1:30000"}},
         {"code": {"memory_bytes": "1GiB"}},
         {"steps": "mine:steps", "boxed": 0.5},
-        {"functions": {"mine:rule": 1.0}, "right": "rule"},
+        {"functions": {"mine:rule": 1.0}, "correct": "rule"},
     ],
 )
 def test_each_reward_is_enough_and_reads_back_equal(reward: dict[str, Any], tmp_path: Path) -> None:
@@ -141,10 +146,10 @@ def test_settings_do_not_change(file: Path) -> None:
             "here: unknown setting reward.code.timeout (did you mean reward.code.timeout_s?)",
         ),
         ({"reward": {"code": {"memory_bytes": "1GB"}}}, "reward.code.memory_bytes: '1GB' is not a number of bytes"),
-        ({"optimizer": {"lr": 1, "updates_per_step": 5}}, "here: optimizer.updates_per_step=5 does not divide the 32"),
+        ({"training": {"updates_per_step": 5}}, "here: training.updates_per_step=5 does not divide the 32"),
         (
-            {"reward": {"boxed": 1}, "algorithm": {"filter": {"rest_after": 2}}},
-            "here: algorithm.filter.rest_after rests prompts that are answered right, and nothing says what right",
+            {"reward": {"boxed": 1}, "algorithm": {"curriculum": {"solved_streak": 2}}},
+            "here: algorithm.curriculum.solved_streak skips prompts that are answered right, and nothing says what",
         ),
         (
             {"reward": {"boxed": 1}, "algorithm": "dapo"},
@@ -173,8 +178,8 @@ def test_settings_do_not_change(file: Path) -> None:
             "here: monitor.phase_timeout_s=30 is shorter than rollout.group_timeout_s=600",
         ),
         (
-            {"optimizer": {"lr": 1e-5, "share_prompts": True}, "layout": {"context": 2}},
-            "optimizer.share_prompts needs sequences that are whole on a rank, and layout.context=2 cuts them",
+            {"training": {"share_prompts": True}, "layout": {"context": 2}},
+            "training.share_prompts needs sequences that are whole on a rank, and layout.context=2 cuts them",
         ),
         ({"sync": {"timeout_s": 4000}}, "monitor.phase_timeout_s=3600 is shorter than sync.timeout_s=4000"),
         ({"rollout": 3}, "here: rollout: Input should be a valid dictionary"),
@@ -185,6 +190,58 @@ def test_what_is_refused(changes: dict[str, Any], sentence: str) -> None:
         check_settings(LEAST | changes, "here")
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_is_refused_with_the_new_one(file: Path, old: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load_settings(file, [f"{old}=1"])
+    assert f"{file}: unknown setting {old}; it is {RENAMED[old]} now" in str(refused.value)
+    assert setting_exists(RENAMED[old])
+    assert not setting_exists(old)
+
+
+def setting_exists(name: str) -> bool:
+    """Say whether pydantic's JSON schema of the settings has a setting of that dotted name."""
+    schema = Settings.model_json_schema()
+    properties = schema["properties"]
+    for key in name.split("."):
+        if key not in properties:
+            return False
+        sections = re.findall(r"'#/\$defs/(\w+)'", str(properties[key]))
+        properties = schema["$defs"][sections[0]]["properties"] if sections else {}
+    return True
+
+
+def test_all_old_names_of_a_file_are_named_at_once(file: Path) -> None:
+    old = {"algorithm": {"drift": {"kl": 0.1}, "kl": {"weight": 0.1}}, "optimizer": {"lr": 1, "epochs": 2}}
+    file.write_text(yaml.safe_dump(LEAST | old))
+    with pytest.raises(UserError) as refused:
+        load_settings(file)
+    assert str(refused.value).replace(f"{file}: unknown setting ", "").split("; ") == [
+        "algorithm.kl.weight",
+        "it is algorithm.kl.coef now",
+        "algorithm.drift",
+        "it is algorithm.early_stop now",
+        "algorithm.drift.kl",
+        "it is algorithm.early_stop.max_kl now",
+        "optimizer.epochs",
+        "it is training.epochs now",
+    ]
+
+
+def test_every_setting_is_described() -> None:
+    """By pydantic's JSON schema, which holds every section once."""
+    schema = Settings.model_json_schema()
+    sections = {"Settings": schema, **schema["$defs"]}
+    assert {"StepModelConfig", "EvalSetConfig", "KLConfig"} <= sections.keys()  # in a union, in a mapping, two deep
+    terse = [
+        f"{section}.{name}"
+        for section, fields in sections.items()
+        for name, setting in fields["properties"].items()
+        if len(setting.get("description", "").split()) < 3
+    ]
+    assert not terse
 
 
 def test_all_complaints_come_at_once() -> None:

@@ -1,10 +1,16 @@
 """Pages name only what exists: files, functions, settings, commands."""
 
 import ast
+import dataclasses
 import re
 from pathlib import Path
+from typing import get_origin
 
 import pytest
+from trl import GRPOConfig
+
+from grpo_mp.config import Settings
+from grpo_mp.section import Section, section_type
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -47,3 +53,36 @@ def test_files_and_functions_exist(page: Path) -> None:
         elif name and files and files[0].suffix == ".py" and name not in defined_names(files[0]):
             missing.append(f"{path} {name}")
     assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_settings_exist(page: Path) -> None:
+    sections = "|".join(Settings.model_fields)
+    text = page.read_text()
+    if page.name == "COMING_FROM.md":  # the other columns are theirs
+        text = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+    names = re.findall(rf"`((?:{sections})(?:\.\w+)+)[=`: ]", text)
+    assert not [name for name in names if not is_setting(name)]
+
+
+def is_setting(name: str) -> bool:
+    """Whether a dotted name is a setting; dictionaries take any key, those of sections only a section's."""
+    section: type[Section] | None = Settings
+    parts = name.split(".")
+    for depth, part in enumerate(parts):
+        if section is None or part not in section.model_fields:
+            return False
+        annotation = section.model_fields[part].annotation
+        section = section_type(annotation)
+        if get_origin(annotation) is dict:
+            return section is None or len(parts) <= depth + 2 or parts[depth + 2] in section.model_fields
+    return True
+
+
+def test_trl_settings_on_the_page_for_its_users_exist() -> None:
+    rows = [line.split("|") for line in (ROOT / "configs/COMING_FROM.md").read_text().splitlines()]
+    named = {name for row in rows if len(row) == 6 for name in re.findall(r"`(\w+)`", row[2])}
+    fields = {field.name for field in dataclasses.fields(GRPOConfig)}
+    arguments = {"model", "train_dataset", "eval_dataset", "reward_funcs", "prompt"}  # of the trainer; a column
+    assert len(named) > 40
+    assert not named - fields - arguments

@@ -49,6 +49,7 @@ ORDER = (
     "batching",
     "checkpoint",
     "monitor",
+    "pages",
     "scheduler",
     "policy",
     "weight_sync",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_mp.algorithms.settings import Advantage
+from grpo_mp.algorithms.settings import AdvantageConfig
 
 Steps = Sequence[tuple[int, float]]  # (index of a step's last token in the response, its reward)
 
@@ -36,7 +36,9 @@ class Groups:
         return high > low
 
 
-def outcome_advantages(rewards: Sequence[float], group_ids: Sequence[int], advantage: Advantage) -> tuple[float, ...]:
+def outcome_advantages(
+    rewards: Sequence[float], group_ids: Sequence[int], advantage: AdvantageConfig
+) -> tuple[float, ...]:
     """Compute one advantage per sample from one reward per sample.
 
     A_i = r_i - baseline (BASELINES), divided by eps + standard deviation (SCALES) unless advantage.scale is none.
@@ -56,7 +58,7 @@ def decoupled_advantages(
     reward_parts: Sequence[Mapping[str, float]],
     weights: Mapping[str, float],
     group_ids: Sequence[int],
-    advantage: Advantage,
+    advantage: AdvantageConfig,
 ) -> tuple[float, ...]:
     """Normalise every reward in its group, add them up by weight, and normalise the sum over the batch.
 
@@ -65,7 +67,7 @@ def decoupled_advantages(
     """
     _check_lengths(reward_parts, group_ids)
     total = torch.zeros(len(reward_parts), dtype=torch.float64)
-    single_reward = Advantage(eps=advantage.eps, std=advantage.std)
+    single_reward = AdvantageConfig(eps=advantage.eps, std=advantage.std)
     for name, weight in weights.items():
         samples = [i for i, rewards in enumerate(reward_parts) if name in rewards]
         if samples:
@@ -79,7 +81,7 @@ def decoupled_advantages(
 
 
 def process_advantages(
-    steps: Sequence[Steps], response_tokens: Sequence[int], group_ids: Sequence[int], advantage: Advantage
+    steps: Sequence[Steps], response_tokens: Sequence[int], group_ids: Sequence[int], advantage: AdvantageConfig
 ) -> list[Tensor]:
     """Return [response tokens] of each sample: the sum of the normalised rewards of steps ending at or after a token.
 

@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 
 from grpo_mp.algorithms.sequences import Sequences
-from grpo_mp.algorithms.settings import Correction
+from grpo_mp.algorithms.settings import RolloutCorrectionConfig
 
 
-def rollout_is_weights(old: Tensor, rollout: Tensor, sequences: Sequences, correction: Correction) -> Tensor:
+def rollout_is_weights(
+    old: Tensor, rollout: Tensor, sequences: Sequences, correction: RolloutCorrectionConfig
+) -> Tensor:
     """Compute w = old / rollout of the token, or the product over the sequence, limited to [low, high].
 
     truncate: w is clamped (TIS, Yao et al. 2025). mask: outside w counts 0 (MIS, Liu et al. 2025; by token with

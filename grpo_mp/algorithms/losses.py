@@ -12,7 +12,7 @@ from grpo_mp.algorithms.kl import ESTIMATORS
 from grpo_mp.algorithms.policy_losses import POLICY_LOSSES, TokenTerms
 from grpo_mp.algorithms.report import loss_report
 from grpo_mp.algorithms.sequences import Reduce, Sequences, no_reduction
-from grpo_mp.algorithms.settings import Algorithm
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.types import MicroBatch
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -28,15 +28,15 @@ class LossCoefficients:
 
 
 def make_loss(
-    algorithm: Algorithm, coefficients: LossCoefficients | None = None, reduce: Reduce = no_reduction
+    algorithm: AlgorithmConfig, coefficients: LossCoefficients | None = None, reduce: Reduce = no_reduction
 ) -> LossFunction:
     """Return the loss of one micro-batch: its share of the update's loss, and sums for the metrics.
 
     `reduce` sums over the ranks that hold parts of the same sequences. Without `old_logprobs` this is the first
     update of a rollout: the old policy is the present one.
     """
-    coefficients = coefficients or LossCoefficients(algorithm.kl.weight, algorithm.entropy.weight)
-    kl_coefficient = coefficients.kl if algorithm.kl.place == "loss" else 0.0
+    coefficients = coefficients or LossCoefficients(algorithm.kl.coef, algorithm.entropy.coef)
+    kl_coefficient = coefficients.kl if algorithm.kl.apply_to == "loss" else 0.0
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         batch = _mask_logprobs(batch.to(logprobs.device))
@@ -45,9 +45,13 @@ def make_loss(
         terms = _token_terms(new, batch, algorithm, Sequences.from_batch(batch, reduce))
         entropy_mask = (entropy.detach() >= batch.entropy_floor) & has_rollout_logprob
         on_policy = off_policy_mask(
-            new, batch.rollout_logprobs, batch.advantages, terms.sequences, algorithm.correction.off_policy_limit
+            new,
+            batch.rollout_logprobs,
+            batch.advantages,
+            terms.sequences,
+            algorithm.rollout_correction.off_policy_mask_threshold,
         )
-        token_losses = POLICY_LOSSES[algorithm.surrogate](terms, algorithm) * on_policy * entropy_mask
+        token_losses = POLICY_LOSSES[algorithm.policy_loss](terms, algorithm) * on_policy * entropy_mask
         policy_loss = (token_losses * batch.weights).sum()
         kl = _kl(terms, batch, algorithm, algorithm.kl.level) * has_rollout_logprob
         kl_loss = kl_coefficient * (kl * batch.weights).sum() if kl_coefficient else 0.0  # 0 x inf would be NaN
@@ -60,7 +64,7 @@ def make_loss(
     return loss
 
 
-def _token_terms(new: Tensor, batch: MicroBatch, algorithm: Algorithm, sequences: Sequences) -> TokenTerms:
+def _token_terms(new: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig, sequences: Sequences) -> TokenTerms:
     old = new.detach() if batch.old_logprobs is None else batch.old_logprobs
     rollout = batch.rollout_logprobs
     if algorithm.old_logprobs == "engine":
@@ -71,7 +75,7 @@ def _token_terms(new: Tensor, batch: MicroBatch, algorithm: Algorithm, sequences
         token_log_ratio,
         RATIOS[algorithm.ratio](token_log_ratio, sequences).clamp(max=MAX_LOG_RATIO),
         batch.advantages,
-        rollout_is_weights(old, rollout, sequences, algorithm.correction),
+        rollout_is_weights(old, rollout, sequences, algorithm.rollout_correction),
         sequences,
     )
 
@@ -104,7 +108,7 @@ RATIOS: dict[str, Callable[[Tensor, Sequences], Tensor]] = {
 }
 
 
-def _kl(terms: TokenTerms, batch: MicroBatch, algorithm: Algorithm, level: str) -> Tensor:
+def _kl(terms: TokenTerms, batch: MicroBatch, algorithm: AlgorithmConfig, level: str) -> Tensor:
     """Estimate KL(policy || reference) -> [T]: of each token, or at every token that of its sequence (R1, eq. 2)."""
     if batch.reference_logprobs is None:
         return torch.zeros_like(terms.new)

@@ -1,4 +1,4 @@
-"""Policy losses of a response token before it is weighted: one function per published surrogate, [T] -> [T]."""
+"""Policy losses of a response token before it is weighted: one function per published loss, [T] -> [T]."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from grpo_mp.algorithms.sequences import Sequences
-from grpo_mp.algorithms.settings import Algorithm
+from grpo_mp.algorithms.settings import AlgorithmConfig
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class TokenTerms:
     sequences: Sequences
 
 
-PolicyLoss = Callable[[TokenTerms, Algorithm], Tensor]
+PolicyLoss = Callable[[TokenTerms, AlgorithmConfig], Tensor]
 
 
 def corrected(policy_loss: PolicyLoss) -> PolicyLoss:
@@ -31,36 +31,36 @@ def corrected(policy_loss: PolicyLoss) -> PolicyLoss:
 
 
 @corrected
-def ppo_clip(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
+def ppo_clip(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, eq. 7; separate bounds: DAPO, eq. 8).
 
-    With `dual` the unclipped r is at most that (two-sided clipping, INTELLECT-2, arXiv 2505.07291; for A < 0 the
+    With `dual_clip` the unclipped r is at most that (two-sided clipping, INTELLECT-2, arXiv 2505.07291; for A < 0 the
     dual clip of Ye et al., arXiv 1912.09729).
     """
     ratio, clip, advantages = terms.log_ratio.exp(), algorithm.clip, terms.advantages
     clipped = ratio.clamp(1 - clip.low, 1 + clip.high)
-    if clip.dual is not None:
-        ratio = ratio.clamp(max=clip.dual)
+    if clip.dual_clip is not None:
+        ratio = ratio.clamp(max=clip.dual_clip)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
 @corrected
-def cispo(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
+def cispo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi: no token loses its gradient (MiniMax-M1, eq. 4)."""
     weight = terms.log_ratio.detach().exp().clamp(1 - algorithm.clip.low, 1 + algorithm.clip.high)
     return -weight * terms.advantages * terms.new
 
 
 @corrected
-def sapo(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
+def sapo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """-sigmoid(tau (r - 1)) 4 / tau A, tau by the sign of A (SAPO, arXiv 2511.20347)."""
-    positive, negative = algorithm.gate.positive, algorithm.gate.negative
+    positive, negative = algorithm.sapo.temperature_positive, algorithm.sapo.temperature_negative
     tau = torch.where(terms.advantages > 0, positive, negative).double()
     return -torch.sigmoid(tau * (terms.log_ratio.exp() - 1)) * 4 / tau * terms.advantages
 
 
 @corrected
-def gmpo(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
+def gmpo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """-A times the geometric mean over the sequence of the ratios, each clipped on its bad side (GMPO, eq. 4)."""
     low = torch.tensor(1 - algorithm.clip.low, dtype=torch.float64).clamp(min=1e-300).log()
     high = torch.tensor(1 + algorithm.clip.high, dtype=torch.float64).log()
@@ -69,12 +69,12 @@ def gmpo(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
     return -terms.sequences.means(clipped).exp() * terms.advantages
 
 
-def vespo(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
+def vespo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """-phi(w) A log pi, phi(w) = w^k e^(lambda (1 - w)), w the ratio of whole sequences (VESPO, arXiv 2602.10693).
 
     As in TRL w is clamped to [1e-8, e^20], and the correction for the engine is part of it.
     """
-    gamma, low, high = algorithm.gamma, torch.tensor(1e-8).log().item(), 20.0
+    gamma, low, high = algorithm.vespo, torch.tensor(1e-8).log().item(), 20.0
     log_correction = terms.correction.log().clamp(low, high)
     log_ratio = terms.token_log_ratio.detach().clamp(-high, high)
     log_w = terms.sequences.sums(log_ratio) + terms.sequences.sums(log_correction)
@@ -87,7 +87,7 @@ def vespo(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
 
 
 @corrected
-def policy_gradient(terms: TokenTerms, algorithm: Algorithm) -> Tensor:
+def policy_gradient(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """-r A, without a clip."""
     return -terms.log_ratio.exp() * terms.advantages
 

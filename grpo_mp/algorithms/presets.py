@@ -29,9 +29,10 @@ def _r1(stage: str, algorithm: Tree) -> Preset:
         f"DeepSeek-R1, Nature 645 (2025) and arXiv 2501.12948, {stage}",
         "Repeating it, or a policy of its size.",
         {
-            "algorithm": {"kl": {"weight": 0.001, "refresh_every": 25, "refresh_mix": 1.0}} | algorithm,
+            "algorithm": {"kl": {"coef": 0.001, "ref_update_every": 25, "ref_update_mix": 1.0}} | algorithm,
             "rollout": {"prompts_per_step": 512, "group_size": 16},
-            "optimizer": {"lr": 3e-6, "updates_per_step": 16, "shuffle": True},
+            "optimizer": {"lr": 3e-6},
+            "training": {"updates_per_step": 16, "shuffle": True},
         },
     )
 
@@ -59,7 +60,7 @@ PRESETS: dict[str, Preset] = {
             "algorithm": {
                 "clip": CLIP_HIGHER,
                 "aggregation": "token_mean",
-                "filter": {"no_difference": "refill", "metric": "accuracy"},
+                "filter": {"zero_std": "refill", "metric": "accuracy"},
             },
             "reward": {"overlong": {"weight": 1.0}},
         },
@@ -70,8 +71,8 @@ PRESETS: dict[str, Preset] = {
         "The first token chooses a mode, such as thinking or a short answer, and must not be drowned by the rest.",
         advantage=GROUP_MEAN_ONLY,
         aggregation="decoupled",
-        control_weight=1e-3,
-        kl={"weight": 0.001, "estimator": "k3_clamped"},
+        control_token_weight=1e-3,
+        kl={"coef": 0.001, "estimator": "k3_clamped"},
     ),
     "gspo": _algorithm(
         "GSPO, arXiv 2507.18071, eq. 5 to 7, clip of section 5.1",
@@ -88,20 +89,20 @@ PRESETS: dict[str, Preset] = {
     "cispo": _algorithm(
         "MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; upper bound 5 as in ScaleRL, arXiv 2510.13786",
         "Rare but decisive tokens are clipped away under grpo; many updates per step.",
-        surrogate="cispo",
+        policy_loss="cispo",
         clip={"low": 1.0, "high": 4.0},
         aggregation="token_mean",
     ),
     "gmpo": _algorithm(
         "GMPO, arXiv 2507.20673, eq. 4: token clip (e^-0.4, e^0.4)",
         "Outlier ratios make grpo unstable.",
-        surrogate="gmpo",
+        policy_loss="gmpo",
         clip={"low": 0.3296799539643607, "high": 0.4918246976412703},
     ),
     "sapo": _algorithm(
         "SAPO, arXiv 2511.20347: sigmoid gates, temperatures 1.0 and 1.05",
         "You want a smooth trust region instead of a clip.",
-        surrogate="sapo",
+        policy_loss="sapo",
     ),
     "luspo": _algorithm(
         "LUSPO, arXiv 2602.05261: GSPO with the sequence loss multiplied by its length; clip of section 5.1",
@@ -113,7 +114,7 @@ PRESETS: dict[str, Preset] = {
     "vespo": _algorithm(
         "VESPO, arXiv 2602.10693: gamma weighting of sequence ratios, k 2 and 3, lambda 3 and 2",
         "Stale samples: asynchronous generation, or many updates per step.",
-        surrogate="vespo",
+        policy_loss="vespo",
         aggregation="token_mean",
     ),
     "bnpo": _algorithm(
@@ -128,14 +129,14 @@ PRESETS: dict[str, Preset] = {
         advantage={"baseline": "leave_one_out", "scale": "none"},
         ratio="product",
         clip={"low": 0.2, "high": 0.2},
-        kl={"weight": 0.05, "estimator": "k1", "place": "reward"},
+        kl={"coef": 0.05, "estimator": "k1", "apply_to": "reward"},
     ),
     "reinforce_pp": _algorithm(
         "REINFORCE++, arXiv 2501.03262: KL in the reward, returns to go, whitened over the batch",
         "One answer per prompt; general reward models.",
         advantage={"baseline": "none", "scale": "none", "whiten": True},
         aggregation="token_mean",
-        kl={"weight": 0.01, "estimator": "k1", "place": "reward"},
+        kl={"coef": 0.01, "estimator": "k1", "apply_to": "reward"},
     ),
     "reinforce_pp_baseline": _algorithm(
         "REINFORCE++-baseline, arXiv 2501.03262: group mean, whitened over the batch, k2 in the loss; KL weight of "
@@ -143,7 +144,7 @@ PRESETS: dict[str, Preset] = {
         "Groups with sparse rewards; std inside groups is too noisy.",
         advantage={"baseline": "group_mean", "scale": "none", "whiten": True},
         aggregation="token_mean",
-        kl={"weight": 1e-5, "estimator": "k2"},
+        kl={"coef": 1e-5, "estimator": "k2"},
     ),
     "grpo_pp": _algorithm(
         "GRPO++ as the authors of DeepSWE (Agentica, Together AI, 2025) list it: clip higher, no KL (DAPO), no std and "

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from grpo_mp.algorithms.policy_losses import TokenTerms
-from grpo_mp.algorithms.settings import Algorithm
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.types import MicroBatch
 
 SUMS = (
@@ -37,7 +37,7 @@ MAXIMA = ("ratio_max", "mismatch_max")
 
 
 def loss_report(
-    batch: MicroBatch, terms: TokenTerms, entropy: Tensor, kl: Tensor, on_policy: Tensor, algorithm: Algorithm
+    batch: MicroBatch, terms: TokenTerms, entropy: Tensor, kl: Tensor, on_policy: Tensor, algorithm: AlgorithmConfig
 ) -> dict[str, Tensor]:
     """Compute sums (and maxima) over the response tokens of one micro-batch; all inputs are [T] in float64.
 

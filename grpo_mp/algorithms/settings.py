@@ -10,119 +10,233 @@ from grpo_mp.errors import nearest
 from grpo_mp.section import Section
 
 
-class Advantage(Section):
-    level: Literal["outcome", "process"] = Field("outcome", description="process: rewards per step (reward.steps)")
-    baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
-    scale: Literal["group_std", "batch_std", "none"] = "group_std"
-    combine: Literal["sum", "normalise"] = Field("sum", description="normalise: each reward in its group, then summed")
-    std: Literal["sample", "population"] = Field("sample", description="over n - 1, as torch and TRL, or over n")
-    whiten: bool = Field(False, description="over all response tokens of the step, after all else")
-    eps: float = Field(1e-4, gt=0)
+class AdvantageConfig(Section):
+    """How rewards become advantages."""
+
+    level: Literal["outcome", "process"] = Field(
+        "outcome", description="outcome: one advantage per response; process: rewards of single steps (reward.steps)"
+    )
+    baseline: Literal["group_mean", "leave_one_out", "none"] = Field(
+        "group_mean",
+        description="subtracted from a reward; leave_one_out: mean of the group's others (RLOO)",
+    )
+    scale: Literal["group_std", "batch_std", "none"] = Field(
+        "group_std", description="what the difference is divided by (TRL scale_rewards); none: Dr. GRPO"
+    )
+    combine: Literal["sum", "normalise"] = Field(
+        "sum", description="several rewards: summed by weight, or each normalised in its group first (GDPO)"
+    )
+    std: Literal["sample", "population"] = Field(
+        "sample", description="standard deviation over n - 1, as torch and TRL, or over n, as numpy"
+    )
+    whiten: bool = Field(
+        False, description="normalise over all response tokens of the step, after all else (REINFORCE++)"
+    )
+    eps: float = Field(1e-4, gt=0, description="added to the standard deviation that scale divides by")
 
 
-class Clip(Section):
-    low: float = Field(0.2, gt=0, description="ratios below 1 - low are clipped; 1 or more: none")
-    high: float = Field(0.2, gt=0, description="ratios above 1 + high are clipped")
-    dual: float | None = Field(None, gt=1, description="the largest ratio where the advantage is negative")
+class ClipConfig(Section):
+    """Bounds of the importance ratio. DAPO raises high alone (clip higher)."""
+
+    low: float = Field(
+        0.2, gt=0, description="ratios below 1 - low are clipped; 1 or more: none (TRL epsilon, verl clip_ratio_low)"
+    )
+    high: float = Field(
+        0.2, gt=0, description="ratios above 1 + high are clipped (TRL epsilon_high, verl clip_ratio_high)"
+    )
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="limit of the ratio at negative advantages (TRL delta, verl clip_ratio_c); null: none",
+    )
 
 
-class Gate(Section):
-    """SAPO's temperatures."""
+class SapoConfig(Section):
+    """Temperatures of the gates of `policy_loss: sapo`; other losses do not read them."""
 
-    positive: float = Field(1.0, gt=0)
-    negative: float = Field(1.05, gt=0)
-
-
-class Gamma(Section):
-    """VESPO's weighting w^k e^(lambda (1 - w)), by the sign of the advantage."""
-
-    k_positive: float = Field(2.0, gt=0)
-    lambda_positive: float = Field(3.0, gt=0)
-    k_negative: float = Field(3.0, gt=0)
-    lambda_negative: float = Field(2.0, gt=0)
+    temperature_positive: float = Field(1.0, gt=0, description="for tokens with a positive advantage")
+    temperature_negative: float = Field(
+        1.05, gt=0, description="for tokens with a negative advantage; larger damps more"
+    )
 
 
-class KL(Section):
-    weight: float = Field(0.0, ge=0, description="0: no reference is loaded, but for watch_share")
-    watch_share: float = Field(
+class VespoConfig(Section):
+    """Weights w^k e^(lambda (1 - w)) of `policy_loss: vespo`, by the sign of the advantage; others do not read them."""
+
+    k_positive: float = Field(2.0, gt=0, description="exponent k where the advantage is positive")
+    lambda_positive: float = Field(3.0, gt=0, description="decay lambda where the advantage is positive")
+    k_negative: float = Field(3.0, gt=0, description="exponent k where the advantage is negative")
+    lambda_negative: float = Field(2.0, gt=0, description="decay lambda where the advantage is negative")
+
+
+class KLConfig(Section):
+    """The KL divergence of the policy from the reference, which starts as a copy of model.path."""
+
+    coef: float = Field(
+        0.0,
+        ge=0,
+        description="coefficient (TRL beta, verl kl_loss_coef); 0: no reference, but for monitor_share",
+    )
+    monitor_share: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="of the micro-batches of a step whose KL to the reference is measured at weight 0, at least one; "
-        "costs a copy of the weights in host memory, that share of a forward, and two exchanges of the weights with "
-        "the copy for each update with such a micro-batch",
+        description="share of a step's micro-batches whose KL is measured while coef is 0, at least one; costs a copy "
+        "of the weights in host memory, that share of a forward, and two exchanges of the weights with the copy for "
+        "each update with such a micro-batch",
     )
-    estimator: Literal["k1", "k2", "k3", "k3_clamped", "k3_unbiased"] = "k3"
-    place: Literal["loss", "reward"] = "loss"
-    level: Literal["token", "sequence"] = Field("token", description="of log r: each token's, or the whole answer's")
-    target: float | None = Field(None, gt=0, description="nats per token that the adaptive weight aims at")
-    refresh_every: int = Field(0, ge=0, description="steps after which the reference follows the policy; 0: never")
-    refresh_mix: float = Field(0.6, gt=0, le=1, description="share of the policy in the refreshed reference")
+    estimator: Literal["k1", "k2", "k3", "k3_clamped", "k3_unbiased"] = Field(
+        "k3", description="Schulman's estimators by name (verl kl_loss_type); k3 is that of DeepSeekMath"
+    )
+    apply_to: Literal["loss", "reward"] = Field(
+        "loss", description="add it to the loss, or subtract it from the reward (verl use_kl_in_reward)"
+    )
+    level: Literal["token", "sequence"] = Field(
+        "token", description="estimate from the log ratio of each token, or of the whole response (R1, eq. 2)"
+    )
+    target: float | None = Field(
+        None, gt=0, description="nats per token that an adaptive coef aims at (verl target_kl); null: coef is constant"
+    )
+    ref_update_every: int = Field(
+        0, ge=0, description="steps between updates of the reference by the policy (TRL ref_model_sync_steps); 0: never"
+    )
+    ref_update_mix: float = Field(
+        0.6, gt=0, le=1, description="share of the policy in the updated reference (TRL ref_model_mixup_alpha)"
+    )
 
     @property
     def measured_share(self) -> float:
         """Return the share of micro-batches whose KL to the reference is measured; 0: there is no reference."""
-        return 1.0 if self.weight else self.watch_share
+        return 1.0 if self.coef else self.monitor_share
 
 
-class Entropy(Section):
-    weight: float = Field(0.0, ge=0, description="of the bonus")
-    target: float | None = Field(None, gt=0, description="nats; the weight rises by `step` below it and falls above")
-    step: float = Field(0.005, gt=0)
-    largest: float = Field(1.0, gt=0)
-    top_quantile: float = Field(1.0, gt=0, le=1, description="share of tokens, of the highest entropy, that learn")
+class EntropyConfig(Section):
+    """The entropy of the policy: a bonus in the loss, and which tokens learn."""
 
-
-class Correction(Section):
-    """Importance weights w = old / rollout, for the difference between engine and policy."""
-
-    kind: Literal["none", "truncate", "mask"] = "none"
-    level: Literal["token", "sequence"] = "token"
-    low: float | None = Field(None, ge=0)
-    high: float | None = Field(None, gt=0)
-    off_policy_limit: float | None = Field(
-        None, gt=0, description="nats per token: sequences with negative advantage beyond it do not learn"
+    coef: float = Field(0.0, ge=0, description="coefficient of the bonus (TRL entropy_coef, verl entropy_coeff)")
+    target: float | None = Field(
+        None, gt=0, description="nats that an adaptive coef aims at (TRL entropy_target); null: coef is constant"
+    )
+    coef_step: float = Field(
+        0.005,
+        gt=0,
+        description="change of an adaptive coef at each update (TRL entropy_coef_delta)",
+    )
+    max_coef: float = Field(1.0, gt=0, description="the largest that an adaptive coef becomes (TRL entropy_coef_max)")
+    top_quantile: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of tokens, of the highest entropy, that learn (TRL top_entropy_quantile); 0.2 in the paper",
     )
 
 
-class Drift(Section):
+class RolloutCorrectionConfig(Section):
+    """Importance weights old / rollout for the difference between policy and engine (verl rollout_correction)."""
+
+    kind: Literal["none", "truncate", "mask"] = Field(
+        "none",
+        description="truncate: weights are clamped (TIS); mask: tokens outside the limits do not learn (MIS, IcePop)",
+    )
+    level: Literal["token", "sequence"] = Field(
+        "token", description="a weight of each token, or their product over the response"
+    )
+    low: float | None = Field(None, ge=0, description="lower limit of the weight; null: none")
+    high: float | None = Field(None, gt=0, description="upper limit of the weight, 2 to 5 as a rule; null: none")
+    off_policy_mask_threshold: float | None = Field(
+        None,
+        gt=0,
+        description="nats per token between engine and policy; responses with a negative advantage beyond it do not "
+        "learn (DeepSeek-V3.2, TRL's name); null: all learn",
+    )
+
+
+class EarlyStopConfig(Section):
     """Limits beyond which the remaining updates of a step are skipped."""
 
-    kl: float | None = Field(None, gt=0, description="nats per token between old policy and policy")
-    effective_samples: float | None = Field(None, gt=0, lt=1, description="share of tokens, by ratio weights")
+    max_kl: float | None = Field(
+        None, gt=0, description="nats per token between old policy and policy (PPO's target_kl); null: no limit"
+    )
+    min_ess: float | None = Field(
+        None, gt=0, lt=1, description="effective sample size of the ratios, as a share of the tokens; null: no limit"
+    )
 
 
-class Filter(Section):
-    no_difference: Literal["keep", "drop", "refill"] = Field("keep", description="groups whose samples are all equal")
+class FilterConfig(Section):
+    """Which groups and samples a step trains on."""
+
+    zero_std: Literal["keep", "drop", "refill"] = Field(
+        "keep",
+        description="groups whose samples all score the same: keep, drop, or replace them by new ones (DAPO's dynamic "
+        "sampling, verl filter_groups)",
+    )
     metric: Literal["reward", "accuracy"] = Field(
         "reward", description="what must differ in a group: the whole reward, or whether samples are right (DAPO)"
     )
-    most_tries: int = Field(10, ge=1, description="rounds of generation until a refilled step must be full")
-    truncated: Literal["keep", "mask"] = Field("keep", description="mask: truncated samples do not learn")
-    rest_after: int = Field(0, ge=0, description="times in a row all right until a prompt rests; 0: never")
-    rest_steps: int = Field(50, ge=1)
-    oversample: float = Field(1.0, ge=1, description="groups launched for each that is needed")
-    admit: Literal["launch", "finish"] = Field("launch", description="which of them are taken first")
-
-
-class Algorithm(Section):
-    preset: str = "grpo"
-    advantage: Advantage = Advantage()
-    ratio: Literal["token", "sequence", "sequence_token", "product"] = Field(
-        "token", description="importance ratio of a token, a sequence (geometric mean), GSPO-token, the whole product"
+    max_rounds: int = Field(
+        10, ge=1, description="rounds of generation until a refilled step must be full (verl max_num_gen_batches)"
     )
-    surrogate: Literal["clip", "cispo", "sapo", "gmpo", "vespo", "none"] = "clip"
-    clip: Clip = Clip()
-    gate: Gate = Gate()
-    gamma: Gamma = Gamma()
-    aggregation: Literal["sequence_mean", "token_mean", "sequence_sum", "constant", "decoupled"] = "sequence_mean"
-    control_weight: float = Field(1e-3, gt=0, description="of the first token in the decoupled aggregation")
-    old_logprobs: Literal["recomputed", "engine"] = "recomputed"
-    kl: KL = KL()
-    entropy: Entropy = Entropy()
-    correction: Correction = Correction()
-    drift: Drift = Drift()
-    filter: Filter = Filter()
+    truncated: Literal["keep", "mask"] = Field(
+        "keep", description="mask: truncated samples do not learn (TRL mask_truncated_completions)"
+    )
+    oversample: float = Field(
+        1.0, ge=1, description="groups launched for each that is needed, so that enough remain; see select_by"
+    )
+    select_by: Literal["launch", "finish"] = Field(
+        "launch",
+        description="which of them are taken: first launched, or first finished, which prefers short ones",
+    )
+
+
+class CurriculumConfig(Section):
+    """Prompts that the policy has learnt are skipped for a while."""
+
+    solved_streak: int = Field(
+        0, ge=0, description="times in a row that all samples of a prompt are right until it is skipped; 0: never"
+    )
+    skip_steps: int = Field(50, ge=1, description="steps for which such a prompt is skipped")
+
+
+class AlgorithmConfig(Section):
+    """The algorithm by its parts. `algorithm: dapo` takes a preset; any part can be set over it."""
+
+    preset: str = Field(
+        "grpo",
+        description="a published algorithm (grpo_mp/algorithms/README.md); sets defaults of all the others",
+    )
+    advantage: AdvantageConfig = Field(AdvantageConfig(), description="how rewards become advantages")
+    ratio: Literal["token", "sequence", "sequence_token", "product"] = Field(
+        "token",
+        description="importance ratio: of a token, a sequence (GSPO: geometric mean), GSPO-token, or the whole product "
+        "(TRL importance_sampling_level)",
+    )
+    policy_loss: Literal["clip", "cispo", "sapo", "gmpo", "vespo", "none"] = Field(
+        "clip",
+        description="loss of a token (verl policy_loss.loss_mode, TRL loss_type); clip: PPO's; none: no clip",
+    )
+    clip: ClipConfig = Field(ClipConfig(), description="bounds of the importance ratio")
+    sapo: SapoConfig = Field(SapoConfig(), description="constants of policy_loss sapo")
+    vespo: VespoConfig = Field(VespoConfig(), description="constants of policy_loss vespo")
+    aggregation: Literal["sequence_mean", "token_mean", "sequence_sum", "constant", "decoupled"] = Field(
+        "sequence_mean",
+        description="how token losses are averaged (verl loss_agg_mode); token_mean: DAPO; constant: Dr. GRPO",
+    )
+    control_token_weight: float = Field(
+        1e-3, gt=0, description="of a response's first token in aggregation decoupled (Thinkless)"
+    )
+    old_logprobs: Literal["recomputed", "engine"] = Field(
+        "recomputed",
+        description="logprobs of the old policy: computed by the trainer, or those of the engine (verl bypass mode), "
+        "which saves a forward",
+    )
+    kl: KLConfig = Field(KLConfig(), description="KL divergence from the reference")
+    entropy: EntropyConfig = Field(EntropyConfig(), description="entropy bonus and entropy mask")
+    rollout_correction: RolloutCorrectionConfig = Field(
+        RolloutCorrectionConfig(), description="correction for the difference between engine and policy"
+    )
+    early_stop: EarlyStopConfig = Field(EarlyStopConfig(), description="when a step's remaining updates are skipped")
+    filter: FilterConfig = Field(FilterConfig(), description="which groups and samples a step trains on")
+    curriculum: CurriculumConfig = Field(CurriculumConfig(), description="when a learnt prompt is skipped")
 
     @field_validator("preset")
     @classmethod
@@ -132,13 +246,13 @@ class Algorithm(Section):
         return value
 
     @model_validator(mode="after")
-    def _parts_agree(self) -> "Algorithm":
+    def _parts_agree(self) -> "AlgorithmConfig":
         for contradiction in contradictions(self):
             raise ValueError(contradiction)
         return self
 
 
-def needs_old_logprobs(algorithm: Algorithm, updates: int) -> bool:
+def needs_old_logprobs(algorithm: AlgorithmConfig, updates: int) -> bool:
     """Say whether a step computes the policy's logprobs before the first of its `updates`.
 
     With one update they are those of the update itself; with `old_logprobs: engine` the engine has returned them. The
@@ -146,45 +260,50 @@ def needs_old_logprobs(algorithm: Algorithm, updates: int) -> bool:
     """
     if algorithm.entropy.top_quantile < 1:
         return True
-    kl_in_reward = algorithm.kl.weight > 0 and algorithm.kl.place == "reward"
+    kl_in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
     return algorithm.old_logprobs == "recomputed" and (updates > 1 or kl_in_reward)
 
 
-def contradictions(algorithm: Algorithm) -> Iterator[str]:
+def contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield a sentence for each combination of settings that cannot work, with the nearest choice that does."""
-    kl, correction = algorithm.kl, algorithm.correction
-    if kl.weight == 0 and (kl.target or kl.refresh_every):
-        yield "kl.target and kl.refresh_every need a reference: set kl.weight above 0"
+    kl, correction = algorithm.kl, algorithm.rollout_correction
+    if kl.coef == 0 and (kl.target or kl.ref_update_every):
+        yield "kl.target and kl.ref_update_every need a reference: set kl.coef above 0"
     if correction.kind != "none" and correction.low is None and correction.high is None:
-        yield f"correction.kind={correction.kind} has no limit: set correction.high, e.g. 2.0"
+        yield f"rollout_correction.kind={correction.kind} has no limit: set rollout_correction.high, e.g. 2.0"
     if correction.kind == "none" and (correction.low is not None or correction.high is not None):
-        yield "correction.low and correction.high do nothing with correction.kind=none: set it to truncate or mask"
+        yield (
+            "rollout_correction.low and rollout_correction.high do nothing with rollout_correction.kind=none: "
+            "set it to truncate or mask"
+        )
     if algorithm.old_logprobs == "engine" and correction.kind != "none":
-        yield "old_logprobs=engine leaves nothing to correct: set correction.kind=none or old_logprobs=recomputed"
-    if algorithm.surrogate in ("gmpo", "vespo") and algorithm.ratio != "token":
-        yield f"surrogate={algorithm.surrogate} is defined on token ratios: set ratio=token"
-    if algorithm.surrogate == "vespo" and correction.kind != "none" and correction.level == "sequence":
-        yield "surrogate=vespo multiplies token corrections itself: set correction.level=token"
+        yield (
+            "old_logprobs=engine leaves nothing to correct: set rollout_correction.kind=none or old_logprobs=recomputed"
+        )
+    if algorithm.policy_loss in ("gmpo", "vespo") and algorithm.ratio != "token":
+        yield f"policy_loss={algorithm.policy_loss} is defined on token ratios: set ratio=token"
+    if algorithm.policy_loss == "vespo" and correction.kind != "none" and correction.level == "sequence":
+        yield "policy_loss=vespo multiplies token corrections itself: set rollout_correction.level=token"
     if kl.level == "sequence" and kl.estimator == "k3_unbiased" and algorithm.ratio != "product":
         yield "kl.level=sequence with kl.estimator=k3_unbiased needs the ratio of whole answers: set ratio=product"
-    if kl.level == "sequence" and kl.place == "reward":
-        yield "kl.level=sequence is for the loss; a reward takes the KL of the whole answer anyway: set kl.place=loss"
+    if kl.level == "sequence" and kl.apply_to == "reward":
+        yield "kl.level=sequence is for the loss; a reward takes the whole answer's KL anyway: set kl.apply_to=loss"
     yield from _advantage_contradictions(algorithm)
 
 
-def _advantage_contradictions(algorithm: Algorithm) -> Iterator[str]:
+def _advantage_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
     advantage = algorithm.advantage
     if advantage.level == "process" and algorithm.ratio in ("sequence", "product"):
         yield f"advantage.level=process differs by token, ratio={algorithm.ratio} does not: set ratio=sequence_token"
     if advantage.level == "process" and (advantage.baseline, advantage.combine) != ("group_mean", "sum"):
         yield "advantage.level=process needs advantage.baseline=group_mean and advantage.combine=sum"
-    if advantage.level == "process" and algorithm.kl.place == "reward" and algorithm.kl.weight:
-        yield "advantage.level=process has no reward of the whole response for the KL: set kl.place=loss"
-    if advantage.combine == "normalise" and algorithm.kl.place == "reward" and algorithm.kl.weight:
-        yield "advantage.combine=normalise knows no KL among its rewards: set kl.place=loss"
+    if advantage.level == "process" and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
+        yield "advantage.level=process has no reward of the whole response for the KL: set kl.apply_to=loss"
+    if advantage.combine == "normalise" and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
+        yield "advantage.combine=normalise knows no KL among its rewards: set kl.apply_to=loss"
     if advantage.combine == "normalise" and advantage.baseline == "none":
         yield "advantage.combine=normalise works inside groups: set advantage.baseline=group_mean"
     if advantage.baseline == "none" and advantage.scale == "group_std":
         yield "advantage.scale=group_std needs a group baseline: set advantage.scale=none or batch_std"
-    if algorithm.filter.no_difference != "keep" and advantage.baseline == "none":
-        yield "filter.no_difference looks at groups: set advantage.baseline=group_mean, or filter.no_difference=keep"
+    if algorithm.filter.zero_std != "keep" and advantage.baseline == "none":
+        yield "filter.zero_std looks at groups: set advantage.baseline=group_mean, or filter.zero_std=keep"

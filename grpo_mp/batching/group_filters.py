@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from grpo_mp.algorithms.advantages import groups_without_difference
-from grpo_mp.algorithms.settings import Filter
+from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
 from grpo_mp.types import SampleInfo
 
 MIN_KEPT_SHARE = 0.1  # of launched groups, as assumed at least: bounds what one round launches
@@ -17,7 +17,7 @@ class GroupSelection:
     """How many of the groups launched so far for a step were selected, and why others were not."""
 
     admitted: tuple[int, ...]  # group ids in launch order
-    no_difference: int  # groups dropped because all their rewards are equal
+    zero_std: int  # groups dropped because all their rewards are equal
     surplus: int  # groups that were not needed
     unfinished: int  # groups that were aborted
 
@@ -26,19 +26,19 @@ class GroupSelection:
         return count - len(self.admitted)
 
 
-def select_groups(infos: Sequence[SampleInfo], count: int, rule: Filter) -> GroupSelection:
+def select_groups(infos: Sequence[SampleInfo], count: int, rule: FilterConfig) -> GroupSelection:
     """Select the first `count` groups by launch or by finish; with the rule, none whose rewards are all equal."""
     complete = [info for info in infos if info.finished]
-    position = {info.group_id: info.finished if rule.admit == "finish" else info.group_id for info in complete}
-    no_difference: set[int] = set()
-    if rule.no_difference != "keep":
+    position = {info.group_id: info.finished if rule.select_by == "finish" else info.group_id for info in complete}
+    zero_std: set[int] = set()
+    if rule.zero_std != "keep":
         judged = {info.group_id for info in complete if info.right is not None and rule.metric == "accuracy"}
         # Groups of problems for which nothing says what is right are judged by their rewards.
         scores = [float(info.right is True) if info.group_id in judged else info.reward for info in complete]
-        no_difference = set(groups_without_difference(scores, [info.group_id for info in complete]))
-    eligible = sorted(position.keys() - no_difference, key=lambda group: (position[group], group))
+        zero_std = set(groups_without_difference(scores, [info.group_id for info in complete]))
+    eligible = sorted(position.keys() - zero_std, key=lambda group: (position[group], group))
     aborted = len({info.group_id for info in infos}) - len(position)
-    return GroupSelection(tuple(sorted(eligible[:count])), len(no_difference), max(0, len(eligible) - count), aborted)
+    return GroupSelection(tuple(sorted(eligible[:count])), len(zero_std), max(0, len(eligible) - count), aborted)
 
 
 def length_bias(infos: Sequence[SampleInfo], admitted: Collection[int]) -> float:
@@ -50,7 +50,7 @@ def length_bias(infos: Sequence[SampleInfo], admitted: Collection[int]) -> float
     return fmean(lengths) / fmean(info.response_tokens for info in infos) if lengths else 1.0
 
 
-def groups_to_launch(missing: int, launched: int, selection: GroupSelection, rule: Filter) -> int:
+def groups_to_launch(missing: int, launched: int, selection: GroupSelection, rule: FilterConfig) -> int:
     """Return how many groups to launch for the missing ones: more, the smaller the share kept so far."""
     kept_share = (len(selection.admitted) + selection.surplus) / launched if launched else 1.0
     return math.ceil(missing * rule.oversample / max(kept_share, MIN_KEPT_SHARE))
@@ -67,9 +67,9 @@ class PromptCurriculum:
         """Check whether a prompt is left out of `step`."""
         return self.resting.get(prompt, 0) >= step
 
-    def after(self, infos: Sequence[SampleInfo], step: int, rule: Filter) -> "PromptCurriculum":
+    def after(self, infos: Sequence[SampleInfo], step: int, rule: CurriculumConfig) -> "PromptCurriculum":
         """Return the state after a step. A prompt that returns from its rest starts at zero."""
-        if not rule.rest_after:
+        if not rule.solved_streak:
             return self
         all_right: dict[int, bool] = {}
         for info in infos:
@@ -77,9 +77,9 @@ class PromptCurriculum:
         streaks = dict(self.solve_streak) | {
             prompt: self.solve_streak.get(prompt, 0) + 1 if right else 0 for prompt, right in all_right.items()
         }
-        solved = {prompt for prompt, count in streaks.items() if count >= rule.rest_after}
+        solved = {prompt for prompt, count in streaks.items() if count >= rule.solved_streak}
         resting = {prompt: last for prompt, last in self.resting.items() if last > step}
         return PromptCurriculum(
             {prompt: count for prompt, count in streaks.items() if count and prompt not in solved},
-            resting | dict.fromkeys(solved, step + rule.rest_steps),
+            resting | dict.fromkeys(solved, step + rule.skip_steps),
         )

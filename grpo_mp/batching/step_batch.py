@@ -22,7 +22,7 @@ class StepBatch:
 
     infos: tuple[SampleInfo, ...]
     learns: tuple[bool, ...]
-    advantages: tuple[PerToken, ...]  # by sample, before the KL of kl.place=reward and before whitening
+    advantages: tuple[PerToken, ...]  # by sample, before the KL of kl.apply_to=reward and before whitening
     plan: tuple[Update, ...]
     updates: tuple[tuple[MicroBatch, ...], ...]
 
@@ -46,13 +46,13 @@ def assemble_step_batch(
     prompts = [SamplePrompt(info.group_id, info.prompt_tokens) for info in infos]
     plan = plan_updates(
         [info.total_tokens for info in infos],
-        settings.optimizer.updates_per_step,
+        settings.training.updates_per_step,
         settings.layout,
         parallel.data_parallel,
-        settings.optimizer.max_tokens_per_microbatch,
+        settings.training.max_tokens_per_microbatch,
         hidden_size,
-        sample_order(len(infos), settings.optimizer.shuffle, settings.run.seed, step),
-        prompts if settings.optimizer.share_prompts else (),
+        sample_order(len(infos), settings.training.shuffle, settings.run.seed, step),
+        prompts if settings.training.share_prompts else (),
     )
     keys_by_rank = _keys_by_rank(infos, plan, settings, parallel)
     samples = redistribute(groups, keys_by_rank, parallel.cpu_group, parallel.replica, parallel.replica_source)

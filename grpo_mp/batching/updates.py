@@ -9,7 +9,7 @@ import numpy as np
 from grpo_mp.batching.microbatches import Cost, Schedule, plan_microbatches
 from grpo_mp.batching.packing import pack, slice_context
 from grpo_mp.batching.shared_prompts import SamplePrompt, make_units, unpack_units
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.types import MicroBatch, PerToken, Sample
 
 
@@ -28,7 +28,7 @@ class Update:
 def plan_updates(
     lengths: Sequence[int],
     updates: int,
-    layout: Layout,
+    layout: LayoutConfig,
     data_parallel: int,
     max_tokens: int,
     hidden_size: int,
@@ -68,7 +68,7 @@ def sample_order(samples: int, shuffle: bool, seed: int, step: int) -> tuple[int
 
 def plan_update(
     lengths: Sequence[int],
-    layout: Layout,
+    layout: LayoutConfig,
     data_parallel: int,
     max_tokens: int,
     hidden_size: int,
@@ -92,7 +92,7 @@ def plan_update(
     return unpack_units(plan_microbatches(tokens, data_parallel, limit, align, multiple, costs), units)
 
 
-def padded_size(schedule: Schedule, layout: Layout) -> int:
+def padded_size(schedule: Schedule, layout: LayoutConfig) -> int:
     """Return the tokens that every micro-batch is padded to with a pipeline; 0 without one.
 
     Stages exchange tensors of a fixed shape.
@@ -102,7 +102,7 @@ def padded_size(schedule: Schedule, layout: Layout) -> int:
     return max(schedule.align, max(plan.tokens for rank in schedule.ranks for plan in rank))
 
 
-def alignment(layout: Layout) -> int:
+def alignment(layout: LayoutConfig) -> int:
     """Return what every padded length is a multiple of: zigzag slices for context, equal shards for tensor parallel."""
     return layout.tensor * (2 * layout.context if layout.context > 1 else 1)
 
@@ -112,7 +112,7 @@ def microbatches(
     samples: Mapping[int, Sample],
     advantages: Sequence[PerToken],
     weights: Sequence[PerToken],
-    layout: Layout,
+    layout: LayoutConfig,
     data_rank: int,
     context_rank: int,
 ) -> list[MicroBatch]:

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from grpo_mp.config import Data
+from grpo_mp.config import DataConfig
 from grpo_mp.data.rows import Row, read_rows
 from grpo_mp.errors import UserError, nearest
 from grpo_mp.types import Prompt
@@ -37,7 +37,7 @@ class PromptSet:
 
 def load_prompts(
     source: str,
-    data: Data,
+    data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     count: int | None = None,
@@ -74,13 +74,13 @@ def final_answer(text: str) -> str:
     return answer.replace(",", "") if match and is_number else answer
 
 
-def _read_messages(row: Row, data: Data) -> Messages:
+def _read_messages(row: Row, data: DataConfig) -> Messages:
     """Return the row's messages, or its text as one user message, after the system message of the settings."""
-    prompt = _read_column(row, data.prompt, "data.prompt")
+    prompt = _read_column(row, data.prompt_column, "data.prompt_column")
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    _check_chat(chat, row, data.prompt)
-    if data.system and chat[0]["role"] != "system":
-        return [{"role": "system", "content": data.system}, *chat]
+    _check_chat(chat, row, data.prompt_column)
+    if data.system_prompt and chat[0]["role"] != "system":
+        return [{"role": "system", "content": data.system_prompt}, *chat]
     return list(chat)
 
 
@@ -98,13 +98,15 @@ def _check_chat(chat: Any, row: Row, column: str) -> None:
         raise UserError(f"{location}: the last message must be the user's, not {chat[-1]['role']}'s")
 
 
-def _read_answer(row: Row, data: Data) -> str | None:
-    if data.answer is None:
+def _read_answer(row: Row, data: DataConfig) -> str | None:
+    if data.answer_column is None:
         return None
-    value = _read_column(row, data.answer, "data.answer")
+    value = _read_column(row, data.answer_column, "data.answer_column")
     answer = final_answer(str(value)) if isinstance(value, str | int | float) else ""
     if not answer:
-        raise UserError(f"{row.location}: column {data.answer}: expected an answer as text or number, found {value!r}")
+        raise UserError(
+            f"{row.location}: column {data.answer_column}: expected an answer as text or number, found {value!r}"
+        )
     return answer
 
 
@@ -112,7 +114,7 @@ def _read_column(row: Row, name: str, setting: str) -> Any:
     if name in row.columns:
         return row.columns[name]
     known = ", ".join(row.columns) or "none"
-    hint = " or to null" if setting == "data.answer" else ""
+    hint = " or to null" if setting == "data.answer_column" else ""
     raise UserError(
         f"{row.location}: no column {name}{nearest(name, row.columns)}, the row has: {known}: "
         f"set {setting} to one of them{hint}"

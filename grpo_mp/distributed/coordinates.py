@@ -6,7 +6,7 @@ expert-tensor, expert, expert-data, pipeline for experts.
 
 from dataclasses import dataclass
 
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class RankCoordinates:
     expert_data: int
 
 
-def data_parallel(layout: Layout, world_size: int) -> int:
+def data_parallel(layout: LayoutConfig, world_size: int) -> int:
     """Return the data-parallel size: how many replicas of the dense parameters there are."""
     return world_size // (layout.tensor * layout.context * layout.pipeline)
 
 
-def coordinates(rank: int, layout: Layout, world_size: int) -> RankCoordinates:
+def coordinates(rank: int, layout: LayoutConfig, world_size: int) -> RankCoordinates:
     """Return the coordinates of `rank` among `world_size` ranks; the layout must have passed `check_layout`."""
     pipeline, stage_rank = divmod(rank, world_size // layout.pipeline)
     rest, tensor = divmod(stage_rank, layout.tensor)
@@ -43,6 +43,6 @@ def coordinates(rank: int, layout: Layout, world_size: int) -> RankCoordinates:
     )
 
 
-def model_parallel_ranks(data: int, layout: Layout, world_size: int) -> tuple[int, ...]:
+def model_parallel_ranks(data: int, layout: LayoutConfig, world_size: int) -> tuple[int, ...]:
     """Return the ranks that train on the same samples: all with data-parallel coordinate `data`."""
     return tuple(rank for rank in range(world_size) if coordinates(rank, layout, world_size).data == data)

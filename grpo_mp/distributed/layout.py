@@ -6,7 +6,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.errors import UserError
 
 
@@ -40,12 +40,12 @@ def model_shape(family: dict[str, Any]) -> ModelShape:
 
 
 def sets_pipeline_layout(megatron: Mapping[str, Any]) -> bool:
-    """Whether optimizer.megatron places the layers on pipeline stages itself."""
+    """Whether training.megatron_args places the layers on pipeline stages itself."""
     return any("pipeline" in name for name in megatron)
 
 
 def layout_violations(
-    layout: Layout, model: ModelShape, world_size: int, uneven_pipeline: bool = False
+    layout: LayoutConfig, model: ModelShape, world_size: int, uneven_pipeline: bool = False
 ) -> Iterator[str]:
     """Yield one message for each rule that the layout breaks.
 
@@ -71,7 +71,7 @@ def layout_violations(
     yield from _expert_violations(layout, model)
 
 
-def _expert_violations(layout: Layout, model: ModelShape) -> Iterator[str]:
+def _expert_violations(layout: LayoutConfig, model: ModelShape) -> Iterator[str]:
     if not model.experts:
         if layout.expert > 1 or layout.expert_tensor > 1:
             yield "expert and expert_tensor must be 1: the model has no experts"
@@ -82,7 +82,7 @@ def _expert_violations(layout: Layout, model: ModelShape) -> Iterator[str]:
         yield f"expert_tensor={layout.expert_tensor} does not divide the expert width {model.expert_width}"
 
 
-def check_layout(layout: Layout, model: ModelShape, world_size: int, uneven_pipeline: bool = False) -> None:
+def check_layout(layout: LayoutConfig, model: ModelShape, world_size: int, uneven_pipeline: bool = False) -> None:
     """Raise UserError naming the first broken rule and the nearest valid layout."""
     violation = next(layout_violations(layout, model, world_size, uneven_pipeline), None)
     if violation is None:
@@ -92,7 +92,7 @@ def check_layout(layout: Layout, model: ModelShape, world_size: int, uneven_pipe
     raise UserError(f"layout: {violation}; {advice}")
 
 
-def nearest_layout(layout: Layout, model: ModelShape, world_size: int) -> Layout | None:
+def nearest_layout(layout: LayoutConfig, model: ModelShape, world_size: int) -> LayoutConfig | None:
     """Return the valid layout whose sizes differ from those of `layout` by the smallest sum of factors."""
     valid = (
         candidate
@@ -102,18 +102,18 @@ def nearest_layout(layout: Layout, model: ModelShape, world_size: int) -> Layout
     return min(valid, key=lambda candidate: _distance(candidate, layout), default=None)
 
 
-def describe(layout: Layout) -> str:
+def describe(layout: LayoutConfig) -> str:
     """Return 'tensor=2, pipeline=1, ...', as in the settings file."""
     return ", ".join(f"{name}={value}" for name, value in layout.model_dump().items() if value is not None)
 
 
-def _candidates(layout: Layout, model: ModelShape, world_size: int) -> Iterator[Layout]:
+def _candidates(layout: LayoutConfig, model: ModelShape, world_size: int) -> Iterator[LayoutConfig]:
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     experts = sizes if model.experts else [1]
     virtual = [None, *(chunks for chunks in range(2, model.layers + 1) if model.layers % chunks == 0)]
     dense = [triple for triple in product(sizes, repeat=3) if world_size % prod(triple) == 0]
     for (tensor, pipeline, context), expert, expert_tensor, chunks in product(dense, experts, experts, virtual):
-        yield Layout(
+        yield LayoutConfig(
             tensor=tensor,
             pipeline=pipeline,
             virtual_pipeline=chunks,
@@ -123,7 +123,7 @@ def _candidates(layout: Layout, model: ModelShape, world_size: int) -> Iterator[
         )
 
 
-def _distance(candidate: Layout, layout: Layout) -> tuple[float, tuple[int, ...]]:
+def _distance(candidate: LayoutConfig, layout: LayoutConfig) -> tuple[float, tuple[int, ...]]:
     """Return the sum of factors between the sizes, and the candidate's sizes to break ties."""
     sizes, target_sizes = (tuple(value or 1 for value in each.model_dump().values()) for each in (candidate, layout))
     return sum(max(a, b) / min(a, b) for a, b in zip(sizes, target_sizes, strict=True)), sizes

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from grpo_mp import platform
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates, coordinates, data_parallel, model_parallel_ranks
 from grpo_mp.distributed.rendezvous import rendezvous
 
@@ -22,7 +22,7 @@ from grpo_mp.distributed.rendezvous import rendezvous
 class Parallel:
     """Hold this rank's coordinates and the process groups that Megatron does not make."""
 
-    layout: Layout
+    layout: LayoutConfig
     rank: int
     world_size: int
     coords: RankCoordinates
@@ -37,7 +37,7 @@ class Parallel:
         return model_parallel_ranks(self.coords.data, self.layout, self.world_size)[0]
 
 
-def megatron_sizes(layout: Layout) -> dict[str, int | None]:
+def megatron_sizes(layout: LayoutConfig) -> dict[str, int | None]:
     """Return the layout as keyword arguments of Megatron's initialize_model_parallel."""
     return {
         "tensor_model_parallel_size": layout.tensor,
@@ -49,7 +49,7 @@ def megatron_sizes(layout: Layout) -> dict[str, int | None]:
     }
 
 
-def start_parallel(layout: Layout, seed: int, timeout_s: float, name: str = "job") -> Parallel:
+def start_parallel(layout: LayoutConfig, seed: int, timeout_s: float, name: str = "job") -> Parallel:
     """Join the job that torchrun or srun describes in the environment and create all process groups.
 
     Processes that left with `stop_parallel` may join again, under another `name`. Raises UserError where

@@ -127,10 +127,10 @@ def _settings(model: Path, seed: int, recipe: Recipe) -> Settings:
         "optimizer": {
             "lr": recipe.lr,
             "min_lr": recipe.lr / 10,
-            "decay": "linear",
+            "lr_schedule": "linear",
             "warmup_updates": 5,
-            "max_tokens_per_microbatch": 8192,
         },
+        "training": {"max_tokens_per_microbatch": 8192},
     }
     return check_settings(values, "cold start")
 
@@ -153,7 +153,7 @@ def _microbatches(policy: Policy, settings: Settings, samples: Sequence[Sample])
         1,
         settings.layout,
         1,
-        settings.optimizer.max_tokens_per_microbatch,
+        settings.training.max_tokens_per_microbatch,
         policy.config.hidden_size,
     )[0]
     weights = [1.0 / sum(len(sample.tokens) for sample in samples)] * len(samples)

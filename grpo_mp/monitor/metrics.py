@@ -107,19 +107,3 @@ class RangeWatch:
         new = [warning for name, warning in current.items() if name not in self._outside]
         self._outside = (self._outside - scalars.keys()) | current.keys()
         return new
-
-
-def markdown() -> str:
-    """Render the table as Markdown, one section per group."""
-    head = ["| name | unit | meaning | healthy | what to do | known as |", "|---|---|---|---|---|---|"]
-    lines = []
-    for group in dict.fromkeys(metric.group for metric in TABLE):
-        rows = [_row(metric) for metric in TABLE if metric.group == group]
-        lines += [f"### {group}/", "", *head, *rows, ""]
-    return "\n".join(lines)
-
-
-def _row(metric: Metric) -> str:
-    unit = metric.unit if metric.kind == "scalar" else f"{metric.unit} ({metric.kind})"
-    cells = (f"`{metric.name}`", unit, metric.meaning, metric.healthy, metric.action, metric.known_as)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -11,11 +11,11 @@ from grpo_mp.planner.overheads import OVERHEADS
 
 
 def activation_bytes(job: Job, stage: int) -> float:
-    """Return the most that one rank of a stage holds while it trains, under optimizer.recompute."""
+    """Return the most that one rank of a stage holds while it trains, under training.recompute."""
     layers = job.stage_layers[stage]
     saved = {layer: layer_bytes(job, layer) for layer in layers}
     working = max(saved.values(), default=0.0)
-    if job.settings.optimizer.recompute == "full":
+    if job.settings.training.recompute == "full":
         kept = len(layers) * _layer_input_bytes(job)
         working *= 1 + OVERHEADS.activation_gradients
     else:
@@ -37,7 +37,7 @@ def logits_bytes(job: Job, stage: int, backward: bool) -> float:
     if stage != len(job.stage_layers) - 1:
         return 0.0
     layout, model, dtype_bytes = job.settings.layout, job.model, DTYPE_BYTES[job.settings.model.dtype]
-    rows = min(job.settings.optimizer.logprob_chunk_tokens, job.microbatch_tokens)
+    rows = min(job.settings.training.logprob_chunk_tokens, job.microbatch_tokens)
     columns = -(-model.vocab_size // layout.tensor)
     # Logits and probabilities in float32; backwards also their gradient, and the gradient of the chunk before.
     chunk = rows * columns * (12 + dtype_bytes if backward else 8 + dtype_bytes % 4)
@@ -76,8 +76,8 @@ def _attention_elements(job: Job) -> float:
     """
     model, tensor, expanded = job.model, job.settings.layout.tensor, job.expanded_keys
     if model.mla_cache_dim:
-        per_head = 2 * model.qk_head_dim + (model.qk_head_dim + 2 * model.v_head_dim) + model.qk_head_dim
-        per_head += model.v_head_dim + expanded * (model.qk_head_dim + model.v_head_dim)
+        projected = 2 * model.qk_head_dim + (model.qk_head_dim + 2 * model.v_head_dim) + model.qk_head_dim
+        per_head = projected + model.v_head_dim + expanded * (model.qk_head_dim + model.v_head_dim)
         return model.num_heads / tensor * per_head + 2 * model.mla_cache_dim
     heads = 2 * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads + expanded * 2 * model.num_kv_heads
     return heads * model.qk_head_dim / tensor

@@ -27,7 +27,7 @@ def bytes_per_parameter(settings: Settings) -> BytesPerParameter:
 
     In float32 the optimizer works on the model's own weights, and nothing is offloaded.
     """
-    megatron = settings.optimizer.megatron
+    megatron = settings.training.megatron_args
     if settings.model.dtype == "float32":
         return BytesPerParameter(weights=4, gradients=4, optimizer=8)
     reduce_in_fp32 = megatron.get("grad_reduce_in_fp32", True)

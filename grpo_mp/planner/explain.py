@@ -26,18 +26,18 @@ def explain(job: Job) -> str:
 
 
 def _step(job: Job) -> Iterator[str]:
-    settings, rollout, optimizer = job.settings, job.settings.rollout, job.settings.optimizer
-    samples, epochs, updates = settings.samples_per_step, optimizer.epochs, settings.optimizer_steps_per_step
+    settings, rollout, training = job.settings, job.settings.rollout, job.settings.training
+    samples, epochs, updates = settings.samples_per_step, training.epochs, settings.optimizer_steps_per_step
     yield (
         f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {samples:,} samples, "
-        f"{updates} update{'s' * (updates > 1)} of {samples // optimizer.updates_per_step:,}"
+        f"{updates} update{'s' * (updates > 1)} of {samples // training.updates_per_step:,}"
         f"{f' in {epochs} passes' * (epochs > 1)}; {settings.run.steps} steps in all"
     )
     stale = f"those of its last update are {updates - 1} updates old" if updates > 1 else "none is stale"
     yield f"staleness: a step samples from the weights before its first update; {stale}"
     yield (
         f"longest sequence: {rollout.max_prompt_tokens:,} + {rollout.max_response_tokens:,} = {job.max_seq_len:,} "
-        f"tokens; a micro-batch holds up to {optimizer.max_tokens_per_microbatch:,}, or one longer sequence: "
+        f"tokens; a micro-batch holds up to {training.max_tokens_per_microbatch:,}, or one longer sequence: "
         f"{job.microbatch_tokens:,} tokens, {-(-job.microbatch_tokens // settings.layout.context):,} of them on a rank"
     )
     per_gpu = samples * job.mean_seq_len / job.world_size
@@ -69,13 +69,13 @@ def _placement(job: Job) -> Iterator[str]:
 def _numerics(job: Job) -> Iterator[str]:
     settings = job.settings
     kl = settings.algorithm.kl
-    watch_share = f" for {kl.watch_share:.1%} of the micro-batches (kl.watch_share)" if not kl.weight else ""
-    reference = f"kept on the host, KL weight {kl.weight:g}{watch_share}"
+    monitor_share = f" for {kl.monitor_share:.1%} of the micro-batches (kl.monitor_share)" if not kl.coef else ""
+    reference = f"kept on the host, KL weight {kl.coef:g}{monitor_share}"
     yield f"reference: {reference if job.has_reference else 'none, the KL weight is 0'}"
     if job.hf.get("num_nextn_predict_layers"):
         yield "the multi-token-prediction layer of the model is neither trained nor served"
     yield (
         f"algorithm: {settings.algorithm.preset}; {settings.model.dtype} weights, "
-        f"recompute {settings.optimizer.recompute}, "
-        f"logits of {settings.optimizer.logprob_chunk_tokens:,} tokens at a time"
+        f"recompute {settings.training.recompute}, "
+        f"logits of {settings.training.logprob_chunk_tokens:,} tokens at a time"
     )

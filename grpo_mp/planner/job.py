@@ -125,15 +125,15 @@ class Job:
     @property
     def microbatch_tokens(self) -> int:
         """The most tokens of one micro-batch: a longer sequence gets one of its own."""
-        optimizer = self.settings.optimizer
-        update_tokens = self.settings.samples_per_step // optimizer.updates_per_step * self.max_seq_len
-        return min(max(optimizer.max_tokens_per_microbatch, self.max_seq_len), update_tokens)
+        training = self.settings.training
+        update_tokens = self.settings.samples_per_step // training.updates_per_step * self.max_seq_len
+        return min(max(training.max_tokens_per_microbatch, self.max_seq_len), update_tokens)
 
     @property
     def expanded_keys(self) -> float:
         """Keys that the attention gets per packed token where prompts are shared, for the longest prompts; else 0."""
         rollout = self.settings.rollout
-        if not self.settings.optimizer.share_prompts:
+        if not self.settings.training.share_prompts:
             return 0.0
         prompt, response = rollout.max_prompt_tokens, self.mean_response_tokens
         responses = min(rollout.group_size, max(1.0, (self.microbatch_tokens - prompt) / response))
@@ -142,16 +142,16 @@ class Job:
     @property
     def packing(self) -> Packing:
         """Micro-batches of an update as the trainer packs them, for lognormal responses of the assumed mean."""
-        rollout, optimizer = self.settings.rollout, self.settings.optimizer
+        rollout, training = self.settings.rollout, self.settings.training
         lengths = AssumedLengths(
-            num_samples=max(1, self.settings.samples_per_step // optimizer.updates_per_step),
+            num_samples=max(1, self.settings.samples_per_step // training.updates_per_step),
             prompt_tokens=max(1, rollout.max_prompt_tokens // 2),
             mean=self.mean_response_tokens,
             limit=rollout.max_response_tokens,
-            samples_per_prompt=rollout.group_size if optimizer.share_prompts else 0,
+            samples_per_prompt=rollout.group_size if training.share_prompts else 0,
         )
         layout = self.settings.layout.model_copy(update={"expert": 1, "expert_tensor": 1})  # do not affect packing
-        return pack_update(lengths, layout, self.dp_size, optimizer.max_tokens_per_microbatch, self.model.hidden_size)
+        return pack_update(lengths, layout, self.dp_size, training.max_tokens_per_microbatch, self.model.hidden_size)
 
 
 def make_job(
@@ -166,7 +166,7 @@ def make_job(
     gpus_per_node = gpus_per_node or cluster.gpus_per_node
     world_size, layout, engine = nodes * gpus_per_node, settings.layout, settings.engine
     config = family_of(hf).config(hf)
-    megatron = settings.optimizer.megatron
+    megatron = settings.training.megatron_args
     check_layout(layout, model_shape(config), world_size, sets_pipeline_layout(megatron))
     engine_placements(world_size, gpus_per_node, engine.gpus, engine.count)
     stage_layers = layers_of_stages(config["num_layers"], layout, megatron)

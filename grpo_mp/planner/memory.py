@@ -193,6 +193,6 @@ def _checkpoint_host_bytes(
         return count.total * CHECKPOINT_BYTES + 2 * 4 * _largest_tensor(job)
     if sub_phase is not SubPhase.SAVE:
         return 0.0
-    bucketed = job.settings.optimizer.megatron.get("overlap_grad_reduce", False)
+    bucketed = job.settings.training.megatron_args.get("overlap_grad_reduce", False)
     gather = 0.0 if bucketed else job.sharded_parameters(count) * CHECKPOINT_BYTES + written.total * 8
     return written.total * CHECKPOINT_BYTES + max(gather, written.total * max(4, per_parameter.weights))

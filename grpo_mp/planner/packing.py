@@ -7,7 +7,7 @@ from statistics import NormalDist, fmean
 
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import padded_size, plan_update
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.planner.overheads import OVERHEADS
 
 
@@ -43,7 +43,9 @@ class Packing:
 
 
 @lru_cache(maxsize=1024)
-def pack_update(lengths: AssumedLengths, layout: Layout, dp_size: int, max_tokens: int, hidden_size: int) -> Packing:
+def pack_update(
+    lengths: AssumedLengths, layout: LayoutConfig, dp_size: int, max_tokens: int, hidden_size: int
+) -> Packing:
     """Plan one update of these lengths. Pure."""
     tokens = [lengths.prompt_tokens + response for response in response_lengths(lengths)]
     schedule = plan_update(tokens, layout, dp_size, max_tokens, hidden_size, lengths.prompts)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule, expand
@@ -65,7 +65,7 @@ def parameter_table(hf: HfConfig, tensor: int, expert: int, expert_tensor: int) 
     return ParameterTable(layers, embedding, output, hf.tied)
 
 
-def local_parameter_counts(hf: HfConfig, layout: Layout, stage_layers: StageLayers) -> tuple[ParameterCount, ...]:
+def local_parameter_counts(hf: HfConfig, layout: LayoutConfig, stage_layers: StageLayers) -> tuple[ParameterCount, ...]:
     """Return what one rank of each pipeline stage holds; all ranks of a stage hold equally many."""
     table = parameter_table(hf, layout.tensor, layout.expert, layout.expert_tensor)
     last = len(stage_layers) - 1

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.errors import UserError
 
 FIRST_STAGE_LAYERS = "num_layers_in_first_pipeline_stage"
@@ -14,7 +14,7 @@ PIPELINE_LAYOUT = "pipeline_model_parallel_layout"
 StageLayers = tuple[tuple[int, ...], ...]  # layers of every stage, over all its chunks
 
 
-def layers_of_stages(num_layers: int, layout: Layout, megatron: Mapping[str, Any]) -> StageLayers:
+def layers_of_stages(num_layers: int, layout: LayoutConfig, megatron: Mapping[str, Any]) -> StageLayers:
     """Return the layers of each stage; raises UserError where Megatron's fields place more or fewer than there are."""
     if megatron.get(PIPELINE_LAYOUT):
         chunks = _parse_pipeline_layout(megatron[PIPELINE_LAYOUT])
@@ -22,7 +22,7 @@ def layers_of_stages(num_layers: int, layout: Layout, megatron: Mapping[str, Any
         chunks = _even_chunks(num_layers, layout, megatron.get(FIRST_STAGE_LAYERS), megatron.get(LAST_STAGE_LAYERS))
     if len(chunks) % layout.pipeline or sum(chunks) != num_layers or min(chunks) < 0:
         raise UserError(
-            f"optimizer.megatron places {sum(chunks)} layers on {len(chunks)} stages {chunks}, the model has "
+            f"training.megatron_args places {sum(chunks)} layers on {len(chunks)} stages {chunks}, the model has "
             f"{num_layers} and layout.pipeline={layout.pipeline}: let them agree"
         )
     bounds = list(pairwise(accumulate(chunks, initial=0)))
@@ -68,7 +68,7 @@ def _fill_stages(sizes: Sequence[int], stages: int, embedding: int, output: int,
     return counts if layer == len(sizes) else None
 
 
-def _even_chunks(num_layers: int, layout: Layout, first: int | None, last: int | None) -> list[int]:
+def _even_chunks(num_layers: int, layout: LayoutConfig, first: int | None, last: int | None) -> list[int]:
     """Return the layers of each chunk, in the order that tokens pass them."""
     virtual = layout.virtual_pipeline or 1
     given = {stage: count for stage, count in ((0, first), (layout.pipeline - 1, last)) if count is not None}
@@ -77,7 +77,7 @@ def _even_chunks(num_layers: int, layout: Layout, first: int | None, last: int |
         fields = [name for name, count in ((FIRST_STAGE_LAYERS, first), (LAST_STAGE_LAYERS, last)) if count]
         raise UserError(
             f"{rest} layers do not divide over the {middle} pipeline stages between the first and the last: change "
-            f"{' and '.join(f'optimizer.megatron.{name}' for name in fields)}"
+            f"{' and '.join(f'training.megatron_args.{name}' for name in fields)}"
         )
     per_stage = [given.get(stage, rest // middle if middle else 0) for stage in range(layout.pipeline)]
     return [count // virtual for _ in range(virtual) for count in per_stage]

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from grpo_mp.config import Layout, Settings
+from grpo_mp.config import LayoutConfig, Settings
 from grpo_mp.distributed.coordinates import data_parallel
 from grpo_mp.distributed.layout import layout_violations, model_shape
 from grpo_mp.errors import UserError
@@ -56,19 +56,19 @@ def search_layouts(job: Job, count: int = 5) -> SearchResult:
     return SearchResult(len(candidates) * len(engines), len(fitting) * len(engines), tuple(best))
 
 
-def valid_layouts(job: Job) -> Iterator[Layout]:
+def valid_layouts(job: Job) -> Iterator[LayoutConfig]:
     """Yield layouts that break no rule, with tensor parallelism inside a node and no interleaved pipeline.
 
     Every data-parallel rank has a sample in every update.
     """
     shape, world_size = model_shape(family_of(job.hf).config(job.hf)), job.world_size
-    samples = job.settings.samples_per_step // job.settings.optimizer.updates_per_step
+    samples = job.settings.samples_per_step // job.settings.training.updates_per_step
     sizes = _divisors(world_size)
     tensors = [size for size in sizes if size <= job.gpus_per_node]
     experts = sizes if shape.experts else [1]
     for tensor, pipeline, context, expert in product(tensors, sizes, sizes, experts):
         for expert_tensor in sorted({1, tensor} if shape.experts else {1}):
-            layout = Layout(
+            layout = LayoutConfig(
                 tensor=tensor, pipeline=pipeline, context=context, expert=expert, expert_tensor=expert_tensor
             )
             valid = next(layout_violations(layout, shape, world_size, uneven_pipeline=True), None) is None
@@ -83,8 +83,8 @@ def plan_to_yaml(plan: Plan) -> str:
         "layout": settings.layout.model_dump(exclude_none=True),
         "engine": {"gpus": settings.engine.gpus, "args": settings.engine.args},
     }
-    if PIPELINE_LAYOUT in settings.optimizer.megatron:
-        tree["optimizer"] = {"megatron": {PIPELINE_LAYOUT: settings.optimizer.megatron[PIPELINE_LAYOUT]}}
+    if PIPELINE_LAYOUT in settings.training.megatron_args:
+        tree["training"] = {"megatron_args": {PIPELINE_LAYOUT: settings.training.megatron_args[PIPELINE_LAYOUT]}}
     return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=120)
 
 
@@ -133,17 +133,17 @@ def _with_engine(job: Job, engine: dict[str, Any]) -> Job:
     return _with_settings(job, job.settings.model_copy(update={"engine": engine_settings}))
 
 
-def _with_layout(job: Job, layout: Layout) -> Job:
+def _with_layout(job: Job, layout: LayoutConfig) -> Job:
     """Change the layout; layers are balanced over the pipeline stages."""
     placement = (FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS, PIPELINE_LAYOUT)
-    megatron = {name: value for name, value in job.settings.optimizer.megatron.items() if name not in placement}
+    megatron = {name: value for name, value in job.settings.training.megatron_args.items() if name not in placement}
     if layout.pipeline > 1:
         table = parameter_table(job.hf, layout.tensor, layout.expert, layout.expert_tensor)
         sizes = [table.layers[layer].total for layer in sorted(table.layers)]
         counts = balance_layers(sizes, layout.pipeline, table.embedding.total, table.output.total)
         megatron[PIPELINE_LAYOUT] = format_pipeline_layout(counts)
-    optimizer = job.settings.optimizer.model_copy(update={"megatron": megatron})
-    return _with_settings(job, job.settings.model_copy(update={"layout": layout, "optimizer": optimizer}))
+    training = job.settings.training.model_copy(update={"megatron_args": megatron})
+    return _with_settings(job, job.settings.model_copy(update={"layout": layout, "training": training}))
 
 
 def _with_settings(job: Job, settings: Settings) -> Job:

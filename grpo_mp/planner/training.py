@@ -44,8 +44,8 @@ def logprob_use(job: Job, passes: float) -> ResourceUse:
 
 def train_use(job: Job) -> ResourceUse:
     """Return all forward and backward passes of a step; full recomputation does the forward pass twice."""
-    optimizer = job.settings.optimizer
-    forward, recompute = _forward_use(job).scaled(optimizer.epochs), optimizer.recompute == "full"
+    training = job.settings.training
+    forward, recompute = _forward_use(job).scaled(training.epochs), training.recompute == "full"
     traffic = forward.scaled(2 + recompute)  # a backward pass has twice a forward pass's FLOPs, and as much traffic
     return replace(traffic, flops=forward.flops * (3 + recompute), bubble=_bubble(job))
 

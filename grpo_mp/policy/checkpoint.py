@@ -47,7 +47,7 @@ def load_policy(policy: Policy, folder: Path) -> None:
     saved, expected = state.get("main_weights", "whole"), _main_weight_format(policy)
     if saved != expected:
         raise UserError(
-            f"{folder}: the checkpoint holds main weights as {saved}, optimizer.megatron asks for {expected}: set "
+            f"{folder}: the checkpoint holds main weights as {saved}, training.megatron_args asks for {expected}: set "
             "use_precision_aware_optimizer and store_param_remainders as they were"
         )
     _load_models(policy, state)

@@ -41,5 +41,7 @@ def set_group_ranking(model: nn.Module, best: int) -> None:
         if not group_topk or router.topk // group_topk == best:
             continue
         if router.config.moe_router_fusion:
-            raise UserError("optimizer.megatron.moe_router_fusion: fused routing ranks this model's groups otherwise")
+            raise UserError(
+                "training.megatron_args.moe_router_fusion: fused routing ranks this model's groups otherwise"
+            )
         router.router_replay = GroupLimitedTopk(best)

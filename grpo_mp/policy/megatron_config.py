@@ -1,4 +1,4 @@
-"""Megatron's config objects from the settings; overrides in `optimizer.megatron` are checked by field name."""
+"""Megatron's config objects from the settings; overrides in `training.megatron_args` are checked by field name."""
 
 import dataclasses
 from typing import Any
@@ -55,7 +55,7 @@ def transformer_config(settings: Settings, hf: HfConfig) -> TransformerConfig:
     try:
         return config_class(**values)
     except (ValueError, AssertionError, TypeError) as error:
-        raise UserError(f"Megatron refuses this model, layout and optimizer.megatron: {error}") from error
+        raise UserError(f"Megatron refuses this model, layout and training.megatron_args: {error}") from error
 
 
 def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
@@ -90,23 +90,23 @@ def optimizer_config(settings: Settings) -> OptimizerConfig:
 
 
 def overrides_for(settings: Settings, config_class: type) -> dict[str, Any]:
-    """Return the fields of `optimizer.megatron` that this config class has; dtype names become dtypes."""
+    """Return the fields of `training.megatron_args` that this config class has; dtype names become dtypes."""
     types = {field.name: field.type for field in dataclasses.fields(config_class)}
-    overrides = {name: value for name, value in settings.optimizer.megatron.items() if name in types}
+    overrides = {name: value for name, value in settings.training.megatron_args.items() if name in types}
     return {name: getattr(torch, value) if types[name] is torch.dtype else value for name, value in overrides.items()}
 
 
 def check_overrides(settings: Settings) -> None:
-    """Raise UserError for a name in `optimizer.megatron` that Megatron's configs lack or that the run itself sets."""
+    """Raise UserError for a name in `training.megatron_args` that Megatron's configs lack or that the run sets."""
     classes = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
     types = {field.name: field.type for config_class in classes for field in dataclasses.fields(config_class)}
-    for name, value in settings.optimizer.megatron.items():
+    for name, value in settings.training.megatron_args.items():
         if name in RESERVED:
-            raise UserError(f"optimizer.megatron.{name} cannot be set: {RESERVED[name]}")
+            raise UserError(f"training.megatron_args.{name} cannot be set: {RESERVED[name]}")
         if name not in types:
-            raise UserError(f"optimizer.megatron.{name}: no field of Megatron's configs{nearest(name, types)}")
+            raise UserError(f"training.megatron_args.{name}: no field of Megatron's configs{nearest(name, types)}")
         if types[name] is torch.dtype and not isinstance(getattr(torch, str(value), None), torch.dtype):
-            raise UserError(f"optimizer.megatron.{name}: {value!r} is no dtype: write float32 or bfloat16")
+            raise UserError(f"training.megatron_args.{name}: {value!r} is no dtype: write float32 or bfloat16")
 
 
 def _layout(settings: Settings) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _numerics(settings: Settings) -> dict[str, Any]:
 
 
 def _recompute(settings: Settings) -> dict[str, Any]:
-    recompute = settings.optimizer.recompute
+    recompute = settings.training.recompute
     if recompute == "none":
         return {}
     if recompute == "selective":

@@ -68,7 +68,7 @@ def _build_chunk(settings: Settings, hf: HfConfig, config: TransformerConfig, vp
     vocabulary, tp_size, family = hf.int("vocab_size"), settings.layout.tensor, family_of(hf)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     spec = without_query_norm(config, spec)
-    if settings.optimizer.share_prompts:
+    if settings.training.share_prompts:
         use_shared_prompt_attention(spec)
     model = PolicyModel(
         config,
@@ -82,9 +82,9 @@ def _build_chunk(settings: Settings, hf: HfConfig, config: TransformerConfig, vp
         **family.rotary(hf),
         vp_stage=vp_stage,
     )
-    if settings.optimizer.share_prompts:
+    if settings.training.share_prompts:
         use_per_token_rotary(model)
     set_group_ranking(model, family.ranking_experts)
-    model.head = Head(settings.rollout.temperature, settings.optimizer.logprob_chunk_tokens, vocabulary)
+    model.head = Head(settings.rollout.temperature, settings.training.logprob_chunk_tokens, vocabulary)
     on_meta = next(model.parameters()).is_meta
     return model.to(platform.device()) if torch.cuda.is_available() and not on_meta else model

@@ -10,7 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from grpo_mp.config import Optimizer, Settings
+from grpo_mp.config import OptimizerConfig, Settings
 from grpo_mp.models.mapping import Param
 from grpo_mp.policy.megatron_config import ddp_config, optimizer_config
 from grpo_mp.policy.model import PolicyModel
@@ -24,7 +24,7 @@ def wrap_for_training(
     config.finalize_model_grads_func = _sum_gradients
     for chunk in chunks:
         _mark_expert_gradients(settings, chunk)
-        if settings.optimizer.megatron.get("gradient_accumulation_fusion", True):
+        if settings.training.megatron_args.get("gradient_accumulation_fusion", True):
             fuse_weight_gradients(chunk)
     wrapped = [
         DistributedDataParallel(config, ddp_config(settings), Float16Module(config, chunk) if config.bf16 else chunk)
@@ -77,7 +77,7 @@ def _mark_expert_gradients(settings: Settings, chunk: PolicyModel) -> None:
             parameter.allreduce = not expert_group
 
 
-def _schedule(optimizer: MegatronOptimizer, settings: Optimizer, total_updates: int) -> OptimizerParamScheduler:
+def _schedule(optimizer: MegatronOptimizer, settings: OptimizerConfig, total_updates: int) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
         init_lr=settings.lr / (settings.warmup_updates + 1),  # not 0: the first update counts, too
@@ -85,7 +85,7 @@ def _schedule(optimizer: MegatronOptimizer, settings: Optimizer, total_updates: 
         min_lr=min(settings.min_lr, settings.lr),
         lr_warmup_steps=settings.warmup_updates,
         lr_decay_steps=max(total_updates, settings.warmup_updates + 1),
-        lr_decay_style=settings.decay,
+        lr_decay_style=settings.lr_schedule,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=0,

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.sandbox import Sandbox
-from grpo_mp.rewards.settings import Code
+from grpo_mp.rewards.settings import CodeConfig
 from grpo_mp.rewards.timeouts import Values
 from grpo_mp.types import Prompt, SampleGroup
 
@@ -29,7 +29,7 @@ class TestCase:
 class CodeTests:
     """Scores the programs of groups. Thread-safe: at most `parallel` programs run at one time."""
 
-    def __init__(self, settings: Code) -> None:
+    def __init__(self, settings: CodeConfig) -> None:
         """Check the sandbox. Raises UserError where programs cannot be isolated as the settings demand."""
         self._settings = settings
         self._sandbox = Sandbox(settings)

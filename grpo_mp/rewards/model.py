@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from grpo_mp.errors import UserError
-from grpo_mp.rewards.settings import RewardModel
+from grpo_mp.rewards.settings import RewardModelConfig
 from grpo_mp.rewards.timeouts import RewardError, Values
 from grpo_mp.types import SampleGroup
 
@@ -19,7 +19,7 @@ KEEPALIVE_S = 2.0  # less than the five seconds after which SGLang closes an idl
 class ModelClient:
     """Client of one server. Thread-safe."""
 
-    def __init__(self, settings: RewardModel) -> None:
+    def __init__(self, settings: RewardModelConfig) -> None:
         """Open no connection yet: the server may come up later. Raises UserError where the key is not set."""
         self._retries = settings.retries
         self._endpoint = f"{settings.url.rstrip('/')}{PATH}"
@@ -27,7 +27,7 @@ class ModelClient:
         self._http = httpx.Client(
             timeout=settings.timeout_s,
             trust_env=False,
-            headers=_auth_headers(settings.key_variable),
+            headers=_auth_headers(settings.api_key_env),
             limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
         )
 
@@ -75,7 +75,7 @@ def _auth_headers(variable: str | None) -> dict[str, str]:
     if variable is None:
         return {}
     if variable not in os.environ:
-        raise UserError(f"reward.model.key_variable: {variable} is not set in the environment: export it")
+        raise UserError(f"reward.model.api_key_env: {variable} is not set in the environment: export it")
     return {"Authorization": f"Bearer {os.environ[variable]}"}
 
 

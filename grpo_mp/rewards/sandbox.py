@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from grpo_mp.errors import UserError
-from grpo_mp.rewards.settings import Code
+from grpo_mp.rewards.settings import CodeConfig
 from grpo_mp.rewards.timeouts import RewardError
 
 JAIL, HARNESS = (Path(__file__).with_name(name) for name in ("jail.py", "harness.py"))
@@ -33,7 +33,7 @@ class Outcome:
 class Sandbox:
     """Runs programs. Thread-safe."""
 
-    def __init__(self, settings: Code) -> None:
+    def __init__(self, settings: CodeConfig) -> None:
         """Try one empty program. Raises UserError where it fails, or isolation is required and not available."""
         self._settings = settings
         self._isolate = True

@@ -12,8 +12,7 @@ from transformers import TrainerState
 
 from grpo_mp.errors import UserError, nearest
 from grpo_mp.rewards.base import Callbacks, Reward, call_arguments, call_reward, call_user, load_reward
-from grpo_mp.rewards.settings import Reward as RewardSettings
-from grpo_mp.rewards.settings import Right, StepModel
+from grpo_mp.rewards.settings import CorrectnessRule, RewardConfig, StepModelConfig
 from grpo_mp.rewards.step_model import Decode, StepModelClient
 from grpo_mp.rewards.steps import Steps, fallback_steps, validate_steps
 from grpo_mp.rewards.tally import Tally
@@ -33,7 +32,7 @@ class Scorer:
 
     def __init__(
         self,
-        settings: RewardSettings,
+        settings: RewardConfig,
         max_response_tokens: int,
         prompt_column: str = "prompt",
         max_steps: int = 0,
@@ -48,7 +47,7 @@ class Scorer:
         self._max_steps = max_steps
         self._tally, self._timeouts_taken = Tally(), 0
         self._lock = threading.Lock()
-        step_model = settings.steps if isinstance(settings.steps, StepModel) else None
+        step_model = settings.steps if isinstance(settings.steps, StepModelConfig) else None
         self._step_model = StepModelClient(step_model, decode) if step_model and decode else None
         self._step_reward = load_reward(settings.steps, "reward.steps") if isinstance(settings.steps, str) else None
         self._built_in = BuiltInTerms(settings, max_response_tokens)
@@ -72,13 +71,15 @@ class Scorer:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Return sentences that a user should read before the run goes on."""
-        missing = "nothing says which answers are right, so there is no accuracy: reward.right names the part that does"
+        missing = (
+            "nothing says which answers are right, so there is no accuracy: reward.correct names the part that does"
+        )
         return (*self._built_in.warnings, *([] if self._correctness_rule else [missing]))
 
     @property
     def has_answers(self) -> bool:
         """Say whether correctness is decided by comparing answers: then samples can vote on them."""
-        return self._correctness_rule is not None and self._correctness_rule.part == "answer"
+        return self._correctness_rule is not None and self._correctness_rule.term == "answer"
 
     def answer_numbers(self, group: SampleGroup) -> list[int | None]:
         """Number the answers of the samples: equal answers have the same number; None: no answer."""
@@ -104,7 +105,7 @@ class Scorer:
         with self._lock:
             self._tally.unscored += sum(not scored for scored in parts) if weights else 0
         rule = self._correctness_rule
-        if rule and not results[rule.part][1]:  # the default of a failed call decides nothing
+        if rule and not results[rule.term][1]:  # the default of a failed call decides nothing
             rule = None
         final_extras = dict(extras)  # a call that took too long may still write into `extras`
         rows = zip(group.samples, totals, parts, all_steps, strict=True)
@@ -115,7 +116,7 @@ class Scorer:
                 reward_parts=scored | ({STEPS: statistics.fmean(reward for _, reward in steps)} if steps else {}),
                 step_rewards=steps,
                 extra={column: values[i] for column, values in final_extras.items()},
-                right=scored[rule.part] >= rule.at_least if rule and rule.part in scored else None,
+                right=scored[rule.term] >= rule.min_value if rule and rule.term in scored else None,
             )
             for i, (sample, total, scored, steps) in enumerate(rows)
         )
@@ -223,15 +224,15 @@ def _check_values(values: Values, count: int) -> None:
             raise RewardError(f"returned {value}, which is not finite", index)
 
 
-def _checked_correctness_rule(settings: RewardSettings, names: list[str]) -> Right | None:
+def _checked_correctness_rule(settings: RewardConfig, names: list[str]) -> CorrectnessRule | None:
     """Return the rule for correct answers. Raises UserError where it names no term of the reward."""
-    right = settings.correctness_rule
-    if right and right.part not in names:
+    rule = settings.correctness_rule
+    if rule and rule.term not in names:
         raise UserError(
-            f"reward.right: no part of the reward is named {right.part!r}{nearest(right.part, names)}; there are: "
+            f"reward.correct: no term of the reward is named {rule.term!r}{nearest(rule.term, names)}; there are: "
             f"{', '.join(names)}"
         )
-    return right
+    return rule
 
 
 def _failure_sentence(name: str, group: SampleGroup, failure: RewardError) -> str:

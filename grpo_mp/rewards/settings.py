@@ -7,60 +7,80 @@ from pydantic import Field, field_validator, model_validator
 from grpo_mp.section import Section, as_bytes
 
 
-class Overlong(Section):
+class OverlongConfig(Section):
+    """DAPO's soft penalty of responses near the limit of their length (verl overlong_buffer)."""
+
     weight: float = Field(
-        0.0, ge=0, description="of half the reward's range (reward.range): 1 as in DAPO, whose rewards are -1 and 1"
+        0.0,
+        ge=0,
+        description="of half the reward's range (reward.range): 1 as in DAPO, whose rewards are -1 and 1; 0: off",
     )
     buffer_tokens: int | None = Field(
-        None, gt=0, description="before max_response_tokens, L_cache of DAPO; null: a fifth of it, as there"
+        None,
+        gt=0,
+        description="tokens before rollout.max_response_tokens in which the penalty rises, L_cache of DAPO; null: a "
+        "fifth of it, as there",
     )
 
 
-class Repetition(Section):
-    weight: float = Field(0.0, ge=0, description="0: off")
-    ngram: int = Field(4, gt=0, description="tokens")
+class RepetitionConfig(Section):
+    """A penalty of repeated n-grams."""
+
+    weight: float = Field(0.0, ge=0, description="of the share of n-grams that repeat an earlier one; 0: off")
+    ngram: int = Field(4, gt=0, description="tokens of an n-gram")
 
 
-class RewardModel(Section):
+class RewardModelConfig(Section):
+    """A reward model behind an SGLang server."""
+
     url: str = Field(pattern="^https?://", description="an SGLang server with a reward head and the policy's tokenizer")
-    weight: float = 1.0
-    key_variable: str | None = Field(None, description="environment variable that holds the server's API key")
-    timeout_s: float = Field(30.0, gt=0, description="limit of one call for one group")
-    retries: int = Field(2, ge=0, description="after no answer, or a status of 429 or 500 and above")
+    weight: float = Field(1.0, description="of its score in the reward")
+    api_key_env: str | None = Field(
+        None, description="environment variable that holds the server's API key; null: none"
+    )
+    timeout_s: float = Field(30.0, gt=0, description="seconds that one call for one group may take")
+    retries: int = Field(2, ge=0, description="further calls after no answer, or a status of 429 or 500 and above")
 
 
-class StepModel(RewardModel):
+class StepModelConfig(RewardModelConfig):
     """A process reward model, which scores the response up to the end of each step."""
 
     separator: str = Field("\n\n", min_length=1, description="text that ends a step; the response's end ends the last")
 
 
-class Code(Section):
-    weight: float = 1.0
+class CodeConfig(Section):
+    """Tests that the Python code of a response must pass; it runs in Linux namespaces of its own."""
+
+    weight: float = Field(1.0, description="of the tests' result in the reward")
     tests: str = Field("tests", description="data column: asserts, a list of them, or a list of {input, output}")
-    partial: bool = Field(False, description="the share of passed tests; false: 1 if all pass, else 0")
+    partial: bool = Field(False, description="true: score the share of passed tests; false: 1 if all pass, else 0")
     isolation: Literal["required", "best_effort"] = Field(
-        "required", description="refuse, or run with limits only, where the kernel gives no namespaces"
+        "required", description="where the kernel gives no namespaces: refuse to start, or run with limits only"
     )
     parallel: int = Field(4, gt=0, description="programs that run at one time on one rank")
-    timeout_s: float = Field(5.0, gt=0, description="limit for all tests of one response")
+    timeout_s: float = Field(5.0, gt=0, description="seconds that all tests of one response may take")
     memory_bytes: int = Field(512 * 2**20, gt=0, description="address space of each process of a program")
     output_bytes: int = Field(2**20, gt=0, description="the largest file a program may write, its output included")
-    processes: int = Field(16, gt=0, description="processes and threads of one program")
+    processes: int = Field(16, gt=0, description="processes and threads that one program may have")
 
     _unit = field_validator("memory_bytes", "output_bytes", mode="before")(as_bytes)
 
 
-class Right(Section):
-    """The rule for correct answers: those whose value of one part of the reward reaches a threshold."""
+class CorrectnessRule(Section):
+    """The rule for correct answers: those whose value of one term of the reward reaches a threshold."""
 
-    part: str = Field(description="answer, code, model, another built-in part, or the name of a function")
-    at_least: float = Field(1.0, description="value of the part, before its weight")
+    term: str = Field(description="answer, code, model, another built-in term, or the name of a function")
+    min_value: float = Field(1.0, description="of the term, before its weight, from which an answer is correct")
 
 
-class Reward(Section):
-    answer: float = 0.0
-    boxed: float = 0.0
+class RewardConfig(Section):
+    """The reward is a sum of terms, each with its weight; 0 leaves a term out."""
+
+    answer: float = Field(
+        0.0,
+        description="weight of the math answer: 1 where it equals that of data.answer_column, by math-verify, else 0",
+    )
+    boxed: float = Field(0.0, description="weight of the format: 1 where the response has a \\boxed{} answer, else 0")
     boxed_answer: Literal["last", "first"] = Field("last", description="which \\boxed{} of a response is its answer")
     tolerance: float = Field(
         0.01, ge=0, description="between numbers that are equal answers; below 1, relative to the expected number"
@@ -71,31 +91,39 @@ class Reward(Section):
         description="lowest and highest reward without penalties, which overlong is measured by; null: from 0 to the "
         "sum of the weights of answer, boxed, model, code and functions, each of which is taken to lie in 0 to 1",
     )
-    overlong: Overlong = Overlong()
-    repetition: Repetition = Repetition()
-    model: RewardModel | None = None
-    code: Code | None = None
-    functions: dict[str, float] = Field({}, description="'module:function' or 'file.py:function' to its weight")
-    steps: str | StepModel | None = Field(
-        None, description="what rewards single steps: 'module:function', 'file.py:function', or {url} of a served model"
+    overlong: OverlongConfig = Field(OverlongConfig(), description="penalty of responses near the length limit")
+    repetition: RepetitionConfig = Field(RepetitionConfig(), description="penalty of repeated n-grams")
+    model: RewardModelConfig | None = Field(None, description="a served reward model; null: none")
+    code: CodeConfig | None = Field(None, description="run the response's code against tests; null: do not")
+    functions: dict[str, float] = Field(
+        {},
+        description="your own: 'module:function' or 'file.py:function' to its weight (TRL reward_funcs)",
     )
-    right: Right | None = Field(
+    steps: str | StepModelConfig | None = Field(
         None,
-        description="a part's name, or {part, at_least}; null: answer, or code, where it has a weight, else nothing",
+        description="what rewards single steps: 'module:function', 'file.py:function', or {url} of a served model; "
+        "needs algorithm.advantage.level=process",
     )
-    timeout_s: float = Field(30.0, gt=0)
-    on_error: Literal["stop"] | float = Field("stop", description="or the reward that a failing call scores")
+    correct: CorrectnessRule | None = Field(
+        None,
+        description="which answers count as correct, in accuracy, filters and curriculum: a term's name, or {term, "
+        "min_value}; null: answer, or code, where it has a weight, else nothing",
+    )
+    timeout_s: float = Field(30.0, gt=0, description="seconds that one call of a reward may take")
+    on_error: Literal["stop"] | float = Field(
+        "stop", description="what a failing call does: stop the run, or score this reward"
+    )
 
     @property
-    def correctness_rule(self) -> Right | None:
-        """Return the part and threshold by which an answer is correct; None where the reward has no such part."""
+    def correctness_rule(self) -> CorrectnessRule | None:
+        """Return the term and threshold by which an answer is correct; None where the reward has no such term."""
         candidates = (("answer", self.answer), ("code", self.code.weight if self.code else 0.0))
-        return self.right or next((Right(part=name) for name, weight in candidates if weight), None)
+        return self.correct or next((CorrectnessRule(term=name) for name, weight in candidates if weight), None)
 
-    @field_validator("right", mode="before")
+    @field_validator("correct", mode="before")
     @classmethod
-    def _right_from_name(cls, value: Any) -> Any:
-        return {"part": value} if isinstance(value, str) else value
+    def _correct_from_name(cls, value: Any) -> Any:
+        return {"term": value} if isinstance(value, str) else value
 
     @property
     def has_outcome(self) -> bool:
@@ -120,13 +148,13 @@ class Reward(Section):
         return value
 
     @model_validator(mode="after")
-    def _overlong_has_a_range(self) -> "Reward":
+    def _overlong_has_a_range(self) -> "RewardConfig":
         if self.overlong.weight and not self.span:
             raise ValueError("reward.overlong weighs by the range of the reward, which is 0 here: set reward.range")
         return self
 
     @model_validator(mode="after")
-    def _some_reward(self) -> "Reward":
+    def _some_reward(self) -> "RewardConfig":
         if not (self.has_outcome or self.steps):
             raise ValueError("no reward has a weight: set reward.answer, reward.boxed or reward.functions")
         return self

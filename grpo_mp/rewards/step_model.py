@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from grpo_mp.rewards.model import ModelClient
-from grpo_mp.rewards.settings import StepModel
+from grpo_mp.rewards.settings import StepModelConfig
 from grpo_mp.rewards.timeouts import RewardError
 from grpo_mp.types import SampleGroup
 
@@ -17,7 +17,7 @@ Decode = Callable[[list[int]], str]
 class StepModelClient:
     """Client of one server. Thread-safe."""
 
-    def __init__(self, settings: StepModel, decode: Decode) -> None:
+    def __init__(self, settings: StepModelConfig, decode: Decode) -> None:
         """Take `decode`, the policy's tokenizer. Opens no connection. Raises UserError where the key is not set."""
         self._model = ModelClient(settings)
         self._separator = settings.separator

@@ -9,7 +9,7 @@ from grpo_mp.rewards.length import length_reward, overlong_penalty, repetition_p
 from grpo_mp.rewards.math import answer_numbers, answer_reward, boxed_reward
 from grpo_mp.rewards.math_verify_worker import MathVerifier
 from grpo_mp.rewards.model import ModelClient
-from grpo_mp.rewards.settings import Reward as RewardSettings
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.timeouts import Values
 from grpo_mp.types import Sample, SampleGroup
 
@@ -28,12 +28,12 @@ class RewardTerm:
 class BuiltInTerms:
     """The built-in terms with a weight, and the processes and connections behind them."""
 
-    def __init__(self, settings: RewardSettings, max_response_tokens: int) -> None:
+    def __init__(self, settings: RewardConfig, max_response_tokens: int) -> None:
         """Build the terms. Raises UserError where programs cannot be isolated as `reward.code` demands."""
         self.verifier = MathVerifier(min(COMPARISON_LIMIT_S, settings.timeout_s), settings.tolerance)
         self._boxed_choice = settings.boxed_answer
         self._model = ModelClient(settings.model) if settings.model else None
-        correctness_term = settings.right.part if settings.right else None  # computed at weight 0, too
+        correctness_term = settings.correct.term if settings.correct else None  # computed at weight 0, too
         terms = [RewardTerm("answer", settings.answer, self._answers), *_rule_terms(settings, max_response_tokens)]
         if settings.model and self._model:
             terms.append(RewardTerm("model", settings.model.weight, self._model.values))
@@ -63,11 +63,11 @@ class BuiltInTerms:
     def _answers(self, group: SampleGroup, step: int) -> Values:
         answer = group.prompt.answer
         if answer is None:
-            raise UserError("reward.answer: the prompts have no answer: set data.answer to its column")
+            raise UserError("reward.answer: the prompts have no answer: set data.answer_column to its column")
         return [answer_reward(sample.text, answer, self.verifier, self._boxed_choice) for sample in group.samples]
 
 
-def _rule_terms(settings: RewardSettings, max_response_tokens: int) -> list[RewardTerm]:
+def _rule_terms(settings: RewardConfig, max_response_tokens: int) -> list[RewardTerm]:
     overlong, repetition, ngram = settings.overlong, settings.repetition, settings.repetition.ngram
     buffer = overlong.buffer_tokens or max(1, max_response_tokens // 5)
     return [

@@ -10,11 +10,11 @@ from grpo_mp.phases import Phase
 
 GIB = 2**30
 LARGEST_ITEMS = 4  # that the message names
-ACTIVATION_ADVICE = "lower optimizer.max_tokens_per_microbatch or optimizer.logprob_chunk_tokens"
-STATE_ADVICE = "divide the policy further (layout), or let the optimizer keep less (optimizer.megatron)"
+ACTIVATION_ADVICE = "lower training.max_tokens_per_microbatch or training.logprob_chunk_tokens"
+STATE_ADVICE = "divide the policy further (layout), or let the optimizer keep less (training.megatron_args)"
 ADVICE: Mapping[str, str] = {
     Phase.LOGPROB: ACTIVATION_ADVICE,
-    Phase.TRAIN: f"{ACTIVATION_ADVICE}, set optimizer.recompute=full, or {STATE_ADVICE}",
+    Phase.TRAIN: f"{ACTIVATION_ADVICE}, set training.recompute=full, or {STATE_ADVICE}",
     Phase.SYNC: "lower sync.bucket_bytes or engine.args.mem_fraction_static",
     Phase.SAVE: STATE_ADVICE,
 }

@@ -54,13 +54,13 @@ class RolloutCollector:
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
         """Generate and score the step's groups. Every rank must call this; the sample infos are the same on all.
 
-        Raises UserError where `filter.no_difference: refill` finds too few groups within `filter.most_tries` rounds.
+        Raises UserError where `filter.zero_std: refill` finds too few groups within `filter.max_rounds` rounds.
         """
         prompts_per_step, rule = self.settings.rollout.prompts_per_step, self.settings.algorithm.filter
         groups, infos = list[SampleGroup](), list[SampleInfo]()
         selection, rounds, launched = GroupSelection((), 0, 0, 0), 0, 0
         while (missing := selection.missing(prompts_per_step)) > 0:
-            if rounds == rule.most_tries:
+            if rounds == rule.max_rounds:
                 raise UserError(self._too_few_groups(step, selection, launched))
             prompts, state = self._next_prompts(state, groups_to_launch(missing, launched, selection, rule), step)
             with self.scheduler.phase(Phase.GENERATE):
@@ -70,24 +70,24 @@ class RolloutCollector:
                     step,
                     self.parallel.store,
                     name=f"step/{step}/{rounds}",
-                    target_groups=missing if rule.admit == "finish" else None,
+                    target_groups=missing if rule.select_by == "finish" else None,
                 )
             state = replace(state, groups_launched=state.groups_launched + len(prompts))
             with self.scheduler.phase(Phase.SCORE):
                 infos += all_gather_sample_info(new_groups, self.parallel.cpu_group)
             groups, rounds = groups + new_groups, rounds + 1
             selection, launched = select_groups(infos, prompts_per_step, rule), len({info.group_id for info in infos})
-            if rule.no_difference != "refill":
+            if rule.zero_std != "refill":
                 break
         admitted = set(selection.admitted)
-        curriculum = _curriculum(state).after([info for info in infos if info.finished], step, rule)
+        curriculum = _curriculum(state).after(
+            [info for info in infos if info.finished], step, self.settings.algorithm.curriculum
+        )
         return RolloutBatch(
             groups=[group for group in groups if group.samples[0].group_id in admitted],
             infos=tuple(info for info in infos if info.group_id in admitted),
             launched=tuple(infos),
-            dropped=Counter(
-                no_difference=selection.no_difference, surplus=selection.surplus, unfinished=selection.unfinished
-            ),
+            dropped=Counter(zero_std=selection.zero_std, surplus=selection.surplus, unfinished=selection.unfinished),
             length_bias=length_bias(infos, admitted),
             rounds=rounds,
             state=_with_curriculum(state, curriculum),
@@ -110,10 +110,10 @@ class RolloutCollector:
         settings, rule = self.settings, self.settings.algorithm.filter
         differ = "rewards that differ" if rule.metric == "reward" else "right and wrong answers"
         return (
-            f"step {step}: of {launched} groups in {rule.most_tries} rounds only "
+            f"step {step}: of {launched} groups in {rule.max_rounds} rounds only "
             f"{len(selection.admitted)} have {differ}, {settings.rollout.prompts_per_step} are needed: take "
-            "data that is neither too easy nor too hard, raise algorithm.filter.most_tries or rollout.group_size, or "
-            "set algorithm.filter.no_difference=keep"
+            "data that is neither too easy nor too hard, raise algorithm.filter.max_rounds or rollout.group_size, or "
+            "set algorithm.filter.zero_std=keep"
         )
 
 

@@ -18,7 +18,7 @@ from grpo_mp.checkpoint.run_state import (
     latest_checkpoint,
     read_manifest,
 )
-from grpo_mp.config import Layout, Settings, dump_settings
+from grpo_mp.config import LayoutConfig, Settings, dump_settings
 from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
 from grpo_mp.monitor.log import log_file, logging_to
 from grpo_mp.monitor.progress import Progress
@@ -128,7 +128,7 @@ def open_engines_only(settings: Settings, inputs: Inputs, greeting: str) -> Iter
     Engines keep the weights that they loaded, and the device. They end when the body does, however it ends.
     """
     with ExitStack() as stack:
-        parallel = _join_job(stack, settings, Layout())
+        parallel = _join_job(stack, settings, LayoutConfig())
         rollout = Rollout(
             settings, inputs.tokenizer, inputs.scorer, parallel.rank, parallel.world_size, own_weights=True
         )
@@ -144,7 +144,7 @@ def open_engines_only(settings: Settings, inputs: Inputs, greeting: str) -> Iter
         stop_parallel()
 
 
-def _join_job(stack: ExitStack, settings: Settings, layout: Layout) -> Parallel:
+def _join_job(stack: ExitStack, settings: Settings, layout: LayoutConfig) -> Parallel:
     """Make the process groups and claim the run folder; from here on errors are reported by one rank."""
     parallel = start_parallel(layout, settings.run.seed, settings.monitor.phase_timeout_s)
     stack.enter_context(report_error_once(parallel.rank, parallel.store))

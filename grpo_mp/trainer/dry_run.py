@@ -9,7 +9,7 @@ from grpo_mp.trainer.preflight import Inputs
 
 def describe_run(settings: Settings, inputs: Inputs, world_size: int, ranks_per_node: int) -> str:
     """Return the resolved settings as YAML, then the facts that follow from them."""
-    rollout, optimizer = settings.rollout, settings.optimizer
+    rollout, training = settings.rollout, settings.training
     hosts = engine_hosts(engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count))
     dp_size = data_parallel(settings.layout, world_size)
     samples = {name: eval_set.samples for name, eval_set in settings.data.eval.items()}
@@ -21,9 +21,9 @@ def describe_run(settings: Settings, inputs: Inputs, world_size: int, ranks_per_
         f"{', '.join(evals) or 'none'}",
         *inputs.overlaps(),
         f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {settings.samples_per_step} samples, "
-        f"{settings.optimizer_steps_per_step} update(s) of {settings.samples_per_step // optimizer.updates_per_step}",
+        f"{settings.optimizer_steps_per_step} update(s) of {settings.samples_per_step // training.updates_per_step}",
         f"longest sequence: {rollout.max_prompt_tokens} + {rollout.max_response_tokens} tokens; "
-        f"micro-batches of up to {optimizer.max_tokens_per_microbatch} tokens",
+        f"micro-batches of up to {training.max_tokens_per_microbatch} tokens",
         *(f"warning: {text}" for text in inputs.warnings),
         f"run folder: {settings.run.folder}; nothing was started",
     ]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_mp.algorithms.advantages import outcome_advantages
 from grpo_mp.algorithms.kl import ESTIMATORS
-from grpo_mp.algorithms.settings import Algorithm, needs_old_logprobs
+from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
 from grpo_mp.batching.packing import context_index
 from grpo_mp.batching.step_batch import StepBatch, with_old_logprobs, with_reference_logprobs
 from grpo_mp.batching.updates import Update
@@ -26,7 +26,7 @@ Updates = list[list[MicroBatch]]
 
 
 def compute_logprobs(
-    policy: Policy, batch: StepBatch, algorithm: Algorithm, epochs: int, controls: Mapping[str, float], seed: str
+    policy: Policy, batch: StepBatch, algorithm: AlgorithmConfig, epochs: int, controls: Mapping[str, float], seed: str
 ) -> Updates:
     """Return the step's micro-batches with everything that its updates need. Every rank must call this.
 
@@ -36,13 +36,13 @@ def compute_logprobs(
     updates = [list(update) for update in batch.updates]
     if needs_old_logprobs(algorithm, len(updates) * epochs):
         updates = [_with_old(update, policy.logprobs(update), algorithm, parallel) for update in updates]
-    if kl.weight:
+    if kl.coef:
         with policy.at_reference():  # the weights are swapped once, not for every update
             updates = [with_reference_logprobs(update, policy.logprobs(update)) for update in updates]
-    elif kl.watch_share:
-        updates = _with_sampled_reference_logprobs(updates, policy, kl.watch_share, seed)
-    if kl.place == "reward" and kl.weight > 0:
-        updates = _with_kl_in_reward(updates, batch, algorithm, controls.get("kl", kl.weight), parallel)
+    elif kl.monitor_share:
+        updates = _with_sampled_reference_logprobs(updates, policy, kl.monitor_share, seed)
+    if kl.apply_to == "reward" and kl.coef > 0:
+        updates = _with_kl_in_reward(updates, batch, algorithm, controls.get("kl", kl.coef), parallel)
     return _whiten(updates, parallel) if algorithm.advantage.whiten else updates
 
 
@@ -52,7 +52,7 @@ def is_reporting_rank(parallel: Parallel) -> bool:
 
 
 def _with_old(
-    update: Sequence[MicroBatch], outputs: Sequence[Tensor], algorithm: Algorithm, parallel: Parallel
+    update: Sequence[MicroBatch], outputs: Sequence[Tensor], algorithm: AlgorithmConfig, parallel: Parallel
 ) -> list[MicroBatch]:
     floor, share = _entropy_floor(update, outputs, algorithm.entropy.top_quantile, parallel)
     return [
@@ -107,7 +107,7 @@ def _with_reference_at(update: list[MicroBatch], indices: Sequence[int], policy:
 
 
 def _with_kl_in_reward(
-    updates: Updates, batch: StepBatch, algorithm: Algorithm, kl_weight: float, parallel: Parallel
+    updates: Updates, batch: StepBatch, algorithm: AlgorithmConfig, kl_weight: float, parallel: Parallel
 ) -> Updates:
     """Replace advantages by those of rewards from which the KL to the reference was taken.
 
@@ -140,7 +140,7 @@ def _with_advantages(batch: MicroBatch, advantages: Tensor) -> MicroBatch:
     return replace(batch, advantages=advantages * batch.mask)
 
 
-def _kl(batch: MicroBatch, algorithm: Algorithm) -> Tensor:
+def _kl(batch: MicroBatch, algorithm: AlgorithmConfig) -> Tensor:
     """Return the KL [T] in float64; zero where a logprob is missing and at prompts and padding."""
     old = batch.rollout_logprobs if algorithm.old_logprobs == "engine" else batch.old_logprobs
     if batch.reference_logprobs is None or old is None:

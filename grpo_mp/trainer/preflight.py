@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp import platform
-from grpo_mp.algorithms.settings import Algorithm, Clip
+from grpo_mp.algorithms.settings import AlgorithmConfig, ClipConfig
 from grpo_mp.checkpoint.run_state import FINAL, check_run_folder
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.data.overlap import find_overlaps
@@ -98,7 +98,7 @@ def _make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scor
     return Scorer(
         settings.reward,
         settings.rollout.max_response_tokens,
-        settings.data.prompt,
+        settings.data.prompt_column,
         max_steps=settings.run.steps,
         decode=tokenizer.decode,
     )
@@ -169,24 +169,25 @@ def _warn_without_effect(settings: Settings) -> Iterator[str]:
     if settings.optimizer_steps_per_step > 1 or algorithm.old_logprobs == "engine":
         return
     # VESPO's weight holds the correction's ratio too.
-    corrected = algorithm.surrogate == "vespo" and algorithm.correction.kind != "none"
+    corrected = algorithm.policy_loss == "vespo" and algorithm.rollout_correction.kind != "none"
     idle = []
     if algorithm.ratio != "token":
         idle.append(f"ratio={algorithm.ratio}")
-    if algorithm.surrogate not in ("clip", "none") and not corrected:
-        idle.append(f"surrogate={algorithm.surrogate}")
-    if algorithm.surrogate == "clip" and algorithm.clip != Clip():
+    if algorithm.policy_loss not in ("clip", "none") and not corrected:
+        idle.append(f"policy_loss={algorithm.policy_loss}")
+    if algorithm.policy_loss == "clip" and algorithm.clip != ClipConfig():
         idle.append("clip")
     if idle:
         yield (
-            f"algorithm.preset={algorithm.preset}: with one update a step (optimizer.updates_per_step and "
-            f"optimizer.epochs are 1) every importance ratio is 1, and {', '.join(idle)} does nothing: set 2 or more"
+            f"algorithm.preset={algorithm.preset}: with one update a step (training.updates_per_step and "
+            f"training.epochs are 1) every importance ratio is 1, and {', '.join(idle)} does nothing: set 2 or more"
         )
 
 
-def _warn_uncorrected(algorithm: Algorithm, fp8: bool) -> Iterator[str]:
-    if fp8 and algorithm.correction.kind == "none" and algorithm.old_logprobs == "recomputed":
+def _warn_uncorrected(algorithm: AlgorithmConfig, fp8: bool) -> Iterator[str]:
+    if fp8 and algorithm.rollout_correction.kind == "none" and algorithm.old_logprobs == "recomputed":
         yield (
-            "engines compute in FP8 and algorithm.correction is none: samples come from other probabilities than the "
-            "policy's, and accuracy is known to drop: set algorithm.correction={kind: truncate, high: 2.0}"
+            "engines compute in FP8 and algorithm.rollout_correction is none: samples come from other probabilities "
+            "than the policy's, and accuracy is known to drop: set algorithm.rollout_correction="
+            "{kind: truncate, high: 2.0}"
         )

@@ -69,7 +69,7 @@ class StepLogger:
         steps_done: int,
     ) -> None:
         """Open the files of the run folder to go on after `steps_done`; what they hold of later steps is cut."""
-        self._folder, self._epochs = settings.run.folder, settings.optimizer.epochs
+        self._folder, self._epochs = settings.run.folder, settings.training.epochs
         self._parallel, self._timeline, self._progress = parallel, timeline, progress
         self._scorer, self._memory_tracker, self._expert_load = scorer, memory_tracker, expert_load
         self._samples_per_step = settings.monitor.samples_per_step

@@ -7,7 +7,7 @@ from itertools import chain, repeat
 from grpo_mp.algorithms.controllers import current_coefficients, has_drifted, update_controls
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import metrics
-from grpo_mp.algorithms.settings import KL, Algorithm
+from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.distributed.process_groups import context_reduction
 from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.policy.reference import Reference
@@ -18,7 +18,7 @@ from grpo_mp.types import MicroBatch
 def train_step(
     policy: Policy,
     updates: Sequence[Sequence[MicroBatch]],
-    algorithm: Algorithm,
+    algorithm: AlgorithmConfig,
     epochs: int,
     controls: Mapping[str, float],
 ) -> tuple[list[UpdateReport], dict[str, float]]:
@@ -33,14 +33,14 @@ def train_step(
         measured = metrics(reduce_report(report, policy.parallel))
         reports.append(replace(report, measured=measured))
         controls = update_controls(controls, measured.get("train/kl_loss", 0.0), measured["train/entropy"], algorithm)
-        if has_drifted(measured["train/ppo_kl"], measured["train/effective_samples"], algorithm.drift):
+        if has_drifted(measured["train/ppo_kl"], measured["train/effective_samples"], algorithm.early_stop):
             break
     return reports, controls
 
 
-def refresh_reference(reference: Reference | None, kl: KL, step: int) -> bool:
+def refresh_reference(reference: Reference | None, kl: KLConfig, step: int) -> bool:
     """Where it is due, set the reference to mix x policy + (1 - mix) x reference; return whether it was due."""
-    if not (reference and kl.refresh_every and step % kl.refresh_every == 0):
+    if not (reference and kl.ref_update_every and step % kl.ref_update_every == 0):
         return False
-    reference.refresh(kl.refresh_mix)
+    reference.refresh(kl.ref_update_mix)
     return True

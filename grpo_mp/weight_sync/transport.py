@@ -5,7 +5,7 @@ import pickle
 from typing import Protocol
 
 from grpo_mp import platform
-from grpo_mp.config import Sync
+from grpo_mp.config import SyncConfig
 from grpo_mp.weight_sync.reshard import NamedTensors
 from grpo_mp.weight_sync.shared_memory import LOADER, export_tensors
 
@@ -52,7 +52,7 @@ class HostTransport:
         await self._client.end_weight_update(version)
 
 
-def uses_cuda_ipc(settings: Sync) -> bool:
+def uses_cuda_ipc(settings: SyncConfig) -> bool:
     """Tell whether buckets go by CUDA IPC; otherwise through shared host memory."""
     return settings.transport == "ipc" or (settings.transport == "auto" and platform.on_cuda())
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_mp.algorithms.advantages import outcome_advantages
 from grpo_mp.algorithms.aggregation import token_weights
-from grpo_mp.algorithms.settings import Algorithm
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.microbatches import plan_microbatches
 from grpo_mp.batching.packing import pack, scatter_responses
 from grpo_mp.types import MicroBatch, Sample
@@ -78,7 +78,7 @@ class Objective:
     gradients: list[Tensor]
 
 
-def objective(update: UpdateData, algorithm: Algorithm, advantages: Sequence[float] | None = None) -> Objective:
+def objective(update: UpdateData, algorithm: AlgorithmConfig, advantages: Sequence[float] | None = None) -> Objective:
     """Compute the loss of the update: minus the paper's objective."""
     advantages = advantages or [_advantage(update, i, algorithm) for i in range(len(update.lengths))]
     leaves = [torch.from_numpy(values).double().requires_grad_() for values in update.logprobs]
@@ -90,7 +90,7 @@ def objective(update: UpdateData, algorithm: Algorithm, advantages: Sequence[flo
     return Objective(loss.item(), scale, list(gradients))
 
 
-def _sample_terms(update: UpdateData, i: int, new: Tensor, advantage: float, algorithm: Algorithm) -> Tensor:
+def _sample_terms(update: UpdateData, i: int, new: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
     """[tokens]: what each token adds to the loss before it is aggregated."""
     rollout = torch.from_numpy(update.rollout[i]).double()
     old = new.detach() if update.old is None else torch.from_numpy(update.old[i]).double()
@@ -98,12 +98,12 @@ def _sample_terms(update: UpdateData, i: int, new: Tensor, advantage: float, alg
         old = rollout
     correction = _correction(old, rollout, algorithm)
     surrogate = _surrogate(new, old, correction, advantage, algorithm)
-    if algorithm.surrogate != "vespo":
+    if algorithm.policy_loss != "vespo":
         surrogate = surrogate * correction
-    limit = algorithm.correction.off_policy_limit
+    limit = algorithm.rollout_correction.off_policy_mask_threshold
     if limit is not None and advantage < 0 and float((rollout - new.detach()).mean()) > limit:
         surrogate = surrogate * 0
-    if update.reference is None or algorithm.kl.place == "reward":
+    if update.reference is None or algorithm.kl.apply_to == "reward":
         return surrogate
     x = torch.from_numpy(update.reference[i]).double() - new
     if algorithm.kl.level == "sequence":
@@ -116,27 +116,27 @@ def _sample_terms(update: UpdateData, i: int, new: Tensor, advantage: float, alg
         "k3_clamped": torch.clamp(x.exp() - x - 1, max=10.0),
         "k3_unbiased": ratio * (x.exp() - x - 1),
     }[algorithm.kl.estimator]
-    return surrogate + algorithm.kl.weight * kl
+    return surrogate + algorithm.kl.coef * kl
 
 
-def _surrogate(new: Tensor, old: Tensor, correction: Tensor, advantage: float, algorithm: Algorithm) -> Tensor:
+def _surrogate(new: Tensor, old: Tensor, correction: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
     low, high = 1 - algorithm.clip.low, 1 + algorithm.clip.high
     ratio = _ratio(new, old, algorithm)
-    if algorithm.surrogate == "clip":
-        bounded = ratio if algorithm.clip.dual is None else torch.clamp(ratio, max=algorithm.clip.dual)
+    if algorithm.policy_loss == "clip":
+        bounded = ratio if algorithm.clip.dual_clip is None else torch.clamp(ratio, max=algorithm.clip.dual_clip)
         return -torch.min(bounded * advantage, torch.clamp(ratio, low, high) * advantage)
-    if algorithm.surrogate == "cispo":
+    if algorithm.policy_loss == "cispo":
         return -torch.clamp(ratio.detach(), low, high) * advantage * new
-    if algorithm.surrogate == "sapo":
-        tau = algorithm.gate.positive if advantage > 0 else algorithm.gate.negative
+    if algorithm.policy_loss == "sapo":
+        tau = algorithm.sapo.temperature_positive if advantage > 0 else algorithm.sapo.temperature_negative
         return -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
-    if algorithm.surrogate == "gmpo":
+    if algorithm.policy_loss == "gmpo":
         sign = 1.0 if advantage > 0 else -1.0
         bounds = torch.clamp(ratio, max(low, 1e-300), high)
         smaller = torch.min(ratio**sign, bounds**sign) ** sign
         return -(smaller.log().mean().exp()) * advantage * torch.ones_like(new)
-    if algorithm.surrogate == "vespo":
-        gamma = algorithm.gamma
+    if algorithm.policy_loss == "vespo":
+        gamma = algorithm.vespo
         k, rate = gamma.k_positive, gamma.lambda_positive
         if advantage < 0:
             k, rate = gamma.k_negative, gamma.lambda_negative
@@ -147,7 +147,7 @@ def _surrogate(new: Tensor, old: Tensor, correction: Tensor, advantage: float, a
     return -ratio * advantage
 
 
-def _ratio(new: Tensor, old: Tensor, algorithm: Algorithm) -> Tensor:
+def _ratio(new: Tensor, old: Tensor, algorithm: AlgorithmConfig) -> Tensor:
     """[tokens]: whose gradients go where the ratio's definition says."""
     if algorithm.ratio == "token":
         return (new - old).exp()
@@ -164,8 +164,8 @@ def _straight_through(new: Tensor) -> Tensor:
     return new.exp() / new.detach().exp()
 
 
-def _correction(old: Tensor, rollout: Tensor, algorithm: Algorithm) -> Tensor:
-    settings = algorithm.correction
+def _correction(old: Tensor, rollout: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    settings = algorithm.rollout_correction
     w = (old - rollout).exp() if settings.level == "token" else (old - rollout).sum().exp() * torch.ones_like(old)
     low = 0.0 if settings.low is None else settings.low
     high = math.inf if settings.high is None else settings.high
@@ -176,7 +176,7 @@ def _correction(old: Tensor, rollout: Tensor, algorithm: Algorithm) -> Tensor:
     return torch.ones_like(w)
 
 
-def _aggregate(terms: Tensor, lengths: Sequence[int], algorithm: Algorithm) -> Tensor:
+def _aggregate(terms: Tensor, lengths: Sequence[int], algorithm: AlgorithmConfig) -> Tensor:
     """Return one sample's share of the update's loss."""
     if algorithm.aggregation == "token_mean":
         return terms.sum() / sum(lengths)
@@ -186,11 +186,11 @@ def _aggregate(terms: Tensor, lengths: Sequence[int], algorithm: Algorithm) -> T
         return terms.sum() / len(lengths)
     if algorithm.aggregation == "decoupled":
         rest = terms[1:].mean() if len(terms) > 1 else torch.zeros((), dtype=terms.dtype)
-        return (algorithm.control_weight * terms[0] + rest) / len(lengths)
+        return (algorithm.control_token_weight * terms[0] + rest) / len(lengths)
     return terms.mean() / len(lengths)
 
 
-def _advantage(update: UpdateData, sample: int, algorithm: Algorithm) -> float:
+def _advantage(update: UpdateData, sample: int, algorithm: AlgorithmConfig) -> float:
     settings, reward, rewards = algorithm.advantage, update.rewards[sample], np.array(update.rewards)
     group = rewards[np.array(update.groups) == update.groups[sample]]
     if settings.baseline == "none":
@@ -207,7 +207,7 @@ def _advantage(update: UpdateData, sample: int, algorithm: Algorithm) -> float:
 
 
 def to_microbatches(
-    update: UpdateData, algorithm: Algorithm, max_tokens: int, advantages: Sequence[float] | None = None
+    update: UpdateData, algorithm: AlgorithmConfig, max_tokens: int, advantages: Sequence[float] | None = None
 ) -> tuple[list[MicroBatch], list[torch.Tensor]]:
     """Packed micro-batches of at most `max_tokens`, and the present logprobs [T] of each."""
     samples = [_sample(values) for values in update.rollout]

@@ -16,7 +16,7 @@ from grpo_mp.algorithms.advantages import (
     outcome_advantages,
     process_advantages,
 )
-from grpo_mp.algorithms.settings import Advantage
+from grpo_mp.algorithms.settings import AdvantageConfig
 
 EPS = 1e-4
 GROUPED_REWARDS = st.lists(
@@ -28,7 +28,7 @@ KINDS = st.tuples(
 
 
 def advantages(rewards: Sequence[float], group_ids: Sequence[int], **settings: Any) -> tuple[float, ...]:
-    return outcome_advantages(rewards, group_ids, Advantage(**({"eps": EPS} | settings)))
+    return outcome_advantages(rewards, group_ids, AdvantageConfig(**({"eps": EPS} | settings)))
 
 
 def expected_advantages(rewards: Sequence[float], group_ids: Sequence[int], baseline: str, scale: str) -> list[float]:
@@ -123,7 +123,7 @@ def test_rewards_normalised_apart_before_they_are_summed() -> None:
     """GDPO: a reward of large spread does not drown one of small spread; the sum is normalised over the batch."""
     right, style, ids = [0.0, 1.0, 1.0, 0.0, 0.0, 1.0], [0.01, 0.02, 0.01, 0.02, 0.01, 0.03], [0, 0, 0, 1, 1, 1]
     parts = [{"right": a, "style": b} for a, b in zip(right, style, strict=True)]
-    actual = decoupled_advantages(parts, {"right": 2.0, "style": 0.5}, ids, Advantage(eps=EPS))
+    actual = decoupled_advantages(parts, {"right": 2.0, "style": 0.5}, ids, AdvantageConfig(eps=EPS))
 
     def normal(values: list[float]) -> np.ndarray:
         groups = np.array(values).reshape(2, 3)
@@ -135,14 +135,14 @@ def test_rewards_normalised_apart_before_they_are_summed() -> None:
 
 def test_a_part_that_does_not_apply_counts_nothing_and_no_difference_is_zero() -> None:
     parts = [{"a": 1.0}, {"a": 0.0}, {"a": 1.0, "b": 3.0}]
-    only_a = decoupled_advantages(parts, {"a": 1.0}, [0, 0, 0], Advantage(eps=EPS))
-    assert decoupled_advantages(parts, {"a": 1.0, "b": 1.0}, [0, 0, 0], Advantage(eps=EPS)) == only_a
-    assert decoupled_advantages([{"a": 1.0}] * 3, {"a": 1.0}, [0, 0, 0], Advantage(eps=EPS)) == (0.0, 0.0, 0.0)
+    only_a = decoupled_advantages(parts, {"a": 1.0}, [0, 0, 0], AdvantageConfig(eps=EPS))
+    assert decoupled_advantages(parts, {"a": 1.0, "b": 1.0}, [0, 0, 0], AdvantageConfig(eps=EPS)) == only_a
+    assert decoupled_advantages([{"a": 1.0}] * 3, {"a": 1.0}, [0, 0, 0], AdvantageConfig(eps=EPS)) == (0.0, 0.0, 0.0)
 
 
 def test_a_token_gains_from_every_step_that_ends_after_it() -> None:
     steps = [[(1, 0.0), (3, 1.0)], [(2, 0.5)]]
-    actual = process_advantages(steps, [5, 3], [4, 4], Advantage(level="process", eps=EPS))
+    actual = process_advantages(steps, [5, 3], [4, 4], AdvantageConfig(level="process", eps=EPS))
     rewards = np.array([0.0, 1.0, 0.5])
     first, second, third = (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPS)
     np.testing.assert_allclose(actual[0], [first + second] * 2 + [second] * 2 + [0.0])
@@ -151,7 +151,7 @@ def test_a_token_gains_from_every_step_that_ends_after_it() -> None:
 
 def test_steps_of_one_reward_and_samples_without_steps_give_zeros() -> None:
     actual = process_advantages(
-        [[(0, 1.0), (1, 1.0)], [], [(1, 1.0)]], [2, 4, 2], [0, 0, 0], Advantage(level="process")
+        [[(0, 1.0), (1, 1.0)], [], [(1, 1.0)]], [2, 4, 2], [0, 0, 0], AdvantageConfig(level="process")
     )
     assert [values.tolist() for values in actual] == [[0.0] * 2, [0.0] * 4, [0.0] * 2]
 
@@ -159,7 +159,7 @@ def test_steps_of_one_reward_and_samples_without_steps_give_zeros() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30), st.floats(-5, 5)), min_size=1, max_size=20))
 def test_one_step_at_the_end_is_the_outcome_advantage(samples: list[tuple[int, int, float]]) -> None:
     ids, lengths, rewards = (list(column) for column in zip(*samples, strict=True))
-    settings = Advantage(level="process", eps=EPS)
+    settings = AdvantageConfig(level="process", eps=EPS)
     steps = [[(length - 1, reward)] for length, reward in zip(lengths, rewards, strict=True)]
     actual = process_advantages(steps, lengths, ids, settings)
     for values, single in zip(actual, outcome_advantages(rewards, ids, settings), strict=True):

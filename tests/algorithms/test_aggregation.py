@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mp.algorithms.aggregation import token_weights
-from grpo_mp.algorithms.settings import Algorithm
+from grpo_mp.algorithms.settings import AlgorithmConfig
 
 SAMPLES = st.lists(st.tuples(st.integers(1, 5000), st.booleans()), min_size=1, max_size=50)
 LIMIT = 6000
@@ -15,7 +15,7 @@ LIMIT = 6000
 def weights(samples: list[tuple[int, bool]], aggregation: str, **changes: float) -> list[list[float]]:
     """Return the weight of every token of every sample."""
     lengths, learns = [length for length, _ in samples], [learn for _, learn in samples]
-    algorithm = Algorithm.model_validate({"aggregation": aggregation, **changes})
+    algorithm = AlgorithmConfig.model_validate({"aggregation": aggregation, **changes})
     by_sample = token_weights(lengths, learns, algorithm, LIMIT)
     return [torch.as_tensor(w, dtype=torch.float64).expand(n).tolist() for n, w in zip(lengths, by_sample, strict=True)]
 
@@ -35,7 +35,7 @@ def test_each_weight_follows_its_formula(samples: list[tuple[int, bool]]) -> Non
 
 
 def test_the_control_token_has_a_weight_of_its_own() -> None:
-    (long, short), alpha, count = weights([(4, True), (1, True)], "decoupled", control_weight=0.01), 0.01, 2
+    (long, short), alpha, count = weights([(4, True), (1, True)], "decoupled", control_token_weight=0.01), 0.01, 2
     assert long == pytest.approx([alpha / count] + [1 / (3 * count)] * 3)
     assert short == pytest.approx([alpha / count])
 

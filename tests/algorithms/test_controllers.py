@@ -1,11 +1,11 @@
 import pytest
 
 from grpo_mp.algorithms.controllers import current_coefficients, has_drifted, update_controls
-from grpo_mp.algorithms.settings import Algorithm, Drift
+from grpo_mp.algorithms.settings import AlgorithmConfig, EarlyStopConfig
 
 
 def test_without_targets_the_weights_are_the_settings() -> None:
-    algorithm = Algorithm.model_validate({"kl": {"weight": 0.1}, "entropy": {"weight": 0.01}})
+    algorithm = AlgorithmConfig.model_validate({"max_kl": {"coef": 0.1}, "entropy": {"coef": 0.01}})
     controls = update_controls({}, kl=5.0, entropy=0.1, algorithm=algorithm)
     assert controls == {}
     coefficients = current_coefficients(controls, algorithm)
@@ -13,7 +13,7 @@ def test_without_targets_the_weights_are_the_settings() -> None:
 
 
 def test_the_kl_weight_follows_its_target_at_a_bounded_pace() -> None:
-    algorithm = Algorithm.model_validate({"kl": {"weight": 0.1, "target": 0.5}})
+    algorithm = AlgorithmConfig.model_validate({"max_kl": {"coef": 0.1, "target": 0.5}})
     up, down = (update_controls({}, kl=kl, entropy=1.0, algorithm=algorithm)["kl"] for kl in (50.0, 0.0))
     assert (up, down) == (pytest.approx(0.1 * 1.02), pytest.approx(0.1 * 0.98))
     assert update_controls({}, kl=0.55, entropy=1.0, algorithm=algorithm)["kl"] == pytest.approx(0.1 * 1.01)
@@ -24,7 +24,7 @@ def test_the_kl_weight_follows_its_target_at_a_bounded_pace() -> None:
 
 
 def test_the_entropy_bonus_acts_at_or_below_its_target_only() -> None:
-    algorithm = Algorithm.model_validate({"entropy": {"target": 0.2, "step": 0.1, "largest": 0.25}})
+    algorithm = AlgorithmConfig.model_validate({"entropy": {"target": 0.2, "coef_step": 0.1, "max_coef": 0.25}})
     assert current_coefficients({}, algorithm).entropy == 0.0
     controls: dict[str, float] = {}
     weights = []
@@ -40,14 +40,14 @@ def test_the_entropy_bonus_acts_at_or_below_its_target_only() -> None:
     ("limits", "kl", "share", "stops"),
     [
         ({}, 9.0, 0.01, False),
-        ({"kl": 0.1}, 0.11, 1.0, True),
-        ({"kl": 0.1}, -0.11, 1.0, True),
-        ({"kl": 0.1}, 0.09, 0.01, False),
-        ({"effective_samples": 0.5}, 9.0, 0.49, True),
-        ({"effective_samples": 0.5}, 9.0, 0.51, False),
-        ({"kl": 0.1}, float("nan"), 1.0, True),
-        ({"effective_samples": 0.5}, 0.0, float("nan"), True),
+        ({"max_kl": 0.1}, 0.11, 1.0, True),
+        ({"max_kl": 0.1}, -0.11, 1.0, True),
+        ({"max_kl": 0.1}, 0.09, 0.01, False),
+        ({"min_ess": 0.5}, 9.0, 0.49, True),
+        ({"min_ess": 0.5}, 9.0, 0.51, False),
+        ({"max_kl": 0.1}, float("nan"), 1.0, True),
+        ({"min_ess": 0.5}, 0.0, float("nan"), True),
     ],
 )
 def test_the_drift_guard(limits: dict[str, float], kl: float, share: float, stops: bool) -> None:
-    assert has_drifted(kl, share, Drift.model_validate(limits)) is stops
+    assert has_drifted(kl, share, EarlyStopConfig.model_validate(limits)) is stops

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_mp.algorithms.losses import LossCoefficients, make_loss
 from grpo_mp.algorithms.presets import PRESETS
-from grpo_mp.algorithms.settings import Algorithm
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.types import MicroBatch
 from tests.algorithms.objective import UpdateData, draw_update, objective, to_microbatches
@@ -25,35 +25,35 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "no group has a second sample": (LENGTHS, tuple(range(8))),
 }
 PARTS: dict[str, dict[str, Any]] = {
-    "clip higher, token mean": {"clip": {"high": 0.28}, "aggregation": "token_mean", "kl": {"weight": 0.04}},
-    "dual clip": {"clip": {"dual": 3.0}},
+    "clip higher, token mean": {"clip": {"high": 0.28}, "aggregation": "token_mean", "kl": {"coef": 0.04}},
+    "dual_clip clip": {"clip": {"dual_clip": 3.0}},
     "batch std": {"advantage": {"scale": "batch_std"}},
-    "k1": {"kl": {"weight": 0.1, "estimator": "k1"}},
-    "k2": {"kl": {"weight": 0.1, "estimator": "k2"}},
-    "k3 clamped": {"kl": {"weight": 0.1, "estimator": "k3_clamped"}},
-    "k3 unbiased": {"kl": {"weight": 0.1, "estimator": "k3_unbiased"}},
+    "k1": {"kl": {"coef": 0.1, "estimator": "k1"}},
+    "k2": {"kl": {"coef": 0.1, "estimator": "k2"}},
+    "k3 clamped": {"kl": {"coef": 0.1, "estimator": "k3_clamped"}},
+    "k3 unbiased": {"kl": {"coef": 0.1, "estimator": "k3_unbiased"}},
     "old logprobs of the engine": {"old_logprobs": "engine"},
-    "TIS": {"correction": {"kind": "truncate", "high": 2.0}},
-    "TIS with a floor": {"correction": {"kind": "truncate", "low": 0.5, "high": 2.0}},
-    "sequence TIS": {"correction": {"kind": "truncate", "level": "sequence", "high": 2.0}},
-    "IcePop": {"correction": {"kind": "mask", "low": 0.5, "high": 5.0}},
-    "sequence mask": {"correction": {"kind": "mask", "level": "sequence", "high": 3.0}},
+    "TIS": {"rollout_correction": {"kind": "truncate", "high": 2.0}},
+    "TIS with a floor": {"rollout_correction": {"kind": "truncate", "low": 0.5, "high": 2.0}},
+    "sequence TIS": {"rollout_correction": {"kind": "truncate", "level": "sequence", "high": 2.0}},
+    "IcePop": {"rollout_correction": {"kind": "mask", "low": 0.5, "high": 5.0}},
+    "sequence mask": {"rollout_correction": {"kind": "mask", "level": "sequence", "high": 3.0}},
     "gspo with sequence mask": {
         "ratio": "sequence",
-        "correction": {"kind": "mask", "level": "sequence", "low": 0.2, "high": 3.0},
+        "rollout_correction": {"kind": "mask", "level": "sequence", "low": 0.2, "high": 3.0},
     },
-    "vespo with TIS": {"surrogate": "vespo", "correction": {"kind": "truncate", "high": 2.0}},
-    "off-policy sequence mask": {"correction": {"off_policy_limit": 0.01}},
-    "sapo on sequences": {"surrogate": "sapo", "ratio": "sequence"},
+    "vespo with TIS": {"policy_loss": "vespo", "rollout_correction": {"kind": "truncate", "high": 2.0}},
+    "off-policy sequence mask": {"rollout_correction": {"off_policy_mask_threshold": 0.01}},
+    "sapo on sequences": {"policy_loss": "sapo", "ratio": "sequence"},
     "population std": {"advantage": {"scale": "group_std", "std": "population"}},
     "population std of the batch": {"advantage": {"scale": "batch_std", "std": "population"}},
     "product ratio": {"ratio": "product", "clip": {"low": 0.9, "high": 10.0}},
-    "gspo with a KL": {"ratio": "sequence", "kl": {"weight": 0.3, "estimator": "k3_unbiased"}},
-    "gspo-token with a KL": {"ratio": "sequence_token", "kl": {"weight": 0.3, "estimator": "k3_unbiased"}},
-    "gspo with token TIS": {"ratio": "sequence", "correction": {"kind": "truncate", "high": 2.0}},
-    "R1's equations": {"ratio": "product", "kl": {"weight": 0.1, "level": "sequence"}},
-    "cispo on sequences": {"surrogate": "cispo", "ratio": "sequence", "clip": {"low": 1.0, "high": 4.0}},
-    "gmpo with a KL": {"surrogate": "gmpo", "kl": {"weight": 0.5}},
+    "gspo with a KL": {"ratio": "sequence", "kl": {"coef": 0.3, "estimator": "k3_unbiased"}},
+    "gspo-token with a KL": {"ratio": "sequence_token", "kl": {"coef": 0.3, "estimator": "k3_unbiased"}},
+    "gspo with token TIS": {"ratio": "sequence", "rollout_correction": {"kind": "truncate", "high": 2.0}},
+    "R1's equations": {"ratio": "product", "kl": {"coef": 0.1, "level": "sequence"}},
+    "cispo on sequences": {"policy_loss": "cispo", "ratio": "sequence", "clip": {"low": 1.0, "high": 4.0}},
+    "gmpo with a KL": {"policy_loss": "gmpo", "kl": {"coef": 0.5}},
 }
 ALGORITHMS = {
     **{name: preset.settings["algorithm"] for name, preset in PRESETS.items()},
@@ -65,13 +65,15 @@ MAX_LOG_RATIO_STD = dict.fromkeys(
 )  # beyond, the formulas themselves lose their digits in float64
 
 
-def algorithm_of(name: str) -> Algorithm:
+def algorithm_of(name: str) -> AlgorithmConfig:
     """Process rewards and whitening come before the loss: here they would change nothing."""
     tree = ALGORITHMS[name]
-    return Algorithm.model_validate({key: value for key, value in tree.items() if value != {"level": "process"}})
+    return AlgorithmConfig.model_validate({key: value for key, value in tree.items() if value != {"level": "process"}})
 
 
-def run(algorithm: Algorithm, batches: list[MicroBatch], logprobs: list[Tensor]) -> tuple[float, list[Tensor], Any]:
+def run(
+    algorithm: AlgorithmConfig, batches: list[MicroBatch], logprobs: list[Tensor]
+) -> tuple[float, list[Tensor], Any]:
     """Loss summed over micro-batches, gradient [T] of each, and the reports."""
     loss = make_loss(algorithm)
     total, gradients, reports = 0.0, [], []
@@ -84,7 +86,9 @@ def run(algorithm: Algorithm, batches: list[MicroBatch], logprobs: list[Tensor])
     return total, gradients, reports
 
 
-def check(update: UpdateData, algorithm: Algorithm, max_tokens: int, advantages: list[float] | None = None) -> None:
+def check(
+    update: UpdateData, algorithm: AlgorithmConfig, max_tokens: int, advantages: list[float] | None = None
+) -> None:
     batches, logprobs = to_microbatches(update, algorithm, max_tokens, advantages)
     total, gradients, _ = run(algorithm, batches, logprobs)
     expected = objective(update, algorithm, advantages)
@@ -108,7 +112,7 @@ def test_equal_to_the_objective(shape: str, log_ratio_std: float, name: str) -> 
     std = min(log_ratio_std, MAX_LOG_RATIO_STD.get(name, log_ratio_std))
     for seed, first_update in enumerate((False, False, True)):
         update = draw_update(
-            lengths, groups, seed, std, first_update, kl=algorithm.kl.weight > 0, rollout_std=min(std, 1.0)
+            lengths, groups, seed, std, first_update, kl=algorithm.kl.coef > 0, rollout_std=min(std, 1.0)
         )
         check(update, algorithm, ONE_MICROBATCH)
 
@@ -117,14 +121,14 @@ def test_equal_to_the_objective(shape: str, log_ratio_std: float, name: str) -> 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_micro_batches_sum_to_the_same(max_tokens: int, name: str) -> None:
     algorithm = algorithm_of(name)
-    update = draw_update(LENGTHS, PAIRS, seed=5, kl=algorithm.kl.weight > 0, rollout_std=0.2)
+    update = draw_update(LENGTHS, PAIRS, seed=5, kl=algorithm.kl.coef > 0, rollout_std=0.2)
     check(update, algorithm, max_tokens)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_log_ratios_of_eighty_either_way(name: str) -> None:
     algorithm = algorithm_of(name)
-    update = draw_update((4, 4), (0, 0), seed=1, log_ratio_std=0.1, kl=algorithm.kl.weight > 0)
+    update = draw_update((4, 4), (0, 0), seed=1, log_ratio_std=0.1, kl=algorithm.kl.coef > 0)
     log_ratios = [np.array([80, -80, 60, -60], np.float32), np.array([-80, 80, 3, -3], np.float32)]
     old = [values - log_ratio for values, log_ratio in zip(update.logprobs, log_ratios, strict=True)]
     check(replace(update, rewards=[0.0, 1.0], old=old), algorithm, ONE_MICROBATCH)
@@ -134,12 +138,14 @@ def test_log_ratios_of_eighty_either_way(name: str) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_without_advantages_only_the_kl_has_a_gradient(name: str) -> None:
     algorithm = algorithm_of(name)
-    update = draw_update(LENGTHS, PAIRS, seed=7, kl=algorithm.kl.weight > 0)
+    update = draw_update(LENGTHS, PAIRS, seed=7, kl=algorithm.kl.coef > 0)
     check(replace(update, rewards=[1.5] * len(LENGTHS)), algorithm, ONE_MICROBATCH, [0.0] * len(LENGTHS))
 
 
 def test_a_token_without_rollout_logprob_does_not_learn_and_is_counted() -> None:
-    algorithm = Algorithm.model_validate({"kl": {"weight": 0.1}, "correction": {"kind": "truncate", "high": 2.0}})
+    algorithm = AlgorithmConfig.model_validate(
+        {"kl": {"coef": 0.1}, "rollout_correction": {"kind": "truncate", "high": 2.0}}
+    )
     update = draw_update(LENGTHS, PAIRS, seed=2)
     (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
     no_logprob = batch.mask.bool() & (torch.arange(len(batch.mask)) % 3 == 0)
@@ -154,7 +160,7 @@ def test_a_token_without_rollout_logprob_does_not_learn_and_is_counted() -> None
 
 def test_entropy_bonus_and_quantile_mask() -> None:
     """L = ... - weight x mean entropy of the tokens that learn; the others get no surrogate, but the KL."""
-    algorithm = Algorithm.model_validate({"kl": {"weight": 0.1}, "entropy": {"weight": 0.3}})
+    algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 0.1}, "entropy": {"coef": 0.3}})
     update = draw_update(LENGTHS, PAIRS, seed=4)
     (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
     entropy = torch.rand(len(batch.mask), generator=torch.Generator().manual_seed(0))
@@ -177,18 +183,18 @@ def test_entropy_bonus_and_quantile_mask() -> None:
 
 
 def test_coefficients_replace_those_of_the_settings() -> None:
-    algorithm = Algorithm.model_validate({"kl": {"weight": 0.1}})
+    algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 0.1}})
     update = draw_update(LENGTHS, PAIRS, seed=4)
     (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
     actual, _ = make_loss(algorithm, LossCoefficients(kl=0.7, entropy=0.0))(logprobs, torch.ones_like(logprobs), batch)
-    heavier = Algorithm.model_validate({"kl": {"weight": 0.7}})
+    heavier = AlgorithmConfig.model_validate({"kl": {"coef": 0.7}})
     assert actual.item() == pytest.approx(objective(update, heavier).loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf"), 1e30])
 @pytest.mark.parametrize("first_update", [True, False])
 def test_values_at_prompts_and_padding_do_not_matter(garbage: float, first_update: bool) -> None:
-    algorithm = Algorithm.model_validate({"kl": {"weight": 0.04}})
+    algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 0.04}})
     update = draw_update(LENGTHS, (0, 0, 0, 0, 1, 1, 1, 1), seed=2, first_update=first_update)
     (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
 
@@ -211,7 +217,7 @@ def test_values_at_prompts_and_padding_do_not_matter(garbage: float, first_updat
 
 
 def test_a_micro_batch_without_response_tokens_has_loss_0() -> None:
-    algorithm = Algorithm.model_validate({"kl": {"weight": 1.0}})
+    algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 1.0}})
     update = draw_update((3,), (0,), seed=0, log_ratio_std=1.0)
     (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
     zeros = {name: torch.zeros_like(batch.mask) for name in ("mask", "weights", "advantages")}

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from grpo_mp.algorithms.presets import PRESETS, with_preset
-from grpo_mp.algorithms.readme import PAGE, markdown
-from grpo_mp.algorithms.settings import Algorithm
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.config import Settings, check_settings, dump_settings, load_settings
 from grpo_mp.errors import UserError
+from grpo_mp.pages import algorithms
 
 BASE: dict[str, Any] = {
     "run": {"folder": "run", "steps": 1},
@@ -35,9 +35,9 @@ def write_settings(tmp_path: Path, algorithm: Any) -> Path:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_kl_can_be_watched_with_every_preset(name: str) -> None:
-    kl = settings_of({"preset": name, "kl": {"watch_share": 0.05}}).algorithm.kl
-    assert kl.measured_share == (1.0 if kl.weight else 0.05)
-    assert settings_of({"preset": name, "kl": {"weight": 0, "refresh_every": 0}}).algorithm.kl.measured_share == 0
+    kl = settings_of({"preset": name, "kl": {"monitor_share": 0.05}}).algorithm.kl
+    assert kl.measured_share == (1.0 if kl.coef else 0.05)
+    assert settings_of({"preset": name, "kl": {"coef": 0, "ref_update_every": 0}}).algorithm.kl.measured_share == 0
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -70,17 +70,17 @@ SOURCES: dict[str, dict[str, Any]] = {
         "algorithm.clip.low": 0.2,
         "algorithm.clip.high": 0.28,
         "algorithm.aggregation": "token_mean",
-        "algorithm.kl.weight": 0.0,
-        "algorithm.filter.no_difference": "refill",
+        "algorithm.kl.coef": 0.0,
+        "algorithm.filter.zero_std": "refill",
         "algorithm.filter.metric": "accuracy",
         "reward.overlong.weight": 1.0,
     },
     # scripts/rl/thinkless_1.5b_deepscaler.sh: std_normalizer, kl_loss_coef, kl_loss_type, thinkless_alpha
     "degrpo": {
         "algorithm.advantage.scale": "none",
-        "algorithm.kl.weight": 0.001,
+        "algorithm.kl.coef": 0.001,
         "algorithm.kl.estimator": "k3_clamped",
-        "algorithm.control_weight": 0.001,
+        "algorithm.control_token_weight": 0.001,
     },
     # section 5.1
     "gspo": {
@@ -93,44 +93,44 @@ SOURCES: dict[str, dict[str, Any]] = {
     # section 5.1, as in TRL's index of papers
     "luspo": {"algorithm.ratio": "sequence", "algorithm.clip.low": 2e-3, "algorithm.clip.high": 2.5e-3},
     # section 3.2: neither std nor length
-    "dr_grpo": {"algorithm.advantage.scale": "none", "algorithm.aggregation": "constant", "algorithm.kl.weight": 0.0},
+    "dr_grpo": {"algorithm.advantage.scale": "none", "algorithm.aggregation": "constant", "algorithm.kl.coef": 0.0},
     # TRL's RLOOConfig: beta, epsilon, k1 in the reward, ratio of whole completions
     "rloo": {
         "algorithm.ratio": "product",
         "algorithm.clip.low": 0.2,
         "algorithm.clip.high": 0.2,
-        "algorithm.kl.weight": 0.05,
+        "algorithm.kl.coef": 0.05,
         "algorithm.kl.estimator": "k1",
-        "algorithm.kl.place": "reward",
+        "algorithm.kl.apply_to": "reward",
     },
     # OpenRLHF's train_reinforce_baseline_hybrid_engine.sh: init_coef, estimator, use_loss
     "reinforce_pp_baseline": {
-        "algorithm.kl.weight": 1e-5,
+        "algorithm.kl.coef": 1e-5,
         "algorithm.kl.estimator": "k2",
-        "algorithm.kl.place": "loss",
+        "algorithm.kl.apply_to": "loss",
     },
     # the list in DeepSWE's report
     "grpo_pp": {
         "algorithm.clip.high": 0.28,
-        "algorithm.kl.weight": 0.0,
+        "algorithm.kl.coef": 0.0,
         "algorithm.advantage.scale": "none",
         "algorithm.advantage.baseline": "leave_one_out",
         "algorithm.aggregation": "constant",
         "algorithm.filter.truncated": "mask",
-        "algorithm.entropy.weight": 0.0,
+        "algorithm.entropy.coef": 0.0,
     },
     # R1-Zero: 8,192 outputs at random in 16 mini-batches, a new reference every 400 updates
     "r1_zero": {
-        "optimizer.shuffle": True,
-        "optimizer.updates_per_step": 16,
-        "optimizer.epochs": 1,
+        "training.shuffle": True,
+        "training.updates_per_step": 16,
+        "training.epochs": 1,
         "optimizer.lr": 3e-6,
-        "algorithm.kl.weight": 0.001,
-        "algorithm.kl.refresh_every": 400 // 16,
+        "algorithm.kl.coef": 0.001,
+        "algorithm.kl.ref_update_every": 400 // 16,
         "algorithm.clip.high": 0.2,
     },
     # first stage of RL of R1: the clip ratio of 10 is its own
-    "r1": {"optimizer.shuffle": True, "algorithm.clip.high": 10.0, "algorithm.kl.refresh_every": 25},
+    "r1": {"training.shuffle": True, "algorithm.clip.high": 10.0, "algorithm.kl.ref_update_every": 25},
 }
 
 
@@ -156,9 +156,9 @@ def test_r1_makes_8192_samples_a_step() -> None:
 def test_the_user_s_settings_override_the_preset_s(tmp_path: Path) -> None:
     settings = settings_of({"preset": "dapo", "clip": {"high": 0.5}})
     assert (settings.algorithm.clip.low, settings.algorithm.clip.high) == (0.2, 0.5)
-    file = write_settings(tmp_path, {"preset": "grpo", "kl": {"weight": 0.1}})
-    assert load_settings(file, ["algorithm.preset=dapo"]).algorithm.kl.weight == 0.1
-    assert load_settings(file, ["algorithm=dapo"]).algorithm.kl.weight == 0.0
+    file = write_settings(tmp_path, {"preset": "grpo", "kl": {"coef": 0.1}})
+    assert load_settings(file, ["algorithm.preset=dapo"]).algorithm.kl.coef == 0.1
+    assert load_settings(file, ["algorithm=dapo"]).algorithm.kl.coef == 0.0
     named = load_settings(write_settings(tmp_path, "dapo"), ["algorithm.clip.high=0.4"]).algorithm
     assert (named.preset, named.clip.high, named.aggregation) == ("dapo", 0.4, "token_mean")
 
@@ -175,21 +175,21 @@ def test_settings_of_other_sections_come_with_the_preset_unless_they_are_given()
     ("algorithm", "sentence"),
     [
         ("dappo", "unknown preset 'dappo' (did you mean dapo?); there are: grpo, "),
-        ({"surrogate": "clipp"}, "algorithm.surrogate: Input should be 'clip', 'cispo'"),
-        ({"advantage": {"combine": "normalise"}, "kl": {"weight": 1, "place": "reward"}}, "set kl.place=loss"),
-        ({"kl": {"weight": 1, "level": "sequence", "place": "reward"}}, "set kl.place=loss"),
-        ({"kl": {"weight": 1, "level": "sequence", "estimator": "k3_unbiased"}}, "set ratio=product"),
-        ({"correction": {"kind": "mask"}}, "has no limit: set correction.high"),
-        ({"correction": {"high": 2.0}}, "set it to truncate or mask"),
-        ({"kl": {"refresh_every": 5}}, "need a reference: set kl.weight above 0"),
-        ({"kl": {"target": 0.1}}, "need a reference: set kl.weight above 0"),
-        ({"surrogate": "vespo", "ratio": "sequence"}, "set ratio=token"),
+        ({"policy_loss": "clipp"}, "algorithm.policy_loss: Input should be 'clip', 'cispo'"),
+        ({"advantage": {"combine": "normalise"}, "kl": {"coef": 1, "apply_to": "reward"}}, "set kl.apply_to=loss"),
+        ({"kl": {"coef": 1, "level": "sequence", "apply_to": "reward"}}, "set kl.apply_to=loss"),
+        ({"kl": {"coef": 1, "level": "sequence", "estimator": "k3_unbiased"}}, "set ratio=product"),
+        ({"rollout_correction": {"kind": "mask"}}, "has no limit: set rollout_correction.high"),
+        ({"rollout_correction": {"high": 2.0}}, "set it to truncate or mask"),
+        ({"kl": {"ref_update_every": 5}}, "need a reference: set kl.coef above 0"),
+        ({"kl": {"target": 0.1}}, "need a reference: set kl.coef above 0"),
+        ({"policy_loss": "vespo", "ratio": "sequence"}, "set ratio=token"),
         ({"preset": "gspo", "advantage": {"level": "process"}}, "set ratio=sequence_token"),
         ({"preset": "gspo", "ratio": "product", "advantage": {"level": "process"}}, "set ratio=sequence_token"),
-        ({"old_logprobs": "engine", "correction": {"kind": "mask", "high": 2}}, "leaves nothing to correct"),
+        ({"old_logprobs": "engine", "rollout_correction": {"kind": "mask", "high": 2}}, "leaves nothing to correct"),
         ({"advantage": {"baseline": "none"}}, "set advantage.scale=none or batch_std"),
         ({"preset": "grpo_pp", "advantage": {"level": "process"}}, "needs advantage.baseline=group_mean"),
-        ({"preset": "reinforce_pp", "filter": {"no_difference": "drop"}}, "filter.no_difference looks at groups"),
+        ({"preset": "reinforce_pp", "filter": {"zero_std": "drop"}}, "filter.zero_std looks at groups"),
     ],
 )
 def test_contradictions(algorithm: Any, sentence: str) -> None:
@@ -211,15 +211,11 @@ def test_step_rewards_and_process_advantages_need_each_other() -> None:
         check_settings(no_step_rewards, "test.yaml")
 
 
-def test_the_readme_is_up_to_date() -> None:
-    assert PAGE.read_text() == markdown()
-
-
-SNIPPETS = re.findall(r"`([a-z_]+: [^`]*)`", PAGE.read_text())
+SNIPPETS = re.findall(r"`([a-z_]+: [^`]*)`", algorithms.page())
 
 
 @pytest.mark.parametrize("snippet", [snippet for snippet in SNIPPETS if not snippet.startswith("algorithm")])
 def test_every_part_in_the_readme_can_be_set(snippet: str) -> None:
     tree = yaml.safe_load(snippet)
-    kl = {"weight": 0.1} | tree.pop("kl", {})
-    assert Algorithm.model_validate({"kl": kl} | tree)
+    kl = {"coef": 0.1} | tree.pop("kl", {})
+    assert AlgorithmConfig.model_validate({"kl": kl} | tree)

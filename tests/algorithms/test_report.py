@@ -8,15 +8,15 @@ import torch
 
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics, mismatch_band
-from grpo_mp.algorithms.settings import Algorithm
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from tests.algorithms.objective import UpdateData, draw_update, objective, to_microbatches
 
-ALGORITHM = Algorithm.model_validate({"kl": {"weight": 0.3}, "clip": {"low": 0.1, "high": 0.25}})
+ALGORITHM = AlgorithmConfig.model_validate({"kl": {"coef": 0.3}, "clip": {"low": 0.1, "high": 0.25}})
 GROUPS = (0, 0, 0, 0, 1, 1, 1, 1)
 
 
 def report(
-    update: UpdateData, max_tokens: int, entropy: float = 0.7, algorithm: Algorithm = ALGORITHM
+    update: UpdateData, max_tokens: int, entropy: float = 0.7, algorithm: AlgorithmConfig = ALGORITHM
 ) -> dict[str, float]:
     """Compute the metrics of an update on one rank."""
     batches, logprobs = to_microbatches(update, algorithm, max_tokens)
@@ -41,7 +41,7 @@ def by_numpy(update: UpdateData) -> dict[str, Any]:
     high, low = (ratio > 1.25) & (advantages > 0), (ratio < 0.9) & (advantages < 0)
     return {
         "train/loss": objective(update, ALGORITHM).loss,
-        "train/pg_loss": objective(update, ALGORITHM.model_copy(update={"kl": Algorithm().kl})).loss,
+        "train/pg_loss": objective(update, ALGORITHM.model_copy(update={"kl": AlgorithmConfig().kl})).loss,
         "train/kl_loss": (np.exp(reference - new) - (reference - new) - 1).mean(),
         "train/entropy": 0.7,
         "train/ppo_kl": (old - new).mean(),
@@ -87,7 +87,7 @@ def test_ratios_are_the_algorithm_s_and_the_drift_is_a_token_s(ratio: str, log_r
     reduce = {"token": lambda x: x, "product": np.sum}.get(ratio, np.mean)
     logs = np.concatenate([np.broadcast_to(reduce(values), values.shape) for values in log_ratios]).clip(max=300)
     weights = np.exp(logs - logs.max())
-    algorithm = Algorithm.model_validate({"ratio": ratio, "kl": {"weight": 0.1, "level": "sequence"}})
+    algorithm = AlgorithmConfig.model_validate({"ratio": ratio, "kl": {"coef": 0.1, "level": "sequence"}})
     actual = report(update, 10_000, algorithm=algorithm)
     reference, new = np.concatenate(update.reference).astype(np.float64), np.concatenate(update.logprobs)
     assert actual["train/ratio/max"] == pytest.approx(np.exp(logs.max()), rel=1e-5)

@@ -26,7 +26,7 @@ from grpo_mp.algorithms.advantages import decoupled_advantages, outcome_advantag
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics
-from grpo_mp.algorithms.settings import Advantage, Algorithm
+from grpo_mp.algorithms.settings import AdvantageConfig, AlgorithmConfig
 from grpo_mp.batching.packing import gather_responses, scatter_responses
 from tests.algorithms.objective import LIMIT, UpdateData, draw_update, to_microbatches
 
@@ -47,12 +47,12 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # loss_type -> our
     "dr_grpo": ({"clip": CLIP, "aggregation": "constant"}, {}),
     "dapo": ({"clip": CLIP, "aggregation": "token_mean"}, {}),
     "cispo": (
-        {"surrogate": "cispo", "clip": {"low": 1.0, "high": 0.5}, "aggregation": "token_mean"},
+        {"policy_loss": "cispo", "clip": {"low": 1.0, "high": 0.5}, "aggregation": "token_mean"},
         {"epsilon_high": 1.5},
     ),
-    "sapo": ({"surrogate": "sapo"}, {}),
+    "sapo": ({"policy_loss": "sapo"}, {}),
     "luspo": ({"clip": CLIP, "aggregation": "sequence_sum"}, {}),
-    "vespo": ({"surrogate": "vespo", "aggregation": "token_mean"}, {}),
+    "vespo": ({"policy_loss": "vespo", "aggregation": "token_mean"}, {}),
 }
 CORRECTIONS = {
     f"{level}_{kind}": {"kind": kind, "level": level, "high": 1.3, "low": low}
@@ -100,7 +100,7 @@ class Trl:
     """TRL's loss of an update: `_compute_loss` with what the update's settings say."""
 
     def __init__(
-        self, update: UpdateData, algorithm: Algorithm, advantages: Sequence[float], **attributes: Any
+        self, update: UpdateData, algorithm: AlgorithmConfig, advantages: Sequence[float], **attributes: Any
     ) -> None:
         self.logprobs = padded(update.logprobs).requires_grad_()
         self.mask = padded([torch.ones(length) for length in LENGTHS])
@@ -118,7 +118,7 @@ class Trl:
         self.trainer = self._make_trainer()
 
     def _make_trainer(self) -> SimpleNamespace:
-        algorithm, gamma, attributes = self.algorithm, self.algorithm.gamma, self.attributes
+        algorithm, gamma, attributes = self.algorithm, self.algorithm.vespo, self.attributes
         trainer = SimpleNamespace(
             _get_per_token_logps_and_entropies=lambda *_, **__: (self.logprobs, attributes["entropies"], None),
             _metrics=self.logged,
@@ -131,9 +131,9 @@ class Trl:
             ),
             args=SimpleNamespace(
                 use_bias_correction_kl=algorithm.kl.estimator == "k3_unbiased",
-                delta=algorithm.clip.dual,
-                sapo_temperature_pos=algorithm.gate.positive,
-                sapo_temperature_neg=algorithm.gate.negative,
+                delta=algorithm.clip.dual_clip,
+                sapo_temperature_pos=algorithm.sapo.temperature_positive,
+                sapo_temperature_neg=algorithm.sapo.temperature_negative,
                 vespo_k_pos=gamma.k_positive,
                 vespo_lambda_pos=gamma.lambda_positive,
                 vespo_k_neg=gamma.k_negative,
@@ -141,21 +141,21 @@ class Trl:
                 steps_per_generation=1,
             ),
             model=SimpleNamespace(training=True),
-            beta=algorithm.kl.weight,
+            beta=algorithm.kl.coef,
             epsilon_low=attributes.get("epsilon_low", algorithm.clip.low),
             epsilon_high=attributes.get("epsilon_high", algorithm.clip.high),
             importance_sampling_level="token" if algorithm.ratio == "sequence_token" else algorithm.ratio,
             loss_type=attributes["loss_type"],
             current_gradient_accumulation_steps=1,
             max_completion_length=LIMIT,
-            off_policy_mask_threshold=algorithm.correction.off_policy_limit,
+            off_policy_mask_threshold=algorithm.rollout_correction.off_policy_mask_threshold,
             top_entropy_quantile=algorithm.entropy.top_quantile,
-            use_vllm=algorithm.correction.kind != "none",
+            use_vllm=algorithm.rollout_correction.kind != "none",
             vllm_importance_sampling_correction=True,
             aux_loss_enabled=False,
-            _entropy_bonus_enabled=algorithm.entropy.weight > 0,
+            _entropy_bonus_enabled=algorithm.entropy.coef > 0,
             use_adaptive_entropy=False,
-            entropy_coef=algorithm.entropy.weight,
+            entropy_coef=algorithm.entropy.coef,
             get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
             get_gamma_weights=GRPOTrainer.get_gamma_weights,
         )
@@ -176,7 +176,7 @@ class Trl:
             "ref_per_token_logps": self.reference,
             "num_items_in_batch": self.mask.sum(),
         }
-        correction = self.algorithm.correction
+        correction = self.algorithm.rollout_correction
         if correction.kind != "none":
             mode = f"{correction.level}_{correction.kind}"
             inputs["importance_sampling_ratio"] = trl_correction(
@@ -190,11 +190,11 @@ class Trl:
 
 def compare(parts: dict[str, Any], first_update: bool = False, seed: int = 3, **attributes: Any) -> tuple[dict, dict]:
     """Assert equal loss and gradient; return our metrics and what TRL logged."""
-    algorithm = Algorithm.model_validate(parts)
+    algorithm = AlgorithmConfig.model_validate(parts)
     update = draw_update(
-        LENGTHS, GROUPS, seed=seed, first_update=first_update, kl=algorithm.kl.weight > 0, rollout_std=0.2
+        LENGTHS, GROUPS, seed=seed, first_update=first_update, kl=algorithm.kl.coef > 0, rollout_std=0.2
     )
-    advantages = outcome_advantages(update.rewards, GROUPS, Advantage())
+    advantages = outcome_advantages(update.rewards, GROUPS, AdvantageConfig())
     (batch,), (logprobs,) = to_microbatches(update, algorithm, 10_000, advantages)
     entropies = [torch.rand(n, generator=torch.Generator().manual_seed(n + i)) for i, n in enumerate(LENGTHS)]
     trl = Trl(update, algorithm, advantages, entropies=padded(entropies), **attributes)
@@ -224,8 +224,8 @@ def loss_type(name: str, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]
 
 KLS: dict[str, dict[str, Any]] = {
     "no KL": {},
-    "k3": {"weight": 0.1},
-    "unbiased k3": {"weight": 0.3, "estimator": "k3_unbiased"},
+    "k3": {"coef": 0.1},
+    "unbiased k3": {"coef": 0.3, "estimator": "k3_unbiased"},
 }
 
 
@@ -237,7 +237,7 @@ def test_every_loss_type_ratio_and_kl(name: str, kl: str, ratio: str, first_upda
     parts, attributes = loss_type(name, kl=KLS[kl])
     if name == "vespo" and ratio != "token":
         with pytest.raises(ValidationError, match="set ratio=token"):  # TRL warns: the ratio is the sequence's anyway
-            Algorithm.model_validate(parts | {"ratio": ratio})
+            AlgorithmConfig.model_validate(parts | {"ratio": ratio})
         return
     compare(parts | {"ratio": ratio}, first_update=first_update, **attributes)
 
@@ -246,8 +246,10 @@ def test_every_loss_type_ratio_and_kl(name: str, kl: str, ratio: str, first_upda
 @pytest.mark.parametrize("name", ["grpo", "dapo", "sapo"])
 def test_sequence_ratios_with_masks_and_corrections(name: str, correction: str | None) -> None:
     """What differs by token inside a sequence reaches all of its tokens through the sequence's ratio."""
-    changes = {"entropy": {"top_quantile": 0.5}, "kl": {"weight": 0.1}}
-    parts, attributes = loss_type(name, ratio="sequence", correction=CORRECTIONS.get(correction or "", {}), **changes)
+    changes = {"entropy": {"top_quantile": 0.5}, "kl": {"coef": 0.1}}
+    parts, attributes = loss_type(
+        name, ratio="sequence", rollout_correction=CORRECTIONS.get(correction or "", {}), **changes
+    )
     compare(parts, **attributes)
 
 
@@ -266,7 +268,7 @@ def test_rloo_takes_the_ratio_of_whole_answers(first_update: bool) -> None:
 
 @pytest.mark.parametrize("first_update", [False, True])
 def test_gmpo(first_update: bool) -> None:
-    parts = PRESETS["gmpo"].settings["algorithm"] | {"kl": {"weight": 0.1}}
+    parts = PRESETS["gmpo"].settings["algorithm"] | {"kl": {"coef": 0.1}}
     clip = {"epsilon_low": 0.4, "epsilon_high": 0.4}
     compare_with_trl_class(
         "trl.experimental.gmpo.gmpo_trainer:GMPOTrainer", parts, first_update, loss_type="grpo", **clip
@@ -278,19 +280,19 @@ def test_gmpo(first_update: bool) -> None:
 def test_every_correction(name: str, correction: str) -> None:
     if name == "vespo" and correction.startswith("sequence"):
         pytest.skip("refused by both")
-    parts, attributes = loss_type(name, correction=CORRECTIONS[correction])
+    parts, attributes = loss_type(name, rollout_correction=CORRECTIONS[correction])
     compare(parts, **attributes)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"clip": CLIP | {"dual": 1.4}},
-        {"kl": {"weight": 0.3, "estimator": "k3_unbiased"}},
-        {"correction": {"off_policy_limit": 0.02}},
-        {"entropy": {"weight": 0.2}},
-        {"entropy": {"top_quantile": 0.2}, "kl": {"weight": 0.1}},
-        {"entropy": {"top_quantile": 0.5, "weight": 0.2}},
+        {"clip": CLIP | {"dual_clip": 1.4}},
+        {"kl": {"coef": 0.3, "estimator": "k3_unbiased"}},
+        {"rollout_correction": {"off_policy_mask_threshold": 0.02}},
+        {"entropy": {"coef": 0.2}},
+        {"entropy": {"top_quantile": 0.2}, "kl": {"coef": 0.1}},
+        {"entropy": {"top_quantile": 0.5, "coef": 0.2}},
     ],
     ids=["delta", "unbiased KL", "off-policy mask", "entropy bonus", "entropy mask", "both"],
 )
@@ -302,7 +304,7 @@ def test_every_other_term(name: str, changes: dict[str, Any]) -> None:
 
 
 def test_metrics() -> None:
-    parts, attributes = loss_type("grpo", kl={"weight": 0.1})
+    parts, attributes = loss_type("grpo", kl={"coef": 0.1})
     actual, expected = compare(parts, **attributes)
     assert actual["train/kl_loss"] == pytest.approx(expected["kl"], rel=1e-5)
     assert actual["train/entropy"] == pytest.approx(expected["entropy"], rel=1e-5)
@@ -330,7 +332,7 @@ def test_every_reward_scaling(scale: str) -> None:
     ids = [number // GROUP_SIZE for number in range(24)]
     expected = trl_advantages(rewards, torch.ones(1), scale, "sum_then_normalize")
     name = {"group": "group_std", "batch": "batch_std", "none": "none"}[scale]
-    actual = outcome_advantages(rewards[:, 0].tolist(), ids, Advantage.model_validate({"scale": name}))
+    actual = outcome_advantages(rewards[:, 0].tolist(), ids, AdvantageConfig.model_validate({"scale": name}))
     torch.testing.assert_close(torch.tensor(actual, dtype=torch.float64), expected, rtol=1e-5, atol=1e-9)
 
 
@@ -343,5 +345,5 @@ def test_rewards_normalised_before_they_are_summed(missing: float) -> None:
     weights, ids = torch.tensor([2.0, 0.5], dtype=torch.float64), [number // GROUP_SIZE for number in range(24)]
     expected = trl_advantages(rewards, weights, "group", "normalize_then_sum")
     parts = [{n: v for n, v in zip("ab", row, strict=True) if not math.isnan(v)} for row in rewards.tolist()]
-    actual = decoupled_advantages(parts, {"a": 2.0, "b": 0.5}, ids, Advantage())
+    actual = decoupled_advantages(parts, {"a": 2.0, "b": 0.5}, ids, AdvantageConfig())
     torch.testing.assert_close(torch.tensor(actual, dtype=torch.float64), expected, rtol=1e-5, atol=1e-9)

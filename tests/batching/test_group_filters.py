@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.algorithms.settings import Filter
+from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
 from grpo_mp.batching.group_filters import (
     GroupSelection,
     PromptCurriculum,
@@ -23,8 +23,8 @@ def make_infos(*groups: tuple[float, ...], first: int = 10) -> list[SampleInfo]:
     ]
 
 
-def rule(**values: Any) -> Filter:
-    return Filter.model_validate(values)
+def rule(**values: Any) -> FilterConfig:
+    return FilterConfig.model_validate(values)
 
 
 SAME, MIXED = (1.0, 1.0), (0.0, 1.0)
@@ -32,13 +32,13 @@ SAME, MIXED = (1.0, 1.0), (0.0, 1.0)
 
 def test_everything_is_kept_by_default_in_launch_order() -> None:
     selection = select_groups(make_infos(SAME, MIXED, SAME), count=3, rule=rule())
-    assert (selection.admitted, selection.no_difference, selection.surplus) == ((10, 11, 12), 0, 0)
+    assert (selection.admitted, selection.zero_std, selection.surplus) == ((10, 11, 12), 0, 0)
 
 
 @pytest.mark.parametrize("kind", ["drop", "refill"])
 def test_groups_without_difference_are_left_out_and_counted(kind: str) -> None:
-    selection = select_groups(make_infos(SAME, MIXED, SAME, MIXED), count=4, rule=rule(no_difference=kind))
-    assert (selection.admitted, selection.no_difference, selection.missing(4)) == ((11, 13), 2, 2)
+    selection = select_groups(make_infos(SAME, MIXED, SAME, MIXED), count=4, rule=rule(zero_std=kind))
+    assert (selection.admitted, selection.zero_std, selection.missing(4)) == ((11, 13), 2, 2)
 
 
 def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
@@ -51,22 +51,22 @@ def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
         for group, (rewards, parts_of_group) in enumerate([((cut_reward, 0.0), right), ((-0.5, 0.0), wrong)])
         for index, (reward, parts) in enumerate(zip(rewards, parts_of_group, strict=True))
     ]
-    by_reward = select_groups(groups, count=2, rule=rule(no_difference="drop"))
-    by_accuracy = select_groups(groups, count=2, rule=rule(no_difference="drop", metric="accuracy"))
+    by_reward = select_groups(groups, count=2, rule=rule(zero_std="drop"))
+    by_accuracy = select_groups(groups, count=2, rule=rule(zero_std="drop", metric="accuracy"))
     assert (by_reward.admitted, by_accuracy.admitted) == ((1,), (0,))
 
 
 def test_group_without_verdicts_is_dropped_by_its_rewards() -> None:
     infos = [replace(info, right=None) for info in make_infos(SAME, MIXED)]
-    selection = select_groups(infos, count=2, rule=rule(no_difference="drop", metric="accuracy"))
-    assert (selection.admitted, selection.no_difference) == ((11,), 1)
+    selection = select_groups(infos, count=2, rule=rule(zero_std="drop", metric="accuracy"))
+    assert (selection.admitted, selection.zero_std) == ((11,), 1)
 
 
 def test_the_first_launched_are_taken_and_the_rest_is_surplus() -> None:
     selection = select_groups(
-        list(reversed(make_infos(MIXED, SAME, MIXED, MIXED))), count=2, rule=rule(no_difference="refill")
+        list(reversed(make_infos(MIXED, SAME, MIXED, MIXED))), count=2, rule=rule(zero_std="refill")
     )
-    assert (selection.admitted, selection.no_difference, selection.surplus) == ((10, 12), 1, 1)
+    assert (selection.admitted, selection.zero_std, selection.surplus) == ((10, 12), 1, 1)
 
 
 def test_next_round_launches_by_the_kept_share() -> None:
@@ -86,7 +86,7 @@ def test_the_first_to_finish_are_taken_where_the_rule_says_so() -> None:
     launched = make_infos(MIXED, MIXED, MIXED, MIXED)
     order = {10: 3, 11: 0, 12: 1, 13: 2}  # 11 was aborted
     finished = [replace(info, finished=order[info.group_id]) for info in launched]
-    selection = select_groups(finished, count=2, rule=rule(admit="finish"))
+    selection = select_groups(finished, count=2, rule=rule(select_by="finish"))
     assert (selection.admitted, selection.surplus, selection.unfinished) == ((12, 13), 1, 1)
     assert select_groups(finished, count=2, rule=rule()).admitted == (10, 12)
 
@@ -99,7 +99,7 @@ def test_the_length_bias_of_what_is_admitted() -> None:
 
 
 def test_prompt_rests_after_a_solve_streak_and_starts_at_zero() -> None:
-    rest_rule = rule(rest_after=2, rest_steps=3)
+    rest_rule = CurriculumConfig(solved_streak=2, skip_steps=3)
     state = PromptCurriculum({}, {})
     state = state.after(make_infos(SAME, MIXED), 1, rest_rule)
     assert (state.solve_streak, state.resting) == ({100: 1}, {})
@@ -115,8 +115,8 @@ def test_prompt_rests_after_a_solve_streak_and_starts_at_zero() -> None:
 def test_prompt_without_right_answers_never_rests(right: bool | None) -> None:
     """Whatever its reward: a boxed wrong answer may well have one above 0."""
     not_right = [replace(info, right=right) for info in make_infos(SAME)]
-    assert PromptCurriculum({}, {}).after(not_right, 1, rule(rest_after=1)) == PromptCurriculum({}, {})
+    assert PromptCurriculum({}, {}).after(not_right, 1, CurriculumConfig(solved_streak=1)) == PromptCurriculum({}, {})
 
 
 def test_without_the_rule_the_curriculum_stays_empty() -> None:
-    assert PromptCurriculum({}, {}).after(make_infos(SAME), 1, rule()) == PromptCurriculum({}, {})
+    assert PromptCurriculum({}, {}).after(make_infos(SAME), 1, CurriculumConfig()) == PromptCurriculum({}, {})

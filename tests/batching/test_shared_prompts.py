@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.batching.shared_prompts import SamplePrompt, make_units
 from grpo_mp.batching.updates import microbatches, plan_updates
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.types import MicroBatch, Sample
 
 HIDDEN = 64
@@ -26,7 +26,7 @@ def make_samples(prompts: list[int], responses: list[list[int]]) -> list[Sample]
     return samples
 
 
-def pack_all(samples: list[Sample], layout: Layout, data_parallel: int, max_tokens: int) -> list[MicroBatch]:
+def pack_all(samples: list[Sample], layout: LayoutConfig, data_parallel: int, max_tokens: int) -> list[MicroBatch]:
     """Pack the micro-batches of all data-parallel ranks. A sample's advantage and weight are its number."""
     lengths = [sample.total_tokens for sample in samples]
     prompts = [SamplePrompt(sample.group_id, len(sample.prompt_tokens)) for sample in samples]
@@ -56,7 +56,7 @@ def test_every_sample_is_packed_once_after_its_prompt(
     drawn: list[tuple[int, list[int]]], tensor: int, pipeline: int, data_parallel: int, max_tokens: int
 ) -> None:
     samples = make_samples([prompt for prompt, _ in drawn], [lengths for _, lengths in drawn])
-    layout = Layout(tensor=tensor, pipeline=pipeline)
+    layout = LayoutConfig(tensor=tensor, pipeline=pipeline)
     packed: list[int] = []
     for batch in pack_all(samples, layout, data_parallel, max_tokens):
         assert batch.total_tokens == sum(batch.lengths)
@@ -92,7 +92,7 @@ FIELDS = ("targets", "advantages", "weights", "rollout_logprobs")
 
 def test_a_prompt_is_packed_once() -> None:
     samples = make_samples([100], [[5] * 8])
-    (batch,) = pack_all(samples, Layout(), 1, 4096)
+    (batch,) = pack_all(samples, LayoutConfig(), 1, 4096)
     assert batch.total_tokens == 99 + 8 * 6
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from grpo_mp.batching.packing import gather_responses, join_context
 from grpo_mp.batching.updates import Update, alignment, microbatches, padded_size, plan_updates
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.types import MicroBatch, Sample
 
 LAYOUTS = [
-    Layout(tensor=tensor, context=context, pipeline=pipeline, virtual_pipeline=virtual)
+    LayoutConfig(tensor=tensor, context=context, pipeline=pipeline, virtual_pipeline=virtual)
     for tensor, context, (pipeline, virtual) in product((1, 2, 4), (1, 2), ((1, None), (2, None), (2, 2), (4, 3)))
 ]
 MAX_TOKENS, HIDDEN = 48, 64
@@ -29,12 +29,14 @@ def make_samples(count: int, seed: int) -> list[Sample]:
     return samples
 
 
-def plan(samples: list[Sample], updates: int, layout: Layout, data_parallel: int) -> tuple[Update, ...]:
+def plan(samples: list[Sample], updates: int, layout: LayoutConfig, data_parallel: int) -> tuple[Update, ...]:
     lengths = [sample.total_tokens for sample in samples]
     return plan_updates(lengths, updates, layout, data_parallel, MAX_TOKENS, HIDDEN)
 
 
-def joined_batches(update: Update, samples: list[Sample], layout: Layout, data_rank: int) -> list[dict[str, object]]:
+def joined_batches(
+    update: Update, samples: list[Sample], layout: LayoutConfig, data_rank: int
+) -> list[dict[str, object]]:
     """Join the micro-batches of one data-parallel rank's context-parallel ranks, made from its samples only."""
     local_samples = {i: samples[i] for i in update.samples_of(data_rank)}
     advantages = [float(i) for i in range(len(samples))]
@@ -58,7 +60,9 @@ def join_context_parts(parts: tuple[MicroBatch, ...]) -> dict[str, object]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("data_parallel", "updates"), [(1, 1), (2, 3), (3, 2)])
-def test_every_sample_is_trained_on_once_with_its_own_numbers(layout: Layout, data_parallel: int, updates: int) -> None:
+def test_every_sample_is_trained_on_once_with_its_own_numbers(
+    layout: LayoutConfig, data_parallel: int, updates: int
+) -> None:
     samples = make_samples(12, seed=data_parallel)
     planned_updates = plan(samples, updates, layout, data_parallel)
     assert [i for update in planned_updates for i in update.samples] == list(range(12))
@@ -80,7 +84,7 @@ def test_every_sample_is_trained_on_once_with_its_own_numbers(layout: Layout, da
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_have_equally_many_micro_batches_of_legal_sizes(layout: Layout) -> None:
+def test_ranks_have_equally_many_micro_batches_of_legal_sizes(layout: LayoutConfig) -> None:
     samples = make_samples(13, seed=9)
     (update,) = plan(samples, 1, layout, data_parallel=3)
     ranks = [joined_batches(update, samples, layout, data_rank) for data_rank in range(3)]
@@ -108,10 +112,10 @@ def test_every_rank_gets_a_micro_batch_where_there_are_fewer_samples_than_ranks(
 
 
 def test_sequences_are_aligned_for_tensor_shards_and_mirrored_context_slices() -> None:
-    assert alignment(Layout()) == 1
-    assert alignment(Layout(tensor=4)) == 4
-    assert alignment(Layout(context=2)) == 4
-    assert alignment(Layout(tensor=2, context=4, pipeline=2)) == 16
+    assert alignment(LayoutConfig()) == 1
+    assert alignment(LayoutConfig(tensor=4)) == 4
+    assert alignment(LayoutConfig(context=2)) == 4
+    assert alignment(LayoutConfig(tensor=2, context=4, pipeline=2)) == 16
 
 
 @pytest.mark.parametrize(("pipeline", "virtual"), [(2, None), (4, None), (4, 2)])
@@ -122,7 +126,7 @@ def test_long_tailed_lengths_leave_little_padding_with_a_pipeline(
     draw = random.Random(pipeline)
     lengths = [draw.randint(50, 2048) + min(32768, int(draw.lognormvariate(8.7, 1.0))) for _ in range(1024)]
     assert max(lengths) > 2 * 16384
-    layout = Layout(tensor=8, context=4, pipeline=pipeline, virtual_pipeline=virtual)
+    layout = LayoutConfig(tensor=8, context=4, pipeline=pipeline, virtual_pipeline=virtual)
     updates = plan_updates(lengths, 4, layout, data_parallel, max_tokens=16384, hidden_size=7168)
     sizes = [padded_size(update.schedule, layout) for update in updates]
     padded = sum(

@@ -56,7 +56,7 @@ def main() -> None:
 
 def train(run: Path, preset: str, seed: int, steps: int, overrides: Sequence[str]) -> None:
     """One run; what is there already is not done again."""
-    always = ["run.eval_every=10", "run.export=false", "algorithm.kl.weight=1.0e-6", "optimizer.updates_per_step=4"]
+    always = ["run.eval_every=10", "run.export=false", "algorithm.kl.coef=1.0e-6", "training.updates_per_step=4"]
     settings = [f"algorithm={preset}", f"run.steps={steps}", *always, *overrides]
     environment = {**os.environ, "SEED": str(seed), "RUN": str(run), "VENV": str(Path(sys.prefix))}
     subprocess.run(["bash", "launch/quickstart.sh", *settings], env=environment, check=True)

@@ -44,14 +44,14 @@ def make_settings(folder: Path, run_folder: Path, steps: int) -> Settings:
             "max_response_tokens": w.LONGEST,
         },
         "reward": {"length": 1.0},
-        "algorithm": {"kl": {"weight": w.KL_WEIGHT}},
+        "algorithm": {"kl": {"coef": w.KL_WEIGHT}},
         "optimizer": {
-            "share_prompts": True,
             "lr": w.LEARNING_RATE,
             "betas": w.BETAS,
             "eps": w.EPS,
             "clip_grad": w.CLIP_GRAD,
         },
+        "training": {"share_prompts": True},
     }
     return check_settings(tree, "the benchmark")
 

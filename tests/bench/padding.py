@@ -40,13 +40,13 @@ def recipes() -> Iterator[tuple[Path, Settings, int]]:
 
 def waste(settings: Settings, ranks: int) -> float:
     """Padded tokens over real tokens, of a few steps."""
-    layout, optimizer = settings.layout, settings.optimizer
+    layout, training = settings.layout, settings.training
     replicas, padded, real = data_parallel(layout, ranks), 0, 0
     for step in range(STEPS):
         lengths = list(long_tailed(settings.samples_per_step, step))
         real += sum(lengths)
-        tokens = optimizer.max_tokens_per_microbatch
-        for update in plan_updates(lengths, optimizer.updates_per_step, layout, replicas, tokens, HIDDEN):
+        tokens = training.max_tokens_per_microbatch
+        for update in plan_updates(lengths, training.updates_per_step, layout, replicas, tokens, HIDDEN):
             size = padded_size(update.schedule, layout)
             padded += sum(size or plan.tokens for rank in update.schedule.ranks for plan in rank)
     return padded / real

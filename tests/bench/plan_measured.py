@@ -69,7 +69,8 @@ def _settings(folder: Path) -> Settings:
         "data": {"train": "none"},
         "rollout": rollout,
         "reward": {"answer": 1.0},
-        "optimizer": {"lr": 1e-4, "max_tokens_per_microbatch": TOKENS, "recompute": "full"},
+        "optimizer": {"lr": 1e-4},
+        "training": {"max_tokens_per_microbatch": TOKENS, "recompute": "full"},
         "sync": {"bucket_bytes": "64MiB"},
     }
     return check_settings(tree, "bench")

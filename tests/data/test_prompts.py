@@ -11,7 +11,7 @@ from pyarrow import parquet
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from grpo_mp.config import Data
+from grpo_mp.config import DataConfig
 from grpo_mp.data.prompts import PromptSet, final_answer, load_prompts
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
@@ -30,7 +30,7 @@ def write(path: Path, rows: list[Any]) -> str:
 
 
 def load(source: str, limit: int = 100, **columns: Any) -> PromptSet:
-    return load_prompts(source, Data(train=source, **columns), TOKENIZER, limit)
+    return load_prompts(source, DataConfig(train=source, **columns), TOKENIZER, limit)
 
 
 def sources(folder: Path) -> list[str]:
@@ -59,7 +59,7 @@ def test_messages_and_system_message(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "3+4"}]
     own = [{"role": "system", "content": "mine"}, *chat]
     source = write(tmp_path / "a.jsonl", [{"prompt": chat}, {"prompt": own}, {"prompt": "3+4"}])
-    prompts = load(source, prompt="prompt", answer=None, system="yours")
+    prompts = load(source, prompt_column="prompt", answer_column=None, system_prompt="yours")
     texts = [TOKENIZER.decode(prompt.tokens) for prompt in prompts]
     assert texts[0] == texts[2] == "<|system|>yours<|im_end|><|user|>3+4<|im_end|><|assistant|>"
     assert texts[1] == texts[0].replace("yours", "mine")
@@ -80,7 +80,7 @@ def test_a_tokenizer_that_adds_a_first_token_adds_none_to_a_template(tmp_path: P
     adding.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
     source = write(tmp_path / "a.jsonl", ROWS)
     assert adding.encode("a")[0] == adding.pad_token_id
-    assert load_prompts(source, Data(train=source), adding, 100)[0].tokens[0] != adding.pad_token_id
+    assert load_prompts(source, DataConfig(train=source), adding, 100)[0].tokens[0] != adding.pad_token_id
 
 
 def test_long_prompts_are_counted_and_left_out_never_cut(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_long_prompts_are_counted_and_left_out_never_cut(tmp_path: Path) -> None
 
 def test_count_keeps_the_first_that_fit(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", ROWS)
-    assert len(load_prompts(source, Data(train=source), TOKENIZER, 100, count=2)) == 2
+    assert len(load_prompts(source, DataConfig(train=source), TOKENIZER, 100, count=2)) == 2
 
 
 GOOD = {"question": "a", "answer": "1"}
@@ -117,7 +117,10 @@ BAD_ROWS = [
         [GOOD, {"qestion": "a", "answer": "1"}],
         r"line 2: no column question \(did you mean qestion\?\).* qestion, answer",
     ),
-    ([{"question": "a", "solution": "1"}], r"line 1: no column answer.* set data.answer to one of them or to null"),
+    (
+        [{"question": "a", "solution": "1"}],
+        r"line 1: no column answer.* set data.answer_column to one of them or to null",
+    ),
     ([], r"a\.jsonl: no rows"),
 ]
 
@@ -158,7 +161,7 @@ def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer)
     source = write(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(UserError, match="no chat template"):
-        load_prompts(source, Data(train=source), bare, 10)
+        load_prompts(source, DataConfig(train=source), bare, 10)
 
 
 def test_a_template_that_refuses_the_prompt_names_the_row(tmp_path: Path) -> None:
@@ -166,7 +169,7 @@ def test_a_template_that_refuses_the_prompt_names_the_row(tmp_path: Path) -> Non
     strict.chat_template = "{{ raise_exception('only one message') }}"
     source = write(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(UserError, match=r"line 1: .* refuses the prompt: only one message"):
-        load_prompts(source, Data(train=source), strict, 10)
+        load_prompts(source, DataConfig(train=source), strict, 10)
 
 
 @pytest.mark.parametrize(

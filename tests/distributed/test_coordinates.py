@@ -7,21 +7,23 @@ from itertools import product
 import pytest
 from megatron.core.parallel_state import RankGenerator, initialize_model_parallel
 
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates, coordinates, data_parallel, model_parallel_ranks
 
 WORLD_SIZES = (1, 2, 4, 6, 8, 12)
 
 
-def layouts(world_size: int) -> Iterator[Layout]:
+def layouts(world_size: int) -> Iterator[LayoutConfig]:
     """Yield all layouts whose dense and expert sizes divide the ranks."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     for tensor, context, pipeline, expert, expert_tensor in product(sizes, repeat=5):
         if world_size % (tensor * context * pipeline) == 0 == world_size % (expert_tensor * expert * pipeline):
-            yield Layout(tensor=tensor, context=context, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor)
+            yield LayoutConfig(
+                tensor=tensor, context=context, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor
+            )
 
 
-def expected_coordinates(layout: Layout, world_size: int) -> list[RankCoordinates]:
+def expected_coordinates(layout: LayoutConfig, world_size: int) -> list[RankCoordinates]:
     """Return every rank's coordinates from loops over the dimensions, slowest first."""
     stages = range(layout.pipeline)
     replicas = range(world_size // layout.tensor // layout.context // layout.pipeline)
@@ -44,7 +46,7 @@ def expected_coordinates(layout: Layout, world_size: int) -> list[RankCoordinate
     ]
 
 
-def rank_generators(layout: Layout, world_size: int) -> tuple[RankGenerator, RankGenerator]:
+def rank_generators(layout: LayoutConfig, world_size: int) -> tuple[RankGenerator, RankGenerator]:
     """Return Megatron's generators for dense and for expert parameters, in its default order."""
     order = inspect.signature(initialize_model_parallel).parameters["order"].default
     tensor, context, pipeline = layout.tensor, layout.context, layout.pipeline

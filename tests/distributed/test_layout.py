@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.distributed.layout import ModelShape, check_layout, describe, layout_violations, nearest_layout
 from grpo_mp.errors import UserError
 
@@ -14,15 +14,16 @@ DENSE = ModelShape(layers=6, attention_heads=6, query_groups=6, ffn_widths=(12, 
 NAMES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 
 
-def all_layouts(largest: int, layers: int) -> list[Layout]:
+def all_layouts(largest: int, layers: int) -> list[LayoutConfig]:
     sizes = range(1, largest + 1)
     chunks = (None, *range(2, layers + 1))
     return [
-        Layout(**dict(zip(NAMES, values, strict=True))) for values in product(sizes, sizes, chunks, sizes, sizes, sizes)
+        LayoutConfig(**dict(zip(NAMES, values, strict=True)))
+        for values in product(sizes, sizes, chunks, sizes, sizes, sizes)
     ]
 
 
-def is_valid(layout: Layout, model: ModelShape, world_size: int) -> bool:
+def is_valid(layout: LayoutConfig, model: ModelShape, world_size: int) -> bool:
     """Tell whether every size divides evenly over the ranks."""
     chunks = layout.virtual_pipeline or 1
     shares = [
@@ -38,7 +39,7 @@ def is_valid(layout: Layout, model: ModelShape, world_size: int) -> bool:
     return all(share == int(share) for share in shares) and (chunks == 1 or layout.pipeline > 1)
 
 
-def factors(layout: Layout, other: Layout) -> float:
+def factors(layout: LayoutConfig, other: LayoutConfig) -> float:
     pairs = zip(layout.model_dump().values(), other.model_dump().values(), strict=True)
     return sum(max(a or 1, b or 1) / min(a or 1, b or 1) for a, b in pairs)
 
@@ -82,7 +83,7 @@ def test_valid_layouts_and_nearest_valid_layout(model: ModelShape, world_size: i
     ],
 )
 def test_each_rule_has_its_message(sizes: dict[str, Any], model: ModelShape, message: str) -> None:
-    layout = Layout(**sizes)
+    layout = LayoutConfig(**sizes)
     assert message in list(layout_violations(layout, model, 8))
     with pytest.raises(UserError, match=r"^layout: .*; the nearest valid layout is tensor=\d, .*expert_tensor=\d$"):
         check_layout(layout, model, 8)
@@ -90,7 +91,7 @@ def test_each_rule_has_its_message(sizes: dict[str, Any], model: ModelShape, mes
 
 def test_error_names_first_broken_rule_and_nearest_layout() -> None:
     with pytest.raises(UserError) as caught:
-        check_layout(Layout(tensor=4, pipeline=2, virtual_pipeline=3), SPARSE, 8)
+        check_layout(LayoutConfig(tensor=4, pipeline=2, virtual_pipeline=3), SPARSE, 8)
     assert str(caught.value) == (
         "layout: tensor=4 does not divide the 2 query groups; the nearest valid layout is "
         "tensor=2, pipeline=2, virtual_pipeline=2, context=1, expert=1, expert_tensor=1"
@@ -98,14 +99,14 @@ def test_error_names_first_broken_rule_and_nearest_layout() -> None:
 
 
 def test_uneven_pipeline_need_not_divide_layers() -> None:
-    layout = Layout(pipeline=8)
+    layout = LayoutConfig(pipeline=8)
     check_layout(layout, SPARSE, 8, uneven_pipeline=True)
     with pytest.raises(UserError, match="does not divide the 4 layers"):
         check_layout(layout, SPARSE, 8)
 
 
 def test_valid_layout_passes_and_is_described_as_in_settings_file() -> None:
-    layout = Layout(tensor=2, pipeline=2, virtual_pipeline=2, expert=2, expert_tensor=2)
+    layout = LayoutConfig(tensor=2, pipeline=2, virtual_pipeline=2, expert=2, expert_tensor=2)
     check_layout(layout, SPARSE, 8)
     assert describe(layout) == "tensor=2, pipeline=2, virtual_pipeline=2, context=1, expert=2, expert_tensor=2"
-    assert describe(Layout()) == "tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1"
+    assert describe(LayoutConfig()) == "tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 
 
@@ -20,6 +20,6 @@ def test_first_collective_is_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(dist, "all_reduce", recording_all_reduce)
     with single_process_group():
-        start_parallel(Layout(), 0, 60.0)
+        start_parallel(LayoutConfig(), 0, 60.0)
         stop_parallel()
     assert groups == [None]

@@ -25,7 +25,7 @@ def train(start_job: StartJob, tmp_path: Path) -> Train:
 
     def run(*overrides: str) -> Steps:
         functions = f"{{{tmp_path / 'reward.py'}:letters: 1.0}}"
-        reward = f"reward={{functions: {functions}, right: {{part: letters, at_least: 0.1}}}}"
+        reward = f"reward={{functions: {functions}, correct: {{term: letters, min_value: 0.1}}}}"
         always = (f"run.folder={tmp_path / 'run'}", "data.eval={}", "run.export=false", reward)
         result = outcome(start_job(*always, *overrides))
         assert (result.status, result.err, result.left) == (0, "", [])
@@ -36,9 +36,11 @@ def train(start_job: StartJob, tmp_path: Path) -> Train:
 
 def test_many_parts_at_once_and_what_they_have_come_to_survives_a_restart(train: Train, tmp_path: Path) -> None:
     algorithm = (
-        "algorithm={preset: dapo, correction: {kind: truncate, high: 2.0}, entropy: {top_quantile: 0.5, target: 0.1}, "
-        "kl: {weight: 0.01, target: 0.001, refresh_every: 1, refresh_mix: 0.5}, "
-        "filter: {no_difference: refill, metric: reward, most_tries: 4, oversample: 1.5, rest_after: 1, rest_steps: 1}}"
+        "algorithm={preset: dapo, rollout_correction: {kind: truncate, high: 2.0}, "
+        "entropy: {top_quantile: 0.5, target: 0.1}, "
+        "kl: {coef: 0.01, target: 0.001, ref_update_every: 1, ref_update_mix: 0.5}, "
+        "filter: {zero_std: refill, metric: reward, max_rounds: 4, oversample: 1.5}, "
+        "curriculum: {solved_streak: 1, skip_steps: 1}}"
     )
     train(algorithm, "run.steps=2")
     assert (tmp_path / "run" / "checkpoints" / "step_000002" / "reference").is_dir()
@@ -56,8 +58,11 @@ def test_many_parts_at_once_and_what_they_have_come_to_survives_a_restart(train:
 
 
 def test_the_first_to_finish_and_the_drift_guard(train: Train) -> None:
-    parts = "algorithm={filter: {admit: finish, oversample: 3.0}, drift: {kl: 1.0e-12}, kl: {watch_share: 0.5}}"
-    for number, step in enumerate(train(parts, "run.steps=2", "optimizer.updates_per_step=4")):
+    parts = (
+        "algorithm={filter: {select_by: finish, oversample: 3.0}, early_stop: {max_kl: 1.0e-12}, "
+        "kl: {monitor_share: 0.5}}"
+    )
+    for number, step in enumerate(train(parts, "run.steps=2", "training.updates_per_step=4")):
         assert step["rollout/launched_groups"] <= 12
         dropped = step["rollout/dropped_groups/unfinished"] + step["rollout/dropped_groups/surplus"]
         assert step["rollout/launched_groups"] - dropped == 4
@@ -71,7 +76,7 @@ def test_the_first_to_finish_and_the_drift_guard(train: Train) -> None:
 def test_data_that_cannot_fill_a_step_ends_the_run_with_a_sentence(start_job: StartJob, tmp_path: Path) -> None:
     (tmp_path / "same.py").write_text("def same(completions, **_):\n    return [1.0] * len(completions)\n")
     reward = f"reward={{functions: {{{tmp_path / 'same.py'}:same: 1.0}}}}"
-    parts = "algorithm={filter: {no_difference: refill, most_tries: 2}}"
+    parts = "algorithm={filter: {zero_std: refill, max_rounds: 2}}"
     result = outcome(start_job(f"run.folder={tmp_path / 'run'}", "data.eval={}", reward, parts))
     assert result.status == 2
     assert "error: step 1: of 44 groups in 2 rounds only 0 have rewards that differ, 4 are needed: take" in result.err

@@ -120,7 +120,7 @@ def recomputed(rows: list[dict]) -> dict[str, float]:
         "rollout/rounds": 1,
         "rollout/length_bias": 1.0,
         "rollout/resting_prompts": 0,
-        **dict.fromkeys((f"rollout/dropped_groups/{why}" for why in ("no_difference", "surplus", "unfinished")), 0),
+        **dict.fromkeys((f"rollout/dropped_groups/{why}" for why in ("zero_std", "surplus", "unfinished")), 0),
     }
 
 

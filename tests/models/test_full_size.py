@@ -45,7 +45,9 @@ def test_layouts_of_recipes(recipe: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_layouts(name: str) -> None:
     sizes, megatron = OTHERS[name]
-    check_tensors(settings_of(layout=sizes, optimizer={"megatron": megatron}), HfConfig(Path(name), PUBLISHED[name][0]))
+    check_tensors(
+        settings_of(layout=sizes, training={"megatron_args": megatron}), HfConfig(Path(name), PUBLISHED[name][0])
+    )
 
 
 def check_tensors(settings: Settings, hf: HfConfig) -> None:

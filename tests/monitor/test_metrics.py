@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from grpo_mp.monitor import readme
 from grpo_mp.monitor.metrics import TABLE, RangeWatch, fill, find, warnings
 
 GROUPS = {"reward", "rollout", "train", "mismatch", "sync", "time", "speed", "memory", "eval"}
@@ -64,10 +63,6 @@ def test_warnings_name_value_and_action() -> None:
 def test_a_metric_is_warned_of_when_it_leaves_its_range_not_every_step() -> None:
     watch, high, low = RangeWatch(), {"reward/failures": 3.0}, {"reward/failures": 0.0}
     assert [len(watch.new_warnings(scalars)) for scalars in (high, high, {}, high, low, high)] == [1, 0, 0, 0, 0, 1]
-
-
-def test_page_is_up_to_date() -> None:
-    assert readme.PAGE.read_text(encoding="utf-8") == readme.page(), "run python -m grpo_mp.monitor.readme"
 
 
 def test_bounds_of_the_file_are_numbers() -> None:

@@ -86,7 +86,7 @@ class Case:
     layout: str
     measures: tuple[str, ...] = USUAL
     variant: str = ""
-    optimizer: dict[str, Any] = field(default_factory=dict, hash=False)  # over the settings of every case
+    training: dict[str, Any] = field(default_factory=dict, hash=False)  # over the settings of every case
     saves: bool = False  # a checkpoint after the second update
     loads: str = ""  # the case that saved the checkpoint this one goes on from
 
@@ -168,10 +168,10 @@ def _computed() -> list[Case]:
 
 def _variants() -> list[Case]:
     return [
-        Case(model, layout, ("gradient",), variant, optimizer)
+        Case(model, layout, ("gradient",), variant, training)
         for model, layouts in VARIED.items()
         for layout in layouts
-        for variant, optimizer in VARIANTS.items()
+        for variant, training in VARIANTS.items()
     ]
 
 
@@ -202,14 +202,14 @@ def _sharing() -> list[Case]:
 
 def _unsharded() -> list[Case]:
     """Without the distributed optimizer."""
-    optimizer = {"megatron": {"use_distributed_optimizer": False}}
-    return [Case(*name.split("-"), ("updates",), "unsharded", optimizer) for name in UNSHARDED]
+    training = {"megatron_args": {"use_distributed_optimizer": False}}
+    return [Case(*name.split("-"), ("updates",), "unsharded", training) for name in UNSHARDED]
 
 
 def _overlapped() -> list[Case]:
     """With gradients in buckets that travel while others are computed, at the last micro-batch."""
-    optimizer = {"megatron": {"overlap_grad_reduce": True, "bucket_size": 5000}}
-    return [Case(*name.split("-"), ("updates",), "overlapped", optimizer) for name in OVERLAPPED]
+    training = {"megatron_args": {"overlap_grad_reduce": True, "bucket_size": 5000}}
+    return [Case(*name.split("-"), ("updates",), "overlapped", training) for name in OVERLAPPED]
 
 
 def _resumed() -> list[Case]:

@@ -26,16 +26,19 @@ SAMPLES = 8 * UPDATES
 
 FAMILY: dict[str, dict[str, Any]] = {  # algorithms whose gradient must not depend on the layout
     **{name: {"preset": name, **preset.settings["algorithm"]} for name, preset in PRESETS.items()},
-    "sequence_correction": {"correction": {"kind": "truncate", "level": "sequence", "high": 1.5}},
-    "sequence_mask": {"ratio": "sequence", "correction": {"kind": "mask", "level": "sequence", "low": 0.5, "high": 2}},
-    "off_policy_mask": {"correction": {"off_policy_limit": 0.001}},
-    "top_entropy": {"entropy": {"top_quantile": 0.3, "weight": 0.1}, "aggregation": "token_mean"},
+    "sequence_correction": {"rollout_correction": {"kind": "truncate", "level": "sequence", "high": 1.5}},
+    "sequence_mask": {
+        "ratio": "sequence",
+        "rollout_correction": {"kind": "mask", "level": "sequence", "low": 0.5, "high": 2},
+    },
+    "off_policy_mask": {"rollout_correction": {"off_policy_mask_threshold": 0.001}},
+    "top_entropy": {"entropy": {"top_quantile": 0.3, "coef": 0.1}, "aggregation": "token_mean"},
     "truncated_masked": {"filter": {"truncated": "mask"}, "aggregation": "token_mean"},
-    "kl_in_reward": {"kl": {"weight": 0.1, "estimator": "k3", "place": "reward"}},
-    "unbiased_kl": {"kl": {"weight": 0.1, "estimator": "k3_unbiased"}},
-    "unbiased_kl_of_sequences": {"ratio": "sequence", "kl": {"weight": 0.1, "estimator": "k3_unbiased"}},
+    "kl_in_reward": {"kl": {"coef": 0.1, "estimator": "k3", "apply_to": "reward"}},
+    "unbiased_kl": {"kl": {"coef": 0.1, "estimator": "k3_unbiased"}},
+    "unbiased_kl_of_sequences": {"ratio": "sequence", "kl": {"coef": 0.1, "estimator": "k3_unbiased"}},
     "top_entropy_of_sequences": {"ratio": "sequence", "entropy": {"top_quantile": 0.3}},
-    "r1_equations": {"ratio": "product", "kl": {"weight": 0.1, "level": "sequence"}},
+    "r1_equations": {"ratio": "product", "kl": {"coef": 0.1, "level": "sequence"}},
 }
 
 
@@ -94,16 +97,7 @@ def reference_logprobs(old: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def settings_of(case: Case, model: Path) -> Settings:
     """Settings of a case. Adam's large eps keeps an update a smooth function of the gradient."""
-    optimizer = {
-        "lr": 1e-2,
-        "eps": 1e-2,
-        "warmup_updates": 1,
-        "decay": "linear",
-        "weight_decay": 0.1,
-        "updates_per_step": UPDATES,
-        "max_tokens_per_microbatch": 120,
-        "logprob_chunk_tokens": 50,
-    }
+    training = {"updates_per_step": UPDATES, "max_tokens_per_microbatch": 120, "logprob_chunk_tokens": 50}
     tree: dict[str, Any] = {
         "run": {"folder": "unused", "steps": 2},
         "model": {"path": str(model), "dtype": "float32"},
@@ -117,8 +111,9 @@ def settings_of(case: Case, model: Path) -> Settings:
             "temperature": TEMPERATURE,
         },
         "reward": {"boxed": 1.0},
-        "algorithm": {"kl": {"weight": KL_WEIGHT}},
-        "optimizer": optimizer | case.optimizer,
+        "algorithm": {"kl": {"coef": KL_WEIGHT}},
+        "optimizer": {"lr": 1e-2, "eps": 1e-2, "warmup_updates": 1, "lr_schedule": "linear", "weight_decay": 0.1},
+        "training": training | case.training,
         "sync": {"bucket_bytes": 40_000},
     }
     return check_settings(tree, case.name)
@@ -130,10 +125,10 @@ def plan_step(given: Given, settings: Settings, parallel: Parallel) -> tuple[Upd
         UPDATES,
         settings.layout,
         parallel.data_parallel,
-        settings.optimizer.max_tokens_per_microbatch,
+        settings.training.max_tokens_per_microbatch,
         SMALL["hidden_size"],
         prompts=[SamplePrompt(sample.group_id, len(sample.prompt_tokens)) for sample in given.samples]
-        if settings.optimizer.share_prompts
+        if settings.training.share_prompts
         else (),
     )
 

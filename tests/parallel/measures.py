@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_mp import platform
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import metrics
-from grpo_mp.algorithms.settings import Algorithm
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import assemble_step_batch
 from grpo_mp.checkpoint.compare import compare_folders
@@ -67,9 +67,8 @@ class Bench:
         return policy
 
     def _policy(self, with_reference: bool) -> Policy:
-        optimizer = self.settings.optimizer
-        whole = optimizer.model_copy(update={"megatron": {"use_distributed_optimizer": False}})
-        settings = self.settings.model_copy(update={"optimizer": whole})
+        whole = self.settings.training.model_copy(update={"megatron_args": {"use_distributed_optimizer": False}})
+        settings = self.settings.model_copy(update={"training": whole})
         return Policy(settings, self.parallel, with_reference)
 
     @cached_property
@@ -248,11 +247,11 @@ def family(bench: Bench) -> Result:
     infos = all_gather_sample_info(groups, parallel.cpu_group)
     gradients = {}
     for name, tree in FAMILY.items():
-        algorithm = Algorithm.model_validate(tree)
-        optimizer = bench.settings.optimizer.model_copy(update={"updates_per_step": 1})
-        settings = bench.settings.model_copy(update={"algorithm": algorithm, "optimizer": optimizer})
+        algorithm = AlgorithmConfig.model_validate(tree)
+        training = bench.settings.training.model_copy(update={"updates_per_step": 1})
+        settings = bench.settings.model_copy(update={"algorithm": algorithm, "training": training})
         batch = assemble_step_batch(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1)
-        (update,) = compute_logprobs(policy, batch, algorithm, optimizer.epochs, controls={}, seed="0/0")
+        (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, controls={}, seed="0/0")
         update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]
         policy.gradients(update, make_loss(algorithm, reduce=context_reduction(parallel)))
         gradients[name] = {"shards": _gradients(policy), "held": _held(policy)}

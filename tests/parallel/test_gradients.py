@@ -46,7 +46,7 @@ def test_the_load_of_experts_is_that_of_one_rank_but_for_padding(case: Case, out
             continue
         more = rank["load"] - one["load"]
         assert (rank["load"].sum(1) > 0).tolist() == (one["load"].sum(1) > 0).tolist()
-        if case.optimizer.get("share_prompts"):
+        if case.training.get("share_prompts"):
             fewer = more.sum(1)[one["load"].sum(1) > 0]  # the prompts of all samples but the first, in every layer
             assert fewer.max() == fewer.min()
             assert fewer.max() < 0 or case.sizes  # what a layout pads may be more

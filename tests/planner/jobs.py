@@ -10,7 +10,7 @@ from tests.least import LEAST
 
 BASE: dict[str, Any] = LEAST | {
     "rollout": {"prompts_per_step": 128, "group_size": 8, "max_prompt_tokens": 1024, "max_response_tokens": 3072},
-    "optimizer": {"lr": 1e-6, "max_tokens_per_microbatch": 4096},
+    "training": {"max_tokens_per_microbatch": 4096},
 }
 
 

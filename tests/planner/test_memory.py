@@ -49,7 +49,7 @@ def test_latent_cache_has_576_elements_per_token_and_layer() -> None:
 def test_bytes_per_parameter() -> None:
     def bytes_kept(megatron: dict[str, object], dtype: str = "bfloat16") -> BytesPerParameter:
         return bytes_per_parameter(
-            settings_of(model={"path": "x", "dtype": dtype}, optimizer={"lr": 1e-6, "megatron": megatron})
+            settings_of(model={"path": "x", "dtype": dtype}, training={"megatron_args": megatron})
         )
 
     assert bytes_kept({}) == BytesPerParameter(2, 4, 12, host_copies=2)
@@ -79,7 +79,7 @@ def test_float32_policy_and_engine_stay_on_the_device() -> None:
 def test_gradient_buckets_save_the_host_a_gather() -> None:
     def saving(overlap: bool) -> float:
         megatron = PRECISION_AWARE | {"overlap_grad_reduce": overlap}
-        job = job_of("qwen2.5-7b", "h100-80", 1, optimizer={"lr": 1e-6, "megatron": megatron})
+        job = job_of("qwen2.5-7b", "h100-80", 1, training={"megatron_args": megatron})
         return plan_memory(job).host[SubPhase.SAVE]["checkpoint"]
 
     assert saving(True) == QWEN * 16
@@ -100,9 +100,9 @@ def test_watched_reference_costs_its_share_of_a_forward_pass() -> None:
     def reference_bytes(**kl: float) -> float:
         return plan_memory(job(**kl)).host[SubPhase.TRAIN]["reference"]
 
-    assert (reference_bytes(), reference_bytes(watch_share=0.1)) == (0, QWEN * 2 * 8)
-    assert reference_bytes(watch_share=0.1) == reference_bytes(weight=0.1)
-    watched, full = (make_plan(job(**kl)).uses[SubPhase.LOGPROB] for kl in ({"watch_share": 0.1}, {"weight": 0.1}))
+    assert (reference_bytes(), reference_bytes(monitor_share=0.1)) == (0, QWEN * 2 * 8)
+    assert reference_bytes(monitor_share=0.1) == reference_bytes(coef=0.1)
+    watched, full = (make_plan(job(**kl)).uses[SubPhase.LOGPROB] for kl in ({"monitor_share": 0.1}, {"coef": 0.1}))
     assert watched.flops == pytest.approx(full.flops / 10)
     assert watched.host_link_bytes == full.host_link_bytes > 0
 
@@ -118,7 +118,7 @@ def test_pinned_optimizer_copy_leaves_the_host_only_for_checkpoints() -> None:
 
 
 def test_saving_casts_the_moments_of_one_parameter_at_a_time() -> None:
-    job = job_of("qwen2.5-7b", "h100-80", 1, optimizer={"lr": 1e-6, "megatron": PRECISION_AWARE})
+    job = job_of("qwen2.5-7b", "h100-80", 1, training={"megatron_args": PRECISION_AWARE})
     (device,) = plan_memory(job).device
     assert device[SubPhase.SAVE]["moments in float32"] == 152064 * 3584 * 8
     assert device[SubPhase.SAVE]["optimizer"] == QWEN * 6 / 8
@@ -132,7 +132,7 @@ def test_moe_671b_leaves_device_headroom() -> None:
 
 def test_shared_prompts_expand_keys_and_values() -> None:
     separate = job_of("qwen2.5-7b", "h100-80", 1)
-    shared = job_of("qwen2.5-7b", "h100-80", 1, optimizer={"share_prompts": True})
+    shared = job_of("qwen2.5-7b", "h100-80", 1, training={"share_prompts": True})
     assert separate.mean_response_tokens == 1536
     # A micro-batch of 4096 tokens: a prompt of 1024, seen by itself and by two responses of 1536.
     keys = 1024 + 2 * (1024 + 1536)

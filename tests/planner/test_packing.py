@@ -6,7 +6,7 @@ from statistics import fmean, median
 import pytest
 
 from grpo_mp.batching.updates import padded_size, plan_updates
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.planner.packing import AssumedLengths, pack_update, response_lengths
 from tests.planner.jobs import job_of
 
@@ -28,7 +28,7 @@ def test_assumed_responses_have_a_long_tail() -> None:
 
 
 def test_shared_prompt_counts_once_per_micro_batch() -> None:
-    long_prompts, layout = AssumedLengths(64, 4096, 500.0, 1000), Layout()
+    long_prompts, layout = AssumedLengths(64, 4096, 500.0, 1000), LayoutConfig()
     shared = pack_update(replace(long_prompts, samples_per_prompt=8), layout, 1, 40_000, 1024)
     tokens = sum(response_lengths(long_prompts))
     # One token of the prompt is computed with each sample.
@@ -40,8 +40,8 @@ def test_shared_prompt_counts_once_per_micro_batch() -> None:
 
 @pytest.mark.parametrize("layout", [{"tensor": 4, "pipeline": 4, "context": 2}, {"tensor": 4}])
 def test_plan_has_the_micro_batches_of_the_trainer(layout: dict[str, int]) -> None:
-    optimizer = {"lr": 1e-6, "max_tokens_per_microbatch": 16384, "updates_per_step": 4}
-    job = job_of("qwen2.5-7b", "h100-80", 16, layout=layout, rollout=LONG, optimizer=optimizer)
+    training = {"max_tokens_per_microbatch": 16384, "updates_per_step": 4}
+    job = job_of("qwen2.5-7b", "h100-80", 16, layout=layout, rollout=LONG, training=training)
     job = replace(job, mean_response_tokens=6000.0)
     lengths = [1024 + response for response in response_lengths(AssumedLengths(256, 1024, 6000.0, 32768))]
     (update,) = plan_updates(lengths, 1, job.settings.layout, job.dp_size, 16384, job.model.hidden_size)

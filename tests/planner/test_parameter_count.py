@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.meta_model import megatron_parameter_counts
@@ -36,7 +36,7 @@ CASES: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
 def test_closed_form_equals_what_megatron_builds(
     name: str, ranks: int, sizes: dict[str, int], megatron: dict[str, Any]
 ) -> None:
-    settings = settings_of(layout=sizes, optimizer={"megatron": megatron})
+    settings = settings_of(layout=sizes, training={"megatron_args": megatron})
     hf = published_config(name)
     stage_layers = layers_of_stages(hf.int("num_hidden_layers"), settings.layout, megatron)
     assert local_parameter_counts(hf, settings.layout, stage_layers) == megatron_parameter_counts(settings, hf, ranks)
@@ -45,14 +45,20 @@ def test_closed_form_equals_what_megatron_builds(
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_single_rank_holds_the_published_total(name: str) -> None:
     hf = HfConfig(Path(name), PUBLISHED[name][0])
-    (count,) = local_parameter_counts(hf, Layout(), (tuple(range(hf.int("num_hidden_layers"))),))
+    (count,) = local_parameter_counts(hf, LayoutConfig(), (tuple(range(hf.int("num_hidden_layers"))),))
     assert count.total == pytest.approx(PUBLISHED[name][1], rel=0.01)
 
 
 def test_chunks_are_dealt_to_stages_in_turn() -> None:
-    assert layers_of_stages(8, Layout(pipeline=2, virtual_pipeline=2), {}) == ((0, 1, 4, 5), (2, 3, 6, 7))
-    assert layers_of_stages(5, Layout(pipeline=3), {"num_layers_in_first_pipeline_stage": 1}) == ((0,), (1, 2), (3, 4))
-    assert layers_of_stages(4, Layout(pipeline=2), {FREE: [["embedding", "decoder"], ["decoder"] * 3 + ["loss"]]}) == (
+    assert layers_of_stages(8, LayoutConfig(pipeline=2, virtual_pipeline=2), {}) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert layers_of_stages(5, LayoutConfig(pipeline=3), {"num_layers_in_first_pipeline_stage": 1}) == (
+        (0,),
+        (1, 2),
+        (3, 4),
+    )
+    assert layers_of_stages(
+        4, LayoutConfig(pipeline=2), {FREE: [["embedding", "decoder"], ["decoder"] * 3 + ["loss"]]}
+    ) == (
         (0,),
         (1, 2, 3),
     )
@@ -67,7 +73,7 @@ def test_chunks_are_dealt_to_stages_in_turn() -> None:
 )
 def test_wrong_pipeline_layouts_are_refused(megatron: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        layers_of_stages(5, Layout(pipeline=2), megatron)
+        layers_of_stages(5, LayoutConfig(pipeline=2), megatron)
 
 
 def test_balanced_pipeline_is_optimal() -> None:

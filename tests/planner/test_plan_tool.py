@@ -104,7 +104,10 @@ def test_explain_command() -> None:
             "of the 128 of an FP8 block: the nearest valid setting is engine.args.moe_dense_tp_size=1",
         ),
         (["engine.args.quantisation=fp8"], "engine.args.quantisation: the installed SGLang has no such argument"),
-        (["optimizer.megatron.optimizer_cpu_offload=true"], "optimizer.megatron.optimizer_cpu_offload cannot be set"),
+        (
+            ["training.megatron_args.optimizer_cpu_offload=true"],
+            "training.megatron_args.optimizer_cpu_offload cannot be set",
+        ),
         (["model.path=checkpoints/unknown"], "no config published under that name is known"),
         (["--cluster", "h100-81"], r"no such profile \(did you mean h100-80\?\)"),
         (["--cluster", "a100-80"], "the plan needs fp8_tflops, which the profile lacks"),
@@ -150,9 +153,9 @@ def test_ppo_trains_two_models_and_keeps_two_more() -> None:
 
 
 def test_time_is_proportional_to_passes() -> None:
-    def seconds(sub_phase: SubPhase, algorithm: dict[str, str] | None = None, **optimizer: int) -> float:
-        optimizer_settings = {"lr": 1e-6, "updates_per_step": 4} | optimizer
-        job = job_of("qwen2.5-7b", "h100-80", 1, algorithm=algorithm or {}, optimizer=optimizer_settings)
+    def seconds(sub_phase: SubPhase, algorithm: dict[str, str] | None = None, **training: int) -> float:
+        training = {"updates_per_step": 4} | training
+        job = job_of("qwen2.5-7b", "h100-80", 1, algorithm=algorithm or {}, training=training)
         return make_plan(job).times[sub_phase].expected_s
 
     assert seconds(SubPhase.LOGPROB) > 1
@@ -165,7 +168,7 @@ def test_time_is_proportional_to_passes() -> None:
 
 
 def test_explain_of_a_small_job() -> None:
-    job = job_of("qwen2.5-7b", "h100-80", 1, algorithm={"kl": {"weight": 0.01}})
+    job = job_of("qwen2.5-7b", "h100-80", 1, algorithm={"kl": {"coef": 0.01}})
     text = explain(job)
     assert "1 update of 1,024" in text
     assert "none is stale" in text

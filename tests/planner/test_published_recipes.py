@@ -27,13 +27,12 @@ ENGINE = {"gpus": 64, "args": {"quantization": "fp8", "ep_size": 64, "attn_dp_si
 ROLLOUT = {"max_prompt_tokens": 2048, "max_response_tokens": 32768}
 
 
-def optimizer(last_stage_layers: int, max_tokens: int) -> dict[str, object]:
+def training(last_stage_layers: int, max_tokens: int) -> dict[str, object]:
     return {
-        "lr": 1e-6,
         "updates_per_step": 4,
         "max_tokens_per_microbatch": max_tokens,
         "recompute": "full",
-        "megatron": {"num_layers_in_last_pipeline_stage": last_stage_layers},
+        "megatron_args": {"num_layers_in_last_pipeline_stage": last_stage_layers},
     }
 
 
@@ -41,7 +40,7 @@ def test_slime_on_128_gpus_of_80_gb() -> None:
     """TP8 PP4 CP4 EP32 on 16 x 8 H100; 1.4 to 1.5 TB of host memory on a node."""
     layout = {"tensor": 8, "pipeline": 4, "context": 4, "expert": 32}
     job = job_of(
-        "deepseek-r1", "h100-80", 16, layout=layout, engine=ENGINE, rollout=ROLLOUT, optimizer=optimizer(13, 16384)
+        "deepseek-r1", "h100-80", 16, layout=layout, engine=ENGINE, rollout=ROLLOUT, training=training(13, 16384)
     )
     plan = make_plan(job, SLIME)
     assert total(plan.memory.host[SubPhase.TRAIN]) == pytest.approx(1.45 * TB, rel=0.15)
@@ -54,7 +53,7 @@ def test_verl_on_96_gpus_of_96_gb() -> None:
     engine = {"gpus": 32, "args": {"mem_fraction_static": 0.6, "ep_size": 32, **REPLICATED_MLP}}
     rollout = {"prompts_per_step": 96, "max_prompt_tokens": 2048, "max_response_tokens": 8192}
     job = job_of(
-        "deepseek-r1", "h20-96", 12, layout=layout, engine=engine, rollout=rollout, optimizer=optimizer(6, 10240)
+        "deepseek-r1", "h20-96", 12, layout=layout, engine=engine, rollout=rollout, training=training(6, 10240)
     )
     plan = make_plan(job, VERL)
     device = max(total(items[SubPhase.TRAIN]) for items in plan.memory.device)
@@ -66,7 +65,7 @@ def test_64_gpus_of_80_gb_do_not_hold_float32_gradients() -> None:
     """653.9 billion parameters of routed experts on 64 GPUs are 41 GB of gradients and 20 GB of weights on each."""
     layout = {"tensor": 8, "pipeline": 4, "context": 2, "expert": 16}
     job = job_of(
-        "deepseek-r1", "h100-80", 8, layout=layout, engine=ENGINE, rollout=ROLLOUT, optimizer=optimizer(13, 16384)
+        "deepseek-r1", "h100-80", 8, layout=layout, engine=ENGINE, rollout=ROLLOUT, training=training(13, 16384)
     )
     slime = check_fits(make_plan(job, SLIME))
     assert not slime.fits

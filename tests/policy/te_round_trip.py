@@ -104,7 +104,8 @@ def _policy(model: Path, megatron: dict[str, Any]) -> Iterator[Any]:
         "data": {"train": "nothing"},
         "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 64, "max_response_tokens": 64},
         "reward": {"answer": 1.0},
-        "optimizer": {"lr": 1.0e-3, "megatron": megatron},
+        "optimizer": {"lr": 1.0e-3},
+        "training": {"megatron_args": megatron},
     }
     settings = check_settings(tree, "test")
     with single_process_group():

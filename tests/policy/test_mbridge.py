@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
@@ -23,7 +23,7 @@ FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mixtral", "glm4_moe", "deep
 @pytest.fixture(scope="module", autouse=True)
 def _single_rank() -> Iterator[None]:
     with single_process_group():
-        start_parallel(Layout(), 0, 60.0)
+        start_parallel(LayoutConfig(), 0, 60.0)
         yield
         stop_parallel()
 

@@ -1,4 +1,4 @@
-"""Overrides of optimizer.megatron and fused kernels in Megatron's configs."""
+"""Overrides of training.megatron_args and fused kernels in Megatron's configs."""
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ from tests.planner.jobs import settings_of
 
 
 def test_unknown_dtype_is_an_error() -> None:
-    settings = settings_of(optimizer={"lr": 1e-6, "megatron": {"exp_avg_dtype": "bf17"}})
-    with pytest.raises(UserError, match=r"optimizer\.megatron.exp_avg_dtype: 'bf17' is no dtype"):
+    settings = settings_of(training={"megatron_args": {"exp_avg_dtype": "bf17"}})
+    with pytest.raises(UserError, match=r"training\.megatron_args.exp_avg_dtype: 'bf17' is no dtype"):
         check_overrides(settings)
 
 
 def test_dtype_is_given_by_name() -> None:
     megatron = {"exp_avg_dtype": "bfloat16", "clip_grad": 2.0, "moe_permute_fusion": True}
-    settings = settings_of(optimizer={"lr": 1e-6, "megatron": megatron})
+    settings = settings_of(training={"megatron_args": megatron})
     assert overrides_for(settings, OptimizerConfig) == {"exp_avg_dtype": torch.bfloat16, "clip_grad": 2.0}
 
 

@@ -34,7 +34,7 @@ def test_memory_equals_the_plan(recipe: str, rehearsals: dict[str, list[dict[str
 def test_save_and_load_copy_no_optimizer_state_on_the_device(
     recipe: str, rehearsals: dict[str, list[dict[str, Any]]]
 ) -> None:
-    precision_aware = load_settings(Path(recipe)).optimizer.megatron.get("use_precision_aware_optimizer", False)
+    precision_aware = load_settings(Path(recipe)).training.megatron_args.get("use_precision_aware_optimizer", False)
     for rank in rehearsals[recipe]:
         assert rank["save"] == rank["load"] == 0
         # State: remainder and two moments of 2 bytes each; TransformerEngine's state_dict copies moments to 4 each.

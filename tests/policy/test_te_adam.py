@@ -37,7 +37,8 @@ def test_state_has_the_configured_dtypes_and_is_restored_exactly(case: str, roun
 
 def test_other_main_weight_format_is_an_error(round_trips: dict[str, Any]) -> None:
     assert (
-        "the checkpoint holds main weights as remainders, optimizer.megatron asks for whole" in round_trips["refused"]
+        "the checkpoint holds main weights as remainders, training.megatron_args asks for whole"
+        in round_trips["refused"]
     )
 
 

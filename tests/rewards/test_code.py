@@ -11,8 +11,7 @@ from grpo_mp.rewards import sandbox as sandbox_module
 from grpo_mp.rewards.code import extract_program
 from grpo_mp.rewards.sandbox import Outcome, Sandbox
 from grpo_mp.rewards.score import Scorer
-from grpo_mp.rewards.settings import Code
-from grpo_mp.rewards.settings import Reward as RewardSettings
+from grpo_mp.rewards.settings import CodeConfig, RewardConfig
 from grpo_mp.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
@@ -28,12 +27,12 @@ def answer(program: str) -> str:
 def score(make_group: MakeGroup) -> Callable[..., list[dict[str, float]]]:
     """Parts of the given responses under the given tests; settings of reward.code as keywords."""
     try:
-        Sandbox(Code())
+        Sandbox(CodeConfig())
     except UserError as error:
         pytest.skip(f"no namespaces: {error}")
 
     def run(responses: list[str], rows: Any, **code: Any) -> list[dict[str, float]]:
-        scorer = Scorer(RewardSettings.model_validate({"code": {"timeout_s": 20.0, **code}}), max_response_tokens=10)
+        scorer = Scorer(RewardConfig.model_validate({"code": {"timeout_s": 20.0, **code}}), max_response_tokens=10)
         group = scorer.score_group(make_group(responses, tests=rows))
         scorer.close()
         return [sample.reward_parts for sample in group.samples]
@@ -116,7 +115,7 @@ def test_groups_are_scored_at_once_within_bounds(make_group: MakeGroup, monkeypa
             with lock:
                 running[0] -= 1
 
-    settings = RewardSettings.model_validate({"code": {"parallel": 2, "timeout_s": 20.0}})
+    settings = RewardConfig.model_validate({"code": {"parallel": 2, "timeout_s": 20.0}})
     scorer = Scorer(settings, max_response_tokens=10)
     monkeypatch.setattr(Sandbox, "run", counting_run)
     group = make_group([answer(ADD), answer("exit(0)")], tests="assert add(1, 1) == 2")
@@ -127,7 +126,7 @@ def test_groups_are_scored_at_once_within_bounds(make_group: MakeGroup, monkeypa
 
 
 def test_waiting_for_a_turn_takes_no_time_from_a_program(make_group: MakeGroup) -> None:
-    settings = RewardSettings.model_validate({"code": {"parallel": 1, "timeout_s": 1.5}})
+    settings = RewardConfig.model_validate({"code": {"parallel": 1, "timeout_s": 1.5}})
     scorer = Scorer(settings, max_response_tokens=10)
     group = make_group([answer("import time; time.sleep(0.5)")], tests="assert True")
     with ThreadPoolExecutor(4) as threads:
@@ -138,7 +137,7 @@ def test_waiting_for_a_turn_takes_no_time_from_a_program(make_group: MakeGroup) 
 def test_a_failing_jail_is_not_a_wrong_program(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    scorer = Scorer(RewardSettings.model_validate({"code": {}, "on_error": -1.0}), max_response_tokens=10)
+    scorer = Scorer(RewardConfig.model_validate({"code": {}, "on_error": -1.0}), max_response_tokens=10)
     monkeypatch.setattr(sandbox_module, "HARNESS", tmp_path / "gone.py")
     assert scorer.score_group(make_group([answer(ADD)], tests="assert 1")).samples[0].reward == -1.0
     assert scorer.take_tally().failures == {"code": 1}
@@ -148,7 +147,7 @@ def test_a_failing_jail_is_not_a_wrong_program(
 def test_a_user_is_warned_that_programs_are_not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
     def warnings() -> tuple[str, ...]:
         scorer = Scorer(
-            RewardSettings.model_validate({"code": {"isolation": "best_effort"}, "right": "code"}),
+            RewardConfig.model_validate({"code": {"isolation": "best_effort"}, "correct": "code"}),
             max_response_tokens=10,
         )
         scorer.close()

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from grpo_mp.rewards.length import length_reward, overlong_penalty, repetition_penalty
 from grpo_mp.rewards.score import Scorer
-from grpo_mp.rewards.settings import Reward
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.types import SampleGroup
 
 
@@ -74,7 +74,7 @@ def test_overlong_weighs_as_in_dapo_whatever_the_range_of_the_reward(
     """DAPO scores -1 and 1 and takes eq. 13 off; on another range the whole is that, moved and stretched to it."""
     published = (1.0 if right else -1.0) + min(0.0, max(-1.0, (20 - tokens) / 10))
     overlong = {"overlong": {"weight": 1.0, "buffer_tokens": 10}}
-    scorer = Scorer(Reward.model_validate({"answer": 1.0} | settings | overlong), max_response_tokens=30)
+    scorer = Scorer(RewardConfig.model_validate({"answer": 1.0} | settings | overlong), max_response_tokens=30)
     try:
         (sample,) = scorer.score_group(make_group([("\\boxed{7}" if right else "none").ljust(tokens)])).samples
     finally:
@@ -84,9 +84,9 @@ def test_overlong_weighs_as_in_dapo_whatever_the_range_of_the_reward(
 
 def test_overlong_without_a_range_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"which is 0 here: set reward\.range"):
-        Reward.model_validate({"length": 1.0, "overlong": {"weight": 1.0}})
+        RewardConfig.model_validate({"length": 1.0, "overlong": {"weight": 1.0}})
 
 
 def test_a_range_ascends() -> None:
     with pytest.raises(ValidationError, match="write the lowest reward, then the highest"):
-        Reward.model_validate({"answer": 1.0, "range": [1.0, 1.0]})
+        RewardConfig.model_validate({"answer": 1.0, "range": [1.0, 1.0]})

@@ -11,7 +11,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.rewards import math_verify_worker
 from grpo_mp.rewards.math import answer_numbers, answer_reward, boxed_answer, boxed_reward, numeric_readings
 from grpo_mp.rewards.math_verify_worker import MathVerifier
-from grpo_mp.rewards.settings import Reward
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.terms import BuiltInTerms
 from grpo_mp.types import SampleGroup
 
@@ -139,7 +139,7 @@ def test_within_the_tolerance_is_right(value: Decimal, off: Decimal, tolerance: 
 def test_tolerance_and_which_box_are_settings(
     setting: dict[str, Any], right: float, make_group: Callable[..., SampleGroup]
 ) -> None:
-    built_in = BuiltInTerms(Reward(answer=1.0, **setting), max_response_tokens=8)
+    built_in = BuiltInTerms(RewardConfig(answer=1.0, **setting), max_response_tokens=8)
     (term,) = built_in.terms
     assert term.values(make_group([r"\boxed{3}, no: \boxed{7.009}"]), 0) == [right]
 

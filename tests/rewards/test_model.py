@@ -11,7 +11,7 @@ import pytest
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.score import Scorer
-from grpo_mp.rewards.settings import Reward as RewardSettings
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
@@ -67,7 +67,7 @@ def server() -> Iterator[Server]:
 
 
 def score(url: str, group: SampleGroup, on_error: float | str = "stop", **model: Any) -> list[float]:
-    settings = RewardSettings.model_validate({"model": {"url": url, **model}, "on_error": on_error})
+    settings = RewardConfig.model_validate({"model": {"url": url, **model}, "on_error": on_error})
     scorer = Scorer(settings, max_response_tokens=10)
     try:
         assert scorer.names == ("model",)

@@ -13,7 +13,7 @@ import pytest
 from grpo_mp.errors import UserError
 from grpo_mp.rewards import sandbox as sandbox_module
 from grpo_mp.rewards.sandbox import Outcome, Sandbox
-from grpo_mp.rewards.settings import Code
+from grpo_mp.rewards.settings import CodeConfig
 
 LEAVES_A_PROCESS = """
 import ctypes, os, sys, time
@@ -41,7 +41,7 @@ FAILING_TEST = "raise AssertionError('reached')"
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
     try:
-        return Sandbox(Code(output_bytes=2**20, processes=8))
+        return Sandbox(CodeConfig(output_bytes=2**20, processes=8))
     except UserError as error:
         pytest.skip(f"no namespaces: {error}")
 
@@ -253,7 +253,7 @@ def test_limits_too_small_for_any_program() -> None:
     with pytest.raises(
         UserError, match=r"an empty program fails under its limits: raise reward\.code\.memory_bytes=9999999"
     ):
-        Sandbox(Code(memory_bytes=9999999))
+        Sandbox(CodeConfig(memory_bytes=9999999))
 
 
 def test_no_process_stays_behind(run: Callable[..., Outcome]) -> None:
@@ -298,7 +298,7 @@ def test_without_namespaces_it_refuses_and_leaves_nothing(tmp_path: Path) -> Non
     with pytest.raises(
         UserError, match=r"^reward\.code\.isolation: .* no namespaces of their own \(.*unshare: Invalid"
     ):
-        Sandbox(Code())
+        Sandbox(CodeConfig())
     deadline = time.monotonic() + 10
     while processes_with(str(tmp_path / "jail.py")):
         assert time.monotonic() < deadline
@@ -309,9 +309,9 @@ def test_without_namespaces_it_refuses_and_leaves_nothing(tmp_path: Path) -> Non
 def test_without_namespaces_best_effort_keeps_the_limits() -> None:
     if os.geteuid() == 0:
         with pytest.raises(UserError, match=r"programs cannot be started here .*: run as a user other than root"):
-            Sandbox(Code(isolation="best_effort"))
+            Sandbox(CodeConfig(isolation="best_effort"))
         return
-    sandbox = Sandbox(Code(isolation="best_effort"))
+    sandbox = Sandbox(CodeConfig(isolation="best_effort"))
     assert not sandbox.isolated
     assert not sandbox.run("while True: pass", FAILING_TEST, "", 0.5).passed
     assert not sandbox.run("import os; os._exit(0)", FAILING_TEST, "", 20.0).passed

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.score import Scorer
-from grpo_mp.rewards.settings import Reward as RewardSettings
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.tally import Tally, total
 from grpo_mp.types import SampleGroup
 
@@ -79,7 +79,7 @@ def scorer(tmp_path: Path) -> Iterator[Callable[..., Scorer]]:
 
     def make(functions: dict[str, float] | None = None, **settings: Any) -> Scorer:
         named = {f"{file}:{name}": weight for name, weight in (functions or {}).items()}
-        made.append(Scorer(RewardSettings(functions=named, **settings), max_response_tokens=10, max_steps=60))
+        made.append(Scorer(RewardConfig(functions=named, **settings), max_response_tokens=10, max_steps=60))
         return made[-1]
 
     yield make
@@ -156,7 +156,7 @@ def rule(tmp_path: Path) -> str:
 
 
 def correctness(settings: dict[str, Any], group: SampleGroup) -> list[bool | None]:
-    built = Scorer(RewardSettings(**settings), max_response_tokens=10)
+    built = Scorer(RewardConfig(**settings), max_response_tokens=10)
     try:
         return [sample.right for sample in built.score_group(group).samples]
     finally:
@@ -167,19 +167,19 @@ def test_correctness_is_decided_by_a_part_never_by_the_total(rule: str, make_gro
     group = make_group([r"\boxed{7}", r"\boxed{8}", "seven"])
     functions = {"functions": {rule: 1.0}}
     assert correctness(functions, group) == [None, None, None]
-    assert correctness(functions | {"right": {"part": "rule", "at_least": 1.5}}, group) == [True, False, False]
+    assert correctness(functions | {"correct": {"term": "rule", "min_value": 1.5}}, group) == [True, False, False]
     assert correctness({"answer": 1.0, "boxed": 0.5}, group) == [True, False, False]
     assert correctness({"answer": 0.1}, group) == [True, False, False]
-    assert correctness(functions | {"answer": 1.0, "right": "boxed"}, group) == [True, True, False]
-    assert correctness({"boxed": 1.0, "right": "answer"}, group) == [True, False, False]
+    assert correctness(functions | {"answer": 1.0, "correct": "boxed"}, group) == [True, True, False]
+    assert correctness({"boxed": 1.0, "correct": "answer"}, group) == [True, False, False]
 
 
 @pytest.mark.parametrize(
     ("settings", "votes"),
     [
         ({"answer": 1.0}, True),
-        ({"boxed": 1.0, "right": "answer"}, True),
-        ({"answer": 1.0, "boxed": 0.5, "right": "boxed"}, False),
+        ({"boxed": 1.0, "correct": "answer"}, True),
+        ({"answer": 1.0, "boxed": 0.5, "correct": "boxed"}, False),
         ({"boxed": 1.0}, False),
     ],
 )
@@ -187,13 +187,13 @@ def test_answers_are_voted_on_only_where_comparing_them_decides_correctness(
     settings: dict[str, Any], votes: bool
 ) -> None:
     """Where another part says it, right samples may give several answers: a majority of them means nothing."""
-    built = Scorer(RewardSettings.model_validate(settings), max_response_tokens=10)
+    built = Scorer(RewardConfig.model_validate(settings), max_response_tokens=10)
     built.close()
     assert built.has_answers is votes
 
 
 def test_a_part_that_decides_correctness_at_weight_0_changes_no_reward(rule: str, make_group: MakeGroup) -> None:
-    built = Scorer(RewardSettings(boxed=0.5, right="answer"), max_response_tokens=10)
+    built = Scorer(RewardConfig(boxed=0.5, correct="answer"), max_response_tokens=10)
     scored = built.score_group(make_group([r"\boxed{7}", r"\boxed{8}"]))
     built.close()
     assert rewards(scored) == [0.5, 0.5]
@@ -204,21 +204,21 @@ def test_a_part_that_failed_or_does_not_apply_decides_nothing(
     scorer: Callable[..., Scorer], make_group: MakeGroup
 ) -> None:
     def correctness_by(name: str, **settings: Any) -> list[bool | None]:
-        built = scorer({name: 1.0}, right=name, **settings)
+        built = scorer({name: 1.0}, correct=name, **settings)
         return [sample.right for sample in built.score_group(make_group(["a", "b", "c"])).samples]
 
     assert correctness_by("second") == [None, True, True]
     assert correctness_by("raises", on_error=1.0) == [None, None, None]
 
 
-def test_an_unknown_part_cannot_decide_correctness(scorer: Callable[..., Scorer]) -> None:
-    with pytest.raises(UserError, match=r"reward.right: no part of the reward is named 'evn' .did you mean even"):
-        scorer({"even": 1.0}, right="evn")
+def test_an_unknown_term_cannot_decide_correctness(scorer: Callable[..., Scorer]) -> None:
+    with pytest.raises(UserError, match=r"reward.correct: no term of the reward is named 'evn' .did you mean even"):
+        scorer({"even": 1.0}, correct="evn")
 
 
 def test_a_start_without_a_correctness_rule_warns(scorer: Callable[..., Scorer]) -> None:
     assert any("no accuracy" in line for line in scorer({"even": 1.0}).warnings)
-    assert not scorer({"even": 1.0}, right="even").warnings
+    assert not scorer({"even": 1.0}, correct="even").warnings
 
 
 def test_metrics_of_functions_are_averaged_once(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.rewards.score import Scorer
-from grpo_mp.rewards.settings import Reward as RewardSettings
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.step_model import step_ends
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
@@ -60,8 +60,8 @@ def score(
     monkeypatch.setenv(KEY, server.key)
 
     def run(part: str, texts: list[str], **settings: str) -> SampleGroup:
-        reward = {part: {"url": server.url, "key_variable": KEY, **settings}}
-        scorer = Scorer(RewardSettings.model_validate(reward), 16, decode=lambda tokens: "".join(map(chr, tokens)))
+        reward = {part: {"url": server.url, "api_key_env": KEY, **settings}}
+        scorer = Scorer(RewardConfig.model_validate(reward), 16, decode=lambda tokens: "".join(map(chr, tokens)))
         scored = scorer.score_group(make_group(texts))
         scorer.close()
         return scored
@@ -110,6 +110,6 @@ def test_where_steps_end(pieces: list[str], ends: list[int]) -> None:
 
 
 def test_a_missing_key_is_reported() -> None:
-    settings = {"model": {"url": "http://127.0.0.1:1", "key_variable": "NO_SUCH_KEY"}}
+    settings = {"model": {"url": "http://127.0.0.1:1", "api_key_env": "NO_SUCH_KEY"}}
     with pytest.raises(UserError, match="NO_SUCH_KEY is not set in the environment: export it"):
-        Scorer(RewardSettings.model_validate(settings), 16)
+        Scorer(RewardConfig.model_validate(settings), 16)

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.score import Scorer
-from grpo_mp.rewards.settings import Reward as RewardSettings
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
@@ -48,7 +48,7 @@ def score(tmp_path: Path, make_group: MakeGroup) -> Callable[..., tuple[SampleGr
     (tmp_path / "mine.py").write_text(FUNCTIONS)
 
     def run(function: str, **settings: Any) -> tuple[SampleGroup, Scorer]:
-        scorer = Scorer(RewardSettings(steps=f"{tmp_path / 'mine.py'}:{function}", **settings), max_response_tokens=8)
+        scorer = Scorer(RewardConfig(steps=f"{tmp_path / 'mine.py'}:{function}", **settings), max_response_tokens=8)
         return scorer.score_group(make_group(["a\nb\n", "d\ne\n"])), scorer
 
     return run
@@ -84,7 +84,7 @@ def test_without_steps(score: Callable[..., Any]) -> None:
 def test_a_function_of_the_same_name_keeps_its_whole_name(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def steps(**columns): ...")
     name = f"{tmp_path / 'mine.py'}:steps"
-    assert Scorer(RewardSettings(steps=name, functions={name: 1.0}), 8).names == (name, "steps")
+    assert Scorer(RewardConfig(steps=name, functions={name: 1.0}), 8).names == (name, "steps")
 
 
 @pytest.mark.parametrize("function", FAILURES)
@@ -99,4 +99,4 @@ def test_wrong_shapes(function: str, score: Callable[..., Any]) -> None:
 
 def test_a_function_that_is_not_there() -> None:
     with pytest.raises(UserError, match=r"^reward\.steps 'os\.path:jion': os\.path has no function jion"):
-        Scorer(RewardSettings(steps="os.path:jion"), max_response_tokens=8)
+        Scorer(RewardConfig(steps="os.path:jion"), max_response_tokens=8)

@@ -13,7 +13,7 @@ from grpo_mp.algorithms.report import MAXIMA, SUMS, metrics
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.batching.updates import microbatches, plan_updates
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.monitor.metrics import find
@@ -66,7 +66,7 @@ def single_rank() -> Iterator[Parallel]:
     """A job of one rank."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    group, layout = dist.group.WORLD, Layout()
+    group, layout = dist.group.WORLD, LayoutConfig()
     yield Parallel(layout, 0, 1, coordinates(0, layout, 1), 1, replica=group, cpu_group=group, store=store)
     dist.destroy_process_group()
 
@@ -127,7 +127,7 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(single_rank:
         report = UpdateReport([sums, sums], grad_norm, lr, skipped)
         return replace(report, measured=metrics(reduce_report(report, single_rank)))
 
-    plan = plan_updates([info.total_tokens for info in INFOS], 1, Layout(tensor=4), 2, 64, 64)
+    plan = plan_updates([info.total_tokens for info in INFOS], 1, LayoutConfig(tensor=4), 2, 64, 64)
     learns = tuple(not info.truncated for info in INFOS)
     batch = StepBatch(tuple(INFOS), learns, advantages=(), plan=(*plan, *plan, *plan), updates=())
     values = update_metrics([update(1.0, 3.0, 0.1, False), update(3.0, 5.0, 0.2, True)], batch, planned=3)
@@ -151,7 +151,7 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(single_rank:
 def test_a_shared_prompt_is_one_packed_prompt() -> None:
     infos = [replace(info, group_id=7, prompt_tokens=11) for info in INFOS]
     lengths = [info.total_tokens for info in infos]
-    plan = plan_updates(lengths, 1, Layout(), 1, 4096, 64, prompts=[SamplePrompt(7, 11)] * len(infos))
+    plan = plan_updates(lengths, 1, LayoutConfig(), 1, 4096, 64, prompts=[SamplePrompt(7, 11)] * len(infos))
     batch = StepBatch(tuple(infos), (True,) * len(infos), (), plan, ())
     assert packed_tokens(batch) == 10 + sum(info.response_tokens + 1 for info in infos)
     (rank,) = plan[0].schedule.ranks
@@ -161,8 +161,8 @@ def test_a_shared_prompt_is_one_packed_prompt() -> None:
 def test_logprobs_of_a_shared_prompt_are_computed_once(single_rank: Parallel) -> None:
     nothing = {"rollout_logprobs": (0.0,) * 5, "weight_versions": (0,) * 5, "truncated": False}
     samples = [Sample(7, index, tuple(range(11)), tuple(range(5)), **nothing) for index in range(3)]
-    (update,) = plan_updates([16] * 3, 1, Layout(), 1, 4096, 64, prompts=[SamplePrompt(7, 11)] * 3)
-    (batch,) = microbatches(update, dict(enumerate(samples)), [1.0] * 3, [1.0] * 3, Layout(), 0, 0)
+    (update,) = plan_updates([16] * 3, 1, LayoutConfig(), 1, 4096, 64, prompts=[SamplePrompt(7, 11)] * 3)
+    (batch,) = microbatches(update, dict(enumerate(samples)), [1.0] * 3, [1.0] * 3, LayoutConfig(), 0, 0)
     assert logprob_tokens([[batch]], single_rank) == 0
     assert logprob_tokens([[replace(batch, old_logprobs=batch.rollout_logprobs)]], single_rank) == 10 + 3 * 6
 
@@ -176,7 +176,7 @@ def test_kl_is_the_mean_over_the_updates_that_measured_it(single_rank: Parallel)
         report = UpdateReport([sums], 1.0, 0.1, skipped=False)
         return replace(report, measured=metrics(reduce_report(report, single_rank)))
 
-    batch = StepBatch(tuple(INFOS), (True,) * 5, (), plan_updates([30] * 5, 2, Layout(), 1, 64, 64), ())
+    batch = StepBatch(tuple(INFOS), (True,) * 5, (), plan_updates([30] * 5, 2, LayoutConfig(), 1, 64, 64), ())
     assert update_metrics([update(0.0, 0.0), update(3.0, 4.0)], batch, planned=2)["train/kl_loss"] == 0.75
     assert "train/kl_loss" not in update_metrics([update(0.0, 0.0)] * 2, batch, planned=2)
 

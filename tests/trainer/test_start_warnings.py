@@ -16,8 +16,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED = HfConfig(Path("published"), {"model_type": "any"})
 
 
-def settings_of(algorithm: Any, **optimizer: Any) -> Settings:
-    tree = LEAST | {"algorithm": algorithm, "optimizer": LEAST["optimizer"] | optimizer}
+def settings_of(algorithm: Any, **training: Any) -> Settings:
+    tree = LEAST | {"algorithm": algorithm, "training": training}
     return check_settings(tree | {"reward": {"answer": 1.0, "steps": "rewards.py:steps"}}, "test.yaml")
 
 
@@ -33,7 +33,7 @@ def test_one_update_makes_a_ratio_void_and_two_do_not(name: str) -> None:
 
 def test_what_is_named_is_what_does_nothing() -> None:
     assert "ratio=sequence, clip does nothing" in start_warnings(settings_of("gspo"), fp8=False)[0]
-    assert "surrogate=sapo does nothing" in start_warnings(settings_of("sapo"), fp8=False)[0]
+    assert "policy_loss=sapo does nothing" in start_warnings(settings_of("sapo"), fp8=False)[0]
     quiet = ("grpo", "dr_grpo", "bnpo", "reinforce_pp", "grpo_process")
     assert not [name for name in quiet if start_warnings(settings_of(name), fp8=False)]
     assert set(quiet) < set(PRESETS)
@@ -41,14 +41,14 @@ def test_what_is_named_is_what_does_nothing() -> None:
 
 def test_ratios_to_the_engine_are_not_one() -> None:
     assert not start_warnings(settings_of({"preset": "gspo", "old_logprobs": "engine"}), fp8=False)
-    vespo = {"preset": "vespo", "correction": {"kind": "truncate", "high": 2.0}}
+    vespo = {"preset": "vespo", "rollout_correction": {"kind": "truncate", "high": 2.0}}
     assert not start_warnings(settings_of(vespo), fp8=False)
 
 
 def test_engines_in_fp8_want_a_correction() -> None:
     (sentence,) = start_warnings(settings_of("grpo"), fp8=True)
     assert "engines compute in FP8" in sentence
-    assert not start_warnings(settings_of({"correction": {"kind": "truncate", "high": 2.0}}), fp8=True)
+    assert not start_warnings(settings_of({"rollout_correction": {"kind": "truncate", "high": 2.0}}), fp8=True)
     # Ratios to the engine are not corrected: they are the update's own.
     assert not start_warnings(settings_of({"old_logprobs": "engine"}), fp8=True)
 
@@ -67,5 +67,5 @@ def test_no_recipe_is_warned_of(path: Path) -> None:
     fp8 = in_fp8(settings.engine.args, PUBLISHED, cpu=False)
     assert start_warnings(settings, fp8) == ()
     if fp8:
-        correction = settings.algorithm.correction
+        correction = settings.algorithm.rollout_correction
         assert (correction.kind, correction.level, correction.high) == ("truncate", "token", 2.0)

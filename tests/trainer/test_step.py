@@ -28,10 +28,10 @@ GROUPS, SIZE, UPDATES, LR, KL = 4, 4, 2, 0.02, 0.1
 LOW, HIGH = 0.01, 0.02  # of the clip: narrow, so that some tokens of the second update are outside
 SETTINGS = (
     "layout.expert=1",
-    f"optimizer.updates_per_step={UPDATES}",
+    f"training.updates_per_step={UPDATES}",
     f"optimizer.lr={LR}",
-    "optimizer.decay=constant",
-    "optimizer.max_tokens_per_microbatch=48",
+    "optimizer.lr_schedule=constant",
+    "training.max_tokens_per_microbatch=48",
     f"algorithm.clip={{low: {LOW}, high: {HIGH}}}",
     "algorithm.filter.truncated=mask",
 )
@@ -55,11 +55,11 @@ class Step:
     samples: list[Sample]  # in the order of the step
 
     def compute_logprobs(self) -> Updates:
-        epochs = self.settings.optimizer.epochs
+        epochs = self.settings.training.epochs
         return compute_logprobs(self.policy, self.batch, self.settings.algorithm, epochs, controls={}, seed="0/0")
 
     def train(self, updates: Updates) -> list[UpdateReport]:
-        epochs = self.settings.optimizer.epochs
+        epochs = self.settings.training.epochs
         reports, _ = train_step(self.policy, updates, self.settings.algorithm, epochs, controls={})
         return reports
 
@@ -201,7 +201,7 @@ def grad_norm(folder: Path, samples: Sequence[Sample], gains: Values) -> float:
 
 
 def test_every_training_metric_of_a_step(make_step: Callable[..., Step], tiny_run: TinyRun, tmp_path: Path) -> None:
-    step = make_step(f"algorithm.kl.weight={KL}")
+    step = make_step(f"algorithm.kl.coef={KL}")
     policy, per_update = step.policy, GROUPS * SIZE // UPDATES
     parts = [slice(0, per_update), slice(per_update, None)]
     prepared = step.compute_logprobs()
@@ -281,8 +281,8 @@ def test_the_drawing_of_a_heat_map() -> None:
 
 
 def test_the_kl_is_watched_at_weight_0_and_moves_nothing(make_step: Callable[..., Step], tiny_run: TinyRun) -> None:
-    no_weight = "algorithm.kl.weight=0"
-    step, plain = make_step(no_weight, "algorithm.kl.watch_share=0.3"), make_step(no_weight)
+    no_weight = "algorithm.kl.coef=0"
+    step, plain = make_step(no_weight, "algorithm.kl.monitor_share=0.3"), make_step(no_weight)
     assert (plain.policy.reference, step.policy.reference is None) == (None, False)
     with torch.no_grad():
         for tensor in [*step.policy.tensors.values(), *plain.policy.tensors.values()]:

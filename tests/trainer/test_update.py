@@ -12,7 +12,7 @@ from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import StepBatch, assemble_step_batch
-from grpo_mp.config import Layout, Settings, load_settings
+from grpo_mp.config import LayoutConfig, Settings, load_settings
 from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.trainer.logprobs import Updates, compute_logprobs
@@ -20,13 +20,13 @@ from grpo_mp.trainer.update import train_step
 from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 
-SETTINGS = ("layout={}", "optimizer.updates_per_step=2", "algorithm.kl.weight=0.0", "optimizer.warmup_updates=0")
+SETTINGS = ("layout={}", "training.updates_per_step=2", "algorithm.kl.coef=0.0", "optimizer.warmup_updates=0")
 
 
 @pytest.fixture(scope="module")
 def parallel() -> Iterator[Parallel]:
     with single_process_group():
-        yield start_parallel(Layout(), 0, 60.0)
+        yield start_parallel(LayoutConfig(), 0, 60.0)
         stop_parallel()
 
 
@@ -57,18 +57,18 @@ class Trainer:
         return assemble_step_batch(groups(), infos, {}, self.settings, self.policy.parallel, 64, step=1)
 
     def compute_logprobs(self) -> Updates:
-        epochs = self.settings.optimizer.epochs
+        epochs = self.settings.training.epochs
         return compute_logprobs(self.policy, self.make_batch(), self.settings.algorithm, epochs, {}, "0/0")
 
     def train(self, updates: Updates) -> list[UpdateReport]:
-        epochs = self.settings.optimizer.epochs
+        epochs = self.settings.training.epochs
         reports, _ = train_step(self.policy, updates, self.settings.algorithm, epochs, {})
         return reports
 
 
 def make_trainer(tiny_run: TinyRun, parallel: Parallel, *overrides: str) -> Trainer:
     settings = load_settings(tiny_run.config, [*SETTINGS, *overrides])
-    return Trainer(settings, Policy(settings, parallel, with_reference=settings.algorithm.kl.weight > 0))
+    return Trainer(settings, Policy(settings, parallel, with_reference=settings.algorithm.kl.coef > 0))
 
 
 def weights(policy: Policy) -> list[torch.Tensor]:
@@ -78,7 +78,7 @@ def weights(policy: Policy) -> list[torch.Tensor]:
 def test_epochs_pass_over_the_same_samples_with_the_old_logprobs_of_the_first(
     tiny_run: TinyRun, parallel: Parallel
 ) -> None:
-    trainer = make_trainer(tiny_run, parallel, "optimizer.epochs=2")
+    trainer = make_trainer(tiny_run, parallel, "training.epochs=2")
     updates = trainer.compute_logprobs()
     reports = trainer.train(updates)
     ratios = [report.measured["train/ratio/max"] for report in reports]
@@ -86,7 +86,7 @@ def test_epochs_pass_over_the_same_samples_with_the_old_logprobs_of_the_first(
     assert ratios[0] == pytest.approx(1.0, abs=1e-5)  # nothing has moved yet
     assert all(abs(ratio - 1) > 1e-4 for ratio in ratios[1:])
 
-    by_hand = make_trainer(tiny_run, parallel, "optimizer.epochs=2")
+    by_hand = make_trainer(tiny_run, parallel, "training.epochs=2")
     first, second = by_hand.compute_logprobs()
     for update in (first, second, first, second):
         by_hand.policy.update(update, make_loss(by_hand.settings.algorithm))
@@ -95,8 +95,8 @@ def test_epochs_pass_over_the_same_samples_with_the_old_logprobs_of_the_first(
 
 
 def test_one_part_passed_over_twice_measures_its_old_logprobs(tiny_run: TinyRun, parallel: Parallel) -> None:
-    once = make_trainer(tiny_run, parallel, "optimizer.updates_per_step=1")
-    twice = make_trainer(tiny_run, parallel, "optimizer.updates_per_step=1", "optimizer.epochs=2")
+    once = make_trainer(tiny_run, parallel, "training.updates_per_step=1")
+    twice = make_trainer(tiny_run, parallel, "training.updates_per_step=1", "training.epochs=2")
     assert all(batch.old_logprobs is None for update in once.compute_logprobs() for batch in update)
     assert all(batch.old_logprobs is not None for update in twice.compute_logprobs() for batch in update)
 
@@ -106,7 +106,7 @@ def test_one_part_passed_over_twice_measures_its_old_logprobs(tiny_run: TinyRun,
     [
         (["algorithm.old_logprobs=recomputed"], True),
         (["algorithm.old_logprobs=engine"], False),
-        (["algorithm.old_logprobs=engine", "optimizer.epochs=3"], False),
+        (["algorithm.old_logprobs=engine", "training.epochs=3"], False),
         (["algorithm.old_logprobs=engine", "algorithm.entropy.top_quantile=0.5"], True),
         (["algorithm=rloo", "algorithm.old_logprobs=engine"], False),
     ],
@@ -147,7 +147,7 @@ def test_the_engine_s_logprobs_are_the_old_ones(tiny_run: TinyRun, parallel: Par
 def test_shuffled_samples_are_spread_over_the_updates_alike_on_every_rank(
     tiny_run: TinyRun, parallel: Parallel
 ) -> None:
-    shuffled = make_trainer(tiny_run, parallel, "optimizer.shuffle=true")
+    shuffled = make_trainer(tiny_run, parallel, "training.shuffle=true")
     infos = all_gather_sample_info(groups(), dist.group.WORLD)
 
     def parts(step: int, settings: Settings) -> list[set[int]]:
@@ -155,7 +155,7 @@ def test_shuffled_samples_are_spread_over_the_updates_alike_on_every_rank(
         return [set(update.samples) for update in batch.plan]
 
     in_order = shuffled.settings.model_copy(
-        update={"optimizer": shuffled.settings.optimizer.model_copy(update={"shuffle": False})}
+        update={"training": shuffled.settings.training.model_copy(update={"shuffle": False})}
     )
     assert parts(1, in_order) == [set(range(8)), set(range(8, 16))]
     assert parts(1, shuffled.settings) == parts(1, shuffled.settings) != parts(2, shuffled.settings)

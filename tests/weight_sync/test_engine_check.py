@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from grpo_mp.config import Layout, Settings, load_settings
+from grpo_mp.config import LayoutConfig, Settings, load_settings
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
 from grpo_mp.scheduler.phase_manager import PhaseManager
@@ -57,13 +57,13 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def settings(tiny_run: TinyRun) -> Settings:
-    return load_settings(tiny_run.config, ["layout={}", "algorithm.kl.weight=0.0"])
+    return load_settings(tiny_run.config, ["layout={}", "algorithm.kl.coef=0.0"])
 
 
 @pytest.fixture(scope="module")
 def policy(settings: Settings) -> Iterator[Policy]:
     with single_process_group():
-        yield Policy(settings, start_parallel(Layout(), 0, 60.0), with_reference=False)
+        yield Policy(settings, start_parallel(LayoutConfig(), 0, 60.0), with_reference=False)
         stop_parallel()
 
 

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise, product
 
 import pytest
 
-from grpo_mp.config import Layout
+from grpo_mp.config import LayoutConfig
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.models.mapping import Param, Rule, expand
 from grpo_mp.platform import gc_frozen
@@ -29,14 +29,14 @@ PARAMS = expand(RULES)
 ITEMSIZE = {name: 4 if param.keep_float32 else 2 for name, param in PARAMS.items()}
 LARGEST_ATOM = 2 * (8 * 4 + 4 * 4) + 4 * 4 + 2 * 4  # bytes of a layer without its experts
 LAYOUTS = [
-    (world_size, Layout(tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor))
+    (world_size, LayoutConfig(tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor))
     for world_size in (1, 2, 4, 8)
     for tensor, pipeline, expert, expert_tensor in product((1, 2), (1, 2), (1, 2, 4), (1, 2))
     if world_size % (tensor * pipeline) == 0 == world_size % (expert * expert_tensor * pipeline)
 ]
 
 
-def local_shards(world_size: int, layout: Layout) -> list[LocalShard]:
+def local_shards(world_size: int, layout: LayoutConfig) -> list[LocalShard]:
     """Return all ranks' shards: layers by stage, experts by expert rank, split tensors by tensor rank."""
     shards = []
     for rank, (name, param) in product(range(world_size), PARAMS.items()):
@@ -81,7 +81,7 @@ def check(plan: SyncPlan, shards: Sequence[LocalShard], targets: Sequence[int], 
 
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
-def test_every_layout_target_set_and_bucket_size(world_size: int, layout: Layout) -> None:
+def test_every_layout_target_set_and_bucket_size(world_size: int, layout: LayoutConfig) -> None:
     shards = local_shards(world_size, layout)
     ranks = range(world_size)
     target_sets = [(0,), tuple(ranks), tuple(ranks[::2]), (world_size - 1,), ()]

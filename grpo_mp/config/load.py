@@ -1,0 +1,115 @@
+"""Read a YAML file and `section.key=value` overrides into frozen typed settings.
+
+Numbers may be written 1e-6 (text to YAML 1.1): pydantic reads numeric text as a number.
+Every section refuses unknown names and suggests the nearest known one.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn, get_origin
+
+import yaml
+from pydantic import ValidationError
+
+from grpo_mp.algorithms.presets import with_preset
+from grpo_mp.config.renamed import RENAMED
+from grpo_mp.config.settings import Settings
+from grpo_mp.errors import USER_STATUS, UserError, nearest
+from grpo_mp.rewards.settings import StepModelConfig
+from grpo_mp.section import Section, section_type
+
+
+def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
+    """Read a YAML file, apply `section.key=value` overrides, and check every name and value.
+
+    Raises UserError: file missing, not YAML, unknown setting (with the nearest known), bad value.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}: give an existing settings file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected sections (run:, model:, ...), found {type(tree).__name__}")
+    for override in overrides or []:
+        _apply_override(tree, override)
+    return check_settings(tree, str(path))
+
+
+def check_settings(tree: dict[str, Any], where: str) -> Settings:
+    """Validate a plain dictionary. Raises UserError with a sentence for each invalid setting."""
+    try:
+        return Settings.model_validate(with_preset(tree))
+    except ValidationError as error:
+        raise UserError("; ".join(_format_error(where, item) for item in error.errors())) from error
+
+
+def dump_settings(settings: Settings) -> str:
+    """Return every setting with its value as YAML, which `load_settings` reads back equal."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    name, equals, value = override.partition("=")
+    if not equals or ("." not in name and name not in Settings.model_fields):
+        raise UserError(f"override {override!r}: write section.key=value, e.g. rollout.group_size=16")
+    *sections, key = name.split(".")
+    for depth, section in enumerate(sections):
+        if not isinstance(tree.get(section), dict):
+            tree[section] = _expand_shorthand(sections[:depth], section, tree.get(section))
+        tree = tree[section]
+    try:
+        tree[key] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {override!r}: the value is not valid YAML") from error
+
+
+def _expand_shorthand(parents: list[str], section: str, value: Any) -> dict[str, Any]:
+    """Return the mapping for a section that was given as a single value, or not at all."""
+    if section == "algorithm" and value is not None:
+        return {"preset": value}
+    return {"path": value} if parents == ["data", "eval"] and isinstance(value, str) else {}
+
+
+def _format_error(where: str, item: Any) -> str:
+    section, names = _locate(item["loc"])
+    name = ".".join(names)
+    if item["type"] == "extra_forbidden":
+        renamed = [old for old in _given_names(name, item["input"]) if old in RENAMED]
+        if renamed:
+            return "; ".join(f"{where}: unknown setting {old}; it is {RENAMED[old]} now" for old in renamed)
+        hint = nearest(names[-1], section.model_fields) if section else ""
+        return f"{where}: unknown setting {name}{hint.replace('mean ', f'mean {name[: -len(names[-1])]}')}"
+    if item["type"] == "missing":
+        return f"{where}: setting {name} is missing"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{where}: {name}: {message}" if name else f"{where}: {message}"
+
+
+def _locate(location: tuple[Any, ...]) -> tuple[type[Section] | None, list[str]]:
+    """Return the section that holds a name, None for none of ours, and the names up to it, without those of classes."""
+    section: type[Section] | None = Settings
+    names = [str(part) for part in location if not (isinstance(part, str) and part == StepModelConfig.__name__)]
+    parts = iter(names[:-1])
+    for part in parts:
+        field = section.model_fields.get(part) if section else None
+        section = section_type(field.annotation) if field else None
+        if field and get_origin(field.annotation) is dict:
+            next(parts, None)  # a name that the user chose
+    return section, names
+
+
+def _given_names(name: str, value: Any) -> Iterator[str]:
+    """Yield the dotted names of a setting and of all that was written below it."""
+    yield name
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _given_names(f"{name}.{key}", inner)
+
+
+def exit_with(error: UserError) -> NoReturn:
+    """Exit with status 2 and the error's sentence on stderr."""
+    sys.stderr.write(f"error: {error}\n")
+    raise SystemExit(USER_STATUS)

@@ -1,0 +1,193 @@
+"""The sections of the settings that need no room of their own. Units are part of the names."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from grpo_mp.evaluation.pass_at_k import MOST_SAMPLES
+from grpo_mp.section import Section, as_bytes
+
+
+class RunConfig(Section):
+    """The run: its folder, length, checkpoints and evaluations."""
+
+    folder: Path = Field(description="where everything of the run is written (TRL output_dir)")
+    seed: int = Field(0, description="of data order, sampling and initialisation")
+    steps: int = Field(gt=0, description="steps in all; each generates, scores, trains and syncs; may be raised later")
+    save_every: int = Field(20, ge=0, description="steps between checkpoints; 0 saves only at the end")
+    eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 evaluates only before and after")
+    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints that are kept (TRL save_total_limit)")
+    resume: Literal["auto", "never"] = Field(
+        "auto", description="auto: go on from the newest checkpoint of the folder; never: refuse a folder that has one"
+    )
+    export: bool = Field(True, description="write a Hugging Face folder, final/, at the end")
+
+
+class ModelConfig(Section):
+    """The policy, which is also the reference."""
+
+    path: Path = Field(description="a Hugging Face folder; the architecture comes from its config.json")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of weights and activations")
+
+
+class LayoutConfig(Section):
+    """Sizes of the parallel dimensions over which the trainer divides the model; data parallelism is what remains."""
+
+    tensor: int = Field(1, ge=1, description="ranks over which attention and dense layers are divided")
+    pipeline: int = Field(1, ge=1, description="stages into which the layers are divided")
+    virtual_pipeline: int | None = Field(
+        None, ge=2, description="model chunks per pipeline stage, which shortens idle time; null: one"
+    )
+    context: int = Field(1, ge=1, description="ranks over which each sequence is divided; for long responses")
+    expert: int = Field(1, ge=1, description="ranks over which the experts of a layer are divided")
+    expert_tensor: int = Field(1, ge=1, description="ranks over which each single expert is divided")
+
+
+class EvalSetConfig(Section):
+    """A held-out set, and how its answers are sampled; null: as in the rollout."""
+
+    path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    samples: int = Field(
+        1, ge=1, le=MOST_SAMPLES, description="responses to each problem: avg@n, pass@k and maj@k up to n"
+    )
+    temperature: float | None = Field(
+        None, ge=0, description="of sampling; 0: the likeliest token; null: rollout.temperature"
+    )
+    top_p: float | None = Field(None, gt=0, le=1, description="nucleus of sampling; null: rollout.top_p")
+    max_response_tokens: int | None = Field(
+        None, gt=0, description="tokens at which a response is cut; null: rollout.max_response_tokens"
+    )
+    prompts: int | None = Field(None, gt=0, description="take only the first that many; null: data.eval_prompts")
+
+    @model_validator(mode="after")
+    def _check_samples_can_differ(self) -> "EvalSetConfig":
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                f"at temperature 0 the {self.samples} samples of a problem are all the same: set samples=1"
+            )
+        return self
+
+
+class DataConfig(Section):
+    """Prompts to train on and to evaluate on, and their columns."""
+
+    train: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    eval: dict[str, EvalSetConfig] = Field(
+        {}, description="held-out sets by name: a file or `datasets` name, or {path, samples, ...}"
+    )
+    prompt_column: str = Field("question", description="column of the prompt: text, or a list of chat messages")
+    answer_column: str | None = Field("answer", description="column of the expected answer; null: there is none")
+    system_prompt: str | None = Field(None, description="system message before every prompt; null: none")
+    shuffle: bool = Field(True, description="new order of the train prompts in each epoch; false: order of the file")
+    eval_prompts: int | None = Field(None, gt=0, description="take only the first that many of each set; null: all")
+
+    @field_validator("eval", mode="before")
+    @classmethod
+    def _expand_path(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: {"path": item} if isinstance(item, str) else item for name, item in value.items()}
+
+
+class RolloutConfig(Section):
+    """What a step generates: prompts_per_step groups of group_size samples."""
+
+    prompts_per_step: int = Field(gt=0, description="prompts of one step (verl train_batch_size)")
+    group_size: int = Field(gt=0, description="samples for each prompt (TRL num_generations, verl rollout.n)")
+    max_prompt_tokens: int = Field(gt=0, description="longer prompts are left out, never cut (verl max_prompt_length)")
+    max_response_tokens: int = Field(gt=0, description="tokens at which a response is cut (TRL max_completion_length)")
+    temperature: float = Field(1.0, gt=0, description="of sampling; logprobs in training are taken at it, too")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus of sampling; logprobs are of the whole distribution")
+    stop: tuple[str, ...] = Field((), description="texts that end a response, beside the model's end token")
+    group_timeout_s: float = Field(600.0, gt=0, description="seconds that a group may take; more for long responses")
+
+
+class EngineConfig(Section):
+    """The SGLang engines that generate, on the same devices as the trainer."""
+
+    gpus: int = Field(1, ge=1, description="consecutive ranks that one engine spans (SGLang tp_size)")
+    count: int | None = Field(None, ge=1, description="number of engines; null: as many as fit the ranks")
+    start_timeout_s: float = Field(600.0, gt=0, description="seconds that the start of an engine may take")
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="seconds that one request may take; at least rollout.group_timeout_s"
+    )
+    concurrent_groups: int = Field(64, gt=0, description="groups in flight on one engine; more fill it better")
+    args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning rate. Updates are counted, not steps."""
+
+    lr: float = Field(gt=0, description="highest learning rate")
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the schedule")
+    warmup_updates: int = Field(0, ge=0, description="updates over which the learning rate rises to lr")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="from lr to min_lr over the run (TRL lr_scheduler_type, Megatron lr_decay_style)"
+    )
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of AdamW")
+    betas: tuple[float, float] = Field((0.9, 0.98), description="decay rates of Adam's first and second moments")
+    eps: float = Field(1e-8, gt=0, description="added to the root of Adam's second moment")
+    clip_grad: float = Field(
+        1.0, ge=0, description="norm to which the whole gradient is clipped (TRL max_grad_norm); 0 does not clip"
+    )
+
+
+class TrainingConfig(Section):
+    """How a step's samples become updates, and what the trainer computes and keeps for them."""
+
+    updates_per_step: int = Field(
+        1,
+        ge=1,
+        description="parts of a step's samples, each one optimizer update (verl: mini-batches)",
+    )
+    epochs: int = Field(
+        1, ge=1, description="passes over a step's samples: mu of GRPO, TRL num_iterations, verl ppo_epochs"
+    )
+    shuffle: bool = Field(False, description="samples go to the step's updates at random; false: whole groups in order")
+    max_tokens_per_microbatch: int = Field(
+        4096,
+        gt=0,
+        description="tokens packed into one forward; less saves memory (verl ppo_max_token_len_per_gpu)",
+    )
+    share_prompts: bool = Field(
+        False,
+        description="compute a prompt once for all its responses in a micro-batch, not once for each; pays for long "
+        "prompts, not with context parallelism",
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations computed again in the backward pass to save memory (gradient checkpointing)"
+    )
+    logprob_chunk_tokens: int = Field(
+        1024, gt=0, description="tokens whose logits exist at one time; lower it when memory is short"
+    )
+    megatron_args: dict[str, Any] = Field(
+        {}, description="any field of Megatron's transformer, optimizer and data-parallel configs, checked by name"
+    )
+
+
+class SyncConfig(Section):
+    """Weights from the trainer to the engines after each step."""
+
+    transport: Literal["auto", "host", "ipc"] = Field(
+        "auto", description="host: shared host memory; ipc: CUDA IPC; auto: ipc on GPUs"
+    )
+    bucket_bytes: int = Field(2**30, gt=0, description="weights sent at one time; lower it when memory is short")
+    check_tolerance: float | None = Field(
+        None, gt=0, description="nats by which engine and policy may differ after a sync; null: by dtype"
+    )
+    timeout_s: float = Field(600.0, gt=0, description="seconds that one sync may take")
+
+    _parse_unit = field_validator("bucket_bytes", mode="before")(as_bytes)
+
+
+class MonitorConfig(Section):
+    """What a run shows, and the limit of its waits."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="of RUN/logs/rank_N.log; warnings go to the terminal, too"
+    )
+    samples_per_step: int = Field(4, ge=0, description="sample texts written at each step")
+    phase_timeout_s: float = Field(
+        3600.0, gt=0, description="the longest that a phase may take and a rank may wait for the others, in seconds"
+    )

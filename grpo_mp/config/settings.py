@@ -1,0 +1,149 @@
+"""The settings of a run, and the checks that span sections."""
+
+from pydantic import Field, model_validator
+
+from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.config.sections import (
+    DataConfig,
+    EngineConfig,
+    EvalSetConfig,
+    LayoutConfig,
+    ModelConfig,
+    MonitorConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+    SyncConfig,
+    TrainingConfig,
+)
+from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.section import Section
+
+
+class Settings(Section):
+    """All settings of a run."""
+
+    run: RunConfig = Field(description="folder, length, checkpoints and evaluations of the run")
+    model: ModelConfig = Field(description="the policy and its reference")
+    layout: LayoutConfig = Field(LayoutConfig(), description="parallelism of the trainer")
+    data: DataConfig = Field(description="train and eval prompts")
+    rollout: RolloutConfig = Field(description="what a step generates")
+    engine: EngineConfig = Field(EngineConfig(), description="the engines that generate")
+    reward: RewardConfig = Field(description="terms of the reward and their weights")
+    algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="a preset by name, or its parts")
+    optimizer: OptimizerConfig = Field(description="AdamW and its learning rate")
+    training: TrainingConfig = Field(TrainingConfig(), description="updates of a step, micro-batches, memory, Megatron")
+    sync: SyncConfig = Field(SyncConfig(), description="weights from the trainer to the engines")
+    monitor: MonitorConfig = Field(MonitorConfig(), description="what a run shows, and the limit of its waits")
+
+    @model_validator(mode="after")
+    def _check_updates_divide_samples(self) -> "Settings":
+        samples, updates = self.samples_per_step, self.training.updates_per_step
+        if samples % updates:
+            raise ValueError(
+                f"training.updates_per_step={updates} does not divide the {samples} samples of a step "
+                "(rollout.prompts_per_step x rollout.group_size)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompts_can_be_shared(self) -> "Settings":
+        if self.training.share_prompts and self.layout.context > 1:
+            raise ValueError(
+                f"training.share_prompts needs sequences that are whole on a rank, and layout.context="
+                f"{self.layout.context} cuts them: set share_prompts=false, or layout.context=1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_timeouts(self) -> "Settings":
+        """Check that an inner wait ends before the outer one, because its error says more."""
+        request, phase = "engine.request_timeout_s", "monitor.phase_timeout_s"
+        limits = {
+            "rollout.group_timeout_s": self.rollout.group_timeout_s,
+            "reward.timeout_s": self.reward.timeout_s,
+            "sync.timeout_s": self.sync.timeout_s,
+            "engine.start_timeout_s": self.engine.start_timeout_s,
+            request: self.engine.request_timeout_s,
+            phase: self.monitor.phase_timeout_s,
+        }
+        for outer, inner in ((request, "rollout.group_timeout_s"), *((phase, name) for name in limits)):
+            if limits[outer] < limits[inner]:
+                raise ValueError(
+                    f"{outer}={limits[outer]:g} is shorter than {inner}={limits[inner]:g}, a wait inside it: "
+                    f"raise it to {limits[inner]:g} or more"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_group_size(self) -> "Settings":
+        if self.rollout.group_size == 1 and self.algorithm.advantage.baseline != "none":
+            raise ValueError(
+                f"rollout.group_size=1 leaves algorithm.advantage.baseline={self.algorithm.advantage.baseline} nothing "
+                "to compare with: set 2 or more, or algorithm: reinforce_pp"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_correct_is_known(self) -> "Settings":
+        if self.algorithm.curriculum.solved_streak and self.reward.correctness_rule is None:
+            raise ValueError(
+                "algorithm.curriculum.solved_streak skips prompts that are answered right, and nothing says what right "
+                "means: set reward.correct to the term that does, or solved_streak=0"
+            )
+        rule = self.algorithm.filter
+        if rule.zero_std != "keep" and rule.metric == "accuracy" and self.reward.correctness_rule is None:
+            raise ValueError(
+                "algorithm.filter.metric=accuracy drops groups that are all right or all wrong, and nothing says what "
+                "right means: set reward.correct to the term that does, or metric=reward"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_overlong_buffer(self) -> "Settings":
+        overlong, limit = self.reward.overlong, self.rollout.max_response_tokens
+        if overlong.weight and overlong.buffer_tokens is not None and overlong.buffer_tokens >= limit:
+            raise ValueError(
+                f"reward.overlong.buffer_tokens={overlong.buffer_tokens} is not below "
+                f"rollout.max_response_tokens={limit}: lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_step_rewards(self) -> "Settings":
+        process = self.algorithm.advantage.level == "process"
+        if process and not self.reward.steps:
+            raise ValueError("advantage.level=process has no step rewards: set reward.steps, or level=outcome")
+        if not process and self.reward.steps and not self.reward.has_outcome:
+            raise ValueError(
+                "reward.steps alone rewards no whole response: set algorithm=grpo_process, or reward.answer"
+            )
+        return self
+
+    @property
+    def samples_per_step(self) -> int:
+        """Return the samples of one step."""
+        return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        """Return the optimizer updates of one step: its parts times the epochs over them."""
+        return self.training.updates_per_step * self.training.epochs
+
+    def eval_set(self, name: str) -> EvalSetConfig:
+        """Return a held-out set with its sampling settings; the rollout's where it has none of its own."""
+        eval_set, rollout = self.data.eval[name], self.rollout
+        return eval_set.model_copy(
+            update={
+                "temperature": rollout.temperature if eval_set.temperature is None else eval_set.temperature,
+                "top_p": eval_set.top_p or rollout.top_p,
+                "max_response_tokens": eval_set.max_response_tokens or rollout.max_response_tokens,
+                "prompts": eval_set.prompts or self.data.eval_prompts,
+            }
+        )
+
+    @property
+    def longest_response(self) -> int:
+        """Return the tokens of the longest response that is sampled, in a step or in an evaluation."""
+        limits = (self.eval_set(name).max_response_tokens for name in self.data.eval)
+        return max(filter(None, [self.rollout.max_response_tokens, *limits]))

@@ -1,0 +1,52 @@
+"""Generated pages are up to date, and the page of the settings names every one of them."""
+
+import re
+
+import pytest
+
+from grpo_mp.config import Settings
+from grpo_mp.pages.__main__ import PAGES, ROOT
+from grpo_mp.pages.markdown import fill, table
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_a_page_is_up_to_date(file: str) -> None:
+    page = PAGES[file]()
+    assert (ROOT / file).read_text(encoding="utf-8") == page, "run python -m grpo_mp.pages"
+    assert not re.search(r"\{\{\w+\}\}", page), "a place that nothing filled"
+
+
+def test_every_setting_stands_on_its_page() -> None:
+    """Against the JSON schema, which pydantic makes of the same types."""
+    schema = Settings.model_json_schema()
+    sections = {"": schema, **schema["$defs"]}
+    page = PAGES["configs/README.md"]()
+    rows = {(row[1], row[2]) for row in re.finditer(r"^\| `(\w+)` \|.*\| (.+) \|$", page, re.MULTILINE)}
+    missing = [
+        name
+        for section in sections.values()
+        for name, setting in section.get("properties", {}).items()
+        if (name, setting["description"].replace("|", "\\|")) not in rows
+    ]
+    assert not missing
+
+
+def test_types_limits_and_defaults_of_some_settings() -> None:
+    page = PAGES["configs/README.md"]()
+    for row in (
+        "| `steps` | integer, > 0 | required |",
+        "| `dtype` | `float32`, `bfloat16` | `bfloat16` |",
+        "| `betas` | list of number, 2 of them | `[0.9, 0.98]` |",
+        "| `virtual_pipeline` | integer or null, >= 2 | `null` |",
+        "| `functions` | mapping of names to number | `{}` |",
+        "| `on_error` | `stop` or number | `stop` |",
+        "| `kl` | section |  |",
+    ):
+        assert row in page
+    assert page.index("## algorithm.kl\n") < page.index("| `coef` |") < page.index("## algorithm.entropy\n")
+    assert "## data.eval.NAME\n" in page
+
+
+def test_a_table_keeps_bars_in_its_cells() -> None:
+    assert table(("a", "b"), [("x|y", "z")]) == "| a | b |\n|---|---|\n| x\\|y | z |\n"
+    assert fill("monitor", metrics="the rows").endswith("\nthe rows")
