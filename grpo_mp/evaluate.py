@@ -1,15 +1,12 @@
-"""Evaluate without training. `python -m grpo_mp.evaluate CONFIG [section.key=value] [--model | --checkpoint FOLDER]`.
+"""Evaluate without training: `grpo-mp evaluate`, or `torchrun ... -m grpo_mp.evaluate` with the same arguments.
 
-Alone, with torchrun, or with `grpo_mp.launch --evaluate`. Reads `data.eval` and the rewards of a settings file; a
-run's own settings.yaml is one. A Hugging Face folder is loaded by the engines; for a checkpoint the policy is built as
+A Hugging Face folder is loaded by the engines; for a checkpoint the policy is built as
 for training, and gives the engines its weights.
 """
 
 import argparse
-import os
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,13 +23,12 @@ from grpo_mp.errors import UserError
 from grpo_mp.evaluation.files import write_scores
 from grpo_mp.evaluation.plot import plot_pass_at_k, write_svg
 from grpo_mp.monitor.samples import add_samples
-from grpo_mp.platform.device_check import check_device
+from grpo_mp.options import evaluate_parser
 from grpo_mp.platform.warnings import silence_known_warnings
-from grpo_mp.rollout.ports import claim_port
 from grpo_mp.rollout.rollout import reads_weights
 from grpo_mp.train import sync_weights
-from grpo_mp.trainer.command_line import Parser
-from grpo_mp.trainer.context import local_ranks, open_engines_only, open_train_context
+from grpo_mp.trainer.command_line import started_job
+from grpo_mp.trainer.context import open_engines_only, open_train_context
 from grpo_mp.trainer.evaluation import Evaluation, Evaluator
 from grpo_mp.trainer.exit import exit_on_error
 from grpo_mp.trainer.preflight import Inputs, check_and_read_evaluation
@@ -61,14 +57,14 @@ class EvaluationJob:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: `python -m grpo_mp.evaluate --help`."""
+    """Command line: `grpo-mp evaluate --help`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with exit_on_error():
         silence_known_warnings()
-        job = read_command(_parser().parse_intermixed_args(arguments))
-        with single_process_job():
-            check_device(int(os.environ.get("LOCAL_RANK", 0)))
-            inputs = check_and_read_evaluation(job.settings, *local_ranks(), job.needs_policy)
+        args = evaluate_parser().parse_intermixed_args(arguments)
+        job = read_command(args)
+        with started_job(args.ranks) as (world_size, ranks_per_node):
+            inputs = check_and_read_evaluation(job.settings, world_size, ranks_per_node, job.needs_policy)
             run(job, inputs)
 
 
@@ -124,23 +120,6 @@ def evaluate_and_report(job: EvaluationJob, evaluator: Evaluator) -> None:
     dist.barrier(group=parallel.cpu_group)
 
 
-@contextmanager
-def single_process_job() -> Iterator[None]:
-    """Make this process a job of one rank where no launcher started it."""
-    if "RANK" in os.environ:
-        yield
-        return
-    claim = claim_port()
-    environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": claim.port}
-    os.environ.update({name: str(value) for name, value in environment.items()} | {"MASTER_ADDR": "127.0.0.1"})
-    try:
-        yield
-    finally:
-        for name in (*environment, "MASTER_ADDR"):
-            del os.environ[name]
-        claim.release()
-
-
 def _write_results(job: EvaluationJob, evaluation: Evaluation) -> None:
     folder = job.settings.run.folder
     description = {
@@ -166,17 +145,6 @@ def _join_files(parts: Sequence[Path], target: Path) -> None:
         for part in parts:
             file.write(part.read_bytes())
             part.unlink()
-
-
-def _parser() -> Parser:
-    parser = Parser(prog="grpo_mp.evaluate", description="Answer the held-out problems of data.eval, without training.")
-    parser.add_argument("config", type=Path, help="settings file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file's")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", type=Path, help="a Hugging Face or converted folder (default: model.path)")
-    source.add_argument("--checkpoint", type=Path, help="RUN/checkpoints/step_N of a run of these settings")
-    parser.add_argument("--out", type=Path, help="folder for the results (default: run.folder/evaluate/NAME)")
-    return parser
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def run(settings: Settings, inputs: Inputs) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: `python -m grpo_mp.train --help`."""
+    """Command line: `grpo-mp train --help`."""
     run_command(run, arguments)
 
 

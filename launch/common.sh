@@ -19,9 +19,10 @@ if [ -n "${SITE:-}" ]; then
 fi
 python=${VENV:-.venv}/bin/python
 MOST_RESUBMITS=3
+submitted=("$@")
 
 start() {
-  config=$1
+  config=${1:?give a settings file}
   arguments=()
   local argument dry_run=no
   for argument in "${@:2}"; do
@@ -46,15 +47,15 @@ start() {
   train
 }
 
-# Nodes and ranks on each: of the allocation, or as the script's own #SBATCH lines ask for.
+# Nodes and ranks on each: of the allocation, or NODES, or as the script's own #SBATCH lines ask for.
 choose_size() {
   local count
   if [ -n "${SLURM_JOB_ID:-}" ]; then
     nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
     per_node=${SLURM_NTASKS_PER_NODE:-$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))}
   else
-    count=$(sed -n 's/^#SBATCH --nodes=//p' "$0")
-    per_node=$(sed -n 's/^#SBATCH --ntasks-per-node=//p' "$0")
+    count=${NODES:-$(sed -n 's/^#SBATCH.* --nodes=\([0-9]*\).*/\1/p' "$0")}
+    per_node=$(sed -n 's/^#SBATCH.* --ntasks-per-node=\([0-9]*\).*/\1/p' "$0")
     nodes=$(seq -f 'node%g' -s, 0 $((count - 1)))
   fi
 }
@@ -141,7 +142,7 @@ resubmit_without_bad_nodes() {
   export EXCLUDED=$bad RESUBMITS=$((${RESUBMITS:-0} + 1))
   [ "$RESUBMITS" -le "$MOST_RESUBMITS" ] || fail "$RESUBMITS times nodes were bad, now $bad: mend them"
   sbatch --exclude="$bad" --nodes="$SLURM_JOB_NUM_NODES" --partition="$SLURM_JOB_PARTITION" \
-    ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} "$(script_path)" "${arguments[@]}" ||
+    ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} "$(script_path)" "${submitted[@]}" ||
     fail "no job without $bad could be submitted"
   exit 3
 }

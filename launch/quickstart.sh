@@ -10,16 +10,16 @@ run=${RUN:-runs/quickstart}
 model=checkpoints/tiny_deepseek_v3_seed$seed
 data=data/arithmetic_seed$seed
 venv=${VENV:-.venv}
-python=$venv/bin/python
+grpo_mp=$venv/bin/grpo-mp
 
 bash launch/install.sh "$venv"
 
 if [ ! -f "$model/config.json" ]; then
   echo "quickstart: makes a tiny DeepSeek-V3 and teaches it the form of an answer (two minutes)"
-  "$python" tools/make_tiny.py --family deepseek_v3 --out "$model" --data "$data" --seed "$seed" --cold-start 0.4
+  "$grpo_mp" make-tiny --family deepseek_v3 --out "$model" --data "$data" --seed "$seed" --cold-start 0.4
 fi
 
 echo "quickstart: GRPO with two ranks and two engines; engine logs are in $run/logs"
-"$python" -m grpo_mp.launch --ranks 2 configs/tiny_moe.yaml \
+"$grpo_mp" train configs/tiny_moe.yaml --ranks 2 \
   "run.folder=$run" "run.seed=$seed" "model.path=$model" \
   "data.train=$data/train.jsonl" "data.eval={arithmetic: {path: $data/eval.jsonl, samples: 4}}" "$@"

@@ -1,10 +1,6 @@
 #!/usr/bin/env bash
 # The quickstart's settings on two nodes of one CPU rank each: sbatch launch/tiny_moe.sh [section.key=value ...]
-#SBATCH --job-name=tiny_moe
-#SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --signal=B:USR1@120
+#SBATCH --job-name=tiny_moe --nodes=2 --ntasks-per-node=1
+#SBATCH --requeue --open-mode=append --signal=B:USR1@120
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}" && source launch/common.sh
 start configs/tiny_moe.yaml "$@"

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from grpo_mp.config import LayoutConfig
+from grpo_mp.distributed.coordinates import data_parallel
 from grpo_mp.errors import UserError
 
 
@@ -105,6 +106,11 @@ def nearest_layout(layout: LayoutConfig, model: ModelShape, world_size: int) -> 
 def describe(layout: LayoutConfig) -> str:
     """Return 'tensor=2, pipeline=1, ...', as in the settings file."""
     return ", ".join(f"{name}={value}" for name, value in layout.model_dump().items() if value is not None)
+
+
+def describe_parallelism(layout: LayoutConfig, world_size: int) -> str:
+    """Return the layout with the data parallelism that `world_size` ranks leave: 'tensor=2, ..., data=4'."""
+    return f"{describe(layout)}, data={data_parallel(layout, world_size)}"
 
 
 def _candidates(layout: LayoutConfig, model: ModelShape, world_size: int) -> Iterator[LayoutConfig]:

@@ -1,1 +1,1 @@
-"""Start ranks: on one machine (`python -m grpo_mp.launch`), and as Slurm tasks, for the scripts of launch/."""
+"""Start ranks: on one machine (local.py), and as Slurm tasks, for the batch scripts of the folder launch/."""

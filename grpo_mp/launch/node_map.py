@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from grpo_mp.config import Settings
-from grpo_mp.distributed.coordinates import data_parallel
-from grpo_mp.distributed.layout import describe
+from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.errors import UserError
 from grpo_mp.rollout.placement import EnginePlacement, engine_placements
 
@@ -23,7 +22,7 @@ def node_map(settings: Settings, nodes: Sequence[str], ranks_per_node: int) -> s
             f"nodes of {ranks_per_node} ranks, the allocation has {len(nodes)}: ask for more with sbatch --nodes"
         )
     placements = engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
-    lines = [f"{world_size} ranks; layout: {describe(layout)}, data={data_parallel(layout, world_size)}"]
+    lines = [f"{world_size} ranks; layout: {describe_parallelism(layout, world_size)}"]
     for index, name in enumerate(nodes):
         ranks = range(index * ranks_per_node, (index + 1) * ranks_per_node)
         engines = [_describe_engine(placement) for placement in placements if placement.rank in ranks]

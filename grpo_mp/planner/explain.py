@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from grpo_mp.distributed.layout import describe
+from grpo_mp.config import Settings
+from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.planner.job import Job
 from grpo_mp.rollout.placement import engine_hosts, engine_placements
 
@@ -25,14 +26,21 @@ def explain(job: Job) -> str:
     return "\n".join(f"- {line}" for line in (*_step(job), *_placement(job), *_numerics(job), environment))
 
 
-def _step(job: Job) -> Iterator[str]:
-    settings, rollout, training = job.settings, job.settings.rollout, job.settings.training
+def describe_step(settings: Settings) -> str:
+    """Return how many samples and updates a step has."""
+    rollout, training = settings.rollout, settings.training
     samples, epochs, updates = settings.samples_per_step, training.epochs, settings.optimizer_steps_per_step
-    yield (
+    return (
         f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {samples:,} samples, "
         f"{updates} update{'s' * (updates > 1)} of {samples // training.updates_per_step:,}"
-        f"{f' in {epochs} passes' * (epochs > 1)}; {settings.run.steps} steps in all"
+        f"{f' in {epochs} passes' * (epochs > 1)}"
     )
+
+
+def _step(job: Job) -> Iterator[str]:
+    settings, rollout, training = job.settings, job.settings.rollout, job.settings.training
+    samples, updates = settings.samples_per_step, settings.optimizer_steps_per_step
+    yield f"{describe_step(settings)}; {settings.run.steps} steps in all"
     stale = f"those of its last update are {updates - 1} updates old" if updates > 1 else "none is stale"
     yield f"staleness: a step samples from the weights before its first update; {stale}"
     yield (
@@ -47,9 +55,9 @@ def _step(job: Job) -> Iterator[str]:
 def _placement(job: Job) -> Iterator[str]:
     layout, engine, parallelism = job.settings.layout, job.settings.engine, job.engine_parallelism
     yield (
-        f"trainer: all {job.world_size} GPUs of {job.nodes} nodes; {describe(layout)}, data={job.dp_size}; "
+        f"trainer: all {job.world_size} GPUs of {job.nodes} nodes; {describe_parallelism(layout, job.world_size)}; "
         f"the optimizer of dense parameters over {job.dense_shards} ranks, of experts over {job.expert_shards}; "
-        f" {', '.join(str(len(layers)) for layers in job.stage_layers)}"
+        f"layers of the stages: {', '.join(str(len(layers)) for layers in job.stage_layers)}"
     )
     hosts = engine_hosts(engine_placements(job.world_size, job.gpus_per_node, engine.gpus, engine.count))
     replicas = parallelism.replicas

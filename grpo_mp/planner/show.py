@@ -1,18 +1,40 @@
-"""Print a plan as tables on a terminal."""
+"""Plan a job or search its layouts, and print the result as tables on a terminal."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console, Group
 from rich.table import Table
 
-from grpo_mp.distributed.layout import describe
+from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.planner.clusters import GIB, describe_rates
 from grpo_mp.planner.feasibility import Feasibility, check_fits
+from grpo_mp.planner.job import Job
 from grpo_mp.planner.memory import BytesByKind, SubPhase, total
-from grpo_mp.planner.plan import Plan
+from grpo_mp.planner.meta_model import check_parameter_counts
+from grpo_mp.planner.plan import Plan, make_plan
 from grpo_mp.planner.ppo_comparison import grpo_models, ppo_models
 from grpo_mp.planner.resource_use import GIGA
-from grpo_mp.planner.search import SearchResult, plan_to_yaml
+from grpo_mp.planner.search import SearchResult, plan_to_yaml, search_layouts
+
+
+def plan_and_show(job: Job, ppo: bool, console: Console) -> bool:
+    """Print the plan of a job, and with `ppo` the models of PPO beside it; tell whether it fits. Raises UserError."""
+    check_parameter_counts(job)
+    plan = make_plan(job)
+    feasibility = check_fits(plan)
+    show_plan(plan, feasibility, console)
+    if ppo:
+        show_models(plan, console)
+    return feasibility.fits
+
+
+def search_and_show(job: Job, console: Console) -> bool:
+    """Print the best layouts for a job; tell whether any fits. Raises UserError."""
+    result = search_layouts(job)
+    for plan in result.best:
+        check_parameter_counts(plan.job)
+    show_search_result(result, console)
+    return bool(result.best)
 
 
 def show_plan(plan: Plan, feasibility: Feasibility, console: Console) -> None:
@@ -68,7 +90,7 @@ def _parameter_table(plan: Plan) -> Table:
         (str(stage), str(len(layers)), f"{count.dense:,}", f"{count.expert:,}", f"{count.total:,}")
         for stage, (layers, count) in enumerate(zip(job.stage_layers, job.parameter_counts, strict=True))
     ]
-    title = f"Parameters of one rank ({describe(job.settings.layout)}, data={job.dp_size})"
+    title = f"Parameters of one rank ({describe_parallelism(job.settings.layout, job.world_size)})"
     return _table(title, ("stage", "layers", "dense", "routed experts", "in all"), rows)
 
 

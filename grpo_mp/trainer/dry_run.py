@@ -1,8 +1,8 @@
 """Describe what a run would do. Pure."""
 
 from grpo_mp.config import Settings, dump_settings
-from grpo_mp.distributed.coordinates import data_parallel
-from grpo_mp.distributed.layout import describe
+from grpo_mp.distributed.layout import describe_parallelism
+from grpo_mp.planner.explain import describe_step
 from grpo_mp.rollout.placement import engine_hosts, engine_placements
 from grpo_mp.trainer.preflight import Inputs
 
@@ -11,17 +11,16 @@ def describe_run(settings: Settings, inputs: Inputs, world_size: int, ranks_per_
     """Return the resolved settings as YAML, then the facts that follow from them."""
     rollout, training = settings.rollout, settings.training
     hosts = engine_hosts(engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count))
-    dp_size = data_parallel(settings.layout, world_size)
+    layout = describe_parallelism(settings.layout, world_size)
     samples = {name: eval_set.samples for name, eval_set in settings.data.eval.items()}
     evals = [_describe_eval(name, len(prompts), samples[name]) for name, prompts in inputs.evals.items()]
     facts = [
-        f"ranks: {world_size}, {ranks_per_node} on each node; layout: {describe(settings.layout)}, data={dp_size}",
+        f"ranks: {world_size}, {ranks_per_node} on each node; layout: {layout}",
         f"engines: {len(hosts)} x {settings.engine.gpus} rank(s), hosted by ranks {hosts}",
         f"train prompts: {len(inputs.train)} ({inputs.train.left_out} longer than the limit left out); eval: "
         f"{', '.join(evals) or 'none'}",
         *inputs.overlaps(),
-        f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {settings.samples_per_step} samples, "
-        f"{settings.optimizer_steps_per_step} update(s) of {settings.samples_per_step // training.updates_per_step}",
+        describe_step(settings),
         f"longest sequence: {rollout.max_prompt_tokens} + {rollout.max_response_tokens} tokens; "
         f"micro-batches of up to {training.max_tokens_per_microbatch} tokens",
         *(f"warning: {text}" for text in inputs.warnings),

@@ -1,9 +1,8 @@
-"""The command line of tools/convert.py: what it prints, and its exit status."""
+"""The command line of `grpo-mp convert`: what it prints, and its exit status."""
 
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from grpo_mp.checkpoint.hf_reader import INDEX
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
-from tools.convert import main
+from tests.cli.command import run_command
 
 RunTool = Callable[..., tuple[int, str]]
 
@@ -26,12 +25,8 @@ def run_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_info:
-            main()
-        printed = capsys.readouterr()
-        return int(exit_info.value.code or 0), printed.out + printed.err
+        result = run_command(capsys, "convert", *arguments)
+        return result.status, result.out + result.err
 
     return run
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-LAUNCH = (sys.executable, "-m", "grpo_mp.launch", "--ranks", "2")
+LAUNCH = (sys.executable, "-m", "grpo_mp", "train", "--ranks", "2")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "grpo_mp.train")
 ALONE = (sys.executable, "-m", "grpo_mp.train")
 MARK = "GRPO_MP_TEST_JOB"  # in the environment of every process of a job

@@ -109,8 +109,8 @@ def test_ctrl_c_ends_ranks_and_engines(start_job: StartJob, tmp_path: Path) -> N
     assert result.left == []
 
 
-def test_without_a_launcher_the_way_to_start_is_said(start_job: StartJob, tiny_run: TinyRun) -> None:
-    result = outcome(start_job(command=ALONE))
+def test_without_a_launcher_the_job_has_one_rank(start_job: StartJob, tiny_run: TinyRun) -> None:
+    result = outcome(start_job("layout.expert=2", command=ALONE))
     assert result.status == 2
-    assert result.err.startswith("error: no launcher started this process: use `torchrun ")
+    assert result.err.startswith("error: layout: expert_tensor x expert x pipeline = 2 does not divide the 1 ranks")
     assert not (tiny_run.folder / "run").exists()

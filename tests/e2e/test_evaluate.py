@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_mp.checkpoint.run_state import SETTINGS, checkpoint_folder
 from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.config import dump_settings
-from grpo_mp.evaluate import _parser, read_command
+from grpo_mp.evaluate import read_command
+from grpo_mp.options import evaluate_parser
 from tests.conftest import EVAL_PROMPTS, TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
 
-LAUNCHED = (sys.executable, "-m", "grpo_mp.launch", "--ranks", "2", "--evaluate")
+LAUNCHED = (sys.executable, "-m", "grpo_mp", "evaluate", "--ranks", "2")
 UPDATES = LAST_STEP * 2
 RESPONSE_TOKENS = 16
 GREEDY = "data.eval.arithmetic.temperature=0"
@@ -96,7 +97,7 @@ def without_checkpoint(
     shutil.copytree(finished_run.folder / "run" / "checkpoints", out / "checkpoints")
     reward = f"reward.functions={{{folder / 'reward.py'}:fragile: 1.0}}"
     arguments = [GREEDY, reward, "reward.on_error=0.0", "--model", str(folder / "megatron"), "--out", str(out)]
-    settings = read_command(_parser().parse_intermixed_args([str(tiny_run.config), *arguments])).settings
+    settings = read_command(evaluate_parser().parse_intermixed_args([str(tiny_run.config), *arguments])).settings
     (out / SETTINGS).write_text(dump_settings(settings))
     ended = outcome(start_job(*arguments, command=LAUNCHED))
     assert (ended.status, ended.err, ended.left) == (0, "", [])

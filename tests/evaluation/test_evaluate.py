@@ -15,9 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_mp.evaluate import _parser, main, read_command
+from grpo_mp.evaluate import main, read_command
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import BOXED, END, make_tokenizer
+from grpo_mp.options import evaluate_parser
 from tests.conftest import TinyRun
 
 CHANCES = {"2": 0.5, "3": 0.3, "4": 0.2}
@@ -160,7 +161,7 @@ def test_a_policy_is_built_where_engines_cannot_read_the_folder(
     """A converted folder, and one of FP8 on a CPU: an engine would start with random weights."""
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     damage(folder)
-    command = _parser().parse_args([str(tiny_run.config), "--model", str(folder)])
+    command = evaluate_parser().parse_args([str(tiny_run.config), "--model", str(folder)])
     assert read_command(command).needs_policy == needed
 
 
@@ -175,7 +176,7 @@ def change_config(folder: Path, **values: Any) -> None:
         (["data.eval={}"], "data.eval names no set: add one, as data.eval.NAME=FILE"),
         (["--checkpoint", "nowhere"], "nowhere: no whole checkpoint, manifest.json is missing: give RUN/checkpoints/"),
         (["--model", "nowhere"], "nowhere/config.json does not exist: model.path must be a Hugging Face folder"),
-        (["--model", "a", "--checkpoint", "b"], "not allowed with argument --model: see `python -m grpo_mp.evaluate -"),
+        (["--model", "a", "--checkpoint", "b"], "not allowed with argument --model: see `grpo-mp evaluate -"),
         (["data.eval.arithmetic.path=none.jsonl"], "none.jsonl: no such file"),
     ],
 )

@@ -1,6 +1,7 @@
 """Dry runs of batch scripts, without Slurm; every settings file has a script."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted(path for path in (ROOT / "launch").glob("*.sh") if "\n#SBATCH" in path.read_text())
+BATCH_SCRIPTS = {path for path in (ROOT / "launch").glob("*.sh") if "\n#SBATCH" in path.read_text()}
+SCRIPTS = sorted(BATCH_SCRIPTS - {ROOT / "launch" / "slurm.sh"})
 
 
 def dry_run(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -26,8 +28,7 @@ def dry_run(script: Path, *arguments: str, **environment: str) -> subprocess.Com
 def test_dry_run_shows_settings_nodes_environment_and_commands(script: Path) -> None:
     process = dry_run(script, "run.steps=7")
     assert (process.returncode, process.stderr) == (0, "")
-    lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH --") and "=" in line]
-    options = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in lines)
+    options = dict(re.findall(r" --(nodes|ntasks-per-node)=(\S+)", script.read_text()))
     nodes, per_node = int(options["nodes"]), int(options["ntasks-per-node"])
     assert "steps: 7" in process.stdout
     assert f"{nodes * per_node} ranks; layout: " in process.stdout

@@ -34,7 +34,8 @@ def test_launcher_reports_ranks_that_exit_early(tiny_run: TinyRun, tmp_path: Pat
 
 
 def test_ranks_that_finish_leave_marks(tiny_run: TinyRun, tmp_path: Path) -> None:
-    command = [*LAUNCH, str(tiny_run.config), f"run.folder={tmp_path / 'run'}", "--dry-run"]
+    start = [sys.executable, "-m", "grpo_mp.launch", "--ranks", "2"]  # hands --dry-run on to the ranks
+    command = [*start, str(tiny_run.config), f"run.folder={tmp_path / 'run'}", "--dry-run"]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (0, "")
 

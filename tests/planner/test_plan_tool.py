@@ -1,8 +1,8 @@
-"""tools/plan.py: every recipe fits its machines; bad input is one sentence; a search finds what fits."""
+"""`grpo-mp plan`: every recipe fits its machines; bad input is one sentence; a search finds what fits."""
 
 import re
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,10 +24,12 @@ from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.ppo_comparison import grpo_models, ppo_models
 from grpo_mp.planner.search import plan_to_yaml, search_layouts
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
+from tests.cli.command import Result, run_command
 from tests.planner.jobs import job_of
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"tools/plan\.py (\S+) --cluster (\S+) --nodes (\d+)")
+Plan = Callable[..., Result]
 RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "tiny_moe"]
 
 
@@ -50,38 +52,35 @@ def test_cluster_profiles_load(name: str) -> None:
     assert cluster.matmul_tflops(fp8=False) > 0
 
 
-def run_plan_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "plan.py"), *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plan:
+    """Run `grpo-mp plan` in the root of the repository."""
+    monkeypatch.chdir(ROOT)
+    return partial(run_command, capsys, "plan")
 
 
-def test_plan_says_whether_it_fits() -> None:
-    process = run_plan_tool("configs/moe_671b.yaml", "--nodes", "16", "--ppo")
-    assert process.returncode == 0, process.stderr
-    assert "16 x 8 x h100-80: fits. rank" in process.stdout
-    assert "the published deepseek-r1" in process.stdout
-    assert "multi-token-prediction layer is not part of the policy" in process.stdout
-    assert "Models of PPO" in process.stdout
+def test_plan_says_whether_it_fits(plan: Plan) -> None:
+    result = plan("configs/moe_671b.yaml", "--nodes", "16", "--ppo")
+    assert result.status == 0, result.err
+    assert "16 x 8 x h100-80: fits. rank" in result.out
+    assert "the published deepseek-r1" in result.out
+    assert "multi-token-prediction layer is not part of the policy" in result.out
+    assert "Models of PPO" in result.out
 
 
-def test_tiny_recipe_is_planned_from_its_generated_model(tmp_path: Path) -> None:
+def test_tiny_recipe_is_planned_from_its_generated_model(plan: Plan, tmp_path: Path) -> None:
     make_tiny(tmp_path, "deepseek_v3", make_tokenizer([]))
     size = ["--nodes", "1", "--gpus-per-node", "2", "--model-config", str(tmp_path)]
-    process = run_plan_tool("configs/tiny_moe.yaml", *size)
-    assert process.returncode == 0, process.stderr
-    assert "1 x 2 x h100-80: fits. rank" in process.stdout
+    result = plan("configs/tiny_moe.yaml", *size)
+    assert result.status == 0, result.err
+    assert "1 x 2 x h100-80: fits. rank" in result.out
 
 
-def test_explain_command() -> None:
-    process = run_plan_tool("explain", "configs/moe_671b.yaml", "--nodes", "16")
-    assert process.returncode == 0, process.stderr
-    assert "128 prompts x 8 = 1,024 samples, 4 updates of 256" in process.stdout
-    assert "those of its last update are 3 updates old" in process.stdout
+def test_explain_command(plan: Plan) -> None:
+    result = plan("explain", "configs/moe_671b.yaml", "--nodes", "16")
+    assert result.status == 0, result.err
+    assert "128 prompts x 8 = 1,024 samples, 4 updates of 256" in result.out
+    assert "those of its last update are 3 updates old" in result.out
 
 
 @pytest.mark.parametrize(
@@ -111,16 +110,14 @@ def test_explain_command() -> None:
         (["model.path=checkpoints/unknown"], "no config published under that name is known"),
         (["--cluster", "h100-81"], r"no such profile \(did you mean h100-80\?\)"),
         (["--cluster", "a100-80"], "the plan needs fp8_tflops, which the profile lacks"),
-        (["--nodes", "0"], "--nodes 0: give at least one"),
+        (["--nodes", "0"], "--nodes: give at least one, not 0"),
     ],
 )
-def test_bad_input_ends_with_one_sentence(arguments: list[str], sentence: str) -> None:
-    process = run_plan_tool(
-        "configs/moe_671b.yaml", *(["--nodes", "16"] if "--nodes" not in arguments else []), *arguments
-    )
-    assert process.returncode == 2
-    assert re.search(sentence, process.stderr), process.stderr
-    assert "Traceback" not in process.stderr
+def test_bad_input_ends_with_one_sentence(plan: Plan, arguments: list[str], sentence: str) -> None:
+    result = plan("configs/moe_671b.yaml", *(["--nodes", "16"] if "--nodes" not in arguments else []), *arguments)
+    assert result.status == 2
+    assert re.search(sentence, result.err), result.err
+    assert result.err.count("\n") == 1
 
 
 def test_missing_number_of_a_profile_is_named(tmp_path: Path) -> None:

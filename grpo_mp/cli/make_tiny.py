@@ -1,6 +1,6 @@
 """Make a tiny model and its task: an ordinary Hugging Face folder, and arithmetic word problems in GSM8K's format.
 
-    python tools/make_tiny.py --family deepseek_v3 --out checkpoints/tiny_deepseek_v3 --data data/arithmetic
+    grpo-mp make-tiny --family deepseek_v3 --out checkpoints/tiny_deepseek_v3 --data data/arithmetic
 
 With --cold-start P the random model gets supervised steps on worked examples until it answers held-out problems
 with probability P. Half of the examples (--slips) contain a careless slip, so the policy learns the method and the
@@ -11,13 +11,12 @@ import argparse
 import os
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from grpo_mp.config import exit_with
-from grpo_mp.errors import UserError
 from grpo_mp.examples.arithmetic import (
     TEMPLATES,
     Problem,
@@ -30,21 +29,20 @@ from grpo_mp.examples.arithmetic import (
 from grpo_mp.examples.cold_start import ColdStartStep, Recipe, cold_start
 from grpo_mp.examples.tiny_models import SHAPES, make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.options import Parser
 from grpo_mp.platform.warnings import silence_known_warnings
 
 
-def main() -> None:
-    """Run the command line; see the text above."""
-    args = _parser().parse_args()
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line, see the text above; return the exit status. Raises UserError."""
+    args = _parser().parse_args(arguments)
     silence_known_warnings()
     torch.set_num_threads(args.threads)
-    try:
-        train, held_out = make_problems(args.train, args.eval, args.seed, args.largest, tuple(args.kinds))
-        write_jsonl(train, args.data / "train.jsonl")
-        write_jsonl(held_out, args.data / "eval.jsonl")
-        _make_model(args, train)
-    except UserError as error:
-        exit_with(error)
+    train, held_out = make_problems(args.train, args.eval, args.seed, args.largest, tuple(args.kinds))
+    write_jsonl(train, args.data / "train.jsonl")
+    write_jsonl(held_out, args.data / "eval.jsonl")
+    _make_model(args, train)
+    return 0
 
 
 def _make_model(args: argparse.Namespace, train: list[Problem]) -> None:
@@ -70,8 +68,8 @@ def _make_model(args: argparse.Namespace, train: list[Problem]) -> None:
     console.print(f"after the cold start: {args.out}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser() -> Parser:
+    parser = Parser("grpo-mp make-tiny", __doc__)
     parser.add_argument("--family", choices=sorted(SHAPES), default="deepseek_v3")
     parser.add_argument("--out", type=Path, default=Path("checkpoints/tiny_deepseek_v3"), help="the model's folder")
     parser.add_argument("--data", type=Path, default=Path("data/arithmetic"), help="folder of train and eval.jsonl")
@@ -85,7 +83,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=200, help="most supervised steps")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     return parser
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,159 @@
+"""Convert checkpoints, look at them and compare them; memory stays bounded whatever the model's size.
+
+    grpo-mp convert info PATH
+    grpo-mp convert check A B --tolerance 1e-6
+    grpo-mp convert check A B --logits
+    grpo-mp convert to-megatron SRC DST
+    grpo-mp convert to-hf SRC DST --fp8 --like HF_FOLDER
+
+`info` says what a Hugging Face folder or a checkpoint of a run holds. `check` compares two of them, Hugging Face
+or converted: names, shapes, dtypes and values, one line per difference, the worst first, exit status 1 where there is
+one. With --logits it runs both on the same tokens in float32, by transformers or by Megatron, and compares the logits.
+`to-megatron` writes the torch_dist format that any layout loads, with config and tokenizer beside the weights.
+`to-hf` takes such a folder, or a step of a run with --like for config and tokenizer. Both go on where an earlier
+start was stopped; DST appears under its name only when it is whole. torchrun --nproc-per-node 4 -m grpo_mp convert
+... divides the work over processes.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from grpo_mp.checkpoint.compare import compare
+from grpo_mp.checkpoint.describe import describe_hf, is_torch_dist
+from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback
+from grpo_mp.checkpoint.worker_group import WorkerGroup
+from grpo_mp.errors import USER_STATUS, UserError
+from grpo_mp.options import Parser
+from grpo_mp.platform.warnings import silence_known_warnings
+
+DIFFERENT = 1  # exit status
+LOGIT_TOLERANCE = 2e-6  # float32 rounding of either side
+TOLERANCES = f"of values (default 0: bit for bit), of logits relative to the largest (default {LOGIT_TOLERANCE:g})"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line, see the module's text; return the exit status. Raises UserError."""
+    args = _parser().parse_args(arguments)
+    silence_known_warnings()
+    status: int = args.run(args, Console(highlight=False, soft_wrap=True))
+    return status
+
+
+def _info(args: argparse.Namespace, console: Console) -> int:
+    table = Table.grid(padding=(0, 2))
+    for row in _describe(args.path).items():
+        table.add_row(*row)
+    console.print(table)
+    return 0
+
+
+def _describe(path: Path) -> dict[str, str]:
+    if not is_torch_dist(path):
+        return describe_hf(path).rows()
+    from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist  # Megatron is slow to import
+
+    return describe_torch_dist(path)
+
+
+def _check(args: argparse.Namespace, console: Console) -> int:
+    if args.logits:
+        return _check_logits(args, console)
+    from grpo_mp.checkpoint.converted_reader import open_weights
+
+    with open_weights(args.one, verify=True) as left, open_weights(args.other, verify=True) as right:
+        differences = compare(left, right, args.tolerance or 0.0)
+    for difference in differences:
+        console.print(f"{difference.name}: {difference.description}")
+    return DIFFERENT if differences else 0
+
+
+def _check_logits(args: argparse.Namespace, console: Console) -> int:
+    from grpo_mp.trainer.compare_logits import compare_logits
+
+    difference = compare_logits(args.one, args.other)
+    console.print(f"logits differ by {difference:.2e} of the largest")
+    tolerance = LOGIT_TOLERANCE if args.tolerance is None else args.tolerance
+    return 0 if difference <= tolerance else DIFFERENT
+
+
+def _to_megatron(args: argparse.Namespace, console: Console) -> int:
+    from torch.serialization import set_crc32_options
+
+    from grpo_mp.checkpoint.to_megatron import to_megatron
+
+    set_crc32_options(False)  # slow; conversion.json has a checksum of every file
+    with _workers() as workers, _progress(console, args.destination, workers) as report_progress:
+        to_megatron(args.source, args.destination, report_progress, args.part_bytes, workers)
+    return 0
+
+
+def _to_hf(args: argparse.Namespace, console: Console) -> int:
+    from grpo_mp.checkpoint.to_hf import to_hf
+
+    with _workers() as workers, _progress(console, args.destination, workers) as report_progress:
+        to_hf(args.source, args.destination, args.like, args.fp8, report_progress, args.part_bytes, workers)
+    return 0
+
+
+@contextmanager
+def _workers() -> Iterator[WorkerGroup]:
+    """Open the group of processes that convert together; only the first that fails with a UserError reports it."""
+    workers = WorkerGroup.of_job()
+    try:
+        yield workers
+    except UserError:
+        if workers.elects_itself():
+            raise
+        raise SystemExit(USER_STATUS) from None
+
+
+@contextmanager
+def _progress(console: Console, destination: Path, workers: WorkerGroup) -> Iterator[ProgressCallback]:
+    """Show a bar with speed and time left, and at the end where the result is; on the first rank only."""
+    if workers.rank:
+        yield lambda written, total: None
+        return
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
+        task = progress.add_task(destination.name, total=None)
+
+        def report_progress(written: int, total: int) -> None:
+            progress.update(task, advance=written, total=total)
+
+        yield report_progress
+    console.print(f"whole: {destination}")
+
+
+def _parser() -> Parser:
+    parser = Parser("grpo-mp convert", __doc__)
+    commands = parser.add_subparsers(required=True)
+    info = commands.add_parser("info", help="what a folder holds")
+    info.add_argument("path", type=Path)
+    info.set_defaults(run=_info)
+    check = commands.add_parser("check", help="compare two folders, Hugging Face or converted")
+    check.add_argument("one", type=Path)
+    check.add_argument("other", type=Path)
+    check.add_argument("--logits", action="store_true", help="run both on the same tokens and compare what they say")
+    check.add_argument("--tolerance", type=float, help=f"largest difference that passes: {TOLERANCES}")
+    check.set_defaults(run=_check)
+    _conversions(commands)
+    return parser
+
+
+def _conversions(commands: "argparse._SubParsersAction[Parser]") -> None:
+    megatron = commands.add_parser("to-megatron", help="Hugging Face folder -> torch_dist")
+    megatron.set_defaults(run=_to_megatron)
+    hf = commands.add_parser("to-hf", help="torch_dist -> Hugging Face folder")
+    hf.add_argument("--fp8", action="store_true", help="write blockwise FP8")
+    hf.add_argument("--like", type=Path, help="folder of config, tokenizer, and FP8 bytes of what did not change")
+    hf.set_defaults(run=_to_hf)
+    for command in (megatron, hf):
+        command.add_argument("source", type=Path)
+        command.add_argument("destination", type=Path)
+        command.add_argument("--part-bytes", type=int, default=PART_BYTES, help="written at once, a file each")

@@ -1,0 +1,59 @@
+"""Run `grpo-mp COMMAND ...`; a command's module is imported only when it runs, since torch is slow to import."""
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
+
+import grpo_mp
+from grpo_mp.errors import UserError, nearest
+
+# What runs a command, and its line in the help. Functions take the arguments and return the exit status.
+COMMANDS = {
+    "train": ("grpo_mp.cli.run:train", "train a policy; --ranks N starts N ranks on this machine"),
+    "evaluate": ("grpo_mp.cli.run:evaluate", "score a model or a checkpoint on held-out problems"),
+    "launch": ("grpo_mp.cli.launch:main", "submit a run to Slurm, or show what would be submitted"),
+    "plan": ("grpo_mp.cli.plan:main", "memory and time of a run, before the machines are booked"),
+    "convert": ("grpo_mp.cli.convert:main", "convert checkpoints, look at them, compare them"),
+    "make-tiny": ("grpo_mp.cli.make_tiny:main", "make a tiny model and its task, as the quickstart does"),
+}
+MORE = "`grpo-mp COMMAND --help` says more, `grpo-mp --version` says which this is."
+INTERRUPT_STATUS = 128 + signal.SIGINT
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; return the exit status, or raise SystemExit with it."""
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    try:
+        if command in ("-h", "--help"):
+            print(usage())
+            return 0
+        if command == "--version":
+            from importlib.metadata import version
+
+            print(f"grpo-mp {version('grpo-mp')}")
+            return 0
+        return _function(command)(rest)
+    except UserError as error:
+        from grpo_mp.config import exit_with  # pydantic is slow to import
+
+        exit_with(error)
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped by Ctrl-C\n")
+        return INTERRUPT_STATUS
+
+
+def usage() -> str:
+    """Return the table of commands."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(["usage: grpo-mp COMMAND ...", "", str(grpo_mp.__doc__), "", *lines, "", MORE])
+
+
+def _function(command: str) -> Callable[[Sequence[str]], int]:
+    """Import what runs a command. Raises UserError for a command that does not exist."""
+    if command not in COMMANDS:
+        unknown = f"unknown command {command}{nearest(command, COMMANDS)}" if command else "no command was given"
+        raise UserError(f"{unknown}: `grpo-mp --help` lists them")
+    function: Callable[[Sequence[str]], int] = resolve_name(COMMANDS[command][0])
+    return function

@@ -1,0 +1,60 @@
+"""Know what a run needs before the machines are booked: grpo-mp plan CONFIG --cluster h100-80 --nodes 16
+
+The plan says for every phase what a rank's device and a node's host hold, what moves, and how long it takes; then
+whether it fits (exit status 0 or 1). `explain CONFIG` says in words what the settings mean. --search ranks the layouts
+of trainer and engines that fit these machines. Nothing is started, no GPU is needed.
+"""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+
+from grpo_mp.config import load_settings
+from grpo_mp.options import Parser, positive, settings_parser
+from grpo_mp.planner.clusters import cluster_names, read_cluster
+from grpo_mp.planner.model_configs import find_config
+
+DOES_NOT_FIT = 1  # exit status
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line, see the text above; return the exit status. Raises UserError."""
+    explains = list(arguments[:1]) == ["explain"]
+    args = _parser().parse_intermixed_args(arguments[explains:])
+    settings, cluster = load_settings(args.config, args.overrides), read_cluster(args.cluster)
+    hf, source = find_config(settings.model.path, args.model_config)
+    console = Console(highlight=False, width=None if Console().is_terminal else 160)
+    console.print(f"model: {source}")
+    if hf.get("num_nextn_predict_layers"):
+        console.print("its multi-token-prediction layer is not part of the policy: it is not counted")
+
+    # torch is slow to import: the help and mistakes so far come without it.
+    from grpo_mp.planner.explain import explain
+    from grpo_mp.planner.job import make_job
+    from grpo_mp.planner.show import plan_and_show, search_and_show
+    from grpo_mp.platform.warnings import silence_known_warnings
+    from grpo_mp.rollout.engine_args import check_arguments, known_arguments
+
+    silence_known_warnings()
+    if find_spec("sglang"):  # a laptop need not have an engine
+        check_arguments(settings.engine.args, known_arguments())
+    job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)
+    if explains:
+        console.print(explain(job))
+        return 0
+    fits = search_and_show(job, console) if args.search else plan_and_show(job, args.ppo, console)
+    return 0 if fits else DOES_NOT_FIT
+
+
+def _parser() -> Parser:
+    parser = settings_parser("plan", __doc__)
+    parser.add_argument("--cluster", default="h100-80", help=f"{', '.join(cluster_names())}, or a YAML file")
+    parser.add_argument("--nodes", type=positive, default=1)
+    parser.add_argument("--gpus-per-node", type=positive, help="default: as the cluster has")
+    parser.add_argument("--search", action="store_true", help="rank the layouts that fit, print the best five")
+    parser.add_argument("--ppo", action="store_true", help="what the four models of PPO would need beside it")
+    parser.add_argument("--model-config", type=Path, help="config.json to plan with, where model.path is not here")
+    parser.add_argument("--response-tokens", type=float, help="mean response to plan for (default: half of the limit)")
+    return parser

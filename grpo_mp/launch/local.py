@@ -1,0 +1,73 @@
+"""Start the ranks of one machine.
+
+torchrun starts the same program. This front end over torch's own launcher keeps quiet, so that the sentence of the rank
+that knows is the last word; it ends with that rank's status; a signal to it goes to every rank, with all the time they
+need to save; and ranks that vanish with status 0 are an error, which torchrun cannot see where all of them do.
+"""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+import psutil
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from grpo_mp.distributed.exit_marks import MARKS_VARIABLE, ranks_without_mark, silent_exit_message
+
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SECONDARY_EXITS = (1, -signal.SIGTERM)  # of ranks that lost a peer, or that the launcher ended after one failed
+VANISHED_STATUS = 1
+
+
+def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
+    """Run a module on so many ranks until all have ended; return the status of the first that failed, 0 without one."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and engines share the cores
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    for number in FORWARDED_SIGNALS:
+        signal.signal(number, _forward_signal)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        signals_to_handle="SIGHUP,SIGQUIT",
+    )
+    with tempfile.TemporaryDirectory(prefix="grpo_mp_") as marks:
+        os.environ[MARKS_VARIABLE] = marks
+        failures: dict[int, ProcessFailure] = {}
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+        except ChildFailedError as error:
+            failures = error.failures
+        return _exit_status(failures, [rank for rank in ranks_without_mark(Path(marks), ranks) if rank not in failures])
+
+
+def _exit_status(failures: Mapping[int, ProcessFailure], vanished: Sequence[int]) -> int:
+    """Return the job's exit status; print what no rank could. `vanished`: ranks that ended early with status 0."""
+    if vanished and all(failure.exitcode in SECONDARY_EXITS for failure in failures.values()):
+        sys.stderr.write(f"error: {silent_exit_message(vanished[0])}\n")
+        return VANISHED_STATUS
+    if not failures:
+        return 0
+    rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in SECONDARY_EXITS, item[1].timestamp))
+    if failure.exitcode > 0:
+        return failure.exitcode  # the rank has said why
+    sys.stderr.write(f"error: rank {rank} was ended by {failure.signal_name()}\n")
+    return 128 - failure.exitcode
+
+
+def _forward_signal(number: int, frame: FrameType | None) -> None:
+    for rank in psutil.Process().children():
+        rank.send_signal(number)

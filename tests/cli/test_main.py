@@ -1,0 +1,99 @@
+"""The command `grpo-mp`: its table of commands, what it says of mistakes, and what it imports for that."""
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint, version
+from pathlib import Path
+
+import pytest
+
+from grpo_mp.cli.main import COMMANDS, main
+from tests.cli.command import run_command
+
+ROOT = Path(__file__).parents[2]
+IMPORTS = """
+import sys
+from grpo_mp.cli.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print(*sys.modules, sep="\\n", file=sys.stderr)
+"""
+
+
+def test_script_of_the_package_is_this_command() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert EntryPoint("grpo-mp", scripts["grpo-mp"], "console_scripts").load() is main
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_command(capsys, "--help")
+    assert result.status == 0
+    assert all(f"\n  {name} " in result.out for name in COMMANDS)
+    assert run_command(capsys, "-h") == result
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_command(capsys, "--version")
+    assert (result.status, result.out) == (0, f"grpo-mp {version('grpo-mp')}\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_its_own_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_command(capsys, command, "--help")
+    assert (result.status, result.err) == (0, "")
+    assert result.out.startswith(f"usage: grpo-mp {command} ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "no command was given: `grpo-mp --help` lists them"),
+        (["trian"], "unknown command trian (did you mean train?): `grpo-mp --help` lists them"),
+        (["train"], "the following arguments are required: config: see `grpo-mp train --help`"),
+        (["train", "x.yaml", "--ranks", "0"], "argument --ranks: give at least one, not 0: see `grpo-mp train --help`"),
+        (["evaluate", "x.yaml", "--rank", "2"], "unrecognized arguments: --rank 2: see `grpo-mp evaluate --help`"),
+        (["plan", "x.yaml"], "x.yaml: No such file or directory: give an existing settings file"),
+        (["convert", "info"], "the following arguments are required: path: see `grpo-mp convert info --help`"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_command(capsys, *arguments)
+    assert (result.status, result.out, result.err) == (2, "", f"error: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["trian"],
+        ["train", "--help"],
+        ["evaluate", "--help"],
+        ["launch", "--help"],
+        ["plan", "--help"],
+        ["plan", "none.yaml"],
+        ["launch", "none.yaml"],
+    ],
+    ids=" ".join,
+)
+def test_quick_answers_import_no_torch(arguments: list[str]) -> None:
+    process = subprocess.run([sys.executable, "-c", IMPORTS, *arguments], capture_output=True, text=True, check=True)
+    modules = set(process.stderr.splitlines())
+    assert "grpo_mp.cli.main" in modules
+    assert not modules & {"torch", "transformers", "megatron", "sglang"}
+
+
+@pytest.mark.parametrize("arguments", [["plan", "--nodes", "0"], ["convert", "to-hf", "--help"]])
+def test_tools_are_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    command, *rest = arguments
+    in_process = run_command(capsys, *arguments)
+    for door in (["-m", "grpo_mp", command], [str(ROOT / "tools" / f"{command}.py")]):
+        process = subprocess.run([sys.executable, *door, *rest], capture_output=True, text=True, cwd=ROOT)
+        assert (process.returncode, process.stdout, process.stderr) == (
+            in_process.status,
+            in_process.out,
+            in_process.err,
+        )
