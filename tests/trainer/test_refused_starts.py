@@ -110,6 +110,21 @@ def test_a_misspelt_option(refuse: Refuse) -> None:
     assert "unrecognized arguments: --dryrun" in refuse("--dryrun")
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--ranks", "2"], "--ranks 2, but 1 started: start 2, or leave it to `grpo-mp`"),
+        (["--ranks-per-node", "2"], "--ranks-per-node is for --dry-run: a launcher says how many ranks a node has"),
+    ],
+)
+def test_ranks_that_were_not_started(
+    options: list[str], sentence: str, tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main([str(tiny_run.config), *options])
+    assert (raised.value.code, capfd.readouterr().err) == (2, f"error: {sentence}\n")
+
+
 def test_no_reward_at_all(refuse: Refuse) -> None:
     assert "no reward has a weight: set reward.answer, " in refuse("reward.answer=0", "reward.boxed=0")
 
