@@ -70,7 +70,7 @@ def write_index(model: Path, file: str) -> None:
         ("rollout.group_sise=4", "unknown setting rollout.group_sise (did you mean rollout.group_size?)"),
         ("sync.transport=ipc", "sync.transport=ipc needs CUDA, and this machine computes on its CPU: set auto or host"),
         ("algoritm.preset=grpo", "unknown setting algoritm (did you mean algorithm?)"),
-        ("algorithm.kl.wieght=1", "unknown setting algorithm.kl.wieght (did you mean algorithm.kl.coef?)"),
+        ("algorithm.kl.ceof=1", "unknown setting algorithm.kl.ceof (did you mean algorithm.kl.coef?)"),
         ("rollout.group_size=many", "rollout.group_size: Input should be a valid integer"),
         ("training.updates_per_step=3", "training.updates_per_step=3 does not divide the 16 samples of a step"),
         ("sync.bucket_bytes=1TB", "sync.bucket_bytes: '1TB' is not a number of bytes"),
