@@ -72,7 +72,7 @@ class Scorer:
     def warnings(self) -> tuple[str, ...]:
         """Return sentences that a user should read before the run goes on."""
         missing = (
-            "nothing says which answers are right, so there is no accuracy: reward.correct names the part that does"
+            "nothing says which answers are right, so there is no accuracy: reward.correct names the term that does"
         )
         return (*self._built_in.warnings, *([] if self._correctness_rule else [missing]))
 

@@ -57,7 +57,7 @@ def score(
     server: EngineProcess, make_group: Callable[..., SampleGroup], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., SampleGroup]:
     """Scores texts, one token a character, by the server as a part of the reward."""
-    monkeypatch.setenv(KEY, server.key)
+    monkeypatch.setenv(KEY, server.api_key)
 
     def run(part: str, texts: list[str], **settings: str) -> SampleGroup:
         reward = {part: {"url": server.url, "api_key_env": KEY, **settings}}

@@ -95,7 +95,7 @@ def test_error_in_a_phase_propagates_and_keeps_the_residency(monitors: Monitors)
 def test_out_of_memory_is_one_sentence_with_phase_items_and_advice(monitors: Monitors) -> None:
     items = {"weights": 20.5 * 2**30, "gradients": 41 * 2**30, "optimizer": 0.0}
     manager = PhaseManager(*monitors, 60.0, items=lambda: items)
-    error = r"^rank 0 in TRAIN: out of device memory; it holds gradients 41\.0 GiB, weights 20\.5 GiB: lower optimizer"
+    error = r"^rank 0 in TRAIN: out of device memory; it holds gradients 41\.0 GiB, weights 20\.5 GiB: lower training"
     with pytest.raises(UserError, match=error), manager.phase(Phase.TRAIN):
         raise torch.OutOfMemoryError("CUDA out of memory")
     offload_functions: dict[str, OffloadFunction] = dict.fromkeys(vars(Residency()), out_of_memory)
