@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 from grpo_mp.config import LayoutConfig
@@ -84,12 +84,17 @@ def _expert_violations(layout: LayoutConfig, model: ModelShape) -> Iterator[str]
 
 
 def check_layout(layout: LayoutConfig, model: ModelShape, world_size: int, uneven_pipeline: bool = False) -> None:
-    """Raise UserError naming the first broken rule and the nearest valid layout."""
+    """Raise UserError naming the first broken rule, and the nearest valid layout or how many ranks to start."""
     violation = next(layout_violations(layout, model, world_size, uneven_pipeline), None)
     if violation is None:
         return
     nearest = nearest_layout(layout, model, world_size)
     advice = f"the nearest valid layout is {describe(nearest)}" if nearest else "no layout fits this many ranks"
+    fewest = lcm(
+        layout.tensor * layout.context * layout.pipeline, layout.expert_tensor * layout.expert * layout.pipeline
+    )
+    if world_size == 1 < fewest:  # nobody said how many to start
+        advice = f"start {fewest} ranks or a multiple (grpo-mp train CONFIG --ranks {fewest}), or {advice}"
     raise UserError(f"layout: {violation}; {advice}")
 
 

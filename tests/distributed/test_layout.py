@@ -110,3 +110,11 @@ def test_valid_layout_passes_and_is_described_as_in_settings_file() -> None:
     check_layout(layout, SPARSE, 8)
     assert describe(layout) == "tensor=2, pipeline=2, virtual_pipeline=2, context=1, expert=2, expert_tensor=2"
     assert describe(LayoutConfig()) == "tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1"
+
+
+def test_a_single_rank_is_told_how_many_the_layout_takes() -> None:
+    layout = LayoutConfig(tensor=2, expert=4)
+    with pytest.raises(
+        UserError, match=r"start 4 ranks or a multiple \(grpo-mp train CONFIG --ranks 4\), or the nearest"
+    ):
+        check_layout(layout, SPARSE, 1)
