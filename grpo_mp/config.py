@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from grpo_mp.algorithms.presets import with_preset
+from grpo_mp.algorithms.registries import needs_right
 from grpo_mp.algorithms.settings import Algorithm
 from grpo_mp.errors import USER_STATUS, UserError, nearest
 from grpo_mp.evaluation.pass_at_k import MOST_SAMPLES
@@ -32,6 +33,9 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: Path = Field(description="a Hugging Face folder; the architecture comes from its config.json")
+    family: str | None = Field(
+        None, description="a built-in family's name or 'file.py:FAMILY'; null: by model_type of config.json"
+    )
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
 
@@ -55,6 +59,7 @@ class EvalSet(Section):
     top_p: float | None = Field(None, gt=0, le=1)
     max_response_tokens: int | None = Field(None, gt=0)
     prompts: int | None = Field(None, gt=0, description="the first that many; null: data.eval_prompts")
+    source: str | None = Field(None, description="what reads `path`; null: as data.source")
 
     @model_validator(mode="after")
     def _check_samples_can_differ(self) -> "EvalSet":
@@ -68,6 +73,11 @@ class EvalSet(Section):
 class Data(Section):
     train: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
     eval: dict[str, EvalSet] = Field({}, description="name to file or `datasets` name, or to {path, samples, ...}")
+    source: str | None = Field(
+        None,
+        description="what reads `train` and `eval`: jsonl, parquet, datasets, or your own 'file.py:function', which is "
+        "called with their text; null: by the file's suffix",
+    )
     prompt: str = "question"
     answer: str | None = "answer"
     system: str | None = None
@@ -133,6 +143,10 @@ class Sync(Section):
 
 
 class Monitor(Section):
+    loggers: dict[str, dict[str, Any]] = Field(
+        {"tensorboard": {}, "jsonl": {}},
+        description="what writes the metrics, by name or 'file.py:Class', each with its arguments; or a list of them",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="of RUN/logs/rank_N.log; warnings go to the terminal, too"
     )
@@ -140,6 +154,11 @@ class Monitor(Section):
     phase_timeout_s: float = Field(
         3600.0, gt=0, description="the longest that a phase may take and a rank may wait for the others"
     )
+
+    @field_validator("loggers", mode="before")
+    @classmethod
+    def _loggers_from_list(cls, value: Any) -> Any:
+        return {name: {} for name in value} if isinstance(value, list) else value
 
 
 class Settings(Section):
@@ -211,10 +230,10 @@ class Settings(Section):
                 "set reward.right to the part that does, or rest_after=0"
             )
         rule = self.algorithm.filter
-        if rule.no_difference != "keep" and rule.metric == "accuracy" and self.reward.correctness_rule is None:
+        if rule.no_difference != "keep" and needs_right(rule.metric) and self.reward.correctness_rule is None:
             raise ValueError(
-                "algorithm.filter.metric=accuracy drops groups that are all right or all wrong, and nothing says what "
-                "right means: set reward.right to the part that does, or metric=reward"
+                f"algorithm.filter.metric={rule.metric} drops groups that are all right or all wrong, and nothing says "
+                "what right means: set reward.right to the part that does, or metric=reward"
             )
         return self
 

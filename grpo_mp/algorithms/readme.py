@@ -16,7 +16,7 @@ HEAD = """# algorithms
 it: `algorithm: {preset: dapo, clip: {high: 0.3}}`. The run folder's settings.yaml then says every constant. A preset is
 a choice of parts in presets.py, never a branch in code: advantage (advantages.py), ratio (losses.py), surrogate
 (policy_losses.py), aggregation (aggregation.py), KL (kl.py), correction for the engine (corrections.py), filters
-(batching/group_filters.py).
+(group_filters.py). Your own loss, advantage or filter stands in a file of yours ([extending](../EXTENDING.md)).
 
 ## Which preset when
 

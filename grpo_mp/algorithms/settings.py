@@ -1,16 +1,21 @@
 """The `algorithm` section: independent parts, each with its choices. A preset (presets.py) sets any of them."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from grpo_mp.algorithms.presets import PRESETS
+from grpo_mp.algorithms.registries import ADVANTAGE_ESTIMATORS, GROUP_FILTERS, POLICY_LOSSES, policy_loss_entry
 from grpo_mp.errors import nearest
 from grpo_mp.section import Section
 
 
 class Advantage(Section):
+    estimator: Annotated[str, AfterValidator(ADVANTAGE_ESTIMATORS.check_name)] | None = Field(
+        None, description="your own: 'module:function' or 'file.py:function'; null: by level and combine"
+    )
+    args: dict[str, Any] = Field({}, description="of your own estimator, by name")
     level: Literal["outcome", "process"] = Field("outcome", description="process: rewards per step (reward.steps)")
     baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
     scale: Literal["group_std", "batch_std", "none"] = "group_std"
@@ -18,6 +23,13 @@ class Advantage(Section):
     std: Literal["sample", "population"] = Field("sample", description="over n - 1, as torch and TRL, or over n")
     whiten: bool = Field(False, description="over all response tokens of the step, after all else")
     eps: float = Field(1e-4, gt=0)
+
+    @property
+    def built_in(self) -> str:
+        """Return the name of the built-in estimator that level and combine choose."""
+        if self.level == "process":
+            return "process"
+        return "decoupled" if self.combine == "normalise" else "outcome"
 
 
 class Clip(Section):
@@ -94,9 +106,12 @@ class Drift(Section):
 
 class Filter(Section):
     no_difference: Literal["keep", "drop", "refill"] = Field("keep", description="groups whose samples are all equal")
-    metric: Literal["reward", "accuracy"] = Field(
-        "reward", description="what must differ in a group: the whole reward, or whether samples are right (DAPO)"
+    metric: Annotated[str, AfterValidator(GROUP_FILTERS.check_name)] = Field(
+        "reward",
+        description="what must differ in a group: the whole reward, or with accuracy whether samples are right (DAPO); "
+        "or your own 'file.py:function', which says whether to keep it",
     )
+    args: dict[str, Any] = Field({}, description="of your own metric, by name")
     most_tries: int = Field(10, ge=1, description="rounds of generation until a refilled step must be full")
     truncated: Literal["keep", "mask"] = Field("keep", description="mask: truncated samples do not learn")
     rest_after: int = Field(0, ge=0, description="times in a row all right until a prompt rests; 0: never")
@@ -111,7 +126,10 @@ class Algorithm(Section):
     ratio: Literal["token", "sequence", "sequence_token", "product"] = Field(
         "token", description="importance ratio of a token, a sequence (geometric mean), GSPO-token, the whole product"
     )
-    surrogate: Literal["clip", "cispo", "sapo", "gmpo", "vespo", "none"] = "clip"
+    surrogate: Annotated[str, AfterValidator(POLICY_LOSSES.check_name)] = Field(
+        "clip", description=f"{', '.join(POLICY_LOSSES.built_in)}, 'module:function' or 'file.py:function'"
+    )
+    policy_loss_args: dict[str, Any] = Field({}, description="of your own policy loss, by name")
     clip: Clip = Clip()
     gate: Gate = Gate()
     gamma: Gamma = Gamma()
@@ -161,10 +179,11 @@ def contradictions(algorithm: Algorithm) -> Iterator[str]:
         yield "correction.low and correction.high do nothing with correction.kind=none: set it to truncate or mask"
     if algorithm.old_logprobs == "engine" and correction.kind != "none":
         yield "old_logprobs=engine leaves nothing to correct: set correction.kind=none or old_logprobs=recomputed"
-    if algorithm.surrogate in ("gmpo", "vespo") and algorithm.ratio != "token":
+    policy_loss = policy_loss_entry(algorithm.surrogate)
+    if policy_loss.token_ratios and algorithm.ratio != "token":
         yield f"surrogate={algorithm.surrogate} is defined on token ratios: set ratio=token"
-    if algorithm.surrogate == "vespo" and correction.kind != "none" and correction.level == "sequence":
-        yield "surrogate=vespo multiplies token corrections itself: set correction.level=token"
+    if policy_loss.applies_correction and correction.kind != "none" and correction.level == "sequence":
+        yield f"surrogate={algorithm.surrogate} multiplies token corrections itself: set correction.level=token"
     if kl.level == "sequence" and kl.estimator == "k3_unbiased" and algorithm.ratio != "product":
         yield "kl.level=sequence with kl.estimator=k3_unbiased needs the ratio of whole answers: set ratio=product"
     if kl.level == "sequence" and kl.place == "reward":
@@ -174,6 +193,10 @@ def contradictions(algorithm: Algorithm) -> Iterator[str]:
 
 def _advantage_contradictions(algorithm: Algorithm) -> Iterator[str]:
     advantage = algorithm.advantage
+    if advantage.estimator in ADVANTAGE_ESTIMATORS.built_in and advantage.estimator != advantage.built_in:
+        yield f"advantage.estimator={advantage.estimator}: level and combine choose {advantage.built_in}: leave it out"
+    if advantage.estimator and algorithm.kl.place == "reward" and algorithm.kl.weight:
+        yield "advantage.estimator knows no KL among its rewards: set kl.place=loss"
     if advantage.level == "process" and algorithm.ratio in ("sequence", "product"):
         yield f"advantage.level=process differs by token, ratio={algorithm.ratio} does not: set ratio=sequence_token"
     if advantage.level == "process" and (advantage.baseline, advantage.combine) != ("group_mean", "sum"):

@@ -175,7 +175,10 @@ def test_settings_of_other_sections_come_with_the_preset_unless_they_are_given()
     ("algorithm", "sentence"),
     [
         ("dappo", "unknown preset 'dappo' (did you mean dapo?); there are: grpo, "),
-        ({"surrogate": "clipp"}, "algorithm.surrogate: Input should be 'clip', 'cispo'"),
+        (
+            {"surrogate": "clipp"},
+            "algorithm.surrogate: unknown policy loss 'clipp' (did you mean clip?): there are clip, cispo, ",
+        ),
         ({"advantage": {"combine": "normalise"}, "kl": {"weight": 1, "place": "reward"}}, "set kl.place=loss"),
         ({"kl": {"weight": 1, "level": "sequence", "place": "reward"}}, "set kl.place=loss"),
         ({"kl": {"weight": 1, "level": "sequence", "estimator": "k3_unbiased"}}, "set ratio=product"),
