@@ -72,7 +72,7 @@ def make_logger(ctx: TrainContext) -> StepLogger:
         ctx.parallel,
         ctx.timeline,
         ctx.progress,
-        ctx.inputs.scorer,
+        ctx.inputs,
         ctx.scheduler.memory_tracker,
         ctx.policy.expert_load,
         ctx.state.step,
@@ -82,9 +82,10 @@ def make_logger(ctx: TrainContext) -> StepLogger:
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:
     """Turn rewards into advantages, and bring samples to the ranks that train on them, packed in micro-batches."""
     weights, hidden_size = ctx.inputs.scorer.weights, ctx.policy.config.hidden_size
+    estimator = ctx.inputs.extensions.estimator
     with ctx.scheduler.phase(Phase.SCORE):
         return assemble_step_batch(
-            rollouts.groups, rollouts.infos, weights, ctx.settings, ctx.parallel, hidden_size, step
+            rollouts.groups, rollouts.infos, weights, ctx.settings, ctx.parallel, hidden_size, step, estimator
         )
 
 
@@ -99,8 +100,9 @@ def compute_old_and_reference_logprobs(ctx: TrainContext, batch: StepBatch) -> U
 def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: Updates, step: int) -> list[UpdateReport]:
     """Make the step's optimizer updates, refresh the reference where that is due, and advance the state."""
     algorithm, epochs = ctx.settings.algorithm, ctx.settings.training.epochs
+    policy_loss = ctx.inputs.extensions.policy_loss
     with ctx.scheduler.phase(Phase.TRAIN):
-        reports, controls = train_step(ctx.policy, updates, algorithm, epochs, ctx.state.controls)
+        reports, controls = train_step(ctx.policy, updates, algorithm, epochs, ctx.state.controls, policy_loss)
         refreshed = refresh_reference(ctx.policy.reference, algorithm.kl, step)
     ctx.state = state_after_step(ctx.state, step, rollouts, len(reports), controls, refreshed)
     return reports

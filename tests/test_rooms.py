@@ -36,6 +36,8 @@ def test_each_library_stays_in_its_rooms() -> None:
 ORDER = (
     "errors",
     "options",
+    "user_code",
+    "registry",
     "section",
     "types",
     "phases",

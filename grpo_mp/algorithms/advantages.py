@@ -2,13 +2,82 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from grpo_mp.algorithms.registries import ADVANTAGE_ESTIMATORS
 from grpo_mp.algorithms.settings import AdvantageConfig
+from grpo_mp.errors import UserError
+from grpo_mp.types import PerToken, SampleInfo
 
 Steps = Sequence[tuple[int, float]]  # (index of a step's last token in the response, its reward)
+
+
+class AdvantageEstimator(Protocol):
+    """Returns the advantage of each of the step's samples: a number, or [response tokens].
+
+    `samples`: all of the step, alike on every rank, groups by `group_id`; `advantage`: that section of the settings;
+    `weights`: of the parts of the reward, by name. `algorithm.advantage.args` come by name.
+    """
+
+    def __call__(
+        self, samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float], /
+    ) -> Sequence[PerToken]: ...
+
+
+def load_estimator(advantage: AdvantageConfig) -> AdvantageEstimator:
+    """Return the estimator that the settings name. Raises UserError where a user's own cannot be loaded."""
+    name = advantage.estimator or advantage.built_in
+    return ADVANTAGE_ESTIMATORS.resolve(name, "algorithm.advantage.estimator", advantage.args)
+
+
+def estimate_advantages(
+    estimator: AdvantageEstimator,
+    samples: Sequence[SampleInfo],
+    advantage: AdvantageConfig,
+    weights: Mapping[str, float],
+) -> list[PerToken]:
+    """Call an estimator. Raises UserError where it does not return a finite advantage for each sample."""
+    label = f"algorithm.advantage.estimator {advantage.estimator or advantage.built_in!r}"
+    advantages = list(estimator(samples, advantage, weights))
+    if len(advantages) != len(samples):
+        raise UserError(f"{label} returned {len(advantages)} advantages for {len(samples)} samples")
+    for sample, values in zip(samples, advantages, strict=True):
+        tensor = torch.as_tensor(values)
+        if tensor.shape not in ((), (sample.response_tokens,)) or not bool(tensor.isfinite().all()):
+            raise UserError(
+                f"{label}: the advantage of sample {sample.key} has shape {list(tensor.shape)} or is not finite: "
+                f"return a number or [{sample.response_tokens}], one for each response token"
+            )
+    return advantages
+
+
+def estimate_outcome(
+    samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
+) -> Sequence[PerToken]:
+    """Compute `outcome_advantages` of the rewards."""
+    return outcome_advantages([sample.reward for sample in samples], _group_ids(samples), advantage)
+
+
+def estimate_decoupled(
+    samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
+) -> Sequence[PerToken]:
+    """Compute `decoupled_advantages` of the parts of the rewards."""
+    return decoupled_advantages([sample.reward_parts for sample in samples], weights, _group_ids(samples), advantage)
+
+
+def estimate_process(
+    samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
+) -> Sequence[PerToken]:
+    """Compute `process_advantages` of the rewards of steps."""
+    steps, lengths = [sample.step_rewards for sample in samples], [sample.response_tokens for sample in samples]
+    return process_advantages(steps, lengths, _group_ids(samples), advantage)
+
+
+def _group_ids(samples: Sequence[SampleInfo]) -> list[int]:
+    return [sample.group_id for sample in samples]
 
 
 @dataclass(frozen=True)

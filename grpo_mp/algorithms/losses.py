@@ -9,10 +9,12 @@ from torch import Tensor
 
 from grpo_mp.algorithms.corrections import off_policy_mask, rollout_is_weights
 from grpo_mp.algorithms.kl import ESTIMATORS
-from grpo_mp.algorithms.policy_losses import POLICY_LOSSES, TokenTerms
+from grpo_mp.algorithms.policy_losses import PolicyLoss, TokenTerms
+from grpo_mp.algorithms.registries import POLICY_LOSSES, policy_loss_entry
 from grpo_mp.algorithms.report import loss_report
 from grpo_mp.algorithms.sequences import Reduce, Sequences, no_reduction
 from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.errors import UserError
 from grpo_mp.types import MicroBatch
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -28,14 +30,19 @@ class LossCoefficients:
 
 
 def make_loss(
-    algorithm: AlgorithmConfig, coefficients: LossCoefficients | None = None, reduce: Reduce = no_reduction
+    algorithm: AlgorithmConfig,
+    coefficients: LossCoefficients | None = None,
+    reduce: Reduce = no_reduction,
+    policy_loss: PolicyLoss | None = None,
 ) -> LossFunction:
     """Return the loss of one micro-batch: its share of the update's loss, and sums for the metrics.
 
     `reduce` sums over the ranks that hold parts of the same sequences. Without `old_logprobs` this is the first
-    update of a rollout: the old policy is the present one.
+    update of a rollout: the old policy is the present one. `coefficients` and `policy_loss`: None takes those of the
+    settings.
     """
     coefficients = coefficients or LossCoefficients(algorithm.kl.coef, algorithm.entropy.coef)
+    policy_loss = policy_loss or load_policy_loss(algorithm)
     kl_coefficient = coefficients.kl if algorithm.kl.apply_to == "loss" else 0.0
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -51,17 +58,33 @@ def make_loss(
             terms.sequences,
             algorithm.rollout_correction.off_policy_mask_threshold,
         )
-        token_losses = POLICY_LOSSES[algorithm.policy_loss](terms, algorithm) * on_policy * entropy_mask
-        policy_loss = (token_losses * batch.weights).sum()
+        token_losses = _token_losses(policy_loss, terms, algorithm) * on_policy * entropy_mask
+        weighted_policy_loss = (token_losses * batch.weights).sum()
         kl = _kl(terms, batch, algorithm, algorithm.kl.level) * has_rollout_logprob
         kl_loss = kl_coefficient * (kl * batch.weights).sum() if kl_coefficient else 0.0  # 0 x inf would be NaN
         entropy_bonus = (entropy * entropy_mask * batch.mask).sum() * batch.entropy_weight
-        total = policy_loss + kl_loss - coefficients.entropy * entropy_bonus
+        total = weighted_policy_loss + kl_loss - coefficients.entropy * entropy_bonus
         token_kl = _kl(terms, batch, algorithm, "token").detach() * has_rollout_logprob
         report = loss_report(batch, terms, entropy.detach(), token_kl, on_policy, algorithm)
-        return total.to(logprobs.dtype), report | {"loss": total.detach(), "pg_loss": policy_loss.detach()}
+        return total.to(logprobs.dtype), report | {"loss": total.detach(), "pg_loss": weighted_policy_loss.detach()}
 
     return loss
+
+
+def load_policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
+    """Return the policy loss that the settings name. Raises UserError where a user's own cannot be loaded."""
+    return POLICY_LOSSES.resolve(algorithm.policy_loss, "algorithm.policy_loss", algorithm.policy_loss_args)
+
+
+def _token_losses(policy_loss: PolicyLoss, terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
+    """Return the policy loss of tokens [T], corrected for the rollout engine. Raises UserError for another shape."""
+    losses = policy_loss(terms, algorithm)
+    if losses.shape != terms.new.shape:
+        raise UserError(
+            f"algorithm.policy_loss {algorithm.policy_loss!r} returned shape {list(losses.shape)} for {len(terms.new)} "
+            "tokens: return one loss for each token"
+        )
+    return losses if policy_loss_entry(algorithm.policy_loss).applies_correction else losses * terms.correction
 
 
 def _token_terms(new: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig, sequences: Sequences) -> TokenTerms:

@@ -1,7 +1,7 @@
 """Policy losses of a response token before it is weighted: one function per published loss, [T] -> [T]."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,15 +22,17 @@ class TokenTerms:
     sequences: Sequences
 
 
-PolicyLoss = Callable[[TokenTerms, AlgorithmConfig], Tensor]
+class PolicyLoss(Protocol):
+    """Returns the loss of every token, [T] in float64, not yet weighted: minus what the token's objective adds.
+
+    `algorithm` is that section of the settings; `algorithm.policy_loss_args` come by name. The result is multiplied by
+    the correction for the rollout engine and by the weights of `algorithm.aggregation`; KL and entropy are added.
+    Prompts and padding have values too, which do not count.
+    """
+
+    def __call__(self, terms: TokenTerms, algorithm: AlgorithmConfig, /) -> Tensor: ...
 
 
-def corrected(policy_loss: PolicyLoss) -> PolicyLoss:
-    """Multiply a policy loss by the correction for the rollout engine."""
-    return lambda terms, algorithm: policy_loss(terms, algorithm) * terms.correction
-
-
-@corrected
 def ppo_clip(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, eq. 7; separate bounds: DAPO, eq. 8).
 
@@ -44,14 +46,12 @@ def ppo_clip(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
-@corrected
 def cispo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi: no token loses its gradient (MiniMax-M1, eq. 4)."""
     weight = terms.log_ratio.detach().exp().clamp(1 - algorithm.clip.low, 1 + algorithm.clip.high)
     return -weight * terms.advantages * terms.new
 
 
-@corrected
 def sapo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """-sigmoid(tau (r - 1)) 4 / tau A, tau by the sign of A (SAPO, arXiv 2511.20347)."""
     positive, negative = algorithm.sapo.temperature_positive, algorithm.sapo.temperature_negative
@@ -59,7 +59,6 @@ def sapo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     return -torch.sigmoid(tau * (terms.log_ratio.exp() - 1)) * 4 / tau * terms.advantages
 
 
-@corrected
 def gmpo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """-A times the geometric mean over the sequence of the ratios, each clipped on its bad side (GMPO, eq. 4)."""
     low = torch.tensor(1 - algorithm.clip.low, dtype=torch.float64).clamp(min=1e-300).log()
@@ -72,7 +71,7 @@ def gmpo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
 def vespo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """-phi(w) A log pi, phi(w) = w^k e^(lambda (1 - w)), w the ratio of whole sequences (VESPO, arXiv 2602.10693).
 
-    As in TRL w is clamped to [1e-8, e^20], and the correction for the engine is part of it.
+    As in TRL w is clamped to [1e-8, e^20], and the correction for the engine is part of it (registries.py).
     """
     gamma, low, high = algorithm.vespo, torch.tensor(1e-8).log().item(), 20.0
     log_correction = terms.correction.log().clamp(low, high)
@@ -86,17 +85,6 @@ def vespo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     return -phi * terms.advantages * terms.new
 
 
-@corrected
 def policy_gradient(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """-r A, without a clip."""
     return -terms.log_ratio.exp() * terms.advantages
-
-
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "clip": ppo_clip,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "vespo": vespo,
-    "none": policy_gradient,
-}

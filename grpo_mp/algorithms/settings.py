@@ -1,11 +1,12 @@
 """The `algorithm` section: independent parts, each with its choices. A preset (presets.py) sets any of them."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from grpo_mp.algorithms.presets import PRESETS
+from grpo_mp.algorithms.registries import ADVANTAGE_ESTIMATORS, GROUP_FILTERS, POLICY_LOSSES, policy_loss_entry
 from grpo_mp.errors import nearest
 from grpo_mp.section import Section
 
@@ -13,6 +14,10 @@ from grpo_mp.section import Section
 class AdvantageConfig(Section):
     """How rewards become advantages."""
 
+    estimator: Annotated[str, AfterValidator(ADVANTAGE_ESTIMATORS.check_name)] | None = Field(
+        None, description="your own: 'module:function' or 'file.py:function'; null: by level and combine"
+    )
+    args: dict[str, Any] = Field({}, description="arguments of your own estimator, by name")
     level: Literal["outcome", "process"] = Field(
         "outcome", description="outcome: one advantage per response; process: rewards of single steps (reward.steps)"
     )
@@ -33,6 +38,13 @@ class AdvantageConfig(Section):
         False, description="normalise over all response tokens of the step, after all else (REINFORCE++)"
     )
     eps: float = Field(1e-4, gt=0, description="added to the standard deviation that scale divides by")
+
+    @property
+    def built_in(self) -> str:
+        """Return the name of the built-in estimator that level and combine choose."""
+        if self.level == "process":
+            return "process"
+        return "decoupled" if self.combine == "normalise" else "outcome"
 
 
 class ClipConfig(Section):
@@ -170,9 +182,12 @@ class FilterConfig(Section):
         description="groups whose samples all score the same: keep, drop, or replace them by new ones (DAPO's dynamic "
         "sampling, verl filter_groups)",
     )
-    metric: Literal["reward", "accuracy"] = Field(
-        "reward", description="what must differ in a group: the whole reward, or whether samples are right (DAPO)"
+    metric: Annotated[str, AfterValidator(GROUP_FILTERS.check_name)] = Field(
+        "reward",
+        description="what must differ in a group: the whole reward, or with accuracy whether samples are right (DAPO); "
+        "or your own 'file.py:function', which says whether to keep it",
     )
+    args: dict[str, Any] = Field({}, description="arguments of your own metric, by name")
     max_rounds: int = Field(
         10, ge=1, description="rounds of generation until a refilled step must be full (verl max_num_gen_batches)"
     )
@@ -210,10 +225,12 @@ class AlgorithmConfig(Section):
         description="importance ratio: of a token, a sequence (GSPO: geometric mean), GSPO-token, or the whole product "
         "(TRL importance_sampling_level)",
     )
-    policy_loss: Literal["clip", "cispo", "sapo", "gmpo", "vespo", "none"] = Field(
+    policy_loss: Annotated[str, AfterValidator(POLICY_LOSSES.check_name)] = Field(
         "clip",
-        description="loss of a token (verl policy_loss.loss_mode, TRL loss_type); clip: PPO's; none: no clip",
+        description=f"loss of a token: {', '.join(POLICY_LOSSES.built_in)}, or your own 'file.py:function' (verl "
+        "policy_loss.loss_mode, TRL loss_type); clip: PPO's; none: no clip",
     )
+    policy_loss_args: dict[str, Any] = Field({}, description="arguments of your own policy loss, by name")
     clip: ClipConfig = Field(ClipConfig(), description="bounds of the importance ratio")
     sapo: SapoConfig = Field(SapoConfig(), description="constants of policy_loss sapo")
     vespo: VespoConfig = Field(VespoConfig(), description="constants of policy_loss vespo")
@@ -280,10 +297,14 @@ def contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield (
             "old_logprobs=engine leaves nothing to correct: set rollout_correction.kind=none or old_logprobs=recomputed"
         )
-    if algorithm.policy_loss in ("gmpo", "vespo") and algorithm.ratio != "token":
+    policy_loss = policy_loss_entry(algorithm.policy_loss)
+    if policy_loss.token_ratios and algorithm.ratio != "token":
         yield f"policy_loss={algorithm.policy_loss} is defined on token ratios: set ratio=token"
-    if algorithm.policy_loss == "vespo" and correction.kind != "none" and correction.level == "sequence":
-        yield "policy_loss=vespo multiplies token corrections itself: set rollout_correction.level=token"
+    if policy_loss.applies_correction and correction.kind != "none" and correction.level == "sequence":
+        yield (
+            f"policy_loss={algorithm.policy_loss} multiplies token corrections itself: "
+            "set rollout_correction.level=token"
+        )
     if kl.level == "sequence" and kl.estimator == "k3_unbiased" and algorithm.ratio != "product":
         yield "kl.level=sequence with kl.estimator=k3_unbiased needs the ratio of whole answers: set ratio=product"
     if kl.level == "sequence" and kl.apply_to == "reward":
@@ -293,6 +314,10 @@ def contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _advantage_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
     advantage = algorithm.advantage
+    if advantage.estimator in ADVANTAGE_ESTIMATORS.built_in and advantage.estimator != advantage.built_in:
+        yield f"advantage.estimator={advantage.estimator}: level and combine choose {advantage.built_in}: leave it out"
+    if advantage.estimator and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
+        yield "advantage.estimator knows no KL among its rewards: set kl.apply_to=loss"
     if advantage.level == "process" and algorithm.ratio in ("sequence", "product"):
         yield f"advantage.level=process differs by token, ratio={algorithm.ratio} does not: set ratio=sequence_token"
     if advantage.level == "process" and (advantage.baseline, advantage.combine) != ("group_mean", "sum"):

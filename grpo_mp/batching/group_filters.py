@@ -1,11 +1,13 @@
 """Select the groups that a step trains on, and the prompts that it may take. Pure."""
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from grpo_mp.algorithms.advantages import groups_without_difference
+from grpo_mp.algorithms.group_filters import GroupFilter
+from grpo_mp.algorithms.registries import GROUP_FILTERS
 from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
 from grpo_mp.types import SampleInfo
 
@@ -17,7 +19,7 @@ class GroupSelection:
     """How many of the groups launched so far for a step were selected, and why others were not."""
 
     admitted: tuple[int, ...]  # group ids in launch order
-    zero_std: int  # groups dropped because all their rewards are equal
+    zero_std: int  # groups dropped because they teach nothing, by filter.metric
     surplus: int  # groups that were not needed
     unfinished: int  # groups that were aborted
 
@@ -26,16 +28,29 @@ class GroupSelection:
         return count - len(self.admitted)
 
 
-def select_groups(infos: Sequence[SampleInfo], count: int, rule: FilterConfig) -> GroupSelection:
-    """Select the first `count` groups by launch or by finish; with the rule, none whose rewards are all equal."""
-    complete = [info for info in infos if info.finished]
-    position = {info.group_id: info.finished if rule.select_by == "finish" else info.group_id for info in complete}
+def load_group_filter(rule: FilterConfig) -> GroupFilter:
+    """Return the filter that the settings name. Raises UserError where a user's own cannot be loaded."""
+    return GROUP_FILTERS.resolve(rule.metric, "algorithm.filter.metric", rule.args)
+
+
+def select_groups(
+    infos: Sequence[SampleInfo], count: int, rule: FilterConfig, keeps: GroupFilter | None = None
+) -> GroupSelection:
+    """Select the first `count` groups by launch or by finish; with the rule, those that `keeps` says teach.
+
+    keeps: None takes the filter of the settings.
+    """
+    groups: dict[int, list[SampleInfo]] = defaultdict(list)
+    for info in infos:
+        if info.finished:
+            groups[info.group_id].append(info)
+    position = {
+        group: samples[0].finished if rule.select_by == "finish" else group for group, samples in groups.items()
+    }
     zero_std: set[int] = set()
     if rule.zero_std != "keep":
-        judged = {info.group_id for info in complete if info.right is not None and rule.metric == "accuracy"}
-        # Groups of problems for which nothing says what is right are judged by their rewards.
-        scores = [float(info.right is True) if info.group_id in judged else info.reward for info in complete]
-        zero_std = set(groups_without_difference(scores, [info.group_id for info in complete]))
+        keeps = keeps or load_group_filter(rule)
+        zero_std = {group for group, samples in groups.items() if not keeps(samples)}
     eligible = sorted(position.keys() - zero_std, key=lambda group: (position[group], group))
     aborted = len({info.group_id for info in infos}) - len(position)
     return GroupSelection(tuple(sorted(eligible[:count])), len(zero_std), max(0, len(eligible) - count), aborted)

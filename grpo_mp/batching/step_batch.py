@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from grpo_mp.algorithms.advantages import decoupled_advantages, outcome_advantages, process_advantages
+from grpo_mp.algorithms.advantages import AdvantageEstimator, estimate_advantages, load_estimator
 from grpo_mp.algorithms.aggregation import token_weights
 from grpo_mp.batching.exchange import redistribute
 from grpo_mp.batching.shared_prompts import SamplePrompt
@@ -35,12 +35,15 @@ def assemble_step_batch(
     parallel: Parallel,
     hidden_size: int,
     step: int,
+    estimator: AdvantageEstimator | None = None,
 ) -> StepBatch:
     """Plan the updates, the same on every rank, and send each sample to the rank that trains on it.
 
-    groups: of this rank's engine; infos: of the whole step, the same on every rank; step: seeds the shuffle.
+    groups: of this rank's engine; infos: of the whole step, the same on every rank; step: seeds the shuffle;
+    estimator: None takes that of the settings.
     """
-    advantages = sample_advantages(infos, reward_weights, settings)
+    advantage = settings.algorithm.advantage
+    advantages = estimate_advantages(estimator or load_estimator(advantage), infos, advantage, reward_weights)
     mask_truncated = settings.algorithm.filter.truncated == "mask"
     learns = tuple(not (mask_truncated and info.truncated) for info in infos)
     prompts = [SamplePrompt(info.group_id, info.prompt_tokens) for info in infos]
@@ -70,17 +73,6 @@ def assemble_step_batch(
         )
         updates.append(tuple(replace(batch, entropy_weight=1.0 / max(1, learning_tokens)) for batch in batches))
     return StepBatch(tuple(infos), learns, tuple(advantages), plan, tuple(updates))
-
-
-def sample_advantages(infos: Sequence[SampleInfo], weights: Mapping[str, float], settings: Settings) -> list[PerToken]:
-    """Compute the advantage of each sample from its reward, its reward parts or its step rewards, by the settings."""
-    advantage, ids = settings.algorithm.advantage, [info.group_id for info in infos]
-    if advantage.level == "process":
-        lengths = [info.response_tokens for info in infos]
-        return list(process_advantages([info.step_rewards for info in infos], lengths, ids, advantage))
-    if advantage.combine == "normalise":
-        return list(decoupled_advantages([info.reward_parts for info in infos], weights, ids, advantage))
-    return list(outcome_advantages([info.reward for info in infos], ids, advantage))
 
 
 def with_reference_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor]) -> list[MicroBatch]:

@@ -28,6 +28,9 @@ class ModelConfig(Section):
     """The policy, which is also the reference."""
 
     path: Path = Field(description="a Hugging Face folder; the architecture comes from its config.json")
+    family: str | None = Field(
+        None, description="a built-in family's name or your own 'file.py:FAMILY'; null: by model_type of config.json"
+    )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of weights and activations")
 
 
@@ -59,6 +62,7 @@ class EvalSetConfig(Section):
         None, gt=0, description="tokens at which a response is cut; null: rollout.max_response_tokens"
     )
     prompts: int | None = Field(None, gt=0, description="take only the first that many; null: data.eval_prompts")
+    source: str | None = Field(None, description="what reads `path`; null: as data.source")
 
     @model_validator(mode="after")
     def _check_samples_can_differ(self) -> "EvalSetConfig":
@@ -75,6 +79,11 @@ class DataConfig(Section):
     train: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
     eval: dict[str, EvalSetConfig] = Field(
         {}, description="held-out sets by name: a file or `datasets` name, or {path, samples, ...}"
+    )
+    source: str | None = Field(
+        None,
+        description="what reads `train` and `eval`: jsonl, parquet, datasets, or your own 'file.py:function', which is "
+        "called with their text; null: by the file's suffix",
     )
     prompt_column: str = Field("question", description="column of the prompt: text, or a list of chat messages")
     answer_column: str | None = Field("answer", description="column of the expected answer; null: there is none")
@@ -184,6 +193,11 @@ class SyncConfig(Section):
 class MonitorConfig(Section):
     """What a run shows, and the limit of its waits."""
 
+    loggers: dict[str, dict[str, Any]] = Field(
+        {"tensorboard": {}, "jsonl": {}},
+        description="what writes the metrics: names, or your own 'file.py:Class', each with its arguments; or a "
+        "list of them (TRL report_to, verl trainer.logger)",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="of RUN/logs/rank_N.log; warnings go to the terminal, too"
     )
@@ -191,3 +205,8 @@ class MonitorConfig(Section):
     phase_timeout_s: float = Field(
         3600.0, gt=0, description="the longest that a phase may take and a rank may wait for the others, in seconds"
     )
+
+    @field_validator("loggers", mode="before")
+    @classmethod
+    def _loggers_from_list(cls, value: Any) -> Any:
+        return {name: {} for name in value} if isinstance(value, list) else value

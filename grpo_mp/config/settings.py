@@ -2,6 +2,7 @@
 
 from pydantic import Field, model_validator
 
+from grpo_mp.algorithms.registries import needs_right
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.config.sections import (
     DataConfig,
@@ -92,10 +93,10 @@ class Settings(Section):
                 "means: set reward.correct to the term that does, or solved_streak=0"
             )
         rule = self.algorithm.filter
-        if rule.zero_std != "keep" and rule.metric == "accuracy" and self.reward.correctness_rule is None:
+        if rule.zero_std != "keep" and needs_right(rule.metric) and self.reward.correctness_rule is None:
             raise ValueError(
-                "algorithm.filter.metric=accuracy drops groups that are all right or all wrong, and nothing says what "
-                "right means: set reward.correct to the term that does, or metric=reward"
+                f"algorithm.filter.metric={rule.metric} drops groups that are all right or all wrong, and nothing says "
+                "what right means: set reward.correct to the term that does, or metric=reward"
             )
         return self
 

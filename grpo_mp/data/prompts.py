@@ -52,7 +52,7 @@ def load_prompts(
             f"{tokenizer.name_or_path or 'model.path'}: the tokenizer has no chat template: "
             "add chat_template.jinja or `chat_template` in tokenizer_config.json"
         )
-    rows = list(read_rows(source))
+    rows = list(read_rows(source, data.source))
     chats = [_read_messages(row, data) for row in rows]
     answers = [_read_answer(row, data) for row in rows]
     tokens = _tokenize(chats, rows, tokenizer)

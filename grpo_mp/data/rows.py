@@ -4,11 +4,21 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from grpo_mp.errors import UserError
+from grpo_mp.registry import Registry
 
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+Columns = dict[str, Any]
+
+
+class DataSource(Protocol):
+    """Yields rows, each a dictionary of columns. `name`: what `data.train`, or the path of an eval set, says.
+
+    Every rank reads the same rows in the same order.
+    """
+
+    def __call__(self, name: str, /) -> Iterable[Columns]: ...
 
 
 @dataclass(frozen=True)
@@ -16,32 +26,43 @@ class Row:
     """One row as the user wrote it."""
 
     location: str  # file and line, for errors
-    columns: dict[str, Any]
+    columns: Columns
 
 
-def read_rows(source: str) -> Iterator[Row]:
-    """Read a JSONL or Parquet file, or a `datasets` name or folder: `name`, `name:split`, `name:config:split`.
+def read_rows(name: str, source: str | None = None) -> Iterator[Row]:
+    """Read the rows of a data set; `source`: what reads it, or None by the suffix of a file.
 
+    jsonl, parquet: a file; datasets: a name or folder, `name`, `name:split`, `name:config:split`; or a user's own.
     Raises UserError: file or data set not found, row that is empty or no JSON object (with line number).
     """
-    path = Path(source)
-    if path.suffix not in FILE_SUFFIXES:
-        yield from _dataset_rows(source)
-    elif not path.is_file():
-        raise UserError(f"{source}: no such file: set data.train or data.eval to an existing one")
-    elif path.suffix == ".parquet":
-        yield from _parquet_rows(path)
-    else:
-        yield from _json_rows(path)
+    path, source = Path(name), source or SOURCE_BY_SUFFIX.get(Path(name).suffix, "datasets")
+    if source in SOURCE_BY_SUFFIX.values() and not path.is_file():
+        raise UserError(f"{name}: no such file: set data.train or data.eval to an existing one")
+    read = DATA_SOURCES.resolve(source, "data.source")
+    rows = read(name) if source in DATA_SOURCES.built_in else _rows_of_user(read, name, f"data.source {source!r}")
+    unit = "line" if read is _json_rows else "row"
+    for number, columns in enumerate(rows, start=1):
+        yield Row(f"{name}, {unit} {number}", columns)
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
+def _rows_of_user(read: DataSource, name: str, label: str) -> Iterator[Columns]:
+    """Yield a user's rows. Raises UserError where the function fails, or gives something else than rows."""
+    try:
+        for columns in read(name):
+            if not isinstance(columns, dict):
+                raise TypeError(f"a row is a dictionary of columns, this is a {type(columns).__name__}")
+            yield columns
+    except Exception as error:
+        raise UserError(f"{label}: reading {name!r} failed: {type(error).__name__}: {_one_line(error)}") from error
+
+
+def _json_rows(name: str) -> Iterator[Columns]:
+    with Path(name).open("rb") as file:
         for number, line in enumerate(file, start=1):
-            location = f"{path}, line {number}"
+            location = f"{name}, line {number}"
             if not line.strip():
                 raise UserError(f"{location}: empty row: remove it")
-            yield Row(location, _json_object(line, location))
+            yield _json_object(line, location)
 
 
 def _json_object(line: bytes, location: str) -> dict[str, Any]:
@@ -54,24 +75,23 @@ def _json_object(line: bytes, location: str) -> dict[str, Any]:
     return columns
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(name: str) -> Iterable[Columns]:
     import pyarrow
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(path)
+        return parquet.read_table(name).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not readable as Parquet: {_one_line(error)}") from error
-    yield from _number_rows(table.to_pylist(), str(path))
+        raise UserError(f"{name}: not readable as Parquet: {_one_line(error)}") from error
 
 
-def _dataset_rows(source: str) -> Iterator[Row]:
+def _dataset_rows(source: str) -> Iterable[Columns]:
     name, *rest = source.split(":")
     if len(rest) > 2 or not name:
         raise UserError(f"{source!r}: write a .jsonl or .parquet file, name:split or name:config:split")
     split = rest[-1] if rest else None
     config = rest[0] if len(rest) == 2 else None
-    yield from _number_rows(_load_dataset(name, config, split or "train", source), source)
+    return _load_dataset(name, config, split or "train", source)
 
 
 def _load_dataset(name: str, config: str | None, split: str, source: str) -> Iterable[dict[str, Any]]:
@@ -89,10 +109,13 @@ def _load_dataset(name: str, config: str | None, split: str, source: str) -> Ite
         ) from error
 
 
-def _number_rows(rows: Iterable[dict[str, Any]], source: str) -> Iterator[Row]:
-    for number, columns in enumerate(rows, start=1):
-        yield Row(f"{source}, row {number}", columns)
-
-
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
+
+
+SOURCE_BY_SUFFIX = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+DATA_SOURCES: Registry[DataSource] = Registry(
+    "data source",
+    {"jsonl": _json_rows, "parquet": _parquet_rows, "datasets": _dataset_rows},
+    parameters=("name",),
+)

@@ -8,6 +8,7 @@ from grpo_mp.errors import nearest
 from grpo_mp.models import deepseek_v2, deepseek_v3, glm4_moe, gqa, llama, mixtral, qwen3
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
+from grpo_mp.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Family:
     rules: Callable[[HfConfig], list[Rule]]
     rotary: Callable[[HfConfig], dict[str, Any]] = gqa.rotary  # MLA reads its settings instead
     ranking_experts: int = 2  # best experts of a group whose scores rank it, in group-limited routing
+    transformers_type: str | None = None  # model_type by which transformers computes it, where that is another
+    older_names: tuple[tuple[str, str], ...] = ()  # keys of config.json: in transformers 4, in 5
 
     def params(self, hf: HfConfig) -> dict[str, Param]:
         return expand(self.rules(hf))
@@ -26,24 +29,27 @@ class Family:
 
 FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", qwen3.dense_config, qwen3.dense_rules),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3.moe_config, qwen3.moe_rules),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3.moe_config, qwen3.moe_rules, older_names=(qwen3.NUM_EXPERTS,)),
     "qwen2": Family("Qwen2ForCausalLM", llama.qwen2_config, llama.qwen2_rules),
     "llama": Family("LlamaForCausalLM", llama.llama_config, llama.llama_rules),
-    "mixtral": Family("MixtralForCausalLM", mixtral.config, mixtral.rules),
+    "mixtral": Family("MixtralForCausalLM", mixtral.config, mixtral.rules, mixtral.rotary),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek_v2.config, deepseek_v2.rules, ranking_experts=1),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek_v3.config, deepseek_v3.rules),
-    "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek_v3.config, deepseek_v3.rules),
+    "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek_v3.config, deepseek_v3.rules, transformers_type="deepseek_v3"),
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.config, glm4_moe.rules, glm4_moe.rotary),
 }
 
 
+MODEL_FAMILIES: Registry[Family] = Registry("model family", FAMILIES, instance=Family)
+
+
 def family_of(hf: HfConfig) -> Family:
     """Return the family of a config; raises UserError for an architecture that none supports."""
-    if hf.model_type not in FAMILIES:
+    if hf.family is None and hf.model_type not in FAMILIES:
         raise hf.error(
             f"model_type {hf.model_type!r} is not supported"
-            f"{nearest(hf.model_type, FAMILIES)}; supported: {', '.join(FAMILIES)}"
+            f"{nearest(hf.model_type, FAMILIES)}; supported: {', '.join(FAMILIES)}; or set model.family"
         )
-    family = FAMILIES[hf.model_type]
+    family = MODEL_FAMILIES.resolve(hf.family or hf.model_type, "model.family")
     hf.expect("architectures", [family.architecture])
     return family

@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_mp.errors import UserError
 
-DEFAULT_ROPE_THETA = {"mixtral": 1e6}  # where a file leaves rope_theta out
+DEFAULT_ROPE_THETA = 10000.0  # where a file leaves rope_theta out
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,10 @@ class HfConfig:
 
     path: Path
     values: dict[str, Any]
+    family: str | None = None  # name or path of its model family; None: by model_type
 
     @classmethod
-    def read(cls, folder: Path) -> "HfConfig":
+    def read(cls, folder: Path, family: str | None = None) -> "HfConfig":
         """Read a folder's config.json; raises UserError where it is missing or not a JSON object."""
         file = folder / "config.json"
         if not file.is_file():
@@ -29,7 +30,7 @@ class HfConfig:
             raise UserError(f"{file}: not valid JSON ({error})") from error
         if not isinstance(values, dict):
             raise UserError(f"{file}: expected an object of settings, found {type(values).__name__}: copy it again")
-        return cls(folder, values)
+        return cls(folder, values, family)
 
     @property
     def model_type(self) -> str:
@@ -53,7 +54,7 @@ class HfConfig:
         nested = self.values.get("rope_scaling") or self.values.get("rope_parameters") or {}
         if any(isinstance(value, dict) for value in nested.values()):
             raise self.error("rope_parameters of single kinds of layers are not supported")
-        theta = self.values.get("rope_theta") or DEFAULT_ROPE_THETA.get(self.model_type, 10000.0)
+        theta = self.values.get("rope_theta") or DEFAULT_ROPE_THETA
         rope_type = nested.get("rope_type", nested.get("type", "default"))
         return {**nested, "rope_theta": float(nested.get("rope_theta", theta)), "rope_type": rope_type}
 

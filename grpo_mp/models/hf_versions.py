@@ -7,8 +7,10 @@ wrong rope_theta, 128 experts. A config that is written here says both.
 from collections.abc import Mapping
 from typing import Any
 
-NUM_EXPERTS = ("num_experts", "num_local_experts")  # of Qwen3-MoE: its name in 4, in 5
-TRANSFORMERS_NAMES = {"kimi_k2": "deepseek_v3"}  # model types that transformers computes under another name
+from grpo_mp.models.families import FAMILIES
+
+# Model types that transformers computes under another name.
+TRANSFORMERS_NAMES = {name: family.transformers_type for name, family in FAMILIES.items() if family.transformers_type}
 TOP_LEVEL_ROPE = ("rope_theta", "partial_rotary_factor")  # stand beside rope_scaling in 4, in rope_parameters in 5
 
 
@@ -24,8 +26,8 @@ def add_transformers_4_names(config: Mapping[str, Any]) -> dict[str, Any]:
         top_level = {name: rope[name] for name in TOP_LEVEL_ROPE if name in rope}
         if rope.get("rope_type", rope.get("type", "default")) != "default":
             older["rope_scaling"] = {name: value for name, value in rope.items() if name not in TOP_LEVEL_ROPE}
-    if config.get("model_type") == "qwen3_moe" and NUM_EXPERTS[1] in config:
-        older[NUM_EXPERTS[0]] = config[NUM_EXPERTS[1]]
+    family = FAMILIES.get(str(config.get("model_type")))
+    older |= {name: config[newer] for name, newer in (family.older_names if family else ()) if newer in config}
     if "dtype" in config:
         older["torch_dtype"] = config["dtype"]
     return dict(config) | top_level | {name: value for name, value in older.items() if config.get(name) is None}

@@ -1,5 +1,6 @@
 """Mixtral: grouped-query attention, and in every layer experts, none of them shared."""
 
+from dataclasses import replace
 from typing import Any
 
 from grpo_mp.models import blocks, gqa
@@ -7,6 +8,7 @@ from grpo_mp.models.blocks import ExpertNames
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 
+DEFAULT_ROPE_THETA = 1e6  # transformers' for a Mixtral whose file leaves it out
 NAMES = ExpertNames(block="block_sparse_moe.", gate="w1", up="w3", down="w2")
 
 
@@ -27,3 +29,8 @@ def rules(hf: HfConfig) -> list[Rule]:
     layers = range(hf.int("num_hidden_layers"))
     experts = blocks.experts(hf, layers, hf.int("num_local_experts"), hf.int("intermediate_size"), NAMES)
     return [*blocks.embedding_and_head(hf), *gqa.rules(hf, layers), *experts]
+
+
+def rotary(hf: HfConfig) -> dict[str, Any]:
+    """Return the rotary arguments of Megatron's GPTModel."""
+    return gqa.rotary(replace(hf, values=hf.values | {"rope_theta": hf.get("rope_theta") or DEFAULT_ROPE_THETA}))

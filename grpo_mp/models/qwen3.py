@@ -4,8 +4,9 @@ from typing import Any
 
 from grpo_mp.models import blocks, gqa
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.hf_versions import NUM_EXPERTS
 from grpo_mp.models.mapping import Rule
+
+NUM_EXPERTS = ("num_experts", "num_local_experts")  # its name in transformers 4, in 5
 
 
 def dense_config(hf: HfConfig) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
@@ -51,6 +51,8 @@ def _type(annotation: Any) -> str:
         return ", ".join(f"`{item}`" for item in items)
     if get_origin(annotation) in (Union, UnionType):
         return " or ".join(_type(item) for item in items)
+    if get_origin(annotation) is Annotated:
+        return _type(items[0])
     if get_origin(annotation) is dict:
         return f"mapping of names to {_type(items[1])}"
     if get_origin(annotation) is tuple:

@@ -1,6 +1,6 @@
 """What a plan is made for: settings, the model's dimensions, and the machines."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -165,6 +165,7 @@ def make_job(
     """Make the job, with parameters by the closed form. Raises UserError for an invalid layout or engine."""
     gpus_per_node = gpus_per_node or cluster.gpus_per_node
     world_size, layout, engine = nodes * gpus_per_node, settings.layout, settings.engine
+    hf = replace(hf, family=settings.model.family)
     config = family_of(hf).config(hf)
     megatron = settings.training.megatron_args
     check_layout(layout, model_shape(config), world_size, sets_pipeline_layout(megatron))

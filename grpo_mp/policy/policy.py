@@ -47,7 +47,7 @@ class Policy:
         Raises UserError where a file of a converted folder differs from its checksum; each rank checks some files.
         """
         self.parallel = parallel
-        self.hf = HfConfig.read(settings.model.path)
+        self.hf = HfConfig.read(settings.model.path, settings.model.family)
         self.params = family_of(self.hf).params(self.hf)
         self.sizes = TpSizes(settings.layout.tensor, settings.layout.expert_tensor)
         self.config = transformer_config(settings, self.hf)
@@ -131,7 +131,7 @@ def check_policy(settings: Settings, world_size: int) -> None:
     Raises UserError: unsupported architecture, invalid layout, unknown Megatron field, missing or incomplete files,
     missing tensors.
     """
-    hf = HfConfig.read(settings.model.path)
+    hf = HfConfig.read(settings.model.path, settings.model.family)
     family = family_of(hf)
     uneven_pipeline = sets_pipeline_layout(settings.training.megatron_args)
     check_layout(settings.layout, model_shape(family.config(hf)), world_size, uneven_pipeline)

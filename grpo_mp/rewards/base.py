@@ -1,21 +1,14 @@
 """Reward functions, how they are loaded and called: the convention of TRL's `reward_funcs`."""
 
 import asyncio
-import importlib.util
 import inspect
-import sys
-import zlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
-from types import ModuleType
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from transformers import TrainerState
 
-from grpo_mp.errors import UserError, nearest
-from grpo_mp.rewards.timeouts import no_exit
+from grpo_mp.registry import Registry
 from grpo_mp.types import SampleGroup
 
 RESERVED = ("prompt", "completion", "completion_ids")  # columns that are not passed on
@@ -86,38 +79,6 @@ async def _await(returned: Awaitable[Any]) -> Any:
     return await returned
 
 
-def load_reward(name: str, setting: str = "reward.functions") -> Any:
-    """Import 'module:function' or 'path/file.py:function': a `Reward` or `StepReward`, as the setting says.
-
-    Raises UserError with the reason where that fails.
-    """
-    source, colon, function = name.rpartition(":")
-    if not colon or not source or not function:
-        raise UserError(f"{setting} {name!r}: write module:function or path/file.py:function")
-    try:
-        with no_exit():
-            is_file = source.endswith(".py")
-            module = _load_file(Path(source), f"{setting} {name!r}") if is_file else import_module(source)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-        raise UserError(f"{setting} {name!r}: importing {source} failed: {reason}") from error
-    reward = vars(module).get(function)
-    if not callable(reward):
-        hint = nearest(function, [key for key, value in vars(module).items() if callable(value)])
-        raise UserError(f"{setting} {name!r}: {source} has no function {function}{hint}")
-    return reward
-
-
-def _load_file(path: Path, label: str) -> ModuleType:
-    if not path.is_file():
-        raise UserError(f"{label}: no such file: {path}")
-    module_name = f"grpo_mp_reward_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{label}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up here
-    spec.loader.exec_module(module)
-    return module
+KEYWORDS = ("prompts", "completions", "completion_ids", *(item.name for item in fields(Callbacks)))
+REWARDS: Registry[Reward] = Registry("reward function", keywords=KEYWORDS)
+STEP_REWARDS: Registry[StepReward] = Registry("reward function of steps", keywords=KEYWORDS)

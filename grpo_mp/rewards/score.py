@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from transformers import TrainerState
 
 from grpo_mp.errors import UserError, nearest
-from grpo_mp.rewards.base import Callbacks, Reward, call_arguments, call_reward, call_user, load_reward
+from grpo_mp.rewards.base import REWARDS, STEP_REWARDS, Callbacks, Reward, call_arguments, call_reward, call_user
 from grpo_mp.rewards.settings import CorrectnessRule, RewardConfig, StepModelConfig
 from grpo_mp.rewards.step_model import Decode, StepModelClient
 from grpo_mp.rewards.steps import Steps, fallback_steps, validate_steps
@@ -49,7 +49,8 @@ class Scorer:
         self._lock = threading.Lock()
         step_model = settings.steps if isinstance(settings.steps, StepModelConfig) else None
         self._step_model = StepModelClient(step_model, decode) if step_model and decode else None
-        self._step_reward = load_reward(settings.steps, "reward.steps") if isinstance(settings.steps, str) else None
+        steps = settings.steps
+        self._step_reward = STEP_REWARDS.resolve(steps, "reward.steps") if isinstance(steps, str) else None
         self._built_in = BuiltInTerms(settings, max_response_tokens)
         terms = self._built_in.terms
         functions = self._load_functions([term.name for term in terms] + [STEPS] * bool(settings.steps))
@@ -184,7 +185,7 @@ class Scorer:
         short = {spec: spec.rpartition(":")[2] for spec in self._settings.functions}
         counts = Counter([*short.values(), *other_names])
         return {
-            short[spec] if counts[short[spec]] == 1 else spec: (weight, load_reward(spec))
+            short[spec] if counts[short[spec]] == 1 else spec: (weight, REWARDS.resolve(spec, "reward.functions"))
             for spec, weight in self._settings.functions.items()
         }
 

@@ -1,10 +1,10 @@
 """A time limit for calls into a user's code."""
 
-import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NoReturn, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
+
+from grpo_mp.user_code import no_exit
 
 Values = list[float | None]  # one per sample; None: the reward does not apply
 T = TypeVar("T")
@@ -16,31 +16,6 @@ class RewardError(Exception):
     def __init__(self, reason: str, sample: int = 0) -> None:
         super().__init__(reason)
         self.sample = sample
-
-
-class ExitCallError(Exception):
-    """A user's code called os._exit, which would have ended the rank without a message."""
-
-
-_process_exit = os._exit
-_guarded = threading.local()  # `process`: id of the process whose os._exit raises in this thread
-
-
-@contextmanager
-def no_exit() -> Iterator[None]:
-    """Make os._exit raise ExitCallError in this thread; forked children, which must end by it, still do."""
-    os._exit = _exit_or_raise
-    _guarded.process = os.getpid()
-    try:
-        yield
-    finally:
-        _guarded.process = None
-
-
-def _exit_or_raise(status: int) -> NoReturn:
-    if getattr(_guarded, "process", None) == os.getpid():
-        raise ExitCallError(f"it called os._exit({status}): return a reward, or raise an error")
-    _process_exit(status)
 
 
 def run_with_timeout(call: Callable[[], T], limit_s: float) -> T:

@@ -150,7 +150,8 @@ class Rollout:
     def _make_process(self, placement: EnginePlacement) -> EngineProcess:
         settings, cpu = self._settings, not platform.on_cuda()
         first_gpu = 0 if cpu else int(os.environ.get("LOCAL_RANK", 0))
-        spec = engine_spec(settings, HfConfig.read(settings.model.path), placement, cpu, first_gpu, self._own_weights)
+        hf = HfConfig.read(settings.model.path, settings.model.family)
+        spec = engine_spec(settings, hf, placement, cpu, first_gpu, self._own_weights)
         return EngineProcess(spec, settings.run.folder / "logs" / f"engine_{placement.engine}.log")
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from grpo_mp.algorithms.group_filters import GroupFilter
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.group_filters import (
     GroupSelection,
@@ -50,6 +51,7 @@ class RolloutCollector:
     rollout: Rollout
     parallel: Parallel
     scheduler: PhaseManager
+    keeps: GroupFilter
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
         """Generate and score the step's groups. Every rank must call this; the sample infos are the same on all.
@@ -76,7 +78,8 @@ class RolloutCollector:
             with self.scheduler.phase(Phase.SCORE):
                 infos += all_gather_sample_info(new_groups, self.parallel.cpu_group)
             groups, rounds = groups + new_groups, rounds + 1
-            selection, launched = select_groups(infos, prompts_per_step, rule), len({info.group_id for info in infos})
+            selection = select_groups(infos, prompts_per_step, rule, self.keeps)
+            launched = len({info.group_id for info in infos})
             if rule.zero_std != "refill":
                 break
         admitted = set(selection.admitted)
@@ -108,12 +111,11 @@ class RolloutCollector:
 
     def _too_few_groups(self, step: int, selection: GroupSelection, launched: int) -> str:
         settings, rule = self.settings, self.settings.algorithm.filter
-        differ = "rewards that differ" if rule.metric == "reward" else "right and wrong answers"
         return (
             f"step {step}: of {launched} groups in {rule.max_rounds} rounds only "
-            f"{len(selection.admitted)} have {differ}, {settings.rollout.prompts_per_step} are needed: take "
-            "data that is neither too easy nor too hard, raise algorithm.filter.max_rounds or rollout.group_size, or "
-            "set algorithm.filter.zero_std=keep"
+            f"{len(selection.admitted)} teach by algorithm.filter.metric={rule.metric}, "
+            f"{settings.rollout.prompts_per_step} are needed: take data that is neither too easy nor too hard, "
+            "raise algorithm.filter.max_rounds or rollout.group_size, or set algorithm.filter.zero_std=keep"
         )
 
 

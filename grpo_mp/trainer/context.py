@@ -106,7 +106,9 @@ def open_train_context(
             parallel=parallel,
             policy=policy,
             rollout=rollout,
-            collector=RolloutCollector(settings, inputs.train, rollout, parallel, scheduler),
+            collector=RolloutCollector(
+                settings, inputs.train, rollout, parallel, scheduler, inputs.extensions.group_filter
+            ),
             evaluator=_build_evaluator(settings, inputs, parallel, rollout, scheduler, progress),
             weight_sync=weight_sync,
             engine_check=EngineCheck(settings, policy, weight_sync, rollout, scheduler, prompts),

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp import platform
-from grpo_mp.algorithms.settings import AlgorithmConfig, ClipConfig
+from grpo_mp.algorithms.registries import policy_loss_entry
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.checkpoint.run_state import FINAL, check_run_folder
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.data.overlap import find_overlaps
@@ -19,6 +20,7 @@ from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
 from grpo_mp.rollout.placement import engine_placements
 from grpo_mp.rollout.precision import in_fp8
+from grpo_mp.trainer.extensions import Extensions, load_extensions
 from grpo_mp.weight_sync.transport import uses_cuda_ipc
 
 
@@ -30,6 +32,7 @@ class Inputs:
     train: PromptSet
     evals: dict[str, PromptSet]
     scorer: Scorer
+    extensions: Extensions
     warnings: tuple[str, ...] = ()  # sentences that the start of the run shows
 
     def overlaps(self) -> list[str]:
@@ -40,6 +43,7 @@ class Inputs:
 
 def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> Inputs:
     """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
+    extensions = load_extensions(settings)
     check_policy(settings, world_size)
     _check_export(settings)
     tokenizer = _check_engines(settings, world_size, ranks_per_node)
@@ -50,9 +54,10 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
             f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
         )
     scorer = _make_scorer(settings, tokenizer)
-    fp8 = in_fp8(settings.engine.args, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
+    hf = HfConfig.read(settings.model.path, settings.model.family)
+    fp8 = in_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
     warnings = (*scorer.warnings, *start_warnings(settings, fp8))
-    return Inputs(tokenizer, train, _read_evals(settings, tokenizer), scorer, warnings)
+    return Inputs(tokenizer, train, _read_evals(settings, tokenizer), scorer, extensions, warnings)
 
 
 def check_and_read_evaluation(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> Inputs:
@@ -60,12 +65,13 @@ def check_and_read_evaluation(settings: Settings, world_size: int, ranks_per_nod
 
     The first set takes the place of the train prompts, which are not read.
     """
+    extensions = load_extensions(settings)
     if with_policy:
         check_policy(settings, world_size)
     tokenizer = _check_engines(settings, world_size, ranks_per_node)
     evals = _read_evals(settings, tokenizer)
     scorer = _make_scorer(settings, tokenizer)
-    return Inputs(tokenizer, next(iter(evals.values())), evals, scorer, scorer.warnings)
+    return Inputs(tokenizer, next(iter(evals.values())), evals, scorer, extensions, scorer.warnings)
 
 
 def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
@@ -80,16 +86,23 @@ def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> 
         )
     _check_device_settings(settings)
     check_arguments(settings.engine.args, known_arguments())
-    check_engine(settings, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
+    hf = HfConfig.read(settings.model.path, settings.model.family)
+    check_engine(settings, hf, cpu=not platform.on_cuda())
     tokenizer = _read_tokenizer(settings)
-    _check_sizes(settings, HfConfig.read(settings.model.path), len(tokenizer))
+    _check_sizes(settings, hf, len(tokenizer))
     return tokenizer
 
 
 def _read_evals(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptSet]:
     data, longest = settings.data, settings.rollout.max_prompt_tokens
     return {
-        name: load_prompts(eval_set.path, data, tokenizer, longest, settings.eval_set(name).prompts)
+        name: load_prompts(
+            eval_set.path,
+            data.model_copy(update={"source": eval_set.source or data.source}),
+            tokenizer,
+            longest,
+            settings.eval_set(name).prompts,
+        )
         for name, eval_set in data.eval.items()
     }
 
@@ -168,15 +181,13 @@ def _warn_without_effect(settings: Settings) -> Iterator[str]:
     algorithm = settings.algorithm
     if settings.optimizer_steps_per_step > 1 or algorithm.old_logprobs == "engine":
         return
-    # VESPO's weight holds the correction's ratio too.
-    corrected = algorithm.policy_loss == "vespo" and algorithm.rollout_correction.kind != "none"
-    idle = []
-    if algorithm.ratio != "token":
-        idle.append(f"ratio={algorithm.ratio}")
-    if algorithm.policy_loss not in ("clip", "none") and not corrected:
+    policy_loss, default = policy_loss_entry(algorithm.policy_loss), AlgorithmConfig()
+    corrected = policy_loss.applies_correction and algorithm.rollout_correction.kind != "none"  # its ratio is not 1
+    idle = [f"ratio={algorithm.ratio}"] if algorithm.ratio != default.ratio else []
+    if algorithm.policy_loss == default.policy_loss:
+        idle += [name for name in policy_loss.reads if vars(algorithm)[name] != vars(default)[name]]
+    elif policy_loss.reads and not corrected:
         idle.append(f"policy_loss={algorithm.policy_loss}")
-    if algorithm.policy_loss == "clip" and algorithm.clip != ClipConfig():
-        idle.append("clip")
     if idle:
         yield (
             f"algorithm.preset={algorithm.preset}: with one update a step (training.updates_per_step and "

@@ -22,7 +22,6 @@ from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.writer import MetricWriter
 from grpo_mp.policy.expert_load import ExpertLoad, heat_map, load_ratios, max_load_ratio
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.rewards.score import Scorer
 from grpo_mp.rewards.tally import Tally
 from grpo_mp.scheduler.memory_tracker import MemoryTracker
 from grpo_mp.trainer.collect import RolloutBatch
@@ -37,6 +36,7 @@ from grpo_mp.trainer.metrics import (
     total_tally,
     update_metrics,
 )
+from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.types import MicroBatch, SampleGroup
 from grpo_mp.weight_sync.compare import CheckReport
 from grpo_mp.weight_sync.update import SyncReport
@@ -63,7 +63,7 @@ class StepLogger:
         parallel: Parallel,
         timeline: Timeline,
         progress: Progress,
-        scorer: Scorer,
+        inputs: Inputs,
         memory_tracker: MemoryTracker,
         expert_load: ExpertLoad,
         steps_done: int,
@@ -71,10 +71,14 @@ class StepLogger:
         """Open the files of the run folder to go on after `steps_done`; what they hold of later steps is cut."""
         self._folder, self._epochs = settings.run.folder, settings.training.epochs
         self._parallel, self._timeline, self._progress = parallel, timeline, progress
-        self._scorer, self._memory_tracker, self._expert_load = scorer, memory_tracker, expert_load
+        self._scorer, self._memory_tracker, self._expert_load = inputs.scorer, memory_tracker, expert_load
         self._samples_per_step = settings.monitor.samples_per_step
         first_step = steps_done + 1 if steps_done else 0
-        self._writer = MetricWriter(self._folder, first_step) if parallel.rank == 0 else None
+        self._writer = (
+            MetricWriter(self._folder, first_step, inputs.extensions.make_loggers, settings.model_dump(mode="json"))
+            if parallel.rank == 0
+            else None
+        )
         self._sample_writer = (
             SampleWriter(self._folder, self._writer, 0, first_step) if self._writer and self._samples_per_step else None
         )

@@ -6,6 +6,7 @@ from itertools import chain, repeat
 
 from grpo_mp.algorithms.controllers import current_coefficients, has_drifted, update_controls
 from grpo_mp.algorithms.losses import make_loss
+from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.report import metrics
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.distributed.process_groups import context_reduction
@@ -21,15 +22,18 @@ def train_step(
     algorithm: AlgorithmConfig,
     epochs: int,
     controls: Mapping[str, float],
+    policy_loss: PolicyLoss | None = None,
 ) -> tuple[list[UpdateReport], dict[str, float]]:
     """Update the policy, `epochs` times over the step's parts, unless it drifts too far from its samples.
 
-    Adaptive weights, `controls`, move after every update and are returned. Every rank must call this.
+    Adaptive weights, `controls`, move after every update and are returned; `policy_loss`: None takes that of the
+    settings. Every rank must call this.
     """
     reports, controls = list[UpdateReport](), dict(controls)
+    reduce = context_reduction(policy.parallel)
     for update in chain.from_iterable(repeat(updates, epochs)):
         weights = current_coefficients(controls, algorithm)
-        report = policy.update(update, make_loss(algorithm, weights, context_reduction(policy.parallel)))
+        report = policy.update(update, make_loss(algorithm, weights, reduce, policy_loss))
         measured = metrics(reduce_report(report, policy.parallel))
         reports.append(replace(report, measured=measured))
         controls = update_controls(controls, measured.get("train/kl_loss", 0.0), measured["train/entropy"], algorithm)

@@ -175,7 +175,10 @@ def test_settings_of_other_sections_come_with_the_preset_unless_they_are_given()
     ("algorithm", "sentence"),
     [
         ("dappo", "unknown preset 'dappo' (did you mean dapo?); there are: grpo, "),
-        ({"policy_loss": "clipp"}, "algorithm.policy_loss: Input should be 'clip', 'cispo'"),
+        (
+            {"policy_loss": "clipp"},
+            "algorithm.policy_loss: unknown policy loss 'clipp' (did you mean clip?): there are clip, cispo, ",
+        ),
         ({"advantage": {"combine": "normalise"}, "kl": {"coef": 1, "apply_to": "reward"}}, "set kl.apply_to=loss"),
         ({"kl": {"coef": 1, "level": "sequence", "apply_to": "reward"}}, "set kl.apply_to=loss"),
         ({"kl": {"coef": 1, "level": "sequence", "estimator": "k3_unbiased"}}, "set ratio=product"),

@@ -13,6 +13,7 @@ from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import SHAPES, make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.models import mixtral
 from grpo_mp.models.families import FAMILIES, family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.hf_versions import TRANSFORMERS_NAMES, add_transformers_4_names
@@ -163,4 +164,4 @@ def test_mixtral_without_a_theta_has_the_one_of_transformers(tmp_path: Path) -> 
     values = {name: value for name, value in SHAPES["mixtral"].items() if name != "rope_theta"}
     own = AutoConfig.for_model("mixtral", **values)
     hf = HfConfig(tmp_path, values | {"model_type": "mixtral"})
-    assert hf.rope["rope_theta"] == own.rope_parameters["rope_theta"] == 1e6
+    assert mixtral.rotary(hf)["rotary_base"] == own.rope_parameters["rope_theta"] == 1e6

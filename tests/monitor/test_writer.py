@@ -8,7 +8,8 @@ import pytest
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from grpo_mp.monitor.writer import MetricWriter, read_lines
+from grpo_mp.monitor.loggers import read_lines
+from grpo_mp.monitor.writer import MetricWriter
 
 
 def events(run: Path) -> EventAccumulator:

@@ -1,18 +1,19 @@
+import json
 from pathlib import Path
 
 import pytest
 
 from grpo_mp.errors import UserError
-from grpo_mp.rewards.base import load_reward
+from grpo_mp.rewards.base import REWARDS
 
 
 def test_functions_load_from_modules_and_files(tmp_path: Path) -> None:
-    assert load_reward("os.path:join").__name__ == "join"
+    assert REWARDS.resolve("json:dumps", "reward.functions") is json.dumps
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 2\n"
         "def score(completions, **columns):\n    return [A().x] * len(completions)\n"
     )
-    reward = load_reward(f"{tmp_path / 'mine.py'}:score")
+    reward = REWARDS.resolve(f"{tmp_path / 'mine.py'}:score", "reward.functions")
     assert reward(prompts=["a"], completions=["b"]) == [2]
 
 
@@ -23,25 +24,26 @@ def test_functions_load_from_modules_and_files(tmp_path: Path) -> None:
         (":f", "write module:function"),
         ("os.path:", "write module:function"),
         ("no_such_module_x:f", "ModuleNotFoundError: No module named 'no_such_module_x'"),
-        ("os.path:jion", r"os.path has no function jion \(did you mean join\?\)"),
-        ("os.path:sep", "os.path has no function sep"),
+        ("os.path:jion", r"os.path has no jion \(did you mean join\?\)"),
+        ("os.path:sep", "as reward function it must be a function, not str"),
+        ("os.path:join", r"it is called with \(prompts=, completions=, .*log_metric=\): got an unexpected keyword arg"),
         ("no/such.py:f", "no such file: no/such.py"),
     ],
 )
 def test_an_import_that_fails_is_reported_with_its_reason(name: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        load_reward(name)
+        REWARDS.resolve(name, "reward.functions")
 
 
 @pytest.mark.parametrize("body", ["def f(:", "1/0", "import no_such_module_x", "raise RuntimeError('mine')"])
 def test_a_file_that_fails_on_import(body: str, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(body)
     with pytest.raises(UserError, match=r"importing .*bad\.py failed: \w+Error: "):
-        load_reward(f"{tmp_path / 'bad.py'}:f")
+        REWARDS.resolve(f"{tmp_path / 'bad.py'}:f", "reward.functions")
 
 
 @pytest.mark.parametrize("body", ["import sys\nsys.exit(0)", "raise SystemExit", "import os\nos._exit(0)", "exit()"])
 def test_a_file_that_ends_the_program_on_import(body: str, tmp_path: Path) -> None:
     (tmp_path / "leaving.py").write_text(body)
     with pytest.raises(UserError, match=r"importing .*leaving\.py failed: (SystemExit|ExitCallError)"):
-        load_reward(f"{tmp_path / 'leaving.py'}:f")
+        REWARDS.resolve(f"{tmp_path / 'leaving.py'}:f", "reward.functions")

@@ -58,7 +58,7 @@ async def waits(completions, **columns):
 FAILURES = {
     "raises": r"raised KeyError: 'gold'; sample 0: 'a'",
     "exits": r"raised SystemExit: 3",
-    "leaves": r"raised ExitCallError: it called os._exit\(0\): return a reward, or raise an error",
+    "leaves": r"raised ExitCallError: it called os._exit\(0\): return, or raise an error",
     "leaves_later": r"raised ExitCallError: it called os._exit\(0\)",
     "hangs": r"took longer than reward.timeout_s=0.2 s",
     "infinite": r"returned inf, which is not finite; sample 1: 'b'",
@@ -336,5 +336,5 @@ def test_a_child_that_a_reward_forks_ends_as_children_do(scorer: Callable[..., S
 
 
 def test_elsewhere_a_process_still_ends_by_exit(tmp_path: Path) -> None:
-    code = "import os\nfrom grpo_mp.rewards.timeouts import no_exit\nwith no_exit(): pass\nos._exit(7)\n"
+    code = "import os\nfrom grpo_mp.user_code import no_exit\nwith no_exit(): pass\nos._exit(7)\n"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7

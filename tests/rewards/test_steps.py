@@ -98,5 +98,5 @@ def test_wrong_shapes(function: str, score: Callable[..., Any]) -> None:
 
 
 def test_a_function_that_is_not_there() -> None:
-    with pytest.raises(UserError, match=r"^reward\.steps 'os\.path:jion': os\.path has no function jion"):
+    with pytest.raises(UserError, match=r"^reward\.steps 'os\.path:jion': os\.path has no jion"):
         Scorer(RewardConfig(steps="os.path:jion"), max_response_tokens=8)

@@ -310,13 +310,48 @@ def test_prompts_that_are_all_too_long(refuse: Refuse) -> None:
     ("spec", "sentence"),
     [
         ("no_such_module:f", "importing no_such_module failed: ModuleNotFoundError"),
-        ("json:laods", "json has no function laods (did you mean loads?)"),
+        ("json:laods", "json has no laods (did you mean loads?)"),
         ("nowhere/reward.py:f", "no such file: nowhere/reward.py"),
         ("reward", "write module:function or path/file.py:function"),
     ],
 )
 def test_a_reward_that_cannot_be_imported(refuse: Refuse, spec: str, sentence: str) -> None:
     assert sentence in refuse(f"reward.functions={{'{spec}': 1.0}}")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "algorithm.policy_loss=clp",
+            "algorithm.policy_loss: unknown policy loss 'clp' (did you mean clip?): there are",
+        ),
+        ("algorithm.policy_loss=own.py:f", "algorithm.policy_loss 'own.py:f': no such file: own.py"),
+        (
+            "algorithm.policy_loss_args={x: 1}",
+            "algorithm.policy_loss 'clip': as policy loss it is called with (terms,",
+        ),
+        (
+            "algorithm.advantage.estimator=json:loads",
+            "as advantage estimator it is called with (samples, advantage, weights)",
+        ),
+        ("algorithm.advantage.estimator=process", "level and combine choose outcome: leave it out"),
+        ("algorithm.filter.metric=acuracy", "unknown group filter 'acuracy' (did you mean accuracy?)"),
+        ("data.source=parket", "data.source: unknown data source 'parket' (did you mean parquet?)"),
+        (
+            "monitor.loggers=[jsonl, tensorbord]",
+            "monitor.loggers: unknown logger 'tensorbord' (did you mean ",
+        ),
+        ("model.family=deepseekv3", "model.family: unknown model family 'deepseekv3' (did you mean deepseek_v3?)"),
+        (
+            "model.family=json:loads",
+            "model.family 'json:loads': as model family it must be a grpo_mp.models.",
+        ),
+        ("reward.functions={'os.path:join': 1}", "as reward function it is called with (prompts=, completions=, "),
+    ],
+)
+def test_an_extension_that_is_not_there_or_does_not_fit(refuse: Refuse, override: str, sentence: str) -> None:
+    assert sentence in refuse(override)
 
 
 # -- run folder ----------------------------------------------------------------------------------------------

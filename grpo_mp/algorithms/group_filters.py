@@ -1,0 +1,27 @@
+"""Which groups teach: what `algorithm.filter.metric` names. Pure."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from grpo_mp.types import SampleInfo
+
+
+class GroupFilter(Protocol):
+    """Says whether a group is kept. `samples`: all of one group; `algorithm.filter.args` come by name.
+
+    Called on every rank with the same samples, and must say the same there.
+    """
+
+    def __call__(self, samples: Sequence[SampleInfo], /) -> bool: ...
+
+
+def rewards_differ(samples: Sequence[SampleInfo]) -> bool:
+    """Keep a group whose rewards are not all equal."""
+    return len({sample.reward for sample in samples}) > 1
+
+
+def accuracies_differ(samples: Sequence[SampleInfo]) -> bool:
+    """Keep a group that is neither all right nor all wrong (DAPO, eq. 11); where nothing says so, by its rewards."""
+    if all(sample.right is None for sample in samples):
+        return rewards_differ(samples)
+    return len({sample.right is True for sample in samples}) > 1

@@ -1,0 +1,70 @@
+"""Policy losses, advantage estimators and group filters by name, with what settings must know of them. No torch."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from grpo_mp.registry import Entry, Registry
+
+if TYPE_CHECKING:
+    from grpo_mp.algorithms.advantages import AdvantageEstimator
+    from grpo_mp.algorithms.group_filters import GroupFilter
+    from grpo_mp.algorithms.policy_losses import PolicyLoss
+
+LOSSES, ADVANTAGES, FILTERS = (f"grpo_mp.algorithms.{m}:" for m in ("policy_losses", "advantages", "group_filters"))
+
+
+@dataclass(frozen=True)
+class PolicyLossEntry(Entry):
+    """A policy loss, and what the checks of settings need of it."""
+
+    reads: tuple[str, ...] = ()  # sections of `algorithm`, which act on ratios other than 1 only
+    token_ratios: bool = False  # it is defined on the ratios of tokens, so `ratio` must be token
+    applies_correction: bool = False  # of tokens, itself; other losses are multiplied by it
+
+
+@dataclass(frozen=True)
+class GroupFilterEntry(Entry):
+    needs_right: bool = False  # which answers are right, by reward.correct
+
+
+POLICY_LOSSES: "Registry[PolicyLoss]" = Registry(
+    "policy loss",
+    {
+        "clip": PolicyLossEntry(LOSSES + "ppo_clip", reads=("clip",)),
+        "cispo": PolicyLossEntry(LOSSES + "cispo", reads=("clip",)),
+        "sapo": PolicyLossEntry(LOSSES + "sapo", reads=("sapo",)),
+        "gmpo": PolicyLossEntry(LOSSES + "gmpo", reads=("clip",), token_ratios=True),
+        "vespo": PolicyLossEntry(LOSSES + "vespo", reads=("vespo",), token_ratios=True, applies_correction=True),
+        "none": PolicyLossEntry(LOSSES + "policy_gradient"),
+    },
+    parameters=("terms", "algorithm"),
+)
+ADVANTAGE_ESTIMATORS: "Registry[AdvantageEstimator]" = Registry(
+    "advantage estimator",
+    {
+        "outcome": Entry(ADVANTAGES + "estimate_outcome"),
+        "decoupled": Entry(ADVANTAGES + "estimate_decoupled"),
+        "process": Entry(ADVANTAGES + "estimate_process"),
+    },
+    parameters=("samples", "advantage", "weights"),
+)
+GROUP_FILTERS: "Registry[GroupFilter]" = Registry(
+    "group filter",
+    {
+        "reward": GroupFilterEntry(FILTERS + "rewards_differ"),
+        "accuracy": GroupFilterEntry(FILTERS + "accuracies_differ", needs_right=True),
+    },
+    parameters=("samples",),
+)
+
+
+def policy_loss_entry(name: str) -> PolicyLossEntry:
+    """Return what is known of a policy loss; of a user's own, nothing."""
+    entry = POLICY_LOSSES.built_in.get(name)
+    return entry if isinstance(entry, PolicyLossEntry) else PolicyLossEntry(name)
+
+
+def needs_right(filter_name: str) -> bool:
+    """Tell whether a group filter needs to know which answers are right; a user's own must see to it itself."""
+    entry = GROUP_FILTERS.built_in.get(filter_name)
+    return isinstance(entry, GroupFilterEntry) and entry.needs_right

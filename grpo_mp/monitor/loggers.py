@@ -1,0 +1,121 @@
+"""Where metrics go: TensorBoard events, JSON lines, or a user's own logger."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from grpo_mp.registry import Registry
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Writes what a run measures, on rank 0 only. Inherit from it, and write the methods that you need.
+
+    Names are those of the metric dictionary, with their units (grpo_mp/monitor/README.md).
+    """
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write all scalars of one step; called once per step. A value may be NaN or infinite."""
+
+    def histogram(self, step: int, name: str, values: torch.Tensor) -> None:
+        """Write the distribution of `values`, float32 [N], N > 0."""
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        """Write a text in Markdown."""
+
+    def image(self, step: int, name: str, figure: "Figure") -> None:
+        """Write a figure of matplotlib."""
+
+    def close(self) -> None:
+        """Finish what was written, at the end of the run."""
+
+
+class MakeLogger(Protocol):
+    """Makes a logger: a class, or a function.
+
+    `first_step`: the first step that this process will write; what an earlier process wrote for it or for a later one
+    should be dropped. `settings`: all of the run, as in settings.yaml. The arguments in `monitor.loggers` come by name.
+    """
+
+    def __call__(self, run_folder: Path, first_step: int, settings: Mapping[str, Any], /) -> Logger: ...
+
+
+class TensorBoardLogger(Logger):
+    """Writes `<run>/tensorboard/`; TensorBoard hides earlier events of `first_step` and later (its purge step)."""
+
+    def __init__(self, run_folder: Path, first_step: int, settings: Mapping[str, Any]) -> None:
+        self._events = SummaryWriter(str(run_folder / "tensorboard"), purge_step=first_step)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
+        self._events.flush()
+
+    def histogram(self, step: int, name: str, values: torch.Tensor) -> None:
+        self._events.add_histogram(name, values, step)
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        self._events.add_text(name, markdown, step)
+
+    def image(self, step: int, name: str, figure: "Figure") -> None:
+        self._events.add_figure(name, figure, step, close=False)
+
+    def close(self) -> None:
+        self._events.close()
+
+
+class JsonLinesLogger(Logger):
+    """Writes the scalars of each step as one line of `<run>/metrics.jsonl`; those that are not finite are null."""
+
+    def __init__(self, run_folder: Path, first_step: int, settings: Mapping[str, Any]) -> None:
+        file = run_folder / "metrics.jsonl"
+        cut_lines(file, first_step)
+        self._lines = file.open("a", encoding="utf-8")
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        numbers = {name: float(value) for name, value in values.items()}
+        line = {"step": step, **{name: n if math.isfinite(n) else None for name, n in numbers.items()}}
+        self._lines.write(json.dumps(line, allow_nan=False) + "\n")
+        self._lines.flush()
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def read_lines(path: Path) -> list[dict[str, float | None]]:
+    """Read metrics.jsonl; a last line that a killed process left unfinished is left out."""
+    if not path.exists():
+        return []
+    complete, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+def cut_lines(path: Path, first_step: int) -> None:
+    """Keep the lines of steps before `first_step`. The file is replaced in one go."""
+    if not path.exists():
+        return
+    kept = [line for line in read_lines(path) if (line["step"] or 0) < first_step]
+    rewritten = path.with_suffix(".jsonl.new")
+    rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    os.replace(rewritten, path)
+
+
+LOGGERS: Registry[MakeLogger] = Registry(
+    "logger",
+    {"tensorboard": TensorBoardLogger, "jsonl": JsonLinesLogger},
+    parameters=("run_folder", "first_step", "settings"),
+)
+
+
+def load_loggers(loggers: Mapping[str, Mapping[str, Any]]) -> tuple[MakeLogger, ...]:
+    """Return what makes the loggers that `monitor.loggers` names. Raises UserError where one cannot be loaded."""
+    return tuple(LOGGERS.resolve(name, "monitor.loggers", args) for name, args in loggers.items())

@@ -1,0 +1,78 @@
+"""Extensions by name or by path: one frozen registry for each kind of part that a user may replace."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+from grpo_mp.errors import UserError, nearest
+from grpo_mp.user_code import HOW_TO_WRITE, is_path, load_attribute
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A built-in extension that is imported when it is used, so that settings are read without torch."""
+
+    path: str  # 'module:attribute'
+
+
+@dataclass(frozen=True)
+class Registry(Generic[T]):
+    """The extensions of one kind: built-in ones by name, a user's by 'module:attribute' or 'file.py:attribute'.
+
+    An extension is called with `parameters` by position and a user's `args` by name. One with `keywords` is called by
+    name, with these and with others that are known later. Where `instance` is set, it is an object of that class.
+    """
+
+    kind: str  # in messages: "policy loss"
+    built_in: Mapping[str, T | Entry] = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
+    instance: type | None = None
+
+    def check_name(self, name: str) -> str:
+        """Return the name. Raises ValueError, with the nearest name, for one that is neither built in nor a path."""
+        if name in self.built_in or is_path(name):
+            return name
+        if not self.built_in:
+            raise ValueError(f"{name!r} is no {self.kind}: {HOW_TO_WRITE}")
+        known = ", ".join(self.built_in)
+        raise ValueError(
+            f"unknown {self.kind} {name!r}{nearest(name, self.built_in)}: there are {known}; or {HOW_TO_WRITE}"
+        )
+
+    def resolve(self, name: str, setting: str, args: Mapping[str, Any] | None = None) -> T:
+        """Return the extension, with `args` bound to it.
+
+        Raises UserError, which names the setting, for an unknown name, a failing import, or something of another kind.
+        """
+        try:
+            extension: Any = self.built_in.get(self.check_name(name), Entry(name))
+        except ValueError as error:
+            raise UserError(f"{setting}: {error}") from error
+        label = f"{setting} {name!r}"
+        if isinstance(extension, Entry):
+            extension = load_attribute(extension.path, label)
+        self._check(extension, label, args or {})
+        return cast(T, partial(extension, **args) if args else extension)
+
+    def _check(self, extension: Any, label: str, args: Mapping[str, Any]) -> None:
+        if self.instance:
+            if not isinstance(extension, self.instance):
+                kind = f"{self.instance.__module__}.{self.instance.__name__}"
+                raise UserError(f"{label}: as {self.kind} it must be a {kind}, not {type(extension).__name__}")
+            return
+        if not callable(extension):
+            raise UserError(f"{label}: as {self.kind} it must be a function, not {type(extension).__name__}")
+        names = (*self.parameters, *(f"{name}=" for name in (*self.keywords, *args)))
+        try:
+            signature = inspect.signature(extension)
+            bind = signature.bind_partial if self.keywords else signature.bind
+            bind(*self.parameters, **dict.fromkeys(self.keywords), **args)
+        except TypeError as error:
+            raise UserError(f"{label}: as {self.kind} it is called with ({', '.join(names)}): {error}") from error
+        except ValueError:
+            return  # written in C: it says nothing about its parameters

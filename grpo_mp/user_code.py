@@ -1,0 +1,88 @@
+"""Load what users wrote, by 'module:attribute' or 'path/file.py:attribute', and keep it from ending the process."""
+
+import importlib.util
+import os
+import sys
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from grpo_mp.errors import UserError, nearest
+
+HOW_TO_WRITE = "write module:function or path/file.py:function"
+
+
+class ExitCallError(Exception):
+    """A user's code called os._exit, which would have ended the rank without a message."""
+
+
+_process_exit = os._exit
+_guarded = threading.local()  # `process`: id of the process whose os._exit raises in this thread
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Make os._exit raise ExitCallError in this thread; forked children, which must end by it, still do."""
+    os._exit = _exit_or_raise
+    _guarded.process = os.getpid()
+    try:
+        yield
+    finally:
+        _guarded.process = None
+
+
+def _exit_or_raise(status: int) -> NoReturn:
+    if getattr(_guarded, "process", None) == os.getpid():
+        raise ExitCallError(f"it called os._exit({status}): return, or raise an error")
+    _process_exit(status)
+
+
+def is_path(name: str) -> bool:
+    """Tell whether a name has the form of a path: something on both sides of its last colon."""
+    source, _, attribute = name.rpartition(":")
+    return bool(source and attribute)
+
+
+def load_attribute(path: str, label: str) -> Any:
+    """Import a module, or once in a process a file relative to the working directory, and return its attribute.
+
+    label: the setting, which begins the message. Raises UserError with the reason where that fails.
+    """
+    source, _, attribute = path.rpartition(":")
+    if not is_path(path):
+        raise UserError(f"{label}: {HOW_TO_WRITE}")
+    try:
+        with no_exit():
+            module = _load_file(Path(source), label) if source.endswith(".py") else import_module(source)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        raise UserError(f"{label}: importing {source} failed: {reason}") from error
+    if attribute not in vars(module):
+        raise UserError(f"{label}: {source} has no {attribute}{nearest(attribute, vars(module))}")
+    return vars(module)[attribute]
+
+
+def _load_file(path: Path, label: str) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"{label}: no such file: {path}")
+    module_name = f"grpo_mp_user_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
+    if module_name in sys.modules:  # two names of one file share its module
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{label}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up here
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module

@@ -1,0 +1,165 @@
+"""Every example of EXTENDING.md runs: written to a folder, named in settings, and called by what it plugs into."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+import grpo_mp
+from grpo_mp.algorithms.advantages import estimate_advantages
+from grpo_mp.algorithms.losses import make_loss
+from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.batching.group_filters import select_groups
+from grpo_mp.batching.packing import gather_responses
+from grpo_mp.config import Settings, check_settings
+from grpo_mp.data.prompts import load_prompts
+from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
+from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.monitor.loggers import read_lines
+from grpo_mp.monitor.writer import MetricWriter
+from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.job import make_job
+from grpo_mp.platform import prepare
+from grpo_mp.policy.forward import sequence_logits
+from grpo_mp.policy.policy import Policy, check_policy
+from grpo_mp.rewards.score import Scorer
+from grpo_mp.trainer.extensions import Extensions, load_extensions
+from grpo_mp.types import Prompt, Sample, SampleGroup, SampleInfo
+from tests.algorithms.objective import draw_update, objective, to_microbatches
+from tests.least import LEAST
+
+PAGE = (Path(grpo_mp.__file__).parent / "EXTENDING.md").read_text()
+EXAMPLES = {
+    heading: (code, yaml.safe_load(settings))
+    for heading, code, settings in re.findall(
+        r"^## ([\w ]+)\n.*?^```python\n(.*?)^```\n\n```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL
+    )
+}
+Use = Callable[[str], tuple[Settings, Extensions]]
+
+
+@pytest.fixture
+def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Use:
+    """Write the example under a heading into the working directory, and load it as its YAML line says."""
+
+    def load(heading: str, **sections: Any) -> tuple[Settings, Extensions]:
+        code, tree = EXAMPLES[heading]
+        (tmp_path / re.findall(r"^# (\w+\.py)$", code, re.MULTILINE)[0]).write_text(code)
+        monkeypatch.chdir(tmp_path)
+        sections |= {name: sections.get(name, {}) | values for name, values in tree.items()}
+        settings = check_settings(LEAST | sections, "test.yaml")
+        return settings, load_extensions(settings)
+
+    return load
+
+
+def make_samples(*rewards: tuple[float, ...]) -> list[SampleInfo]:
+    return [
+        SampleInfo(group, index, 0, 3, 5, reward, False, 0)
+        for group, group_rewards in enumerate(rewards)
+        for index, reward in enumerate(group_rewards)
+    ]
+
+
+def test_every_kind_has_an_example() -> None:
+    headings = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
+    assert list(EXAMPLES) == headings
+    assert len(headings) == PAGE.count("```python") == PAGE.count("```yaml") == 7
+
+
+def test_reward(use: Use) -> None:
+    settings, _ = use("Reward")
+    texts = ("so short", "a much longer answer than that")
+    samples = tuple(Sample(0, i, (1,), (2,), (-1.0,), (0,), False, text) for i, text in enumerate(texts))
+    scored = Scorer(settings.reward, max_response_tokens=32).score_group(SampleGroup(Prompt(0, "x", (1,)), samples))
+    assert [sample.reward for sample in scored.samples] == pytest.approx([0.2 / 3, 0.2 / 7])
+
+
+def check_loss(algorithm: AlgorithmConfig, extensions: Extensions, given: list[float], expected: list[float]) -> None:
+    """Loss and gradient with the advantages `given` are those of the plain clip with the `expected` ones."""
+    update = draw_update((4, 7, 3, 5), (0, 0, 1, 1), seed=3, kl=False)
+    (batch,), (logprobs,) = to_microbatches(update, algorithm, 10_000, given)
+    leaf = logprobs.clone().requires_grad_()
+    loss, _ = make_loss(algorithm, policy_loss=extensions.policy_loss)(leaf, torch.ones_like(leaf), batch)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    by_hand = objective(update, AlgorithmConfig(), expected)
+    assert loss.item() == pytest.approx(by_hand.loss, rel=1e-6)
+    responses = dict(zip(batch.sample_ids, gather_responses(gradient, batch), strict=True))
+    for i, values in enumerate(by_hand.gradients):
+        assert_close(responses[i].double(), values, rtol=1e-5, atol=1e-7)
+
+
+def test_policy_loss(use: Use) -> None:
+    settings, extensions = use("Policy loss")
+    check_loss(settings.algorithm, extensions, [1.0, -1.0, -0.4, 2.0], [1.0, -0.5, -0.2, 2.0])
+
+
+def test_advantage(use: Use) -> None:
+    settings, extensions = use("Advantage")
+    rewards = ((0.0, 1.0, 5.0), (2.0, 2.0, -1.0))
+    advantage = settings.algorithm.advantage
+    actual = estimate_advantages(extensions.estimator, make_samples(*rewards), advantage, {})
+    expected = [2.0 * (reward - float(np.median(group))) for group in rewards for reward in group]
+    assert actual == expected
+    check_loss(settings.algorithm, extensions, actual[:4], expected[:4])
+
+
+def test_group_filter(use: Use) -> None:
+    settings, extensions = use("Group filter")
+    samples = make_samples((0.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.5, 1.0))
+    selection = select_groups(samples, 4, settings.algorithm.filter, extensions.group_filter)
+    assert (selection.admitted, selection.zero_std) == ((1, 3), 2)
+
+
+def test_data_source(use: Use) -> None:
+    settings, _ = use("Data source")
+    tokenizer = make_tokenizer(["How", "much", "is"])
+    prompts = load_prompts(settings.data.train, settings.data, tokenizer, max_prompt_tokens=64)
+    assert [(prompt.text, prompt.answer) for prompt in prompts] == [
+        (f"How much is {n} + {n}?", str(n + n)) for n in range(100)
+    ]
+    assert settings.data.eval["gsm8k"].source == "datasets"
+
+
+def test_logger(use: Use, tmp_path: Path) -> None:
+    settings, extensions = use("Logger")
+    run = tmp_path / "run"
+    with MetricWriter(run, 0, extensions.make_loggers, settings.model_dump(mode="json")) as writer:
+        writer.scalars(1, {"reward/mean": 0.5, "train/loss": -0.25, "train/lr": 1e-6})
+        writer.histogram(1, "reward/values", [0.0, 1.0])
+        writer.text(1, "rollout/samples", "text")
+        writer.scalars(2, {"reward/mean": 0.75})
+    assert (run / "metrics.csv").read_text().splitlines() == ["1,0.5,-0.25", "2,0.75,"]
+    assert [line["reward/mean"] for line in read_lines(run / "metrics.jsonl")] == [0.5, 0.75]
+    assert any((run / "tensorboard").iterdir())
+
+
+def test_model_family(use: Use, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": 2, "rope_scaling": None}
+    values = make_tiny(folder, "llama", make_tokenizer(["apples"]), **shape)
+    tokens = torch.randint(values["vocab_size"], (2, 24))
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(tokens).logits
+    renamed = values | {"model_type": "my_type", "architectures": ["MyForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(renamed))
+    prepare()
+    settings, _ = use("Model family", model={"path": str(folder), "dtype": "float32"})
+    check_policy(settings, world_size=1)
+    assert make_job(settings, HfConfig.read(folder), read_cluster("h100-80"), 1, 1).model.num_layers == 2
+    with single_process_group():
+        policy = Policy(settings, start_parallel(settings.layout, 0, 60.0), with_reference=False)
+        with torch.no_grad():
+            logits = [sequence_logits(policy.models()[0], row)[:, : values["vocab_size"]] for row in tokens]
+        stop_parallel()
+    assert_close(torch.stack(logits), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))

@@ -1,0 +1,179 @@
+"""Names and paths of extensions: what is found, what is refused, and that no code outside their rooms knows a name."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import grpo_mp
+from grpo_mp.algorithms.presets import PRESETS
+from grpo_mp.algorithms.registries import ADVANTAGE_ESTIMATORS, GROUP_FILTERS, POLICY_LOSSES
+from grpo_mp.data.rows import DATA_SOURCES
+from grpo_mp.errors import UserError
+from grpo_mp.models.families import FAMILIES, MODEL_FAMILIES
+from grpo_mp.monitor.loggers import LOGGERS
+from grpo_mp.registry import Registry
+from grpo_mp.rewards.base import REWARDS, STEP_REWARDS
+
+PACKAGE = Path(grpo_mp.__file__).parent
+REGISTRIES: dict[str, Registry[Any]] = {
+    registry.kind: registry
+    for registry in (
+        REWARDS,
+        STEP_REWARDS,
+        POLICY_LOSSES,
+        ADVANTAGE_ESTIMATORS,
+        GROUP_FILTERS,
+        DATA_SOURCES,
+        LOGGERS,
+        MODEL_FAMILIES,
+    )
+}
+FILE = """
+count = 0
+def keep(samples, most=1.0):
+    global count
+    count += 1
+    return count
+def none_at_all(): ...
+a_number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "own.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    return "own.py"
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_built_in_ones_load_and_fit_their_kind(kind: str) -> None:
+    for name in REGISTRIES[kind].built_in:
+        REGISTRIES[kind].resolve(name, "test")
+
+
+def test_names_in_settings_need_no_torch() -> None:
+    """A launcher reads settings on a login node: it must not wait for torch."""
+    check = "import grpo_mp.config, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], cwd=PACKAGE.parent, check=False).returncode == 0
+
+
+def test_a_file_is_relative_to_the_working_directory_and_loaded_once(file: str) -> None:
+    keep = GROUP_FILTERS.resolve(f"{file}:keep", "test")
+    assert [keep([]), GROUP_FILTERS.resolve(f"{file}:keep", "test", {"most": 0.5})([])] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "args", "sentence"),
+    [
+        (
+            "policy loss",
+            "clp",
+            {},
+            "x.y: unknown policy loss 'clp' (did you mean clip?): there are clip, cispo, sapo, gmpo, vespo, none; or "
+            "write module:function or path/file.py:function",
+        ),
+        ("logger", "tensorbord", {}, "x.y: unknown logger 'tensorbord' (did you mean tensorboard?): there are "),
+        ("data source", "jason", {}, "x.y: unknown data source 'jason' (did you mean jsonl?): there are jsonl, "),
+        ("model family", "lama", {}, "x.y: unknown model family 'lama' (did you mean llama?): there are qwen3, "),
+        ("advantage estimator", "outcom", {}, "x.y: unknown advantage estimator 'outcom' (did you mean outcome?)"),
+        ("group filter", "rewards", {}, "x.y: unknown group filter 'rewards' (did you mean reward?)"),
+        ("reward function", "boxed", {}, "x.y: 'boxed' is no reward function: write module:function or path/file.py:"),
+        ("group filter", "own.py:kep", {}, "x.y 'own.py:kep': own.py has no kep (did you mean keep?)"),
+        ("group filter", "none.py:keep", {}, "x.y 'none.py:keep': no such file: none.py"),
+        (
+            "group filter",
+            "own.py:a_number",
+            {},
+            "x.y 'own.py:a_number': as group filter it must be a function",
+        ),
+        (
+            "group filter",
+            "own.py:none_at_all",
+            {},
+            "x.y 'own.py:none_at_all': as group filter it is called with (samples): too many positional arguments",
+        ),
+        (
+            "group filter",
+            "own.py:keep",
+            {"mist": 1},
+            "x.y 'own.py:keep': as group filter it is called with (samples, mist=): got an unexpected keyword argument",
+        ),
+        (
+            "policy loss",
+            "clip",
+            {"beta": 1},
+            "x.y 'clip': as policy loss it is called with (terms, algorithm, beta=): ",
+        ),
+        (
+            "model family",
+            "own.py:keep",
+            {},
+            "x.y 'own.py:keep': as model family it must be a grpo_mp.models.families.Family, not function",
+        ),
+    ],
+)
+def test_what_is_refused(kind: str, name: str, args: Mapping[str, Any], sentence: str, file: str) -> None:
+    with pytest.raises(UserError) as refused:
+        REGISTRIES[kind].resolve(name, "x.y", args)
+    assert str(refused.value).startswith(sentence)
+    assert "\n" not in str(refused.value)
+
+
+# -- no name is known outside its room -----------------------------------------------------------------------
+
+GENERAL = {"clip", "none"}  # words that mean other things, too
+NAMES = PRESETS.keys() | FAMILIES.keys() | POLICY_LOSSES.built_in.keys() - GENERAL
+ROOMS = (
+    "algorithms/presets.py",
+    "algorithms/registries.py",
+    "models/families.py",
+    "config/renamed.py",
+    "examples/",
+    "cli/make_tiny.py",
+)
+CHOICES = ("preset", "policy_loss", "model_type", "family", "source", "metric")  # settings that name one
+DEFAULTS = {("algorithms/settings.py", "grpo"), ("algorithms/presets.py", "grpo")}
+
+
+def known_names(source: str) -> list[str]:
+    """Literals that are the name of a preset, family or policy loss, and comparisons of a choice with a literal."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and node.value in NAMES:
+            found.append(str(node.value))
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            chosen = [side.attr for side in sides if isinstance(side, ast.Attribute) and side.attr in CHOICES]
+            literals = [item.value for side in sides for item in ast.walk(side) if isinstance(item, ast.Constant)]
+            found += [f"{chosen[0]} == {value}" for value in literals if chosen and isinstance(value, str)]
+    return found
+
+
+def test_no_code_outside_its_room_knows_a_name() -> None:
+    found = [
+        (str(file.relative_to(PACKAGE)), name)
+        for file in PACKAGE.rglob("*.py")
+        if not str(file.relative_to(PACKAGE)).startswith(ROOMS)
+        for name in known_names(file.read_text())
+    ]
+    assert set(found) <= DEFAULTS
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        'if settings.algorithm.preset == "gspo": pass',
+        'if hf.model_type in ("deepseek_v3", "x"): pass',
+        'if algorithm.policy_loss != "none": pass',
+        'x = {"vespo": 1}.get(name)',
+        'match name:\n    case "mixtral": pass',
+    ],
+)
+def test_a_branch_is_seen(branch: str) -> None:
+    assert known_names(branch)
