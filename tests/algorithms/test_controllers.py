@@ -5,7 +5,7 @@ from grpo_mp.algorithms.settings import AlgorithmConfig, EarlyStopConfig
 
 
 def test_without_targets_the_weights_are_the_settings() -> None:
-    algorithm = AlgorithmConfig.model_validate({"max_kl": {"coef": 0.1}, "entropy": {"coef": 0.01}})
+    algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 0.1}, "entropy": {"coef": 0.01}})
     controls = update_controls({}, kl=5.0, entropy=0.1, algorithm=algorithm)
     assert controls == {}
     coefficients = current_coefficients(controls, algorithm)
@@ -13,7 +13,7 @@ def test_without_targets_the_weights_are_the_settings() -> None:
 
 
 def test_the_kl_weight_follows_its_target_at_a_bounded_pace() -> None:
-    algorithm = AlgorithmConfig.model_validate({"max_kl": {"coef": 0.1, "target": 0.5}})
+    algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 0.1, "target": 0.5}})
     up, down = (update_controls({}, kl=kl, entropy=1.0, algorithm=algorithm)["kl"] for kl in (50.0, 0.0))
     assert (up, down) == (pytest.approx(0.1 * 1.02), pytest.approx(0.1 * 0.98))
     assert update_controls({}, kl=0.55, entropy=1.0, algorithm=algorithm)["kl"] == pytest.approx(0.1 * 1.01)
