@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import resource
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -92,12 +91,6 @@ def gc_frozen() -> Iterator[None]:
 def host_bytes() -> int:
     """Return the resident host memory of this process."""
     return int(psutil.Process().memory_info().rss)
-
-
-def peak_host_bytes() -> int:
-    """Return the peak resident host memory of this process."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def device_bytes() -> int:
