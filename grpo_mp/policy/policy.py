@@ -62,27 +62,17 @@ class Policy:
         self.expert_load = ExpertLoad(models, self.config.num_layers, self.config.num_moe_experts or 0)
         self.reference = Reference(self.tensors) if with_reference else None
 
-    @property
-    def is_last_stage(self) -> bool:
-        """Tell whether this rank is on the last pipeline stage."""
-        return self.parallel.coords.pipeline == self.parallel.layout.pipeline - 1
-
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return [2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""
         return forward_only(self.chunks, microbatches)
 
     @contextmanager
     def at_reference(self) -> Iterator[None]:
-        """Compute logprobs with the reference inside. Raises ValueError where the policy was built without one."""
+        """Swap in the reference's weights inside. Raises ValueError where the policy was built without one."""
         if self.reference is None:
             raise ValueError("this policy was built without a reference")
         with self.reference.on_device():
             yield
-
-    def reference_logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Return `logprobs` of the reference."""
-        with self.at_reference():
-            return self.logprobs(microbatches)
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:

@@ -55,10 +55,11 @@ def load_hf(
     for name, tensor in tensors.items():
         param = params[name]
         count, part = sizes.count(param), tensor_part(param, coords)
-        shards = [
-            _read_shard(reader, param, hf_name, shape, count, part)
-            for hf_name, shape in zip(param.hf, param.shapes, strict=True)
-        ]
+        shards = []
+        for hf_name, shape in zip(param.hf, param.shapes, strict=True):
+            check_shape(reader, hf_name, shape)
+            start, stop = shard_range(param, shape, count, part) if count > 1 else (0, 0)
+            shards.append(reader.read(hf_name, param.tp_dim if count > 1 else None, start, stop))
         fused = fuse(param, shards)
         if param.keep_float32:
             tensor.data = tensor.data.float()  # Megatron widens it only at the first forward, once rounded to bfloat16
@@ -77,15 +78,6 @@ class TpSizes:
         if param.tp_dim is None:
             return 1
         return self.expert_tensor if param.expert is not None else self.tensor
-
-
-def _read_shard(
-    reader: Weights, param: Param, name: str, shape: tuple[int, ...], parts: int, part: int
-) -> torch.Tensor:
-    check_shape(reader, name, shape)
-    if param.tp_dim is None or parts == 1:
-        return reader.read(name)
-    return reader.read(name, param.tp_dim, *shard_range(param, shape, parts, part))
 
 
 def _full_name(name: str, chunk: PolicyModel, params: dict[str, Param], expert_rank: int, expert_parallel: int) -> str:
