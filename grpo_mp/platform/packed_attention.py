@@ -103,7 +103,10 @@ def _cell_index(cell_of_token: Tensor, cells: int) -> CellIndex:
 
 
 class _ToCells(torch.autograd.Function):
-    """Gathers tokens [T, ...] into cells [C, ...]. Padding cells pass no gradient back: theirs is 0."""
+    """Gathers tokens [T, ...] into cells [C, ...]. Padding cells pass no gradient back: theirs is 0.
+
+    torch's own backward pass would add up all cells.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, index: CellIndex) -> Tensor:
@@ -113,20 +116,6 @@ class _ToCells(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.index_select(0, ctx.index.cell_of_token), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """Gathers cells [C, ...] into tokens [T, ...]; padding cells get gradient 0."""
-
-    @staticmethod
-    def forward(ctx: Any, cells: Tensor, index: CellIndex) -> Tensor:
-        ctx.index = index
-        return cells.index_select(0, index.cell_of_token)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        cells = grad.new_zeros(len(ctx.index.token_of_cell), *grad.shape[1:])
-        return cells.index_copy_(0, ctx.index.cell_of_token, grad), None
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
@@ -140,7 +129,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing
     key_sizes = [n * (length + prefix) for n, length, prefix in packing.buckets]
     parts = zip(packing.buckets, q.split(sizes), k.split(key_sizes), v.split(key_sizes), strict=True)
     out = torch.cat([_bucket_attention(*part, scale=scale) for part in parts])
-    return _ToTokens.apply(out, packing.queries)[..., :value_dim]
+    return out.index_select(0, packing.queries.cell_of_token)[..., :value_dim]
 
 
 def _bucket_attention(shape: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -5,14 +5,11 @@ import importlib.util
 import inspect
 import sys
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
-
-from transformers import TrainerState
 
 from grpo_mp.errors import UserError, nearest
 from grpo_mp.rewards.timeouts import no_exit
@@ -31,7 +28,7 @@ class Reward(Protocol):
 
     def __call__(
         self, prompts: list[Any], completions: list[Any], **columns: Any
-    ) -> Sequence[float | None] | Awaitable[Sequence[float | None]]: ...
+    ) -> Sequence[float | None] | Coroutine[Any, Any, Sequence[float | None]]: ...
 
 
 class StepReward(Protocol):
@@ -43,20 +40,11 @@ class StepReward(Protocol):
 
     def __call__(
         self, prompts: list[Any], completions: list[Any], **columns: Any
-    ) -> Sequence[Sequence[tuple[int, float]]] | Awaitable[Sequence[Sequence[tuple[int, float]]]]: ...
+    ) -> Sequence[Sequence[tuple[int, float]]] | Coroutine[Any, Any, Sequence[Sequence[tuple[int, float]]]]: ...
 
 
-@dataclass(frozen=True)
-class Callbacks:
-    """What a reward function gets beside the data."""
-
-    trainer_state: TrainerState
-    log_extra: Callable[[str, list[Any]], None]
-    log_metric: Callable[[str, float], None]
-
-
-def call_arguments(group: SampleGroup, prompt_column: str, callbacks: Callbacks) -> dict[str, Any]:
-    """Build the keyword arguments for one group: prompt and columns are repeated for every completion."""
+def call_arguments(group: SampleGroup, prompt_column: str, **others: Any) -> dict[str, Any]:
+    """Build the keyword arguments for one group: prompt and columns, repeated for every completion, and `others`."""
     count = len(group.samples)
     row = group.prompt.columns
     prompt = row.get(prompt_column, group.prompt.text)
@@ -64,7 +52,7 @@ def call_arguments(group: SampleGroup, prompt_column: str, callbacks: Callbacks)
     is_chat = not isinstance(prompt, str)
     return {
         **{name: [value] * count for name, value in row.items() if name not in RESERVED},
-        **vars(callbacks),
+        **others,
         "prompts": [prompt] * count,
         "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
         "completion_ids": [list(sample.tokens) for sample in group.samples],
@@ -79,11 +67,7 @@ def call_reward(reward: Reward, arguments: dict[str, Any]) -> list[float | None]
 def call_user(function: Reward | StepReward, arguments: dict[str, Any]) -> Any:
     """Return what the function, or the coroutine that it returns, gives. Raises what it raises."""
     returned = function(**arguments)
-    return asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned
-
-
-async def _await(returned: Awaitable[Any]) -> Any:
-    return await returned
+    return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
 
 def load_reward(name: str, setting: str = "reward.functions") -> Any:

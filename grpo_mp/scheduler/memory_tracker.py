@@ -21,12 +21,8 @@ class MemoryTracker:
     def __init__(self) -> None:
         self._phases: dict[str, MemoryUsage] = {}
 
-    def begin(self) -> None:
-        """Start measuring the peak of a phase."""
-        platform.reset_peak_device_bytes()
-
     def end(self, phase: str) -> None:
-        """Record the usage of the phase that ends now."""
+        """Record the usage of the phase that ends now, its peak since `platform.reset_peak_device_bytes`."""
         usage = MemoryUsage(platform.host_bytes(), platform.device_bytes(), platform.peak_device_bytes())
         self._phases[phase] = largest([usage, self._phases.get(phase, usage)])
 

@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.rewards.model import step_ends
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rewards.settings import Reward as RewardSettings
-from grpo_mp.rewards.step_model import step_ends
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.types import SampleGroup
@@ -57,7 +57,7 @@ def score(
     server: EngineProcess, make_group: Callable[..., SampleGroup], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., SampleGroup]:
     """Scores texts, one token a character, by the server as a part of the reward."""
-    monkeypatch.setenv(KEY, server.key)
+    monkeypatch.setenv(KEY, server.api_key)
 
     def run(part: str, texts: list[str], **settings: str) -> SampleGroup:
         reward = {part: {"url": server.url, "key_variable": KEY, **settings}}

@@ -18,7 +18,6 @@ def test_the_largest_of_a_phase_is_kept_until_it_is_taken(monkeypatch: pytest.Mo
     monkeypatch.setattr(platform, "peak_device_bytes", lambda: 3)
     tracker = MemoryTracker()
     for phase in ("TRAIN", "TRAIN", "GENERATE"):
-        tracker.begin()
         tracker.end(phase)
     assert tracker.take() == {"TRAIN": MemoryUsage(30, 2, 3), "GENERATE": MemoryUsage(20, 2, 3)}
     assert tracker.take() == {}
@@ -28,7 +27,6 @@ def test_the_largest_of_a_phase_is_kept_until_it_is_taken(monkeypatch: pytest.Mo
 
 def test_it_measures_this_process() -> None:
     tracker = MemoryTracker()
-    tracker.begin()
     tracker.end("TRAIN")
     usage = tracker.take()["TRAIN"]
     assert 10 * 2**20 < usage.host_bytes < 2**40
