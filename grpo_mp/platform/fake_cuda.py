@@ -6,18 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import (  # noqa: F401
-    BFloat16Tensor,
-    BoolTensor,
-    ByteTensor,
-    CharTensor,
-    DoubleTensor,
-    FloatTensor,
-    HalfTensor,
-    IntTensor,
-    LongTensor,
-    manual_seed,
-)
+from torch import BFloat16Tensor, FloatTensor, HalfTensor, manual_seed  # noqa: F401
 from torch.cuda import CUDAGraph, MemPool, OutOfMemoryError, amp, graph, memory  # noqa: F401
 
 CPU = torch.device("cpu")
@@ -75,8 +64,8 @@ class _Generators:
 
 
 default_generators = _Generators()
-set_device = synchronize = empty_cache = reset_peak_memory_stats = init = set_stream = _lazy_init = _returns(None)
-memory_allocated = max_memory_allocated = memory_reserved = max_memory_reserved = _returns(0)
+set_device = set_stream = synchronize = empty_cache = _lazy_init = _returns(None)
+memory_allocated = memory_reserved = _returns(0)
 memory_stats = _returns({})
 current_device = _returns(CPU)  # Megatron passes the result as a `device=` argument
 current_stream = default_stream = _returns(Stream())

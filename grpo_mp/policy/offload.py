@@ -62,8 +62,9 @@ def device_items(policy: Policy) -> dict[str, float]:
         "gradients": _stored_bytes(gradients),
         "optimizer": _stored_bytes(_optimizer_tensors(policy), exclude=(*weights, *gradients)),
     }
-    rest = platform.device_bytes() - sum(items.values())
-    return items | {"activations and buffers": max(0.0, rest), "kept by the allocator": platform.cached_bytes()}
+    allocated = torch.cuda.memory_allocated()
+    rest, cached = allocated - sum(items.values()), torch.cuda.memory_reserved() - allocated
+    return items | {"activations and buffers": max(0.0, rest), "kept by the allocator": float(cached)}
 
 
 def _buffers(policy: Policy):  # type: ignore[no-untyped-def]

@@ -12,6 +12,7 @@ from transformers import TrainerState
 
 from grpo_mp.errors import UserError, nearest
 from grpo_mp.rewards.base import Reward, call_arguments, call_reward, call_user, load_reward
+from grpo_mp.rewards.math import answer_numbers
 from grpo_mp.rewards.model import Decode, StepModelClient
 from grpo_mp.rewards.settings import Reward as RewardSettings
 from grpo_mp.rewards.settings import StepModel
@@ -79,7 +80,8 @@ class Scorer:
 
     def answer_numbers(self, group: SampleGroup) -> list[int | None]:
         """Number the answers of the samples: equal answers have the same number; None: no answer."""
-        return self._built_in.answer_numbers(group)
+        responses = [sample.text for sample in group.samples]
+        return answer_numbers(responses, self._built_in.verifier, self._settings.boxed_answer)
 
     def score_group(self, group: SampleGroup, step: int = 0) -> SampleGroup:
         """Return the group with its rewards: `reward` is the weighted sum of the unweighted `reward_parts` that apply.

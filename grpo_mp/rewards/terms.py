@@ -1,12 +1,11 @@
 """The built-in terms of the reward: rules, the reward model, and unit tests for code."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.code import CodeTests
-from grpo_mp.rewards.length import length_reward, overlong_penalty, repetition_penalty
-from grpo_mp.rewards.math import answer_numbers, answer_reward, boxed_answer
+from grpo_mp.rewards.math import answer_reward, boxed_answer
 from grpo_mp.rewards.math_verify_worker import MathVerifier
 from grpo_mp.rewards.model import ModelClient
 from grpo_mp.rewards.settings import Reward as RewardSettings
@@ -46,10 +45,6 @@ class BuiltInTerms:
                 self.warnings = ("reward.code: this kernel gives no namespaces, so programs run with limits only",)
         self.terms = [term for term in terms if term.weight or term.name == correctness_term]
 
-    def answer_numbers(self, group: SampleGroup) -> list[int | None]:
-        """Number the answers of the samples; see rewards/math.py."""
-        return answer_numbers([sample.text for sample in group.samples], self.verifier, self._boxed_choice)
-
     def close(self) -> None:
         """End the process that compares answers and the connections to the reward model."""
         self.verifier.close()
@@ -68,7 +63,7 @@ def _rule_terms(settings: RewardSettings, max_response_tokens: int) -> list[Rewa
     buffer = overlong.buffer_tokens or max(1, max_response_tokens // 5)
     return [
         _sample_term("boxed", settings.boxed, lambda sample: float(boxed_answer(sample.text) is not None)),
-        _sample_term("length", settings.length, lambda sample: length_reward(len(sample.tokens), max_response_tokens)),
+        _sample_term("length", settings.length, lambda sample: min(1.0, len(sample.tokens) / max_response_tokens)),
         _sample_term(
             "overlong",
             overlong.weight * settings.span / 2,
@@ -81,3 +76,21 @@ def _rule_terms(settings: RewardSettings, max_response_tokens: int) -> list[Rewa
 def _sample_term(name: str, weight: float, value: Callable[[Sample], float]) -> RewardTerm:
     """Make a term of a function that scores one sample."""
     return RewardTerm(name, weight, lambda group: [value(sample) for sample in group.samples])
+
+
+def overlong_penalty(tokens: int, max_response_tokens: int, buffer_tokens: int) -> float:
+    """Compute the soft overlong punishment: 0 up to the buffer, then linearly down to -1 at the limit.
+
+    DAPO (arXiv 2503.14476), eq. 13, with L_max = max_response_tokens and L_cache = buffer_tokens.
+    """
+    return min(0.0, max(-1.0, (max_response_tokens - buffer_tokens - tokens) / buffer_tokens))
+
+
+def repetition_penalty(tokens: Sequence[int], ngram: int) -> float:
+    """Return -(share of n-grams that stood in the response before): 0 without repetition or below n tokens, above -1.
+
+    Counts the same n-grams as the penalty of Yeo et al. (arXiv 2502.03373, appendix), who give it to the tokens of
+    each repeated n-gram; as one number for the whole response it is this project's definition.
+    """
+    grams = [tuple(tokens[i : i + ngram]) for i in range(len(tokens) - ngram + 1)]
+    return len(set(grams)) / len(grams) - 1 if grams else 0.0

@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from grpo_mp import platform
 from grpo_mp.scheduler.memory_tracker import MemoryTracker, MemoryUsage, largest
@@ -14,8 +15,8 @@ def test_largest_field_by_field() -> None:
 def test_the_largest_of_a_phase_is_kept_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts: Iterator[int] = iter([30, 10, 20, 5])
     monkeypatch.setattr(platform, "host_bytes", lambda: next(hosts))
-    monkeypatch.setattr(platform, "device_bytes", lambda: 2)
-    monkeypatch.setattr(platform, "peak_device_bytes", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3)
     tracker = MemoryTracker()
     for phase in ("TRAIN", "TRAIN", "GENERATE"):
         tracker.end(phase)
