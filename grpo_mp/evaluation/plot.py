@@ -33,7 +33,13 @@ def plot_pass_at_k(before: Mapping[str, EvalScore], after: Mapping[str, EvalScor
                 prefix = f"{when}: " if before else ""
                 _plot_line(axes, score.pass_at, f"{prefix}pass@k", COLOURS[when], "-")
                 _plot_line(axes, score.maj_at, f"{prefix}maj@k", COLOURS[when], "--")
-        _format_axes(axes, name, after[name])
+        ks = list(after[name].pass_at)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ks, list(map(str, ks)))
+        axes.set(ylim=(0.0, 1.0), xlabel="k, samples of a problem", ylabel="share of problems")
+        axes.set_title(f"{name}: {after[name].problems} problems x {after[name].samples} samples, ± standard error")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
     return figure
 
 
@@ -53,14 +59,3 @@ def _plot_line(axes: "Axes", estimates: Mapping[int, Estimate], label: str, colo
     axes.plot(ks, means, style, color=colour, marker="o", markersize=3, label=label)
     low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
     axes.fill_between(ks, low, high, color=colour, alpha=0.15, linewidth=0)
-
-
-def _format_axes(axes: "Axes", name: str, score: EvalScore) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(score.pass_at), [str(k) for k in score.pass_at])
-    axes.set_ylim(0.0, 1.0)
-    axes.set_xlabel("k, samples of a problem")
-    axes.set_ylabel("share of problems")
-    axes.set_title(f"{name}: {score.problems} problems x {score.samples} samples, ± standard error")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import resource
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -94,29 +93,8 @@ def host_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def peak_host_bytes() -> int:
-    """Return the peak resident host memory of this process."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def device_bytes() -> int:
-    """Return the device memory of this process's tensors; 0 on a CPU."""
-    return torch.cuda.memory_allocated() if on_cuda() else 0
-
-
-def peak_device_bytes() -> int:
-    """Return the peak device memory of this process's tensors since `reset_peak_device_bytes`; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated() if on_cuda() else 0
-
-
-def cached_bytes() -> float:
-    """Return the device memory that the allocator caches without using it; 0 on a CPU."""
-    return float(torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) if on_cuda() else 0.0
-
-
 def reset_peak_device_bytes() -> None:
-    """Reset `peak_device_bytes`."""
+    """Reset `torch.cuda.max_memory_allocated`."""
     if on_cuda():
         torch.cuda.reset_peak_memory_stats()
 

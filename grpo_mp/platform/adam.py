@@ -35,31 +35,23 @@ class FusedAdam(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            params = [p for p in group["params"] if p.grad is not None and p.numel()]
-            if params:
-                self._update(params, group)
-
-    def _update(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
-        states = [self._state(p) for p in params]
-        self.update(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
-            [],
-            [torch.tensor(float(group["step"] - 1)) for _ in params],
-            fused=True,
-            amsgrad=False,
-            maximize=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-        )
-
-    def _state(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = self.state[param]
-        if not state:
-            state |= {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
-        return state
+            params = [param for param in group["params"] if param.grad is not None and param.numel()]
+            for param in params:
+                if not self.state[param]:
+                    self.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+            self.update(
+                params,
+                [param.grad for param in params],
+                [self.state[param]["exp_avg"] for param in params],
+                [self.state[param]["exp_avg_sq"] for param in params],
+                [],
+                [torch.tensor(float(group["step"] - 1)) for _ in params],
+                fused=True,
+                amsgrad=False,
+                maximize=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+            )

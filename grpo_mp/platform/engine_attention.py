@@ -6,30 +6,30 @@ spends most of its time there.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 MAX_SCORES = 2**24  # attention scores that exist at a time
 
 
 def paged_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
     lengths: Sequence[int],
     new_tokens: Sequence[int],
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Return causal attention of each sequence's last `new_tokens` over all its `lengths` tokens: [T, H, Dv].
 
     `query` [T, H, D]: the new tokens of all sequences, concatenated; `keys` [S, G, D] and `values` [S, G, Dv]: the
     cache, with G dividing H; `slots` [B, L]: the cache slot of each token (beyond a sequence's length any valid slot).
     """
     output = query.new_empty(query.shape[0], query.shape[1], values.shape[2])
-    starts = [0]
-    for count in new_tokens:
-        starts.append(starts[-1] + count)
+    starts = list(accumulate(new_tokens, initial=0))
     for count, batch in _batches(lengths, new_tokens, query.shape[1]):
         rows = torch.tensor([starts[index] for index in batch])[:, None] + torch.arange(count)
         batch_lengths = torch.tensor([lengths[index] for index in batch])
@@ -56,36 +56,23 @@ def _batches(lengths: Sequence[int], new_tokens: Sequence[int], heads: int) -> I
         yield count, batch
 
 
-def _attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """Attend with `query` [B, Q, H, D] to the `lengths` [B] tokens at `slots` [B, L]: [B, Q, H, Dv]."""
     batch, count, heads, size = query.shape
     groups = keys.shape[1]
+    # Each head's tokens contiguous: [B, G, L, D] and [B, G, L, Dv].
+    rows = (slots[:, None] * groups + torch.arange(groups)[None, :, None]).flatten()
+    shape = (batch, groups, slots.shape[1], -1)
+    gathered_keys = keys.view(-1, size).index_select(0, rows).view(shape)
+    if values.data_ptr() == keys.data_ptr():  # latent attention: values are a slice of the keys
+        gathered_values = gathered_keys[..., : values.shape[2]]
+    else:
+        gathered_values = values.view(-1, values.shape[2]).index_select(0, rows).view(shape)
     positions = lengths[:, None] - count + torch.arange(count)  # [B, Q]
     mask = (torch.arange(slots.shape[1]) > positions[:, :, None])[:, None, None]  # [B, 1, 1, Q, L]
-    gathered_keys, gathered_values = _gather(keys, values, slots)
     grouped = query.view(batch, count, groups, heads // groups, size).permute(0, 2, 3, 1, 4)  # [B, G, H/G, Q, D]
     scores = grouped.reshape(batch, groups, -1, size) @ gathered_keys.to(query.dtype).transpose(-1, -2)
-    scores = scores.float().mul_(scale).view(batch, groups, heads // groups, count, -1)
+    scores = scores.float().mul_(scale).view(*grouped.shape[:-1], -1)
     weights = scores.masked_fill_(mask, -torch.inf).softmax(-1).to(query.dtype)
     output = weights.view(batch, groups, -1, weights.shape[-1]) @ gathered_values.to(query.dtype)
-    return (
-        output.view(batch, groups, heads // groups, count, -1).permute(0, 3, 1, 2, 4).reshape(batch, count, heads, -1)
-    )
-
-
-def _gather(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather keys and values at `slots` [B, L], each head's tokens contiguous: [B, G, L, D] and [B, G, L, Dv]."""
-    groups = keys.shape[1]
-    rows = (slots[:, None] * groups + torch.arange(groups)[None, :, None]).flatten()
-    shape = (slots.shape[0], groups, slots.shape[1], -1)
-    gathered_keys = keys.view(-1, keys.shape[2]).index_select(0, rows).view(shape)
-    if values.data_ptr() == keys.data_ptr():  # latent attention: values are a slice of the keys
-        return gathered_keys, gathered_keys[..., : values.shape[2]]
-    return gathered_keys, values.view(-1, values.shape[2]).index_select(0, rows).view(shape)
+    return output.view(*grouped.shape[:-1], -1).permute(0, 3, 1, 2, 4).reshape(batch, count, heads, -1)

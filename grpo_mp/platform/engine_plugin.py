@@ -4,11 +4,15 @@ The entry point `sglang.srt.plugins` in pyproject.toml names it. It does nothing
 start, and applies the CPU patches only to engines on a CPU.
 """
 
+import gc
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from grpo_mp.platform import engine_layers
 from grpo_mp.platform.engine_attention import paged_attention
@@ -21,17 +25,22 @@ def register() -> None:
     """Apply the patches. SGLang calls it before it builds a model, in server, scheduler and detokenizer processes."""
     if SCRATCH not in os.environ:
         return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    hooks = [("managers.load_snapshot.shm_path_for", "after", _move_load_snapshot)]
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         # SGLang's debugging tools import Megatron where it is installed; an engine does not need it.
         sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
         _use_absorbed_mla()
-        _allow_mla_without_yarn()
-        _batch_attention()
-        _replace_layers()
         _allocate_routed_experts_without_cuda()
-        _fork_processes()
-        _freeze_gc()
-    _move_load_snapshots(Path(os.environ[SCRATCH]))
+        hooks += CPU_HOOKS
+    for target, kind, hook in hooks:
+        HookRegistry.register(f"sglang.srt.{target}", hook, HookType(kind))
+
+
+def _move_load_snapshot(path: str, *_: Any) -> str:
+    # Every SGLang server leaves one of these in /dev/shm.
+    return str(Path(os.environ[SCRATCH], Path(path).name))
 
 
 def _use_absorbed_mla() -> None:
@@ -43,29 +52,23 @@ def _use_absorbed_mla() -> None:
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 
 
-def _allow_mla_without_yarn() -> None:
-    # For latent attention on a CPU, SGLang asserts yarn; Moonlight has none.
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+def _allocate_routed_experts_without_cuda() -> None:
+    # For `enable_return_routed_experts` SGLang allocates host memory that it registers with CUDA.
+    from sglang.srt.mem_cache.pool_host import common
 
-    HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", _get_rope_cpu, HookType.AROUND)
+    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
 
 
 def _get_rope_cpu(original: Callable[..., Any], *args: Any) -> Any:
-    """Replace SGLang's function of head size, rotary size, positions, base, style, scaling, type, share, device."""
+    """Replace SGLang's function of head size, rotary size, positions, base, style, scaling, type, share, device.
+
+    For latent attention on a CPU, SGLang asserts yarn; Moonlight has none.
+    """
     if args[5] is not None:
         return original(*args)
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
     return get_rope(*args[:8])
-
-
-def _batch_attention() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-    HookRegistry.register(f"{backend}.init_forward_metadata", _begin_step)
-    for phase, wrapper in (("extend", _extend), ("decode", _decode)):
-        HookRegistry.register(f"{backend}._run_sdpa_forward_{phase}", wrapper, HookType.AROUND)
 
 
 def _begin_step(result: None, backend: Any, batch: Any) -> None:
@@ -100,59 +103,27 @@ def _is_self_attention(encoder_lengths: Any, kwargs: dict[str, Any]) -> bool:
     return encoder_lengths is None and not kwargs["is_cross_attn"] and kwargs["sliding_window_size"] is None
 
 
-def _replace_layers() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for name, wrapper in {
-        "layernorm.RMSNorm.forward_native": engine_layers.rms_norm,
-        "moe.fused_moe_native.moe_forward_native": engine_layers.routed_experts,
-        "rotary_embedding.base.RotaryEmbedding.forward_native": engine_layers.rotary,
-    }.items():
-        HookRegistry.register(f"sglang.srt.layers.{name}", wrapper, HookType.AROUND)
-
-
-def _allocate_routed_experts_without_cuda() -> None:
-    # For `enable_return_routed_experts` SGLang allocates host memory that it registers with CUDA.
-    import torch
-    from sglang.srt.mem_cache.pool_host import common
-
-    def allocate(dims: Any, dtype: torch.dtype, **_: Any) -> torch.Tensor:
-        return torch.empty(dims, dtype=dtype)
-
-    common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
-
-
-def _fork_processes() -> None:
+def _set_fork(result: None, *_: Any) -> None:
     # Spawned scheduler and detokenizer processes import SGLang again. Without a CUDA context they can be forked, which
     # takes less than half of the time and memory.
-    import multiprocessing
-
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    def set_fork(result: None, *_: Any) -> None:
-        multiprocessing.set_start_method("fork", force=True)
-
-    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", set_fork)
+    multiprocessing.set_start_method("fork", force=True)
 
 
-def _freeze_gc() -> None:
+def _freeze_gc(*_: Any, **__: Any) -> None:
     # On a CPU every flush of the cache runs the garbage collector: 0.2 s, mostly over objects of the start-up.
-    import gc
-
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    def freeze(*_: Any, **__: Any) -> None:
-        gc.collect()
-        gc.freeze()
-
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_event_loop", freeze, HookType.BEFORE)
+    gc.collect()
+    gc.freeze()
 
 
-def _move_load_snapshots(scratch: Path) -> None:
-    # Every SGLang server leaves one of these in /dev/shm.
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    def move(path: str, *_: Any) -> str:
-        return str(scratch / Path(path).name)
-
-    HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", move)
+ATTENTION = "layers.attention.torch_native_backend.TorchNativeAttnBackend"
+CPU_HOOKS: list[tuple[str, str, Callable[..., Any]]] = [  # name in sglang.srt, kind of hook, hook
+    ("layers.rotary_embedding.factory.get_rope_cpu", "around", _get_rope_cpu),
+    (f"{ATTENTION}.init_forward_metadata", "after", _begin_step),
+    (f"{ATTENTION}._run_sdpa_forward_extend", "around", _extend),
+    (f"{ATTENTION}._run_sdpa_forward_decode", "around", _decode),
+    ("layers.layernorm.RMSNorm.forward_native", "around", engine_layers.rms_norm),
+    ("layers.moe.fused_moe_native.moe_forward_native", "around", engine_layers.routed_experts),
+    ("layers.rotary_embedding.base.RotaryEmbedding.forward_native", "around", engine_layers.rotary),
+    ("entrypoints.engine._set_envs_and_config", "after", _set_fork),
+    ("managers.scheduler.Scheduler.run_event_loop", "before", _freeze_gc),
+]

@@ -1,25 +1,30 @@
 """CPU replacement for the parts of torch.cuda that Megatron uses. Only rewritten megatron.* modules see it."""
 
 import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import (  # noqa: F401
-    BFloat16Tensor,
-    BoolTensor,
-    ByteTensor,
-    CharTensor,
-    DoubleTensor,
-    FloatTensor,
-    HalfTensor,
-    IntTensor,
-    LongTensor,
-    manual_seed,
-)
+from torch import BFloat16Tensor, FloatTensor, HalfTensor, manual_seed  # noqa: F401
 from torch.cuda import CUDAGraph, MemPool, OutOfMemoryError, amp, graph, memory  # noqa: F401
 
 CPU = torch.device("cpu")
+
+
+def _returns(value: Any) -> Callable[..., Any]:
+    """Make a function that takes any arguments and returns `value`."""
+    return lambda *args, **kwargs: value
+
+
+class Event:
+    """An event that has always completed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    record = wait = synchronize = _returns(None)
+    query = _returns(True)
+    elapsed_time = _returns(0.0)
 
 
 class Stream:
@@ -28,15 +33,12 @@ class Stream:
     cuda_stream = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def wait_stream(self, stream: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
-    def synchronize(self) -> None: ...
 
-    def record_event(self, event: "Event | None" = None) -> "Event":
+    wait_stream = wait_event = synchronize = _returns(None)
+    query = _returns(True)
+
+    def record_event(self, event: Event | None = None) -> Event:
         return event or Event()
-
-    def query(self) -> bool:
-        return True
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream)
@@ -53,21 +55,6 @@ class Stream:
 ExternalStream = Stream
 
 
-class Event:
-    """An event that has always completed."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def record(self, stream: Any = None) -> None: ...
-    def wait(self, stream: Any = None) -> None: ...
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: "Event") -> float:
-        return 0.0
-
-
 class _Generators:
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
@@ -77,66 +64,18 @@ class _Generators:
 
 
 default_generators = _Generators()
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None: ...
-
-
-def _zero(*args: Any) -> int:
-    return 0
-
-
-def _no_context(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
-set_device = synchronize = empty_cache = reset_peak_memory_stats = init = set_stream = _lazy_init = _nothing
-memory_allocated = max_memory_allocated = memory_reserved = max_memory_reserved = _zero
-stream = device = _no_context
-nvtx = SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=_no_context)
-
-
-def current_device() -> torch.device:
-    """Return the CPU; Megatron passes the result as a `device=` argument."""
-    return CPU
-
-
-def device_count() -> int:
-    """Return 1."""
-    return 1
-
-
-def is_available() -> bool:
-    """Return False: there is no CUDA."""
-    return False
-
-
-def is_initialized() -> bool:
-    """Return True: nothing needs initialising."""
-    return True
-
-
-def get_device_capability(*args: Any) -> tuple[int, int]:
-    """Return a capability below every kernel's minimum."""
-    return (0, 0)
-
-
-def get_device_properties(*args: Any) -> SimpleNamespace:
-    """Return the properties of a device without compute capability."""
-    return SimpleNamespace(major=0, minor=0, total_memory=0, name="cpu")
-
-
-def current_stream(*args: Any) -> Stream:
-    """Return the only stream."""
-    return Stream()
-
-
-default_stream = current_stream
-
-
-def memory_stats(*args: Any) -> dict[str, int]:
-    """Return no statistics."""
-    return {}
+set_device = set_stream = synchronize = empty_cache = _lazy_init = _returns(None)
+memory_allocated = memory_reserved = _returns(0)
+memory_stats = _returns({})
+current_device = _returns(CPU)  # Megatron passes the result as a `device=` argument
+current_stream = default_stream = _returns(Stream())
+stream = device = _returns(contextlib.nullcontext())
+nvtx = SimpleNamespace(range_push=_returns(None), range_pop=_returns(None), range=device)
+device_count = _returns(1)
+is_available = _returns(False)
+is_initialized = _returns(True)  # nothing needs initialising
+get_device_capability = _returns((0, 0))  # below every kernel's minimum
+get_device_properties = _returns(SimpleNamespace(major=0, minor=0, total_memory=0, name="cpu"))
 
 
 def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -152,7 +91,7 @@ def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 random = SimpleNamespace(get_rng_state=get_rng_state)
 
 
-def _lazy_call(call: Any) -> None:
+def _lazy_call(call: Callable[[], None]) -> None:
     call()
 
 

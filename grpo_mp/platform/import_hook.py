@@ -84,15 +84,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_mp" / "megatron_on_cpu"
 
 
-def _cache_file(source: bytes, path: str) -> Path:
-    # This file's text is part of the key, so that a changed rewrite does not find old code.
-    parts = (sys.version.encode(), Path(__file__).read_bytes(), path.encode(), source)
-    return cache_folder() / hashlib.sha256(b"\0".join(parts)).hexdigest()
-
-
 def cached_code(source: bytes, path: str) -> CodeType:
     """Return `compile_on_cpu`, cached on disk. An unreadable cache file is replaced."""
-    file = _cache_file(source, path)
+    # This file's text is part of the key, so that a changed rewrite does not find old code.
+    key = b"\0".join((sys.version.encode(), Path(__file__).read_bytes(), path.encode(), source))
+    file = cache_folder() / hashlib.sha256(key).hexdigest()
     with contextlib.suppress(OSError, EOFError, ValueError, TypeError):
         code = marshal.loads(file.read_bytes())
         if isinstance(code, CodeType):

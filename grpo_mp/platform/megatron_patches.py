@@ -1,6 +1,6 @@
 """Patches of Megatron's modules on a CPU, each applied right after its module is imported.
 
-The functions import lazily: when they run, Megatron has loaded what they need.
+The functions import Megatron lazily: when they run, it has loaded what they need.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_mp.platform.adam import FusedAdam
 from grpo_mp.platform.import_hook import Patch
+from grpo_mp.platform.rotary import apply_rotary
 
 
 def _disable_jit(jit: Any) -> None:
@@ -47,28 +49,20 @@ def _spec_provider(provider: Any) -> None:
     provider.TESpecProvider = CpuSpecProvider
 
 
+def _te_names(module: Any) -> None:
+    # Megatron's modules take these names only where TransformerEngine is importable. `LayerNormImpl` is the final norm
+    # of a block without its own spec; the torch norm it falls back to refuses sequence parallelism.
+    from megatron.core.extensions import transformer_engine as te
+
+    module.TENorm = module.LayerNormImpl = te.TENorm
+    module.TELinear, module.TEColumnParallelLinear = te.TELinear, te.TEColumnParallelLinear
+
+
 def _layer_specs(specs: Any) -> None:
-    # The module takes these two names only where TransformerEngine is importable.
-    from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-    specs.TENorm, specs.TESpecProvider = transformer_engine.TENorm, transformer_engine_spec_provider.TESpecProvider
-
-
-def _block_norm(block: Any) -> None:
-    # The final norm of a block without its own spec; the torch norm it falls back to refuses sequence parallelism.
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    block.LayerNormImpl = TENorm
-
-
-def _latent_attention(attention: Any) -> None:
-    # From 0.17 on the module takes these names only where TransformerEngine is importable.
-    from megatron.core.extensions import transformer_engine
-
-    attention.TELinear, attention.TEColumnParallelLinear = (
-        transformer_engine.TELinear,
-        transformer_engine.TEColumnParallelLinear,
-    )
+    _te_names(specs)
+    specs.TESpecProvider = TESpecProvider
 
 
 def _router_matmul(moe_utils: Any) -> None:
@@ -78,23 +72,14 @@ def _router_matmul(moe_utils: Any) -> None:
 
 def _rotary(rope_utils: Any) -> None:
     # Megatron's own does six operations that each copy: a tenth of a small model's training time.
-    from grpo_mp.platform.rotary import apply_rotary
-
     rope_utils._apply_rotary_pos_emb_bshd = partial(apply_rotary, rope_utils._apply_rotary_pos_emb_bshd)
 
 
 def _fused_adam(optimizer: Any) -> None:
-    # With torch's AdamW the distributed optimizer cannot load a fully reshardable checkpoint.
-    from grpo_mp.platform.adam import FusedAdam
-
+    # With torch's AdamW the distributed optimizer cannot load a fully reshardable checkpoint; apex's Adam, too, has one
+    # step per param group.
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
-
-
-def _distributed_adam(distributed: Any) -> None:
-    # As above: take the branch for an Adam with one step per param group.
-    from grpo_mp.platform.adam import FusedAdam
-
-    distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = FusedAdam, True, True
+    optimizer.HAVE_APEX_OR_TE = optimizer.USING_APEX_OPTIMIZER = True
 
 
 def _uneven_gather(mappings: Any) -> None:
@@ -122,9 +107,9 @@ AFTER_IMPORT: Mapping[str, Patch] = {
     "megatron.core.extensions.transformer_engine_spec_provider": _spec_provider,
     "megatron.core.models.common.embeddings.rope_utils": _rotary,
     "megatron.core.models.gpt.gpt_layer_specs": _layer_specs,
-    "megatron.core.transformer.transformer_block": _block_norm,
-    "megatron.core.transformer.multi_latent_attention": _latent_attention,
+    "megatron.core.transformer.transformer_block": _te_names,
+    "megatron.core.transformer.multi_latent_attention": _te_names,
     "megatron.core.transformer.moe.moe_utils": _router_matmul,
     "megatron.core.optimizer": _fused_adam,
-    "megatron.core.optimizer.distrib_optimizer": _distributed_adam,
+    "megatron.core.optimizer.distrib_optimizer": _fused_adam,
 }

@@ -11,6 +11,7 @@ Keys and values are gathered from all ranks; each query is put in its cell of th
 cells of other ranks' queries are computed but not read.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -71,39 +72,31 @@ def plan_packing(lengths: tuple[int, ...], cp: int = 1, rank: int = 0, prefixes:
     buckets = bucket_by_length(lengths, prefixes)
     shapes = tuple((len(bucket), lengths[bucket[0]], prefixes[bucket[0]]) for bucket in buckets)
     key_lengths = tuple(n + prefix for n, prefix in zip(lengths, prefixes, strict=True))
-    first, cells = _first_cells(buckets, lengths)
-    if any(prefixes):
-        first_key, key_cells = _first_cells(buckets, key_lengths)
-        queries = _cell_index(_cells(lengths, first, 1, 0), cells)
-        return Packing(shapes, queries, _cell_index(_cells(key_lengths, first_key, 1, 0), key_cells))
-    keys = _cell_index(torch.cat([_cells(lengths, first, cp, r) for r in range(cp)]), cells)
-    return Packing(shapes, keys if cp == 1 else _cell_index(_cells(lengths, first, cp, rank), cells), keys)
+    queries = _cell_index(buckets, lengths, cp, [rank])
+    same = cp == 1 and not any(prefixes)
+    return Packing(shapes, queries, queries if same else _cell_index(buckets, key_lengths, cp, range(cp)))
 
 
-def _first_cells(buckets: list[list[int]], lengths: tuple[int, ...]) -> tuple[list[int], int]:
-    """Return the cell of each sequence's first token, and the number of cells."""
-    first, cells = [0] * len(lengths), 0
+def _cell_index(buckets: list[list[int]], lengths: tuple[int, ...], cp: int, ranks: Iterable[int]) -> CellIndex:
+    """Index the tokens that these context-parallel ranks hold, in their order; cells stand for all tokens."""
+    first_cell, cells = [0] * len(lengths), 0
     for bucket in buckets:
         longest = lengths[bucket[0]]
-        for row, i in enumerate(bucket):
-            first[i] = cells + row * longest
-        cells += len(bucket) * longest
-    return first, cells
-
-
-def _cells(lengths: tuple[int, ...], first: list[int], cp: int, rank: int) -> Tensor:
-    """Return the cells of the tokens that one context-parallel rank holds, in its order."""
-    return torch.cat([zigzag_positions(n, cp, rank) + c for n, c in zip(lengths, first, strict=True)])
-
-
-def _cell_index(cell_of_token: Tensor, cells: int) -> CellIndex:
+        for i in bucket:
+            first_cell[i] = cells
+            cells += longest
+    positions = [zigzag_positions(n, cp, r) + cell for r in ranks for n, cell in zip(lengths, first_cell, strict=True)]
+    cell_of_token = torch.cat(positions)
     token_of_cell = torch.zeros(cells, dtype=torch.long)
     token_of_cell[cell_of_token] = torch.arange(len(cell_of_token))
     return CellIndex(token_of_cell, cell_of_token)
 
 
 class _ToCells(torch.autograd.Function):
-    """Gathers tokens [T, ...] into cells [C, ...]. Padding cells pass no gradient back: theirs is 0."""
+    """Gathers tokens [T, ...] into cells [C, ...]. Padding cells pass no gradient back: theirs is 0.
+
+    torch's own backward pass would add up all cells.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, index: CellIndex) -> Tensor:
@@ -113,20 +106,6 @@ class _ToCells(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.index_select(0, ctx.index.cell_of_token), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """Gathers cells [C, ...] into tokens [T, ...]; padding cells get gradient 0."""
-
-    @staticmethod
-    def forward(ctx: Any, cells: Tensor, index: CellIndex) -> Tensor:
-        ctx.index = index
-        return cells.index_select(0, index.cell_of_token)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        cells = grad.new_zeros(len(ctx.index.token_of_cell), *grad.shape[1:])
-        return cells.index_copy_(0, ctx.index.cell_of_token, grad), None
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
@@ -140,7 +119,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing
     key_sizes = [n * (length + prefix) for n, length, prefix in packing.buckets]
     parts = zip(packing.buckets, q.split(sizes), k.split(key_sizes), v.split(key_sizes), strict=True)
     out = torch.cat([_bucket_attention(*part, scale=scale) for part in parts])
-    return _ToTokens.apply(out, packing.queries)[..., :value_dim]
+    return out.index_select(0, packing.queries.cell_of_token)[..., :value_dim]
 
 
 def _bucket_attention(shape: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

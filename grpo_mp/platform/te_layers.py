@@ -135,12 +135,8 @@ class _GroupedMatmul(torch.autograd.Function):
         if grad_x is not None:
             for grad_group, target, weight in zip(grad_groups, grad_x.split(ctx.splits), weights, strict=True):
                 torch.mm(grad_group, weight, out=target)
-        x_groups = x.split(ctx.splits)
-        return (
-            grad_x,
-            None,
-            *(grad_group.t() @ x_group for grad_group, x_group in zip(grad_groups, x_groups, strict=True)),
-        )
+        grad_weights = [g.t() @ x_group for g, x_group in zip(grad_groups, x.split(ctx.splits), strict=True)]
+        return grad_x, None, *grad_weights
 
 
 class GroupedLinear(torch.nn.Module):
@@ -192,27 +188,24 @@ class GroupedLinear(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the checkpoint entries: all experts of a layer form one tensor with a leading expert axis."""
+        metadata = metadata or {}
+        singleton = metadata.get("singleton_local_shards", False)
+        experts = get_pg_size(self.groups.ep) * self.num_gemms
         state: dict[str, Any] = {}
         for i, weight in enumerate(self.parameters()):
-            state[f"{prefix}weight{i}"] = self._sharded(weight, i, prefix, sharded_offsets, metadata or {})
+            key, expert = f"{i}.weight", get_pg_rank(self.groups.ep) * self.num_gemms + i
+            entry = make_sharded_tensors_for_checkpoint(
+                {key: weight},
+                "",
+                {key: self.partition_dim},
+                sharded_offsets if singleton else (*sharded_offsets, (len(sharded_offsets), expert, experts)),
+                tp_group=self.groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            replace_prefix_for_sharding(entry, f"{i}.", f"{expert}.{prefix}" if singleton else prefix)
+            tensor = state[f"{prefix}weight{i}"] = entry[key]
+            tensor.replica_id = (*tensor.replica_id[:2], get_pg_rank(self.groups.expt_dp))
         return state
-
-    def _sharded(self, weight: Tensor, i: int, prefix: str, offsets: tuple[Any, ...], metadata: dict[str, Any]) -> Any:
-        expert = get_pg_rank(self.groups.ep) * self.num_gemms + i
-        experts = get_pg_size(self.groups.ep) * self.num_gemms
-        singleton = metadata.get("singleton_local_shards", False)
-        entry = make_sharded_tensors_for_checkpoint(
-            {f"{i}.weight": weight},
-            "",
-            {f"{i}.weight": self.partition_dim},
-            offsets if singleton else (*offsets, (len(offsets), expert, experts)),
-            tp_group=self.groups.expt_tp,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        replace_prefix_for_sharding(entry, f"{i}.", f"{expert}.{prefix}" if singleton else prefix)
-        tensor = entry[f"{i}.weight"]
-        tensor.replica_id = (*tensor.replica_id[:2], get_pg_rank(self.groups.expt_dp))
-        return tensor
 
 
 class ColumnParallelGroupedLinear(GroupedLinear):

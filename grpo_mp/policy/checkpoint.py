@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mp.checkpoint.safe_metadata import restrict_unpickling
 from grpo_mp.errors import UserError
+from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.policy import Policy
-from grpo_mp.policy.reference import Reference
 from grpo_mp.policy.te_adam import as_remainders, state_dict_without_copies, stores_param_remainders
 
 # Fully reshardable: the distributed optimizer's shards are saved by parameter, not by rank.
@@ -58,13 +58,13 @@ def load_policy(policy: Policy, folder: Path) -> None:
 
 def save_reference(policy: Policy, folder: Path) -> None:
     """Write the reference's weights into an empty, existing folder. Every rank must call this."""
-    with _reference_of(policy).on_device():
+    with policy.at_reference():
         dist_checkpointing.save(_model_states(policy, dict(METADATA)), str(folder))
 
 
 def load_reference(policy: Policy, folder: Path) -> None:
     """Read what `save_reference` wrote, from any layout. Every rank must call this; raises as `load_policy`."""
-    with _reference_of(policy).on_device():
+    with policy.at_reference():
         _load_models(policy, _read(_model_states(policy, dict(METADATA)), folder))
 
 
@@ -74,22 +74,11 @@ def _clone_optimizer_views(state: dict[str, Any]) -> None:
     Megatron's writer would copy all of them while the buffers still exist.
     """
     apply_factories(state)
-    views = [tensor for tensor in nested_values(state["optimizer"]) if _is_view(tensor)]
+    sharded = [value for value in nested_values(state["optimizer"]) if isinstance(value, ShardedTensor)]
+    on_host = [tensor for tensor in sharded if tensor.data is not None and tensor.data.device.type == "cpu"]
+    views = [tensor for tensor in on_host if tensor.data.untyped_storage().size() != tensor.data.nbytes]
     for tensor in sorted(views, key=lambda view: view.data.untyped_storage().data_ptr()):
         tensor.data = tensor.data.clone()
-
-
-def _is_view(tensor: Any) -> bool:
-    """Tell whether it is a host tensor in a larger storage."""
-    if not isinstance(tensor, ShardedTensor) or tensor.data is None or tensor.data.device.type != "cpu":
-        return False
-    return tensor.data.untyped_storage().size() != tensor.data.nbytes
-
-
-def _reference_of(policy: Policy) -> Reference:
-    if policy.reference is None:
-        raise ValueError("this policy was built without a reference")
-    return policy.reference
 
 
 def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -97,26 +86,25 @@ def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
         with restrict_unpickling(folder):
             return dict(dist_checkpointing.load(state, str(folder)))
     except (CheckpointException, CheckpointingException, OSError, KeyError, RuntimeError) as error:
-        raise UserError(f"{folder}: the checkpoint cannot be read: {_one_line(error)}") from error
+        # torch gives the errors of all ranks with their stack traces: take the first rank's.
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = " ".join(str(cause).split())[:300]
+        raise UserError(f"{folder}: the checkpoint cannot be read: {reason}") from error
 
 
-def _one_line(error: BaseException) -> str:
-    """Return the message in one line; of torch's errors of all ranks with their stack traces, the first rank's."""
-    if isinstance(error, CheckpointException):
-        error, _ = next(iter(error.failures.values()))
-    return " ".join(str(error).split())[:300]
+def _models(policy: Policy) -> dict[str, PolicyModel]:
+    """Return this rank's model chunks by their names in a checkpoint."""
+    models = policy.models()
+    return {f"model{chunk}" if len(models) > 1 else "model": model for chunk, model in enumerate(models)}
 
 
 def _load_models(policy: Policy, state: dict[str, Any]) -> None:
-    for name, model in zip(_model_names(policy), policy.models(), strict=True):
+    for name, model in _models(policy).items():
         model.load_state_dict(state[name], strict=True)
 
 
 def _model_states(policy: Policy, metadata: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: model.sharded_state_dict(metadata=metadata)
-        for name, model in zip(_model_names(policy), policy.models(), strict=True)
-    }
+    return {name: model.sharded_state_dict(metadata=metadata) for name, model in _models(policy).items()}
 
 
 def _state_dict(policy: Policy, loading: bool) -> dict[str, Any]:
@@ -132,11 +120,6 @@ def _state_dict(policy: Policy, loading: bool) -> dict[str, Any]:
 def _main_weight_format(policy: Policy) -> str:
     """Return the format of the main weights in this policy's checkpoints."""
     return "remainders" if stores_param_remainders(policy.optimizer.chained_optimizers) else "whole"
-
-
-def _model_names(policy: Policy) -> list[str]:
-    count = len(policy.chunks)
-    return ["model"] if count == 1 else [f"model{chunk}" for chunk in range(count)]
 
 
 def _optimizer_states(policy: Policy, state: dict[Any, Any]) -> dict[Any, Any]:

@@ -46,8 +46,8 @@ class ExpertLoad:
 
 def max_load_ratio(load: Tensor) -> float | None:
     """Return the largest load of an expert over the mean of its layer; None where nothing was routed."""
-    routed = load[load.sum(1) > 0]
-    return float((routed.amax(1) / routed.mean(1)).max()) if len(routed) else None
+    ratios = load_ratios(load)
+    return float(ratios.max()) if len(ratios) else None
 
 
 def load_ratios(load: Tensor) -> Tensor:
@@ -61,13 +61,9 @@ SHADES = " ▁▂▃▄▅▆▇█"  # from no token at all to twice the mean a
 
 def heat_map(load: Tensor) -> str:
     """Return Markdown with one preformatted line per layer with routed tokens and one character per expert."""
-    rows = [(number, row / row.mean()) for number, row in enumerate(load, start=1) if row.any()]
-    return "\n".join(
-        f"    layer {number:3d} |{''.join(map(_shade, row.tolist()))}| busiest: expert {int(row.argmax())}, "
-        f"{float(row.max()):.2f} x the mean"
-        for number, row in rows
-    )
-
-
-def _shade(ratio: float) -> str:
-    return SHADES[min(len(SHADES) - 1, round(ratio * (len(SHADES) - 1) / 2))]
+    darkest, lines = len(SHADES) - 1, []
+    for layer, row in zip((load.sum(1) > 0).nonzero()[:, 0].tolist(), load_ratios(load), strict=True):
+        shades = "".join(SHADES[min(darkest, round(ratio * darkest / 2))] for ratio in row.tolist())
+        busiest = f"expert {int(row.argmax())}, {float(row.max()):.2f} x the mean"
+        lines.append(f"    layer {layer + 1:3d} |{shades}| busiest: {busiest}")
+    return "\n".join(lines)

@@ -64,8 +64,6 @@ def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": True,
         "check_for_nan_in_grad": True,
-        "overlap_grad_reduce": False,
-        "overlap_param_gather": False,
     }
     return DistributedDataParallelConfig(**values | overrides_for(settings, DistributedDataParallelConfig))
 
@@ -138,7 +136,7 @@ def _numerics(settings: Settings) -> dict[str, Any]:
         "perform_initialization": False,  # every weight is read from the checkpoint
         "bias_activation_fusion": True,
         "bias_dropout_fusion": True,
-        "gradient_accumulation_fusion": False,  # needs apex for the output layer; see fuse_weight_gradients
+        "gradient_accumulation_fusion": False,  # needs apex for the output layer; see wrap_for_training
         "cuda_graph_scope": [],  # Megatron warns about its own default
     }
 

@@ -15,8 +15,7 @@ from grpo_mp import platform
 from grpo_mp.config import Settings
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.policy.group_limited_routing import set_group_ranking
-from grpo_mp.policy.latent_attention import without_query_norm
+from grpo_mp.policy.deepseek import set_group_ranking, use_mla_without_query_norm
 from grpo_mp.policy.shared_prompts import use_per_token_rotary, use_shared_prompt_attention
 from grpo_mp.policy.vocab_parallel import VocabularyShard, token_logprobs
 
@@ -40,7 +39,10 @@ class PolicyModel(GPTModel):
             return hidden_states
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        hidden = self._gather_sequence(hidden_states)
+        hidden = hidden_states  # [T, 1, H], or [T / tensor, 1, H]: then backward sums the gradient over the group
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        hidden = hidden.squeeze(1)
         if labels is None:
             return hidden @ weight.t()
         group = self.pg_collection.tp
@@ -50,12 +52,6 @@ class PolicyModel(GPTModel):
             group=group if group.size() > 1 else None,
         )
         return token_logprobs(hidden, weight, labels[0], shard, self.head.temperature, self.head.chunk_tokens)
-
-    def _gather_sequence(self, hidden: Tensor) -> Tensor:
-        """Gather [T/tensor, 1, H] -> [T, H]; backward sums the gradient over the tensor-parallel group."""
-        if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        return hidden.squeeze(1)
 
 
 def build_chunks(settings: Settings, hf: HfConfig, config: TransformerConfig) -> list[PolicyModel]:
@@ -67,7 +63,7 @@ def build_chunks(settings: Settings, hf: HfConfig, config: TransformerConfig) ->
 def _build_chunk(settings: Settings, hf: HfConfig, config: TransformerConfig, vp_stage: int | None) -> PolicyModel:
     vocabulary, tp_size, family = hf.int("vocab_size"), settings.layout.tensor, family_of(hf)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    spec = without_query_norm(config, spec)
+    use_mla_without_query_norm(config, spec)
     if settings.training.share_prompts:
         use_shared_prompt_attention(spec)
     model = PolicyModel(

@@ -62,8 +62,9 @@ def device_items(policy: Policy) -> dict[str, float]:
         "gradients": _stored_bytes(gradients),
         "optimizer": _stored_bytes(_optimizer_tensors(policy), exclude=(*weights, *gradients)),
     }
-    rest = platform.device_bytes() - sum(items.values())
-    return items | {"activations and buffers": max(0.0, rest), "kept by the allocator": platform.cached_bytes()}
+    allocated = torch.cuda.memory_allocated()
+    rest, cached = allocated - sum(items.values()), torch.cuda.memory_reserved() - allocated
+    return items | {"activations and buffers": max(0.0, rest), "kept by the allocator": float(cached)}
 
 
 def _buffers(policy: Policy):  # type: ignore[no-untyped-def]
@@ -99,10 +100,8 @@ class PolicyOffloader:
     def weights(self, onload: bool) -> None:
         """Copy the model weights to pinned host memory and free them, or back."""
         for buffer in _buffers(self._policy):
-            if onload:
-                buffer.reload_from_cpu(move_params=True, move_grads=False)
-            else:
-                buffer.offload_to_cpu(move_params=True, move_grads=False)
+            move = buffer.reload_from_cpu if onload else buffer.offload_to_cpu
+            move(move_params=True, move_grads=False)
 
     def gradients(self, onload: bool) -> None:
         """Free the gradient buffers without a copy, or allocate them as zeros."""
@@ -128,17 +127,13 @@ class PolicyOffloader:
         platform.synchronize()
         if onload:
             self._onloaded.add(part)
-            self._release_before_save(part)
+            if part == "optimizer" and "gradients" not in self._onloaded:  # to be saved, which needs host memory
+                for buffers in self._host_buffers:
+                    buffers.release()
         else:
             self._onloaded.discard(part)
             platform.free_device_memory()
             self._offloaded_bytes[part] = max(0, platform.free_device_bytes() - free_before)
-
-    def _release_before_save(self, part: str) -> None:
-        """Free the host buffers when the optimizer comes without gradients: to be saved, which needs host memory."""
-        if part == "optimizer" and "gradients" not in self._onloaded:
-            for buffers in self._host_buffers:
-                buffers.release()
 
     def _wait_for_memory(self, part: str) -> None:
         needed = self._offloaded_bytes.get(part, 0) + MARGIN_BYTES

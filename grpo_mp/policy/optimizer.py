@@ -1,6 +1,6 @@
 """Megatron's distributed optimizer and its learning-rate schedule, counted in optimizer updates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_mp.config import OptimizerConfig, Settings
-from grpo_mp.models.mapping import Param
 from grpo_mp.policy.megatron_config import ddp_config, optimizer_config
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.te_adam import init_state
@@ -25,7 +24,11 @@ def wrap_for_training(
     for chunk in chunks:
         _mark_expert_gradients(settings, chunk)
         if settings.training.megatron_args.get("gradient_accumulation_fusion", True):
-            fuse_weight_gradients(chunk)
+            # Let TransformerEngine's layers accumulate weight gradients in the gradient buffers, without rounding.
+            # Megatron's own switch requires apex, for an output layer with its backward pass, which is not used here.
+            for module in chunk.modules():
+                if hasattr(module, "fuse_wgrad_accumulation"):
+                    module.fuse_wgrad_accumulation = True
     wrapped = [
         DistributedDataParallel(config, ddp_config(settings), Float16Module(config, chunk) if config.bf16 else chunk)
         for chunk in chunks
@@ -33,25 +36,6 @@ def wrap_for_training(
     # Overlapped gradient reduction starts at the last micro-batch.
     config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
-
-
-def fuse_weight_gradients(chunk: torch.nn.Module) -> None:
-    """Let TransformerEngine's layers accumulate weight gradients in the gradient buffers, without rounding.
-
-    Megatron's own switch requires apex, for an output layer with Megatron's backward pass, which is not used here.
-    """
-    for module in chunk.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
-
-
-def mark_tensor_parallel(tensors: Mapping[str, torch.Tensor], params: Mapping[str, Param]) -> None:
-    """Mark tensor-parallel parameters, so that the gradient norm counts every element once.
-
-    Megatron marks a weight when it initialises it; weights that are loaded instead would count on one rank only.
-    """
-    for name, tensor in tensors.items():
-        tensor.tensor_model_parallel = params[name].tp_dim is not None  # type: ignore[attr-defined]
 
 
 def build_optimizer(

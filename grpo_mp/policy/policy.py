@@ -21,9 +21,9 @@ from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction, forward_backward, forward_only
 from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel, build_chunks
-from grpo_mp.policy.optimizer import build_optimizer, mark_tensor_parallel, wrap_for_training
+from grpo_mp.policy.optimizer import build_optimizer, wrap_for_training
 from grpo_mp.policy.reference import Reference
-from grpo_mp.policy.weights import TpSizes, load_hf, local_tensors, tensor_part
+from grpo_mp.policy.weights import load_hf, local_tensors, tensor_part, tp_size
 from grpo_mp.types import MicroBatch
 
 
@@ -49,23 +49,19 @@ class Policy:
         self.parallel = parallel
         self.hf = HfConfig.read(settings.model.path, settings.model.family)
         self.params = family_of(self.hf).params(self.hf)
-        self.sizes = TpSizes(settings.layout.tensor, settings.layout.expert_tensor)
         self.config = transformer_config(settings, self.hf)
         models = build_chunks(settings, self.hf, self.config)
         self.chunks = wrap_for_training(settings, self.config, models)
         self.tensors = local_tensors(models, self.params, parallel.coords, settings.layout.expert)
         Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
         with open_weights(settings.model.path) as reader:
-            load_hf(self.tensors, self.params, reader, parallel.coords, self.sizes)
-        mark_tensor_parallel(self.tensors, self.params)
+            load_hf(self.tensors, self.params, reader, parallel.coords, parallel.layout)
+        for name, tensor in self.tensors.items():
+            # Megatron marks a weight when it initialises it, and counts unmarked ones in the norm on one rank only.
+            tensor.tensor_model_parallel = self.params[name].tp_dim is not None  # type: ignore[attr-defined]
         self.optimizer, self.schedule = build_optimizer(settings, self.chunks)
         self.expert_load = ExpertLoad(models, self.config.num_layers, self.config.num_moe_experts or 0)
         self.reference = Reference(self.tensors) if with_reference else None
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Tell whether this rank is on the last pipeline stage."""
-        return self.parallel.coords.pipeline == self.parallel.layout.pipeline - 1
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return [2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""
@@ -73,16 +69,11 @@ class Policy:
 
     @contextmanager
     def at_reference(self) -> Iterator[None]:
-        """Compute logprobs with the reference inside. Raises ValueError where the policy was built without one."""
+        """Swap in the reference's weights inside. Raises ValueError where the policy was built without one."""
         if self.reference is None:
             raise ValueError("this policy was built without a reference")
         with self.reference.on_device():
             yield
-
-    def reference_logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Return `logprobs` of the reference."""
-        with self.at_reference():
-            return self.logprobs(microbatches)
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
@@ -118,7 +109,7 @@ class Policy:
 
     def tp_sizes(self) -> dict[str, int]:
         """Return the number of tensor-parallel parts of each parameter of the full model."""
-        return {name: self.sizes.count(param) for name, param in self.params.items()}
+        return {name: tp_size(param, self.parallel.layout) for name, param in self.params.items()}
 
     def local_shards(self) -> dict[str, int]:
         """Return parameter name -> tensor-parallel part, for the parameters on this rank."""

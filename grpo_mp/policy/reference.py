@@ -16,15 +16,9 @@ class Reference:
         self._tensors = tensors
         pinned = platform.on_cuda()
         self._host = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for name, tensor in tensors.items()
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor.detach())
+            for name, tensor in tensors.items()
         }
-        for name, tensor in tensors.items():
-            self._host[name].copy_(tensor.detach())
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the host copy."""
-        return sum(tensor.nbytes for tensor in self._host.values())
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

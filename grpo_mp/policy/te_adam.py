@@ -34,20 +34,20 @@ def state_dict_without_copies(parts: Sequence[MegatronOptimizer]) -> Iterator[No
     state by parameter. TransformerEngine's own state_dict would copy all moments to float32 each time (8 bytes per
     parameter with bfloat16 moments), its load_state_dict cast the state to the dtype of the weights (6 more).
     """
+
+    def load_groups(adam: Any, saved: dict[str, Any]) -> None:
+        for group, loaded in zip(adam.param_groups, saved["param_groups"], strict=True):
+            group |= {name: value for name, value in loaded.items() if name != "params"}
+
     adams = [part.optimizer for part in parts]
     for adam in adams:
         adam.state_dict = partial(torch.optim.Optimizer.state_dict, adam)
-        adam.load_state_dict = partial(_load_groups, adam)
+        adam.load_state_dict = partial(load_groups, adam)
     try:
         yield
     finally:
         for adam in adams:
             del adam.state_dict, adam.load_state_dict
-
-
-def _load_groups(adam: Any, saved: dict[str, Any]) -> None:
-    for group, loaded in zip(adam.param_groups, saved["param_groups"], strict=True):
-        group |= {name: value for name, value in loaded.items() if name != "params"}
 
 
 def stores_param_remainders(parts: list[MegatronOptimizer]) -> bool:

@@ -7,6 +7,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from grpo_mp.checkpoint.hf_reader import Weights, check_shape
+from grpo_mp.config import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates
 from grpo_mp.errors import UserError
 from grpo_mp.models.mapping import Param, fuse, shard_range
@@ -40,13 +41,20 @@ def tensor_part(param: Param, coords: RankCoordinates) -> int:
     return coords.expert_tensor if param.expert is not None else coords.tensor
 
 
+def tp_size(param: Param, layout: LayoutConfig) -> int:
+    """Return into how many parts tensor parallelism splits `param`; 1 where it is replicated."""
+    if param.tp_dim is None:
+        return 1
+    return layout.expert_tensor if param.expert is not None else layout.tensor
+
+
 @torch.no_grad()
 def load_hf(
     tensors: dict[str, torch.Tensor],
     params: dict[str, Param],
     reader: Weights,
     coords: RankCoordinates,
-    sizes: "TpSizes",
+    layout: LayoutConfig,
 ) -> None:
     """Load this rank's tensors from Hugging Face files, reading only its slices.
 
@@ -54,38 +62,17 @@ def load_hf(
     """
     for name, tensor in tensors.items():
         param = params[name]
-        count, part = sizes.count(param), tensor_part(param, coords)
-        shards = [
-            _read_shard(reader, param, hf_name, shape, count, part)
-            for hf_name, shape in zip(param.hf, param.shapes, strict=True)
-        ]
+        count, part = tp_size(param, layout), tensor_part(param, coords)
+        shards = []
+        for hf_name, shape in zip(param.hf, param.shapes, strict=True):
+            check_shape(reader, hf_name, shape)
+            start, stop = shard_range(param, shape, count, part) if count > 1 else (0, 0)
+            shards.append(reader.read(hf_name, param.tp_dim if count > 1 else None, start, stop))
         fused = fuse(param, shards)
         if param.keep_float32:
             tensor.data = tensor.data.float()  # Megatron widens it only at the first forward, once rounded to bfloat16
         tensor.zero_()  # rows of vocabulary padding stay zero
         tensor[: fused.shape[0]].copy_(fused)
-
-
-class TpSizes:
-    """Tensor-parallel sizes of dense and expert parameters."""
-
-    def __init__(self, tensor: int, expert_tensor: int) -> None:
-        self.tensor, self.expert_tensor = tensor, expert_tensor
-
-    def count(self, param: Param) -> int:
-        """Return into how many parts tensor parallelism splits `param`; 1 where it is replicated."""
-        if param.tp_dim is None:
-            return 1
-        return self.expert_tensor if param.expert is not None else self.tensor
-
-
-def _read_shard(
-    reader: Weights, param: Param, name: str, shape: tuple[int, ...], parts: int, part: int
-) -> torch.Tensor:
-    check_shape(reader, name, shape)
-    if param.tp_dim is None or parts == 1:
-        return reader.read(name)
-    return reader.read(name, param.tp_dim, *shard_range(param, shape, parts, part))
 
 
 def _full_name(name: str, chunk: PolicyModel, params: dict[str, Param], expert_rank: int, expert_parallel: int) -> str:

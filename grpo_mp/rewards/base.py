@@ -2,11 +2,8 @@
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
-
-from transformers import TrainerState
 
 from grpo_mp.registry import Registry
 from grpo_mp.types import SampleGroup
@@ -24,7 +21,7 @@ class Reward(Protocol):
 
     def __call__(
         self, prompts: list[Any], completions: list[Any], **columns: Any
-    ) -> Sequence[float | None] | Awaitable[Sequence[float | None]]: ...
+    ) -> Sequence[float | None] | Coroutine[Any, Any, Sequence[float | None]]: ...
 
 
 class StepReward(Protocol):
@@ -36,20 +33,11 @@ class StepReward(Protocol):
 
     def __call__(
         self, prompts: list[Any], completions: list[Any], **columns: Any
-    ) -> Sequence[Sequence[tuple[int, float]]] | Awaitable[Sequence[Sequence[tuple[int, float]]]]: ...
+    ) -> Sequence[Sequence[tuple[int, float]]] | Coroutine[Any, Any, Sequence[Sequence[tuple[int, float]]]]: ...
 
 
-@dataclass(frozen=True)
-class Callbacks:
-    """What a reward function gets beside the data."""
-
-    trainer_state: TrainerState
-    log_extra: Callable[[str, list[Any]], None]
-    log_metric: Callable[[str, float], None]
-
-
-def call_arguments(group: SampleGroup, prompt_column: str, callbacks: Callbacks) -> dict[str, Any]:
-    """Build the keyword arguments for one group: prompt and columns are repeated for every completion."""
+def call_arguments(group: SampleGroup, prompt_column: str, **others: Any) -> dict[str, Any]:
+    """Build the keyword arguments for one group: prompt and columns, repeated for every completion, and `others`."""
     count = len(group.samples)
     row = group.prompt.columns
     prompt = row.get(prompt_column, group.prompt.text)
@@ -57,7 +45,7 @@ def call_arguments(group: SampleGroup, prompt_column: str, callbacks: Callbacks)
     is_chat = not isinstance(prompt, str)
     return {
         **{name: [value] * count for name, value in row.items() if name not in RESERVED},
-        **vars(callbacks),
+        **others,
         "prompts": [prompt] * count,
         "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
         "completion_ids": [list(sample.tokens) for sample in group.samples],
@@ -72,13 +60,9 @@ def call_reward(reward: Reward, arguments: dict[str, Any]) -> list[float | None]
 def call_user(function: Reward | StepReward, arguments: dict[str, Any]) -> Any:
     """Return what the function, or the coroutine that it returns, gives. Raises what it raises."""
     returned = function(**arguments)
-    return asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned
+    return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
 
-async def _await(returned: Awaitable[Any]) -> Any:
-    return await returned
-
-
-KEYWORDS = ("prompts", "completions", "completion_ids", *(item.name for item in fields(Callbacks)))
+KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 REWARDS: Registry[Reward] = Registry("reward function", keywords=KEYWORDS)
 STEP_REWARDS: Registry[StepReward] = Registry("reward function of steps", keywords=KEYWORDS)

@@ -32,15 +32,10 @@ class CodeTests:
     def __init__(self, settings: CodeConfig) -> None:
         """Check the sandbox. Raises UserError where programs cannot be isolated as the settings demand."""
         self._settings = settings
-        self._sandbox = Sandbox(settings)
+        self.sandbox = Sandbox(settings)
         self._slots = threading.BoundedSemaphore(settings.parallel)
 
-    @property
-    def isolated(self) -> bool:
-        """Say whether programs run in namespaces of their own."""
-        return self._sandbox.isolated
-
-    def values(self, group: SampleGroup, step: int) -> Values:
+    def values(self, group: SampleGroup) -> Values:
         """Return 1 for a program that passes all tests, else 0 or the share; None for all where the row has no tests.
 
         A response without a ```python block scores 0. Raises UserError for a column that holds no tests.
@@ -55,19 +50,16 @@ class CodeTests:
         with self._slots:  # the time for a response begins when its turn comes
             deadline, num_passed = time.monotonic() + self._settings.timeout_s, 0
             for case in cases:
-                passed = self._passes(program, case, deadline)
+                passed, seconds_left = False, deadline - time.monotonic()
+                if seconds_left > 0:
+                    outcome = self.sandbox.run(program, case.asserts, case.stdin, seconds_left)
+                    judged_inside = case.asserts is not None
+                    same_output = judged_inside or _stripped_lines(outcome.output) == _stripped_lines(case.stdout)
+                    passed = outcome.passed and same_output
                 if not (passed or self._settings.partial):
                     return 0.0
                 num_passed += passed
         return num_passed / len(cases)
-
-    def _passes(self, program: str, case: TestCase, deadline: float) -> bool:
-        seconds_left = deadline - time.monotonic()
-        if seconds_left <= 0:
-            return False
-        outcome = self._sandbox.run(program, case.asserts, case.stdin, seconds_left)
-        same_output = case.asserts is not None or _stripped_lines(outcome.output) == _stripped_lines(case.stdout)
-        return outcome.passed and same_output
 
 
 def extract_program(response: str) -> str | None:

@@ -24,11 +24,6 @@ def boxed_answer(text: str, which: BoxChoice = "last") -> str | None:
     return None
 
 
-def boxed_reward(response: str) -> float:
-    """Return 1 if the response contains a boxed answer, else 0."""
-    return float(boxed_answer(response) is not None)
-
-
 def answer_reward(response: str, answer: str, verifier: MathVerifier, which: BoxChoice = "last") -> float:
     """Return 1 if the boxed answer (the last or the first) has the right value, else 0."""
     predicted = boxed_answer(response, which)

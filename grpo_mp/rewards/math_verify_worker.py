@@ -45,8 +45,14 @@ class MathVerifier:
     def equal(self, expected: str, predicted: str) -> bool:
         """Compare two answers; False also at the limit or if the child dies. Raises UserError if it cannot start."""
         with self._lock:
-            child = self._child or self._start()
-            reply = _ask(child, json.dumps([expected, predicted, self.tolerance, self.limit_s]), self.limit_s)
+            child, question = self._child or self._start(), [expected, predicted, self.tolerance, self.limit_s]
+            assert child.stdin is not None
+            try:
+                child.stdin.write(json.dumps(question).encode() + b"\n")
+                child.stdin.flush()
+                reply = _read_line(child, self.limit_s)
+            except BrokenPipeError:
+                reply = None
             if reply is None:
                 self.timeouts += 1
                 self._end()
@@ -82,16 +88,6 @@ class MathVerifier:
             self._child = None
 
 
-def _ask(child: subprocess.Popen[bytes], question: str, limit_s: float) -> str | None:
-    assert child.stdin is not None
-    try:
-        child.stdin.write(question.encode() + b"\n")
-        child.stdin.flush()
-    except BrokenPipeError:
-        return None
-    return _read_line(child, limit_s)
-
-
 def _read_line(child: subprocess.Popen[bytes], limit_s: float) -> str | None:
     """Return the child's next line; None if it ended or wrote none in time."""
     assert child.stdout is not None
@@ -115,15 +111,11 @@ def _serve() -> None:
     replies.write("ready\n")
     for line in sys.stdin:
         expected, predicted, tolerance, limit_s = json.loads(line)
-        _limit_cpu_time(limit_s)
+        # The kernel ends this process a few seconds of CPU time after the limit, whatever it does.
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + limit_s) + 2, hard))
         replies.write("equal\n" if _is_equal(expected, predicted, tolerance) else "different\n")
-
-
-def _limit_cpu_time(limit_s: float) -> None:
-    """Let the kernel end this process after `limit_s` and a few more seconds of CPU time, whatever it does."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + limit_s) + 2, hard))
 
 
 def _is_equal(expected: str, predicted: str, tolerance: float) -> bool:

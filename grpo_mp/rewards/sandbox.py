@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.settings import CodeConfig
@@ -36,21 +36,16 @@ class Sandbox:
     def __init__(self, settings: CodeConfig) -> None:
         """Try one empty program. Raises UserError where it fails, or isolation is required and not available."""
         self._settings = settings
-        self._isolate = True
+        self.isolated = True  # programs run in namespaces; else files and network may be open to them
         reason = self._start_failure()
         if reason and settings.isolation == "required":
             raise UserError(
                 f"reward.code.isolation: this machine gives programs no namespaces of their own ({reason}): allow "
                 "unprivileged user namespaces, or set best_effort to run programs that you trust with limits only"
             )
-        self._isolate = not reason
+        self.isolated = not reason
         if reason and (reason := self._start_failure()):
             raise UserError(f"reward.code: programs cannot be started here ({reason}): run as a user other than root")
-
-    @property
-    def isolated(self) -> bool:
-        """Say whether programs run in namespaces; under `best_effort` files and network may be open to them."""
-        return self._isolate
 
     def run(self, program: str, tests: str | None, stdin: str, timeout_s: float) -> Outcome:
         """Run `program`, then `tests` in the same namespace. Raises RewardError if the jail itself fails."""
@@ -73,22 +68,9 @@ class Sandbox:
 
     def _start(self, folder: str, files: Sequence[IO[bytes]], timeout_s: float) -> subprocess.Popen[bytes]:
         job, verdict, stdin_file, output, stderr = files
-        settings = json.dumps(self._job_settings(folder, job, verdict, timeout_s))
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", str(JAIL), settings],
-            stdin=stdin_file,
-            stdout=output,
-            stderr=stderr,
-            pass_fds=(job.fileno(), verdict.fileno()),
-            cwd=folder,
-            env={},
-            start_new_session=True,
-        )
-
-    def _job_settings(self, folder: str, job: IO[bytes], verdict: IO[bytes], timeout_s: float) -> dict[str, Any]:
         limits = self._settings
-        return {
-            "isolate": self._isolate,
+        settings = {
+            "isolate": self.isolated,
             "folder": folder,
             "harness": str(HARNESS),
             "python": sys.executable,
@@ -101,6 +83,16 @@ class Sandbox:
             "folder_bytes": limits.output_bytes * FOLDER_FILES,
             "processes": limits.processes,
         }
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", str(JAIL), json.dumps(settings)],
+            stdin=stdin_file,
+            stdout=output,
+            stderr=stderr,
+            pass_fds=(job.fileno(), verdict.fileno()),
+            cwd=folder,
+            env={},
+            start_new_session=True,
+        )
 
     def _wait(self, jail: subprocess.Popen[bytes], timeout_s: float) -> int:
         try:

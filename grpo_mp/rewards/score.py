@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 from transformers import TrainerState
 
 from grpo_mp.errors import UserError, nearest
-from grpo_mp.rewards.base import REWARDS, STEP_REWARDS, Callbacks, Reward, call_arguments, call_reward, call_user
-from grpo_mp.rewards.settings import CorrectnessRule, RewardConfig, StepModelConfig
-from grpo_mp.rewards.step_model import Decode, StepModelClient
-from grpo_mp.rewards.steps import Steps, fallback_steps, validate_steps
+from grpo_mp.rewards.base import REWARDS, STEP_REWARDS, Reward, call_arguments, call_reward, call_user
+from grpo_mp.rewards.math import answer_numbers
+from grpo_mp.rewards.model import Decode, StepModelClient
+from grpo_mp.rewards.settings import RewardConfig, StepModelConfig
+from grpo_mp.rewards.steps import Steps, validate_steps
 from grpo_mp.rewards.tally import Tally
-from grpo_mp.rewards.terms import BuiltInTerms, RewardTerm
+from grpo_mp.rewards.terms import BuiltInTerms
 from grpo_mp.rewards.timeouts import RewardError, Values, run_with_timeout
 from grpo_mp.types import SampleGroup
 
@@ -24,7 +25,6 @@ SHOWN_CHARACTERS = 300
 STEPS = "steps"  # the name under which step rewards are logged; no term of the reward
 T = TypeVar("T")
 Extras = dict[str, list[Any]]  # what functions gave to log_extra for one group, by column
-TermCall = Callable[[SampleGroup, int, Extras], Values]
 
 
 class Scorer:
@@ -52,22 +52,20 @@ class Scorer:
         steps = settings.steps
         self._step_reward = STEP_REWARDS.resolve(steps, "reward.steps") if isinstance(steps, str) else None
         self._built_in = BuiltInTerms(settings, max_response_tokens)
-        terms = self._built_in.terms
-        functions = self._load_functions([term.name for term in terms] + [STEPS] * bool(settings.steps))
-        self._weights = {term.name: term.weight for term in terms} | {name: w for name, (w, _) in functions.items()}
-        self._calls = {term.name: _without_extras(term) for term in terms}
-        self._calls |= {name: self._with_timeout(reward) for name, (_, reward) in functions.items()}
-        self._correctness_rule = _checked_correctness_rule(settings, list(self._weights))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names in `Sample.reward_parts`."""
-        return (*self._weights, *([STEPS] if self._settings.steps else []))
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Return the weight of each term by its name."""
-        return dict(self._weights)
+        self._terms = {term.name: term.values for term in self._built_in.terms}
+        self.weights = {term.name: term.weight for term in self._built_in.terms}  # of all parts of the reward, by name
+        self._functions: dict[str, Reward] = {}
+        short = {spec: spec.rpartition(":")[2] for spec in settings.functions}
+        counts = Counter([*short.values(), *self._terms, *[STEPS] * bool(settings.steps)])
+        for spec, weight in settings.functions.items():
+            name = short[spec] if counts[short[spec]] == 1 else spec
+            self._functions[name], self.weights[name] = REWARDS.resolve(spec, "reward.functions"), weight
+        rule = self._correctness_rule = settings.correctness_rule
+        if rule and rule.term not in self.weights:
+            raise UserError(
+                f"reward.correct: no term of the reward is named {rule.term!r}{nearest(rule.term, self.weights)}; "
+                f"there are: {', '.join(self.weights)}"
+            )
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -84,7 +82,8 @@ class Scorer:
 
     def answer_numbers(self, group: SampleGroup) -> list[int | None]:
         """Number the answers of the samples: equal answers have the same number; None: no answer."""
-        return self._built_in.answer_numbers(group)
+        responses = [sample.text for sample in group.samples]
+        return answer_numbers(responses, self._built_in.verifier, self._settings.boxed_answer)
 
     def score_group(self, group: SampleGroup, step: int = 0) -> SampleGroup:
         """Return the group with its rewards: `reward` is the weighted sum of the unweighted `reward_parts` that apply.
@@ -95,12 +94,12 @@ class Scorer:
         Raises UserError for a failing reward under `on_error: stop`.
         """
         extras: Extras = {}
-        results = {name: self._checked_values(name, group, step, extras) for name in self._calls}
+        results = {name: self._values(name, group, step, extras) for name in self.weights}
         parts = [
             {name: value for name, (values, _) in results.items() if (value := values[i]) is not None}
             for i in range(len(group.samples))
         ]
-        all_steps, weights = self._steps(group, step, extras), self._weights
+        all_steps, weights = self._steps(group, step, extras), self.weights
         totals = [sum(weights[name] * value for name, value in scored.items()) for scored in parts]
         mean = statistics.fmean([t for t, scored in zip(totals, parts, strict=True) if scored] or [0.0])
         with self._lock:
@@ -137,18 +136,27 @@ class Scorer:
         if self._step_model:
             self._step_model.close()
 
-    def _checked_values(self, name: str, group: SampleGroup, step: int, extras: Extras) -> tuple[Values, bool]:
+    def _values(self, name: str, group: SampleGroup, step: int, extras: Extras) -> tuple[Values, bool]:
         """Return one value per sample, and whether the call succeeded."""
 
         def call() -> Values:
-            values = self._calls[name](group, step, extras)
-            _check_values(values, len(group.samples))
+            if name in self._functions:
+                reward, arguments = self._functions[name], self._arguments(group, step, extras)
+                values = run_with_timeout(lambda: call_reward(reward, arguments), self._settings.timeout_s)
+            else:
+                values = self._terms[name](group)
+            if len(values) != len(group.samples):
+                raise RewardError(f"returned {len(values)} values for {len(group.samples)} samples")
+            for index, value in enumerate(values):
+                if value is not None and not math.isfinite(value):
+                    raise RewardError(f"returned {value}, which is not finite", index)
             return values
 
         return self._or_default(name, group, call, lambda reward: [reward] * len(group.samples))
 
     def _steps(self, group: SampleGroup, step: int, extras: Extras) -> list[Steps]:
         model, reward = self._step_model, self._step_reward
+
         if model is None and reward is None:
             return [()] * len(group.samples)
         arguments = self._arguments(group, step, extras)
@@ -157,11 +165,14 @@ class Scorer:
             returned = call_user(reward, arguments) if reward else []
             return [None if row is None else list(row) for row in returned]
 
-        def steps() -> list[Steps]:
+        def call() -> list[Steps]:
             returned = model.score_steps(group) if model else run_with_timeout(rows, self._settings.timeout_s)
             return validate_steps(returned, group)
 
-        return self._or_default(STEPS, group, steps, lambda default: fallback_steps(group, default))[0]
+        def one_at_the_end(default: float) -> list[Steps]:
+            return [((len(sample.tokens) - 1, default),) for sample in group.samples]
+
+        return self._or_default(STEPS, group, call, one_at_the_end)[0]
 
     def _or_default(
         self, name: str, group: SampleGroup, call: Callable[[], T], default: Callable[[float], T]
@@ -173,28 +184,18 @@ class Scorer:
         try:
             return call(), True
         except RewardError as failure:
+            text = group.samples[failure.sample].text
+            excerpt = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+            sentence = (
+                f"reward {name}: prompt {group.prompt.index}: {failure}; sample {failure.sample}: {excerpt!r}; "
+                "mend it, or set reward.on_error to the reward that a failing call scores"
+            )
             if self._settings.on_error == "stop":
-                raise UserError(_failure_sentence(name, group, failure)) from failure
+                raise UserError(sentence) from failure
             with self._lock:
                 self._tally.failures[name] += 1
-                self._tally.complaints.setdefault(name, _failure_sentence(name, group, failure))
+                self._tally.complaints.setdefault(name, sentence)
             return default(float(self._settings.on_error)), False
-
-    def _load_functions(self, other_names: list[str]) -> dict[str, tuple[float, Reward]]:
-        """Load the functions: weight and reward by function name, by the whole name where that is not unique."""
-        short = {spec: spec.rpartition(":")[2] for spec in self._settings.functions}
-        counts = Counter([*short.values(), *other_names])
-        return {
-            short[spec] if counts[short[spec]] == 1 else spec: (weight, REWARDS.resolve(spec, "reward.functions"))
-            for spec, weight in self._settings.functions.items()
-        }
-
-    def _with_timeout(self, reward: Reward) -> TermCall:
-        def values(group: SampleGroup, step: int, extras: Extras) -> Values:
-            arguments = self._arguments(group, step, extras)
-            return run_with_timeout(lambda: call_reward(reward, arguments), self._settings.timeout_s)
-
-        return values
 
     def _arguments(self, group: SampleGroup, step: int, extras: Extras) -> dict[str, Any]:
         def log_extra(column: str, values: Sequence[Any]) -> None:
@@ -204,42 +205,12 @@ class Scorer:
                 )
             extras[column] = list(values)
 
+        def log_metric(name: str, value: float) -> None:
+            number = float(value)
+            with self._lock:
+                self._tally.log(name, number)
+
         state = TrainerState(global_step=step, max_steps=self._max_steps)
-        return call_arguments(group, self._prompt_column, Callbacks(state, log_extra, self._log_metric))
-
-    def _log_metric(self, name: str, value: float) -> None:
-        number = float(value)
-        with self._lock:
-            self._tally.log(name, number)
-
-
-def _without_extras(term: RewardTerm) -> TermCall:
-    return lambda group, step, _: term.values(group, step)
-
-
-def _check_values(values: Values, count: int) -> None:
-    if len(values) != count:
-        raise RewardError(f"returned {len(values)} values for {count} samples")
-    for index, value in enumerate(values):
-        if value is not None and not math.isfinite(value):
-            raise RewardError(f"returned {value}, which is not finite", index)
-
-
-def _checked_correctness_rule(settings: RewardConfig, names: list[str]) -> CorrectnessRule | None:
-    """Return the rule for correct answers. Raises UserError where it names no term of the reward."""
-    rule = settings.correctness_rule
-    if rule and rule.term not in names:
-        raise UserError(
-            f"reward.correct: no term of the reward is named {rule.term!r}{nearest(rule.term, names)}; there are: "
-            f"{', '.join(names)}"
+        return call_arguments(
+            group, self._prompt_column, trainer_state=state, log_extra=log_extra, log_metric=log_metric
         )
-    return rule
-
-
-def _failure_sentence(name: str, group: SampleGroup, failure: RewardError) -> str:
-    text = group.samples[failure.sample].text
-    excerpt = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
-    return (
-        f"reward {name}: prompt {group.prompt.index}: {failure}; sample {failure.sample}: {excerpt!r}; "
-        "mend it, or set reward.on_error to the reward that a failing call scores"
-    )

@@ -21,11 +21,6 @@ def validate_steps(rows: Sequence[Any], group: SampleGroup) -> list[Steps]:
     return [_parse_steps(row, len(group.samples[i].tokens), i) for i, row in enumerate(rows)]
 
 
-def fallback_steps(group: SampleGroup, reward: float) -> list[Steps]:
-    """Return the steps that stand in for a failing call: one step that ends with the response."""
-    return [((len(sample.tokens) - 1, reward),) for sample in group.samples]
-
-
 def _parse_steps(row: Any, tokens: int, sample: int) -> Steps:
     try:
         steps = tuple((_as_integer(end), float(reward)) for end, reward in (row if row is not None else ()))

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from grpo_mp.user_code import no_exit
@@ -24,22 +25,21 @@ def run_with_timeout(call: Callable[[], T], limit_s: float) -> T:
     The call runs in a daemon thread: it shares models and clients that the function holds, which a process could
     not. A thread cannot be killed, so one that hangs is left behind; being a daemon it does not keep the program alive.
     """
-    results: list[T] = []
-    raised: list[BaseException] = []
+    future = Future[T]()
 
     def run() -> None:
         try:
             with no_exit():
-                results.append(call())
+                future.set_result(call())
         except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
-            raised.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="reward", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if raised:
-        reason = " ".join(f"{type(raised[0]).__name__}: {raised[0]}".split())
-        raise RewardError(f"raised {reason}") from raised[0]
-    if not results:
-        raise RewardError(f"took longer than reward.timeout_s={limit_s:g} s")
-    return results[0]
+    threading.Thread(target=run, name="reward", daemon=True).start()
+    try:
+        error = future.exception(limit_s)
+    except TimeoutError:
+        raise RewardError(f"took longer than reward.timeout_s={limit_s:g} s") from None
+    if error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RewardError(f"raised {reason}") from error
+    return future.result()

@@ -3,12 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
+
 from grpo_mp import platform
 
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Bytes at the end of a phase, and the highest of the device inside it."""
+    """Bytes at the end of a phase, and the highest of the device inside it; 0 for the device on a CPU."""
 
     host_bytes: int
     device_bytes: int
@@ -21,13 +23,9 @@ class MemoryTracker:
     def __init__(self) -> None:
         self._phases: dict[str, MemoryUsage] = {}
 
-    def begin(self) -> None:
-        """Start measuring the peak of a phase."""
-        platform.reset_peak_device_bytes()
-
     def end(self, phase: str) -> None:
-        """Record the usage of the phase that ends now."""
-        usage = MemoryUsage(platform.host_bytes(), platform.device_bytes(), platform.peak_device_bytes())
+        """Record the usage of the phase that ends now, its peak since `platform.reset_peak_device_bytes`."""
+        usage = MemoryUsage(platform.host_bytes(), torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
         self._phases[phase] = largest([usage, self._phases.get(phase, usage)])
 
     def take(self) -> dict[str, MemoryUsage]:

@@ -3,8 +3,9 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from grpo_mp import platform
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
@@ -43,7 +44,7 @@ class PhaseManager:
         with self._watchdog.phase(phase, self._limit_s), self._progress.phase(phase, detail):
             with explain_out_of_memory(self._watchdog.rank, phase, self._items):
                 self._move_to(phase.resident)
-                self.memory_tracker.begin()
+                platform.reset_peak_device_bytes()
                 with self._timeline.span(phase):
                     yield
             self.memory_tracker.end(phase)
@@ -74,7 +75,6 @@ class Move:
 
 def plan_moves(current: Residency, target: Residency) -> tuple[Move, ...]:
     """List the moves from one residency to another: everything that leaves goes before anything comes."""
-    names = [field.name for field in fields(Residency)]
-    leaving = [Move(name, wake=False) for name in names if getattr(current, name) > getattr(target, name)]
-    coming = [Move(name, wake=True) for name in names if getattr(current, name) < getattr(target, name)]
-    return (*leaving, *coming)
+    before, after = vars(current), vars(target)
+    moves = [Move(name, wake) for name, wake in after.items() if wake != before[name]]
+    return tuple(sorted(moves, key=lambda move: move.wake))

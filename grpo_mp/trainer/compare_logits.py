@@ -21,7 +21,7 @@ from grpo_mp.models.hf_versions import TRANSFORMERS_NAMES
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import build_chunks
-from grpo_mp.policy.weights import TpSizes, load_hf, local_tensors
+from grpo_mp.policy.weights import load_hf, local_tensors
 
 SEQUENCES, LENGTH = 4, 32
 WEIGHT_COPIES = 2  # as read, and in the model
@@ -86,7 +86,7 @@ def _run_megatron(folder: Path, tokens: Tensor) -> Tensor:
             (model,) = build_chunks(settings, hf, transformer_config(settings, hf))
             tensors = local_tensors([model], params, parallel.coords, 1)
             with open_weights(folder, verify=True) as reader:
-                load_hf(tensors, params, reader, parallel.coords, TpSizes(1, 1))
+                load_hf(tensors, params, reader, parallel.coords, settings.layout)
             return torch.stack([sequence_logits(model, row)[:, : hf.int("vocab_size")] for row in tokens])
         finally:
             stop_parallel()

@@ -17,7 +17,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.meta_model import built_on_meta
 from grpo_mp.planner.model_configs import find_config
-from grpo_mp.policy.weights import TpSizes, local_tensors
+from grpo_mp.policy.weights import local_tensors, tp_size
 from tests.models.published import PUBLISHED
 from tests.planner.jobs import settings_of
 
@@ -64,7 +64,6 @@ def check_tensors(settings: Settings, hf: HfConfig) -> None:
 def stage_names(settings: Settings, hf: HfConfig, tp_rank: int, params: dict[str, Param]) -> list[set[str]]:
     """Names of parameters on each pipeline stage: of one tensor-parallel rank and all expert-parallel ranks."""
     layout = settings.layout
-    tp_sizes = TpSizes(layout.tensor, layout.expert_tensor)
     per_stage = max(layout.tensor * layout.context, layout.expert_tensor * layout.expert)
     stages = []
     for first in range(0, per_stage * layout.pipeline, per_stage):
@@ -74,7 +73,7 @@ def stage_names(settings: Settings, hf: HfConfig, tp_rank: int, params: dict[str
             for expert in range(layout.expert):
                 tensors = local_tensors(chunks, params, replace(coords, expert=expert), layout.expert)
                 for name, local in tensors.items():
-                    assert tuple(local.shape) == params[name].local_shape(tp_sizes.count(params[name])), name
+                    assert tuple(local.shape) == params[name].local_shape(tp_size(params[name], layout)), name
                 names.update(name for name in tensors if expert == 0 or params[name].expert is not None)
         assert set(names.values()) == {1}
         stages.append(set(names))

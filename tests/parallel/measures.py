@@ -173,7 +173,8 @@ def updates(bench: Bench) -> Result:
         weights.append(_copy(policy.tensors))
         if number == 2 and bench.case.saves:
             _save(bench, policy)
-    found = policy.reference_logprobs(bench.updates[0])
+    with policy.at_reference():
+        found = policy.logprobs(bench.updates[0])
     return _updated(policy, weights, reports) | {
         "reference": [torch.equal(a, b) for a, b in zip(found, bench.initial_logprobs, strict=True)],
         "kept": all(torch.equal(weights[-1][name], tensor) for name, tensor in policy.tensors.items()),

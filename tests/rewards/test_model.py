@@ -70,7 +70,7 @@ def score(url: str, group: SampleGroup, on_error: float | str = "stop", **model:
     settings = RewardConfig.model_validate({"model": {"url": url, **model}, "on_error": on_error})
     scorer = Scorer(settings, max_response_tokens=10)
     try:
-        assert scorer.names == ("model",)
+        assert [*scorer.weights] == ["model"]
         return [sample.reward for sample in scorer.score_group(group).samples]
     finally:
         scorer.close()

@@ -95,7 +95,7 @@ def test_parts_are_named_unweighted_and_summed_by_weight(scorer: Callable[..., S
     built = scorer({"length": 0.01}, answer=1.0, boxed=0.5)
     group = make_group([r"3+4=7 \boxed{7}", r"\boxed{8}", "seven"])
     scored = built.score_group(group)
-    assert built.names == ("answer", "boxed", "length")
+    assert [*built.weights] == ["answer", "boxed", "length"]
     assert [sample.reward_parts for sample in scored.samples] == [
         {"answer": 1.0, "boxed": 1.0, "length": 15.0},
         {"answer": 0.0, "boxed": 1.0, "length": 9.0},
@@ -108,7 +108,7 @@ def test_parts_are_named_unweighted_and_summed_by_weight(scorer: Callable[..., S
 
 def test_the_length_part_and_a_function_of_its_name(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
     built = scorer({"length": 1.0, "answer": 1.0}, length=-2.0)
-    assert [name.rpartition("/")[2] for name in built.names] == ["length", "mine.py:length", "answer"]
+    assert [name.rpartition("/")[2] for name in built.weights] == ["length", "mine.py:length", "answer"]
     parts = built.score_group(make_group(["12345"])).samples[0].reward_parts
     assert list(parts.values()) == [0.5, 5.0, 3.0]
 

@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.rewards.model import step_ends
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rewards.step_model import step_ends
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.types import SampleGroup

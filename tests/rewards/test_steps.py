@@ -64,7 +64,6 @@ def test_step_rewards_are_kept_apart_from_the_outcome(score: Callable[..., Any])
     assert [(sample.reward, sample.reward_parts) for sample in group.samples] == [
         (0.5, {"length": 0.5, "steps": 0.25})
     ] * 2
-    assert scorer.names == ("length", "steps")
     assert scorer.take_tally().logged == {"columns": 3.0}  # prompts, log_extra, trainer_state
 
 
@@ -84,7 +83,7 @@ def test_without_steps(score: Callable[..., Any]) -> None:
 def test_a_function_of_the_same_name_keeps_its_whole_name(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def steps(**columns): ...")
     name = f"{tmp_path / 'mine.py'}:steps"
-    assert Scorer(RewardConfig(steps=name, functions={name: 1.0}), 8).names == (name, "steps")
+    assert Scorer(RewardConfig(steps=name, functions={name: 1.0}), 8).weights == {name: 1.0}
 
 
 @pytest.mark.parametrize("function", FAILURES)

@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from grpo_mp import platform
 from grpo_mp.scheduler.memory_tracker import MemoryTracker, MemoryUsage, largest
@@ -14,11 +15,10 @@ def test_largest_field_by_field() -> None:
 def test_the_largest_of_a_phase_is_kept_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts: Iterator[int] = iter([30, 10, 20, 5])
     monkeypatch.setattr(platform, "host_bytes", lambda: next(hosts))
-    monkeypatch.setattr(platform, "device_bytes", lambda: 2)
-    monkeypatch.setattr(platform, "peak_device_bytes", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3)
     tracker = MemoryTracker()
     for phase in ("TRAIN", "TRAIN", "GENERATE"):
-        tracker.begin()
         tracker.end(phase)
     assert tracker.take() == {"TRAIN": MemoryUsage(30, 2, 3), "GENERATE": MemoryUsage(20, 2, 3)}
     assert tracker.take() == {}
@@ -28,7 +28,6 @@ def test_the_largest_of_a_phase_is_kept_until_it_is_taken(monkeypatch: pytest.Mo
 
 def test_it_measures_this_process() -> None:
     tracker = MemoryTracker()
-    tracker.begin()
     tracker.end("TRAIN")
     usage = tracker.take()["TRAIN"]
     assert 10 * 2**20 < usage.host_bytes < 2**40

@@ -25,13 +25,9 @@ class _Missing:
         raise NotImplementedError(f"{self.__name__} is not there: this engine runs text models on the CPU")
 
     def __getattr__(self, name: str) -> "_Missing":
-        return _missing(self.__name__, name)
-
-
-def _missing(owner: str, name: str) -> _Missing:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return _Missing(f"{owner}.{name}")
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(f"{self.__name__}.{name}")
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -42,8 +38,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = ModuleType(spec.name)
-        vars(module)["__version__"] = "0.0.0"
-        vars(module)["__getattr__"] = lambda name: _missing(spec.name, name)
+        vars(module).update(__version__="0.0.0", __getattr__=_Missing(spec.name).__getattr__)
         return module
 
     def exec_module(self, module: ModuleType) -> None:

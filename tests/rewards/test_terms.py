@@ -7,14 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from grpo_mp.rewards.length import length_reward, overlong_penalty, repetition_penalty
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.rewards.terms import BuiltInTerms, overlong_penalty, repetition_penalty
 from grpo_mp.types import SampleGroup
 
 
-def test_length_reward() -> None:
-    assert [length_reward(tokens, 8) for tokens in (2, 8, 9)] == [0.25, 1.0, 1.0]
+def test_length_is_the_used_share_of_the_limit(make_group: Callable[..., SampleGroup]) -> None:
+    (term,) = BuiltInTerms(RewardConfig(length=1.0), max_response_tokens=8).terms
+    assert term.values(make_group(["x" * tokens for tokens in (2, 8, 9)])) == [0.25, 1.0, 1.0]
 
 
 @given(st.integers(0, 300), st.integers(2, 200), st.data())

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
-from grpo_mp.policy.group_limited_routing import GroupLimitedTopk
+from grpo_mp.policy.deepseek import GroupLimitedTopk
 
 TOKENS, EXPERTS, GROUPS, GROUP_TOPK, TOPK = 200, 40, 8, 3, 6  # as in DeepSeek-V2, with fewer experts
 

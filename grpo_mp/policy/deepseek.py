@@ -1,14 +1,14 @@
-"""Group-limited expert routing for families whose group ranking differs from Megatron's.
-
-Megatron ranks a group by the sum of its best topk // group_topk experts; DeepSeek-V2 always by its best one,
-DeepSeek-V3 by its best two.
-"""
+"""What DeepSeek's families have otherwise than Megatron: the ranking of expert groups, queries without a norm."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from grpo_mp.errors import UserError
@@ -16,7 +16,11 @@ from grpo_mp.errors import UserError
 
 @dataclass(frozen=True)
 class GroupLimitedTopk:
-    """Replaces the top-k of Megatron's routers, as a `router_replay`. `best`: experts whose scores rank a group."""
+    """Replaces the top-k of Megatron's routers, as a `router_replay`. `best`: experts whose scores rank a group.
+
+    Megatron ranks a group by the sum of its best topk // group_topk experts; DeepSeek-V2 always by its best one,
+    DeepSeek-V3 by its best two.
+    """
 
     best: int
 
@@ -45,3 +49,22 @@ def set_group_ranking(model: nn.Module, best: int) -> None:
                 "training.megatron_args.moe_router_fusion: fused routing ranks this model's groups otherwise"
             )
         router.router_replay = GroupLimitedTopk(best)
+
+
+class MLAWithoutQueryNorm(MLASelfAttention):
+    """Keeps the query projection of the layer spec: no low-rank queries, hence no norm (DeepSeek-V2-Lite, Moonlight).
+
+    megatron-core 0.19 would add a norm to it, because qk_layernorm asks for one of keys and values; 0.16 never calls
+    this hook.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
+        return resolved | {"linear_q_proj": submodules.linear_q_proj}
+
+
+def use_mla_without_query_norm(config: TransformerConfig, block: ModuleSpec) -> None:
+    """Put that attention into the block's spec if the model has no low-rank queries."""
+    if config.multi_latent_attention and config.q_lora_rank is None:
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.module = MLAWithoutQueryNorm
