@@ -4,7 +4,6 @@ A run may start from one: every rank reads the parameters it has a shard of.
 """
 
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -30,6 +29,8 @@ class ConvertedReader:
         self._reader.check_layers(self._model.hf.int("num_hidden_layers"))
         self._extra_reader = open_non_policy_tensors(folder, verify)
         self._params = {name: param for param in self._model.params.values() for name in param.hf}
+        carried = self._extra_reader.stored_names if self._extra_reader else frozenset()
+        self.names = self.stored_names = frozenset(self._params) | carried
         self._dtypes = {name: self._reader.dtype(slot) for name, slot in self._model.slots.items()}
         self._cached_param = ""  # the tensors of a fused parameter are asked for one after the other
         self._cached: dict[str, Tensor] = {}
@@ -37,18 +38,8 @@ class ConvertedReader:
     def __enter__(self) -> "ConvertedReader":
         return self
 
-    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._cached_param, self._cached = "", {}
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Tensors of the model."""
-        return self.stored_names
-
-    @property
-    def stored_names(self) -> frozenset[str]:
-        """Tensors of the model, and those carried along."""
-        return frozenset(self._params) | (self._extra_reader.stored_names if self._extra_reader else frozenset())
 
     def shape(self, name: str) -> tuple[int, ...]:
         param = self._params.get(name)
