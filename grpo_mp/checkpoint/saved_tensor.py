@@ -17,7 +17,8 @@ def read_into(file: Path, start: int, length: int, out: Tensor) -> bool:
     Plain: contiguous, of this shape, in a storage of its own.
     """
     with file.open("rb", buffering=0) as stream:
-        archive = torch._C.PyTorchFileReader(_create_file_view(stream, start, length))
+        view: Any = _create_file_view(stream, start, length)
+        archive: Any = torch._C.PyTorchFileReader(view)  # torch's annotations lack half of its methods
         if not archive.has_record("byteorder") or archive.get_record("byteorder") != b"little":
             return False
         try:
