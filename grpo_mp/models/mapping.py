@@ -6,6 +6,7 @@ Loading, export and weight sync read the same statement. Nothing here touches fi
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
@@ -43,15 +44,22 @@ class Param(Rule):
         """Whether FP8 releases quantise it: matrices but for the embedding, the output layer and the router."""
         return len(self.shapes[0]) == 2 and not self.vocabulary and not self.name.endswith("router.weight")
 
-    def shard_shapes(self, tp_size: int) -> tuple[Shape, ...]:
-        """Shape of one tensor-parallel rank's shard of each Hugging Face tensor."""
-        return tuple(_shard_shape(self, shape, tp_size) for shape in self.shapes)
+    @property
+    def num_elements(self) -> int:
+        return sum(prod(shape) for shape in self.shapes)
+
+    def shard_shape(self, shape: Shape, tp_size: int) -> Shape:
+        """Shape of a tensor-parallel rank's shard of a Hugging Face tensor; raises ValueError if it does not divide."""
+        if self.tp_dim is None:
+            return shape
+        size = shape[self.tp_dim]
+        if size % tp_size and not self.vocabulary:
+            raise ValueError(f"{self.name}: axis {self.tp_dim} of {shape} does not divide over {tp_size} ranks")
+        return (*shape[: self.tp_dim], -(-size // tp_size), *shape[self.tp_dim + 1 :])
 
     def local_shape(self, tp_size: int) -> Shape:
         """Shape of the Megatron parameter on one tensor-parallel rank."""
-        shards = self.shard_shapes(tp_size)
-        if self.fuse == "none":
-            return shards[0]
+        shards = [self.shard_shape(shape, tp_size) for shape in self.shapes]
         return (sum(shape[0] for shape in shards), *shards[0][1:])
 
 
@@ -111,15 +119,6 @@ def join(param: Param, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.
 def shard_range(param: Param, shape: Shape, tp_size: int, tp_rank: int) -> tuple[int, int]:
     """[start, stop) along `param.tp_dim` of a Hugging Face tensor that a tensor-parallel rank has."""
     assert param.tp_dim is not None
-    size = _shard_shape(param, shape, tp_size)[param.tp_dim]
+    size = param.shard_shape(shape, tp_size)[param.tp_dim]
     start = tp_rank * size
     return min(start, shape[param.tp_dim]), min(start + size, shape[param.tp_dim])
-
-
-def _shard_shape(param: Param, shape: Shape, tp_size: int) -> Shape:
-    if param.tp_dim is None:
-        return shape
-    size = shape[param.tp_dim]
-    if size % tp_size and not param.vocabulary:
-        raise ValueError(f"{param.name}: axis {param.tp_dim} of {shape} does not divide over {tp_size} ranks")
-    return (*shape[: param.tp_dim], -(-size // tp_size), *shape[param.tp_dim + 1 :])
