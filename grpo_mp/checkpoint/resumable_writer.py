@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -39,17 +39,6 @@ def check_destination(source: Path, destination: Path) -> None:
     """Raise UserError where a conversion would write over its own source."""
     if destination.resolve() == source.resolve():
         raise UserError(f"{destination} is the source of this conversion, too: choose another destination")
-
-
-def split_by_bytes(sizes: Mapping[str, int], max_bytes: int) -> list[tuple[tuple[str, ...], int]]:
-    """Split names, in order, into groups of at most `max_bytes` or one name. Returns names and bytes of each."""
-    groups: list[tuple[list[str], int]] = []
-    for name, size in sizes.items():
-        if not groups or groups[-1][1] + size > max_bytes:
-            groups.append(([], 0))
-        names, total = groups[-1]
-        groups[-1] = ([*names, name], total + size)
-    return [(tuple(names), total) for names, total in groups]
 
 
 def fingerprint(files: Iterable[Path], *options: object) -> str:

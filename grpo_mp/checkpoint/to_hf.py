@@ -21,14 +21,13 @@ from grpo_mp.checkpoint.resumable_writer import (
     check_destination,
     fingerprint,
     map_in_threads,
-    split_by_bytes,
     write_parts,
 )
 from grpo_mp.checkpoint.to_megatron import ModelMapping, check_nan
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
 from grpo_mp.checkpoint.worker_group import WorkerGroup
 from grpo_mp.models.fp8 import FP8, SCALE, quantise, requantise, scale_shape
-from grpo_mp.models.mapping import unfuse
+from grpo_mp.models.mapping import split_by_bytes, unfuse
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from grpo_mp.checkpoint.resumable_writer import (
     check_destination,
     fingerprint,
     map_in_threads,
-    split_by_bytes,
     write_parts,
 )
 from grpo_mp.checkpoint.torch_dist import GLOBAL_FILES, CheckpointSlot, merge_parts, slot_of, write_part
@@ -27,7 +26,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.mapping import Param, fuse
+from grpo_mp.models.mapping import Param, fuse, split_by_bytes
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def _num_bytes(reader: HfReader, param: Param) -> int:
         raise UserError(f"{reader.folder}: {' and '.join(param.hf)} have different dtypes, but are one parameter")
     stored = dtypes.pop()
     dtype = reader.fp8_as if stored == FP8 else stored
-    return sum(prod(shape) for shape in param.shapes) * dtype.itemsize
+    return param.num_elements * dtype.itemsize
 
 
 def check_nan(tensor: Tensor, folder: Path, name: str) -> Tensor:

@@ -4,15 +4,16 @@ A family states `Rule`s once; `expand` turns them into one `Param` per Megatron 
 Loading, export and weight sync read the same statement. Nothing here touches files, ranks or Megatron.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
 Fuse = Literal["none", "gate_up", "qkv"]
 Shape = tuple[int, ...]
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,19 @@ def join(param: Param, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.
         tensor = by_rank[0] if param.tp_dim is None or len(by_rank) == 1 else torch.cat(by_rank, dim=param.tp_dim)
         tensors.append(tensor[: shape[0]] if param.vocabulary else tensor)
     return tuple(tensors)
+
+
+def split_by_bytes(sizes: Mapping[Name, int], max_bytes: int) -> list[tuple[tuple[Name, ...], int]]:
+    """Split names, in order, into groups of at most `max_bytes` or one name. Returns names and bytes of each."""
+    groups: list[list[Name]] = []
+    totals: list[int] = []
+    for name, size in sizes.items():
+        if not groups or totals[-1] + size > max_bytes:
+            groups.append([])
+            totals.append(0)
+        groups[-1].append(name)
+        totals[-1] += size
+    return list(zip(map(tuple, groups), totals, strict=True))
 
 
 def shard_range(param: Param, shape: Shape, tp_size: int, tp_rank: int) -> tuple[int, int]:

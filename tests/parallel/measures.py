@@ -100,7 +100,7 @@ def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
         for bucket in resharder.buckets():
             names += [name for name, _ in bucket]
             wrong += [name for name, tensor in bucket if not _same(tensor, reader.read(name))]
-    return {"names": names, "wrong": wrong, "buckets": len(plan.buckets)}
+    return {"names": names, "wrong": wrong, "buckets": len(plan)}
 
 
 def _same(some: Tensor, other: Tensor) -> bool:
