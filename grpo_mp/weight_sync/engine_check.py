@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from grpo_mp.batching.microbatches import MicroBatchPlan
+from grpo_mp.batching.microbatches import MicroBatchPlan, round_up
 from grpo_mp.batching.packing import context_index, gather_responses, pack, slice_context
 from grpo_mp.batching.updates import alignment
 from grpo_mp.config import Settings
@@ -153,7 +153,7 @@ def sequence_logprobs(policy: Policy, sequences: Sequences) -> list[list[float]]
     for i, (first, *response) in enumerate(sequences):
         zeros = (0,) * len(response)
         samples[i] = Sample(i, 0, (first,), tuple(response), tuple(map(float, zeros)), zeros, truncated=False)
-    lengths = tuple(-(-len(tokens) // align) * align for tokens in sequences)
+    lengths = tuple(round_up(len(tokens), align) for tokens in sequences)
     unused = [0.0] * len(sequences)
     batch = pack(samples, unused, unused, MicroBatchPlan(tuple(samples), lengths), align)
     local_batch = slice_context(batch, layout.context, parallel.coords.context)
