@@ -75,26 +75,23 @@ def plan_microbatches(
     """
     if min(data_parallel, max_tokens, align, multiple) < 1 or any(length < 1 for length in lengths):
         raise ValueError("lengths, data_parallel, max_tokens, align and multiple must be at least 1")
-    padded = [-(-length // align) * align for length in lengths]
+    padded = [round_up(length, align) for length in lengths]
     costs = costs or padded
-    count = _lower_bound(padded, max_tokens, data_parallel, multiple)
-    while (bins := _pack_bins(padded, data_parallel * count, max_tokens, costs)) is None:
+    longest_first = sorted(range(len(padded)), key=lambda sample: (-padded[sample], sample))
+    fitting = sum(length for length in padded if length <= max_tokens)
+    fewest = sum(length > max_tokens for length in padded) + -(-fitting // max_tokens)
+    count = max(multiple, round_up(-(-fewest // data_parallel), multiple))  # micro-batches of each rank
+    bins = None
+    while bins is None:
+        bins = _least_loaded(longest_first, padded, data_parallel * count, max_tokens, costs)
+        bins = bins or _first_fit(longest_first, padded, data_parallel * count, max_tokens)
         count += multiple
     return Schedule(_assign_to_ranks(bins, padded, data_parallel, costs), align)
 
 
-def _lower_bound(padded: list[int], max_tokens: int, data_parallel: int, multiple: int) -> int:
-    """Return the fewest micro-batches per rank that could hold the tokens, as a multiple of `multiple`."""
-    oversized = sum(length > max_tokens for length in padded)
-    rest = sum(length for length in padded if length <= max_tokens)
-    bins = oversized + -(-rest // max_tokens)
-    return max(1, -(-bins // (data_parallel * multiple))) * multiple
-
-
-def _pack_bins(padded: list[int], bins: int, max_tokens: int, costs: Sequence[float]) -> list[list[int]] | None:
-    """Pack into balanced bins where they fit, else by first fit; None where neither fits."""
-    order = sorted(range(len(padded)), key=lambda sample: (-padded[sample], sample))
-    return _least_loaded(order, padded, bins, max_tokens, costs) or _first_fit(order, padded, bins, max_tokens)
+def round_up(tokens: int, multiple: int) -> int:
+    """Return the smallest multiple that is not less than `tokens`."""
+    return -(-tokens // multiple) * multiple
 
 
 def _least_loaded(

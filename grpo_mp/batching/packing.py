@@ -5,7 +5,7 @@ p prompt and r response tokens has its r values at positions p-1 .. p+r-2 of its
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -112,14 +112,6 @@ def gather_responses(values: torch.Tensor, batch: MicroBatch) -> tuple[torch.Ten
     return values[batch.mask.bool()].split(counts.tolist()) if batch.sample_ids else ()
 
 
-def scatter_responses(values: Sequence[torch.Tensor], batch: MicroBatch) -> torch.Tensor:
-    """Scatter [response tokens] for each of `sample_ids` into [T], zero elsewhere: inverts `gather_responses`."""
-    scattered = torch.zeros_like(batch.mask)
-    if batch.sample_ids:
-        scattered[batch.mask.bool()] = torch.cat(list(values)).to(scattered)
-    return scattered
-
-
 def slice_context(batch: MicroBatch, context: int, rank: int) -> MicroBatch:
     """Slice out the part of a micro-batch that context-parallel rank `rank` of `context` holds.
 
@@ -131,19 +123,9 @@ def slice_context(batch: MicroBatch, context: int, rank: int) -> MicroBatch:
         return batch
     index = context_index(batch.lengths, context, rank).to(batch.tokens.device)
     per_token: dict[str, Any] = {
-        field.name: value[index]
-        for field in fields(batch)
-        if isinstance(value := vars(batch)[field.name], torch.Tensor)
+        name: value[index] for name, value in vars(batch).items() if isinstance(value, torch.Tensor)
     }
     return replace(batch, **per_token)
-
-
-def join_context(parts: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
-    """Join per-token values of all context-parallel ranks, in rank order, to [T] of the whole micro-batch."""
-    index = torch.cat([context_index(lengths, len(parts), rank) for rank in range(len(parts))])
-    joined = torch.empty_like(torch.cat(list(parts)))
-    joined[index.to(joined.device)] = torch.cat(list(parts))
-    return joined
 
 
 def context_index(lengths: Sequence[int], context: int, rank: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from grpo_mp.batching.microbatches import Cost, MicroBatchPlan, Schedule, SharedPrompt
+from grpo_mp.batching.microbatches import Cost, MicroBatchPlan, Schedule, SharedPrompt, round_up
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def _make_unit(
     samples: Sequence[int], lengths: Sequence[int], prompts: Sequence[SamplePrompt], align: int
 ) -> PackingUnit:
     shared = prompts[samples[0]].tokens - 1 if len(samples) > 1 else 0
-    parts = tuple(_align(lengths[sample] - shared, align) for sample in samples)
-    return PackingUnit(tuple(samples), shared, parts, _align(shared, align))
+    parts = tuple(round_up(lengths[sample] - shared, align) for sample in samples)
+    return PackingUnit(tuple(samples), shared, parts, round_up(shared, align))
 
 
 def _split_unit(
@@ -97,7 +97,3 @@ def _split_unit(
         parts[part].append(sample)
         room[part] -= length
     return [_make_unit(sorted(part), lengths, prompts, align) for part in parts]
-
-
-def _align(tokens: int, align: int) -> int:
-    return -(-tokens // align) * align

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from grpo_mp.batching.microbatches import Cost, Schedule, plan_microbatches
+from grpo_mp.batching.microbatches import Cost, Schedule, plan_microbatches, round_up
 from grpo_mp.batching.packing import pack, slice_context
 from grpo_mp.batching.shared_prompts import SamplePrompt, make_units, unpack_units
 from grpo_mp.config import LayoutConfig
@@ -81,7 +81,7 @@ def plan_update(
     """
     cost, align = Cost(1.0, 1.0 / (12 * hidden_size)), alignment(layout)
     multiple = layout.pipeline if layout.virtual_pipeline else 1
-    longest = -(-max(lengths, default=0) // align) * align
+    longest = round_up(max(lengths, default=0), align)
     limit = max(max_tokens, longest) if layout.pipeline > 1 else max_tokens
     if not prompts:
         costs = [cost.of(length) for length in lengths]

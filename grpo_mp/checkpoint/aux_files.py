@@ -12,12 +12,7 @@ from grpo_mp.models.hf_versions import add_transformers_4_names
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".incomplete")
 CHECKPOINT_FILES = (".metadata", "metadata.json", "common.pt", "manifest.json", CONVERSION_RECORD)
 QUANTISED = "quantization_config"
-FP8_CONFIG = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [BLOCK, BLOCK],
-}
+FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 
 def copy_aux_files(like: Path, folder: Path, fp8: bool = False) -> None:

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from grpo_mp.checkpoint.hf_reader import HfReader, Weights
+from grpo_mp.checkpoint.hf_reader import Weights
 
 
 @dataclass(frozen=True)
@@ -16,12 +15,6 @@ class Difference:
     name: str
     description: str
     size: float
-
-
-def compare_folders(left: Path, right: Path, tolerance: float = 0.0) -> list[Difference]:
-    """`compare` two Hugging Face folders. Raises UserError for a torn one."""
-    with HfReader(left) as left_reader, HfReader(right) as right_reader:
-        return compare(left_reader, right_reader, tolerance)
 
 
 def compare(left: Weights, right: Weights, tolerance: float = 0.0) -> list[Difference]:

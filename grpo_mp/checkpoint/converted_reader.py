@@ -4,7 +4,6 @@ A run may start from one: every rank reads the parameters it has a shard of.
 """
 
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -28,8 +27,10 @@ class ConvertedReader:
         self.folder = folder
         self._model, self._reader = ModelMapping.of(folder), TorchDistReader(folder, verify)
         self._reader.check_layers(self._model.hf.int("num_hidden_layers"))
-        self._extra_reader = open_non_policy_tensors(folder, verify)
+        extra = open_non_policy_tensors(folder, verify)
+        self._non_policy = dict.fromkeys(extra.stored_names, extra) if extra else {}
         self._params = {name: param for param in self._model.params.values() for name in param.hf}
+        self.names = self.stored_names = frozenset(self._params) | frozenset(self._non_policy)
         self._dtypes = {name: self._reader.dtype(slot) for name, slot in self._model.slots.items()}
         self._cached_param = ""  # the tensors of a fused parameter are asked for one after the other
         self._cached: dict[str, Tensor] = {}
@@ -37,25 +38,15 @@ class ConvertedReader:
     def __enter__(self) -> "ConvertedReader":
         return self
 
-    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._cached_param, self._cached = "", {}
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Tensors of the model."""
-        return self.stored_names
-
-    @property
-    def stored_names(self) -> frozenset[str]:
-        """Tensors of the model, and those carried along."""
-        return frozenset(self._params) | (self._extra_reader.stored_names if self._extra_reader else frozenset())
 
     def shape(self, name: str) -> tuple[int, ...]:
         param = self._params.get(name)
-        return param.shapes[param.hf.index(name)] if param else self._non_policy.shape(name)
+        return param.shapes[param.hf.index(name)] if param else self._non_policy[name].shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._dtypes[self._params[name].name] if name in self._params else self._non_policy.dtype(name)
+        return self._dtypes[self._params[name].name] if name in self._params else self._non_policy[name].dtype(name)
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
         """Return the whole tensor, or [start, stop) along `axis`."""
@@ -64,17 +55,12 @@ class ConvertedReader:
 
     def read_stored(self, name: str) -> Tensor:
         if name not in self._params:
-            return self._non_policy.read_stored(name)
+            return self._non_policy[name].read_stored(name)
         param = self._params[name]
         if self._cached_param != param.name:
             fused = self._reader.read(self._model.slots[param.name])
             self._cached_param, self._cached = param.name, dict(zip(param.hf, unfuse(param, fused), strict=True))
         return self._cached[name]
-
-    @property
-    def _non_policy(self) -> HfReader:
-        assert self._extra_reader is not None
-        return self._extra_reader
 
 
 def open_weights(folder: Path, verify: bool = False) -> HfReader | ConvertedReader:

@@ -77,8 +77,8 @@ def describe_hf(folder: Path) -> HfSummary:
 
 def count_parameters(params: Iterable[Param], experts_per_token: int | None = None) -> int:
     """Count the parameters of a model; with `experts_per_token`, those active for one token."""
-    total = 0
-    for param in params:
-        active = experts_per_token is None or param.expert is None or param.expert < experts_per_token
-        total += sum(prod(shape) for shape in param.shapes) if active and not param.alias else 0
-    return total
+    return sum(
+        param.num_elements
+        for param in params
+        if not param.alias and (experts_per_token is None or param.expert is None or param.expert < experts_per_token)
+    )

@@ -1,9 +1,8 @@
 """The safetensors files of a Hugging Face folder: read any slice."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -29,18 +28,15 @@ DTYPES = {  # by their names in a file's header
     "BOOL": torch.bool,
 }
 INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"  # of a folder without an index
 
 
 class Weights(Protocol):
     """A folder whose tensors are read by their Hugging Face names."""
 
     folder: Path
-
-    @property
-    def names(self) -> frozenset[str]: ...
-
-    @property
-    def stored_names(self) -> frozenset[str]: ...
+    names: frozenset[str]  # tensors of the model
+    stored_names: frozenset[str]  # and those beside them
 
     def dtype(self, name: str) -> torch.dtype: ...
 
@@ -54,14 +50,14 @@ class Weights(Protocol):
 class HfReader:
     """Reads tensors, or slices of them, from a folder; only the bytes asked for are read.
 
-    FP8 weights are returned as values; their factors are not tensors of the model.
+    FP8 weights are returned as values; their factors are among `stored_names`, not among `names`.
     """
 
     def __init__(
         self,
         folder: Path,
         fp8_as: torch.dtype = torch.bfloat16,
-        files: Iterable[Path] | None = None,
+        files: Sequence[Path] = (),
         verify: bool = False,
     ) -> None:
         """Open every shard, or the given files. Raises UserError for a missing or torn file, and for an index that
@@ -70,35 +66,26 @@ class HfReader:
         """
         self.folder, self.fp8_as = folder, fp8_as
         self.checksums = Checksums.of_conversion(folder) if verify else Checksums(folder, {})
-        self._handles = {file: _open(file) for file in files or _shards(folder)}
+        if not (files or has_hf_weights(folder)):
+            raise UserError(f"{folder}: neither {SINGLE_FILE} nor {INDEX} is there")
+        index = folder / INDEX
+        weight_map = _read_index(index) if index.is_file() else {}
+        shards = sorted(set(weight_map.values())) if index.is_file() else [SINGLE_FILE]
+        self.files = tuple(files) or tuple(folder / shard for shard in shards)
+        self._handles = {file: _open(file) for file in self.files}
         self._file_of = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
-        _check_index(folder, self._file_of)
-        self._names = frozenset(name for name in self._file_of if not self._is_scale(name))
+        absent = sorted(weight_map.keys() - self._file_of.keys())
+        if absent:
+            raise UserError(f"{index} names {absent[0]}, but {weight_map[absent[0]]} lacks it: copy both again")
+        self.stored_names = frozenset(self._file_of)
+        self.names = self.stored_names - {name + SCALE for name in self.stored_names}
+        self.has_fp8 = len(self.names) < len(self.stored_names)
 
     def __enter__(self) -> "HfReader":
         return self
 
-    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._handles.clear()
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Tensors of the model."""
-        return self._names
-
-    @property
-    def stored_names(self) -> frozenset[str]:
-        """Tensors of the files, with the factors of FP8 weights."""
-        return frozenset(self._file_of)
-
-    @property
-    def has_fp8(self) -> bool:
-        """Whether some weights are blockwise FP8."""
-        return len(self._names) < len(self._file_of)
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return tuple(self._handles)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that the file stores. Raises UserError for one that torch lacks."""
@@ -118,8 +105,16 @@ class HfReader:
         stored = self.read_stored(name, axis, start, stop)
         if stored.dtype != FP8:
             return stored
+        scale = name + SCALE
+        if scale not in self._file_of:
+            raise UserError(f"{self.folder}: the FP8 tensor {name} has no {scale}: only blockwise FP8 is read")
+        shape, needed = self.shape(scale), scale_shape(self.shape(name))
+        if shape != needed:
+            raise UserError(
+                f"{self.folder}: {scale} has shape {list(shape)}, {BLOCK} x {BLOCK} blocks need {list(needed)}"
+            )
         origin = (start if axis == 0 else 0, start if axis == 1 else 0)
-        return dequantise(stored, self._scale(name), self.fp8_as, origin)
+        return dequantise(stored, self.read_stored(scale), self.fp8_as, origin)
 
     def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         """Return the same as the file stores it: FP8 stays FP8."""
@@ -132,19 +127,6 @@ class HfReader:
         part: torch.Tensor = rows[start:stop] if axis == 0 else rows[:, start:stop]
         return part
 
-    def _is_scale(self, name: str) -> bool:
-        return name.endswith(SCALE) and name.removesuffix(SCALE) in self._file_of
-
-    def _scale(self, name: str) -> torch.Tensor:
-        if name + SCALE not in self._file_of:
-            raise UserError(f"{self.folder}: the FP8 tensor {name} has no {name + SCALE}: only blockwise FP8 is read")
-        shape, needed = self.shape(name + SCALE), scale_shape(self.shape(name))
-        if shape != needed:
-            raise UserError(
-                f"{self.folder}: {name + SCALE} has shape {list(shape)}, {BLOCK} x {BLOCK} blocks need {list(needed)}"
-            )
-        return self.read_stored(name + SCALE)
-
     def _handle(self, name: str):  # type: ignore[no-untyped-def]
         if name not in self._file_of:
             raise UserError(f"{self.folder}: no file holds the tensor {name}")
@@ -153,7 +135,7 @@ class HfReader:
 
 def has_hf_weights(folder: Path) -> bool:
     """Tell whether the folder has safetensors weights as Hugging Face stores them."""
-    return (folder / INDEX).is_file() or (folder / "model.safetensors").is_file()
+    return (folder / INDEX).is_file() or (folder / SINGLE_FILE).is_file()
 
 
 def check_tensors(reader: Weights, params: Iterable[Param]) -> None:
@@ -173,22 +155,7 @@ def check_shape(reader: Weights, name: str, shape: tuple[int, ...]) -> None:
         raise UserError(f"{reader.folder}: tensor {name} has shape {list(stored)}, config.json says {list(shape)}")
 
 
-def _shards(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
-        return [folder / name for name in sorted(set(_weight_map(folder / INDEX).values()))]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    raise UserError(f"{folder}: neither model.safetensors nor {INDEX} is there")
-
-
-def _check_index(folder: Path, files: Mapping[str, Path]) -> None:
-    indexed = _weight_map(folder / INDEX) if (folder / INDEX).is_file() else {}
-    absent = sorted(name for name in indexed if name not in files)
-    if absent:
-        raise UserError(f"{folder / INDEX} names {absent[0]}, but {indexed[absent[0]]} lacks it: copy both again")
-
-
-def _weight_map(index: Path) -> dict[str, str]:
+def _read_index(index: Path) -> dict[str, str]:
     try:
         return dict(json.loads(index.read_text())["weight_map"].items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:

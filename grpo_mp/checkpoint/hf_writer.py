@@ -2,14 +2,14 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from grpo_mp.checkpoint.aux_files import copy_aux_files
-from grpo_mp.checkpoint.hf_reader import INDEX
+from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE
 
 
 def write_hf(
@@ -22,14 +22,20 @@ def write_hf(
     incomplete = folder.with_name(folder.name + ".incomplete")
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
-    shards = _write_shards(incomplete, tensors, shard_bytes)
+    shards: list[tuple[str, ...]] = []  # names of the tensors of each
+    total_bytes = 0
+    for shard in _split_by_bytes(tensors, shard_bytes):
+        save_file(shard, incomplete / f"shard-{len(shards)}", metadata={"format": "pt"})
+        shards.append(tuple(shard))
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+        shard.clear()  # free its memory before the next one is collected
     weight_map: dict[str, str] = {}
-    for number, (file, sizes) in enumerate(shards, start=1):
-        name = shard_name(number, len(shards))
-        file.rename(incomplete / name)
-        weight_map |= dict.fromkeys(sizes, name)
+    for index, names in enumerate(shards):
+        file = shard_name(index + 1, len(shards))
+        (incomplete / f"shard-{index}").rename(incomplete / file)
+        weight_map |= dict.fromkeys(names, file)
     if len(shards) != 1:
-        write_index(incomplete, weight_map, sum(sum(sizes.values()) for _, sizes in shards))
+        write_index(incomplete, weight_map, total_bytes)
     copy_aux_files(like, incomplete)
     shutil.rmtree(folder, ignore_errors=True)
     incomplete.rename(folder)
@@ -37,7 +43,7 @@ def write_hf(
 
 def shard_name(number: int, count: int) -> str:
     """Return the file name of a shard; numbers begin at 1."""
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+    return SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
@@ -46,23 +52,13 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
-def _write_shards(
-    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int
-) -> list[tuple[Path, dict[str, int]]]:
-    """Write shards under temporary names. Returns each file with its tensors' names and bytes."""
-    shards: list[tuple[Path, dict[str, int]]] = []
-    pending: dict[str, torch.Tensor] = {}
-
-    def flush() -> None:
-        if pending:
-            file = folder / f"shard-{len(shards):05d}"
-            save_file(pending, file, metadata={"format": "pt"})
-            shards.append((file, {name: tensor.nbytes for name, tensor in pending.items()}))
-            pending.clear()
-
+def _split_by_bytes(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield tensors by name, in order, in dictionaries of at most `max_bytes` or one tensor."""
+    shard: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
-        if sum(other.nbytes for other in pending.values()) + tensor.nbytes > shard_bytes:
-            flush()
-        pending[name] = tensor.contiguous()
-    flush()
-    return shards
+        if shard and sum(other.nbytes for other in shard.values()) + tensor.nbytes > max_bytes:
+            yield shard
+            shard = {}
+        shard[name] = tensor.contiguous()
+    if shard:
+        yield shard

@@ -14,7 +14,6 @@ from grpo_mp.errors import UserError
 
 CONVERSION_RECORD = "conversion.json"  # the source's fingerprint, and size and checksum of every file of every part
 SHARED_FILES = "joint"  # key of the record: files that belong to no single part
-PART_RECORDS = "conversion"  # folder in an incomplete conversion: a record of each part
 HASH = "xxh3_128"
 Files = Mapping[str, Mapping[str, Any]]  # path below the folder -> {"bytes": size, "xxh3_128": digest}
 
@@ -31,7 +30,17 @@ class Checksums:
     @classmethod
     def of_conversion(cls, folder: Path) -> "Checksums":
         """Read a conversion's record; knows no file where there is none. Raises UserError for a torn record."""
-        return cls(folder, _conversion_files(folder))
+        if not (folder / CONVERSION_RECORD).is_file():
+            return cls(folder, {})
+        try:
+            record = json.loads((folder / CONVERSION_RECORD).read_text())
+            parts = [*record["parts"].values(), record.get(SHARED_FILES, {})]
+            files = {name: dict(entry) for part in parts for name, entry in part.items()}
+            if all(isinstance(entry["bytes"], int) and isinstance(entry[HASH], str) for entry in files.values()):
+                return cls(folder, files)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            pass
+        raise UserError(f"{folder / CONVERSION_RECORD} is torn: copy it again")
 
     @property
     def summary(self) -> str:
@@ -42,32 +51,19 @@ class Checksums:
         """Raise UserError where a recorded file is missing, cut short or changed; other files pass."""
         name = str(file.relative_to(self._folder))
         with self._lock:
-            if name in self._files and name not in self._checked:
-                self._check(file, self._files[name])
-                self._checked.add(name)
+            if name not in self._files or name in self._checked:
+                return
+            if not file.is_file() or file.stat().st_size != self._files[name]["bytes"]:
+                raise UserError(f"{file} is missing or cut short: copy it again{self._hint}")
+            if _digest(file) != self._files[name][HASH]:
+                raise UserError(f"{file} differs from its checksum: copy it again{self._hint}")
+            self._checked.add(name)
 
     def check_share(self, rank: int = 0, size: int = 1) -> None:
         """`check` a rank's share of the files, dealt out by size; every one of `size` ranks must call this."""
         by_size = sorted(self._files, key=lambda name: (-int(self._files[name]["bytes"]), name))
         for name in by_size[rank::size]:
             self.check(self._folder / name)
-
-    def _check(self, file: Path, expected: Mapping[str, Any]) -> None:
-        if not file.is_file() or file.stat().st_size != expected["bytes"]:
-            raise UserError(f"{file} is missing or cut short: copy it again{self._hint}")
-        if _digest(file) != expected[HASH]:
-            raise UserError(f"{file} differs from its checksum: copy it again{self._hint}")
-
-
-def is_part_complete(folder: Path, name: str) -> bool:
-    """Tell whether an earlier start wrote the part, as its checksums say."""
-    record = read_json(part_record(folder, name))
-    return bool(record) and part_checksums(folder, name) == record
-
-
-def part_record(folder: Path, name: str) -> Path:
-    """Return the path of one part's record in an incomplete conversion."""
-    return folder / PART_RECORDS / f"{name}.json"
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -89,35 +85,14 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
     temporary.rename(file)
 
 
-def part_checksums(folder: Path, name: str) -> dict[str, dict[str, Any]]:
-    """Compute size and checksum of each file of a part, once it is on disk."""
-    path = folder / name
-    return checksums(folder, sorted(path.rglob("*")) if path.is_dir() else [path])
-
-
 def checksums(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Compute size and checksum of files below the folder, once they are on disk; their bytes are streamed."""
-    return {str(file.relative_to(folder)): _size_and_checksum(file) for file in files if file.is_file()}
-
-
-def _conversion_files(folder: Path) -> dict[str, dict[str, Any]]:
-    if not (folder / CONVERSION_RECORD).is_file():
-        return {}
-    try:
-        record = json.loads((folder / CONVERSION_RECORD).read_text())
-        parts = [*record["parts"].values(), record.get(SHARED_FILES, {})]
-        files = {name: dict(entry) for part in parts for name, entry in part.items()}
-        if all(isinstance(entry["bytes"], int) and isinstance(entry[HASH], str) for entry in files.values()):
-            return files
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
-    raise UserError(f"{folder / CONVERSION_RECORD} is torn: copy it again")
-
-
-def _size_and_checksum(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())  # a file that a record names is on disk
-    return {"bytes": file.stat().st_size, HASH: _digest(file)}
+    entries: dict[str, dict[str, Any]] = {}
+    for file in filter(Path.is_file, files):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())  # a file that a record names is on disk
+        entries[str(file.relative_to(folder))] = {"bytes": file.stat().st_size, HASH: _digest(file)}
+    return entries
 
 
 def _digest(file: Path) -> str:

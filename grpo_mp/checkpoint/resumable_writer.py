@@ -7,28 +7,19 @@ import hashlib
 import json
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from grpo_mp.checkpoint.manifest import (
-    CONVERSION_RECORD,
-    PART_RECORDS,
-    SHARED_FILES,
-    checksums,
-    is_part_complete,
-    part_checksums,
-    part_record,
-    read_json,
-    write_json,
-)
+from grpo_mp.checkpoint.manifest import CONVERSION_RECORD, SHARED_FILES, checksums, read_json, write_json
 from grpo_mp.checkpoint.worker_group import WorkerGroup
 from grpo_mp.errors import UserError
 
 PART_BYTES = 2**29
+PART_RECORDS = "conversion"  # folder in an incomplete conversion: a record of each part
 MAX_PENDING_WRITES = 2  # parts on their way to the disk
 NUM_READERS = 2  # parameters of one part that are read and cast at a time
 Content = TypeVar("Content")
@@ -48,17 +39,6 @@ def check_destination(source: Path, destination: Path) -> None:
     """Raise UserError where a conversion would write over its own source."""
     if destination.resolve() == source.resolve():
         raise UserError(f"{destination} is the source of this conversion, too: choose another destination")
-
-
-def split_by_bytes(sizes: Mapping[str, int], max_bytes: int) -> list[tuple[tuple[str, ...], int]]:
-    """Split names, in order, into groups of at most `max_bytes` or one name. Returns names and bytes of each."""
-    groups: list[tuple[list[str], int]] = []
-    for name, size in sizes.items():
-        if not groups or groups[-1][1] + size > max_bytes:
-            groups.append(([], 0))
-        names, total = groups[-1]
-        groups[-1] = ([*names, name], total + size)
-    return [(tuple(names), total) for names, total in groups]
 
 
 def fingerprint(files: Iterable[Path], *options: object) -> str:
@@ -90,16 +70,20 @@ def write_parts(
     if names is None:
         return
     missing = [part for part in parts if part.name in names]
+    own = parts_of_rank(missing, workers.rank, workers.size)
     total, reported = sum(part.bytes for part in missing), 0
-    for written in _write_missing(folder, parts_of_rank(missing, workers.rank, workers.size), load, save, workers):
+    of_others = workers.wait_until(total) if workers.rank == 0 else ()
+    for written in chain(_write_missing(folder, own, load, save, workers), of_others):
         if workers.rank == 0 and written > reported:
             report_progress(written - reported, total)
             reported = written
-    if workers.rank == 0:
-        for written in workers.wait_until(total):
-            report_progress(written - reported, total)
-            reported = written
-        _publish(folder, destination, source, parts, finish)
+    if workers.rank:
+        return
+    shared = checksums(folder, [folder / name for name in finish(folder)])
+    records = {part.name: read_json(_record_file(folder, part)) for part in parts}
+    write_json(folder / CONVERSION_RECORD, {"source": source, "parts": records, SHARED_FILES: shared})
+    folder.rename(destination)
+    shutil.rmtree(destination / PART_RECORDS)
 
 
 def map_in_threads(load: Callable[[str], Content], names: Sequence[str]) -> Iterator[Content]:
@@ -124,12 +108,18 @@ def _prepare(destination: Path, folder: Path, source: str, parts: Sequence[Part]
     complete: set[str] = set()
     if folder.exists():
         _check_source(folder, source, "is of another conversion, or of none: choose another destination")
-        complete = {part.name for part in parts if is_part_complete(folder, part.name)}
+        for part in parts:
+            record = read_json(_record_file(folder, part))
+            if record and _part_checksums(folder, part) == record:
+                complete.add(part.name)
         for path in folder.iterdir():  # half-written parts, and temporary files of libraries
             if path.name not in complete | {CONVERSION_RECORD, PART_RECORDS}:
                 _remove(path)
     missing = [part for part in parts if part.name not in complete]
-    _check_disk(folder, sum(part.bytes for part in missing))
+    needed = sum(part.bytes for part in missing)
+    disk = next(path for path in folder.absolute().parents if path.exists())
+    if (free := shutil.disk_usage(disk).free) < needed:
+        raise UserError(f"{disk}: the disk has {free:,} bytes free and {needed:,} are needed: make room first")
     (folder / PART_RECORDS).mkdir(parents=True, exist_ok=True)
     write_json(folder / CONVERSION_RECORD, {"source": source})
     return [part.name for part in missing]
@@ -158,30 +148,22 @@ def _write_missing(
 def _write_part(folder: Path, part: Part, save: Callable[[Path, Content], None], content: Content) -> int:
     _remove(folder / part.name)
     save(folder / part.name, content)
-    write_json(part_record(folder, part.name), part_checksums(folder, part.name))
+    write_json(_record_file(folder, part), _part_checksums(folder, part))
     return part.bytes
 
 
-def _publish(
-    folder: Path, destination: Path, source: str, parts: Sequence[Part], finish: Callable[[Path], Sequence[str]]
-) -> None:
-    shared = checksums(folder, [folder / name for name in finish(folder)])
-    records = {part.name: read_json(part_record(folder, part.name)) for part in parts}
-    write_json(folder / CONVERSION_RECORD, {"source": source, "parts": records, SHARED_FILES: shared})
-    folder.rename(destination)
-    shutil.rmtree(destination / PART_RECORDS)
+def _record_file(folder: Path, part: Part) -> Path:
+    return folder / PART_RECORDS / f"{part.name}.json"
+
+
+def _part_checksums(folder: Path, part: Part) -> dict[str, dict[str, Any]]:
+    path = folder / part.name
+    return checksums(folder, sorted(path.rglob("*")) if path.is_dir() else [path])
 
 
 def _check_source(folder: Path, source: str, message: str) -> None:
     if read_json(folder / CONVERSION_RECORD).get("source") != source:
         raise UserError(f"{folder} {message}")
-
-
-def _check_disk(folder: Path, needed: int) -> None:
-    existing = next(path for path in folder.absolute().parents if path.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise UserError(f"{existing}: the disk has {free:,} bytes free and {needed:,} are needed: make room first")
 
 
 def _remove(path: Path) -> None:

@@ -80,8 +80,7 @@ def checkpoint_checksums(folder: Path) -> Checksums:
 
 def latest_checkpoint(run_folder: Path) -> Path | None:
     """Return the newest complete checkpoint, or None."""
-    checkpoints = _complete_checkpoints(run_folder)
-    return checkpoints[-1] if checkpoints else None
+    return next(reversed(_complete_checkpoints(run_folder)), None)
 
 
 def begin_checkpoint(folder: Path) -> None:

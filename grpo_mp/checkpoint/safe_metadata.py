@@ -69,7 +69,8 @@ def read_metadata(folder: Path) -> Metadata:
         raise UserError(f"{file} names {error}, which is no part of a checkpoint: do not use this folder") from error
     except Exception as error:
         raise UserError(f"{file} is torn ({type(error).__name__}): copy it again") from error
-    if not _is_metadata(metadata):
+    tables = ("state_dict_metadata", "storage_data")
+    if not isinstance(metadata, Metadata) or not all(isinstance(vars(metadata).get(table), dict) for table in tables):
         raise UserError(f"{file} is torn (it holds no list of tensors): copy it again")
     return metadata
 
@@ -103,8 +104,3 @@ class _Unpickler(pickle.Unpickler):
         if not is_dtype and name not in ALLOWED_NAMES.get(module, ()):
             raise ForeignNameError(f"{module}.{name}")
         return super().find_class(module, name)
-
-
-def _is_metadata(value: Any) -> bool:
-    tables = ("state_dict_metadata", "storage_data")
-    return isinstance(value, Metadata) and all(isinstance(getattr(value, table, None), dict) for table in tables)

@@ -18,7 +18,6 @@ from grpo_mp.checkpoint.resumable_writer import (
     check_destination,
     fingerprint,
     map_in_threads,
-    split_by_bytes,
     write_parts,
 )
 from grpo_mp.checkpoint.torch_dist import GLOBAL_FILES, CheckpointSlot, merge_parts, slot_of, write_part
@@ -27,7 +26,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.mapping import Param, fuse
+from grpo_mp.models.mapping import Param, fuse, split_by_bytes
 
 
 @dataclass(frozen=True)
@@ -67,17 +66,22 @@ def to_megatron(
         check_names(reader, model)
         sizes = {name: _num_bytes(reader, param) for name, param in model.params.items()}
         parts = [Part(f"part_{i:05d}", *group) for i, group in enumerate(split_by_bytes(sizes, part_bytes))]
-        sizes = _non_policy_bytes(reader, model.hf)
+        names = sorted(name for name in reader.stored_names if is_non_policy_tensor(name, model.hf))
+        sizes = {name: prod(reader.shape(name)) * reader.dtype(name).itemsize for name in names}
         non_policy_parts = [
             Part(f"{NON_POLICY}{i:05d}.safetensors", *group)
             for i, group in enumerate(split_by_bytes(sizes, part_bytes))
         ]
 
+        def read_fused(name: str) -> tuple[CheckpointSlot, Tensor]:
+            param = model.params[name]
+            tensors = [check_nan(reader.read(tensor), source, tensor) for tensor in param.hf]
+            return model.slots[name], fuse(param, tensors).contiguous()
+
         def load(part: Part) -> list[tuple[CheckpointSlot, Tensor]] | dict[str, Tensor]:
             if part in non_policy_parts:
                 return {name: reader.read_stored(name) for name in part.params}
-            fused = map_in_threads(lambda name: _read_fused(reader, model.params[name]), part.params)
-            return [(model.slots[name], tensor) for name, tensor in zip(part.params, fused, strict=True)]
+            return list(map_in_threads(read_fused, part.params))
 
         def save(path: Path, tensors: list[tuple[CheckpointSlot, Tensor]] | dict[str, Tensor]) -> None:
             if isinstance(tensors, dict):
@@ -112,16 +116,7 @@ def _num_bytes(reader: HfReader, param: Param) -> int:
         raise UserError(f"{reader.folder}: {' and '.join(param.hf)} have different dtypes, but are one parameter")
     stored = dtypes.pop()
     dtype = reader.fp8_as if stored == FP8 else stored
-    return sum(prod(shape) for shape in param.shapes) * dtype.itemsize
-
-
-def _non_policy_bytes(reader: HfReader, hf: HfConfig) -> dict[str, int]:
-    names = sorted(name for name in reader.stored_names if is_non_policy_tensor(name, hf))
-    return {name: prod(reader.shape(name)) * reader.dtype(name).itemsize for name in names}
-
-
-def _read_fused(reader: HfReader, param: Param) -> Tensor:
-    return fuse(param, [check_nan(reader.read(name), reader.folder, name) for name in param.hf]).contiguous()
+    return param.num_elements * dtype.itemsize
 
 
 def check_nan(tensor: Tensor, folder: Path, name: str) -> Tensor:

@@ -54,7 +54,9 @@ def slot_of(param: Param, config: Mapping[str, Any]) -> CheckpointSlot:
     Homogeneous layers are stacked into one tensor with the layer as its first axis; so are the experts of a layer.
     """
     key, stacked = param.name, []
-    if param.layer is not None and _has_homogeneous_layers(config):
+    frequency = config.get("moe_layer_freq", 1)
+    homogeneous = isinstance(frequency, int) and frequency <= 1
+    if param.layer is not None and homogeneous:
         key = LAYER.sub("decoder.layers.", key)
         stacked.append((param.layer, int(config["num_layers"])))
     if param.expert is not None:
@@ -98,11 +100,6 @@ class _Writer(FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         return None
-
-
-def _has_homogeneous_layers(config: Mapping[str, Any]) -> bool:
-    frequency = config.get("moe_layer_freq", 1)
-    return isinstance(frequency, int) and frequency <= 1
 
 
 def sharded_tensor(slot: CheckpointSlot, tensor: Tensor) -> CheckpointableShardedTensor:

@@ -32,12 +32,23 @@ class TorchDistReader:
         self.folder = folder / "policy" if (folder / "policy").is_dir() else folder
         if not is_torch_dist(folder):
             raise UserError(f"{folder}: no torch_dist checkpoint is there ({TORCH_DIST} is missing)")
-        self.checksums = _checksums(folder) if verify else Checksums(self.folder, {})
+        if not verify:
+            self.checksums = Checksums(self.folder, {})
+        elif (folder / MANIFEST).is_file():
+            self.checksums = checkpoint_checksums(folder)
+        else:
+            self.checksums = Checksums.of_conversion(folder)
         self.checksums.check(self.folder / TORCH_DIST)
         self._reader = SafeReader(self.folder)
         self.metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, True)
-        _check_files(self.folder, self.metadata)
+        ends: dict[str, int] = {}  # of the last tensor in each file
+        for info in self.metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in ends.items():
+            file = self.folder / name
+            if not file.is_file() or file.stat().st_size < end:
+                raise UserError(f"{file} is missing or cut short: copy it again")
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
@@ -64,24 +75,20 @@ class TorchDistReader:
         """Return the whole parameter, without vocabulary padding."""
         metadata = self._tensor_metadata(slot)
         chunks = self._chunks_of(slot, metadata)
-        for chunk in chunks:
-            info = self.metadata.storage_data[MetadataIndex(slot.key, chunk.offsets)]
+        stored = [self.metadata.storage_data[MetadataIndex(slot.key, chunk.offsets)] for chunk in chunks]
+        for info in stored:
             self.checksums.check(self.folder / info.relative_path)
         shape = tuple(metadata.size) if slot.padded else slot.shape
         tensor = torch.empty(shape, dtype=metadata.properties.dtype)
-        if len(chunks) == 1 and self._read_directly(slot, chunks[0], tensor):
-            return tensor[: slot.shape[0]]
+        if len(chunks) == 1:  # as `to_megatron` writes it
+            out = tensor.view(chunks[0].sizes) if prod(chunks[0].sizes) == tensor.numel() else tensor
+            if read_into(self.folder / stored[0].relative_path, stored[0].offset, stored[0].length, out):
+                return tensor[: slot.shape[0]]
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         only_these = Metadata({slot.key: replace(metadata, chunks=chunks)})
         planner.set_up_planner({slot.key: sharded_tensor(replace(slot, shape=shape), tensor)}, only_these, True)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
         return tensor[: slot.shape[0]]
-
-    def _read_directly(self, slot: CheckpointSlot, chunk: ChunkStorageMetadata, tensor: Tensor) -> bool:
-        """Read a parameter that is one chunk, as `to_megatron` writes it; returns False where that cannot be done."""
-        info = self.metadata.storage_data[MetadataIndex(slot.key, chunk.offsets)]
-        out = tensor.view(chunk.sizes) if prod(chunk.sizes) == tensor.numel() else tensor
-        return read_into(self.folder / info.relative_path, info.offset, info.length, out)
 
     def _chunks_of(self, slot: CheckpointSlot, metadata: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
         """Return a parameter's chunks; torch would search all layers and experts of the tensor for each of them."""
@@ -122,17 +129,3 @@ def describe_torch_dist(folder: Path) -> dict[str, str]:
         "files": f"{len(files)} ({sum(file.stat().st_size for file in files):,} bytes)",
         "checksums": reader.checksums.summary,
     }
-
-
-def _checksums(folder: Path) -> Checksums:
-    return checkpoint_checksums(folder) if (folder / MANIFEST).is_file() else Checksums.of_conversion(folder)
-
-
-def _check_files(folder: Path, metadata: Metadata) -> None:
-    end: dict[str, int] = {}  # of the last tensor in each file
-    for info in metadata.storage_data.values():
-        end[info.relative_path] = max(end.get(info.relative_path, 0), info.offset + info.length)
-    for name, size in end.items():
-        file = folder / name
-        if not file.is_file() or file.stat().st_size < size:
-            raise UserError(f"{file} is missing or cut short: copy it again")

@@ -21,10 +21,9 @@ POLL_S = 0.1
 class WorkerGroup:
     """This process's view of the group."""
 
-    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
         """`store`: needed for more than one rank."""
-        self.rank, self.size = rank, size
-        self._store, self._timeout_s, self._bytes = store, timeout_s, 0
+        self.rank, self.size, self._store, self._bytes = rank, size, store, 0
 
     @classmethod
     def of_job(cls) -> "WorkerGroup":
@@ -57,9 +56,9 @@ class WorkerGroup:
             if (now := self.add_bytes(0)) > written:
                 written, since = now, time.monotonic()
                 yield now
-            elif time.monotonic() - since > self._timeout_s:
+            elif time.monotonic() - since > TIMEOUT_S:
                 raise PhaseTimeout(
-                    f"the other ranks wrote nothing for {self._timeout_s:.0f} s: start again, what is written stays"
+                    f"the other ranks wrote nothing for {TIMEOUT_S:.0f} s: start again, what is written stays"
                 )
 
     def elects_itself(self) -> bool:

@@ -69,10 +69,6 @@ def layout_violations(
         yield f"pipeline x virtual_pipeline = {chunks} does not divide the {model.layers} layers"
     if layout.virtual_pipeline and layout.pipeline == 1:
         yield "virtual_pipeline needs pipeline > 1"
-    yield from _expert_violations(layout, model)
-
-
-def _expert_violations(layout: LayoutConfig, model: ModelShape) -> Iterator[str]:
     if not model.experts:
         if layout.expert > 1 or layout.expert_tensor > 1:
             yield "expert and expert_tensor must be 1: the model has no experts"
@@ -100,12 +96,21 @@ def check_layout(layout: LayoutConfig, model: ModelShape, world_size: int, uneve
 
 def nearest_layout(layout: LayoutConfig, model: ModelShape, world_size: int) -> LayoutConfig | None:
     """Return the valid layout whose sizes differ from those of `layout` by the smallest sum of factors."""
+
+    def sizes(candidate: LayoutConfig) -> tuple[int, ...]:
+        return tuple(value or 1 for value in candidate.model_dump().values())
+
+    def distance(candidate: LayoutConfig) -> tuple[float, tuple[int, ...]]:
+        """Return the sum of factors between the sizes, and the candidate's sizes to break ties."""
+        pairs = zip(sizes(candidate), sizes(layout), strict=True)
+        return sum(max(a, b) / min(a, b) for a, b in pairs), sizes(candidate)
+
     valid = (
         candidate
         for candidate in _candidates(layout, model, world_size)
         if next(layout_violations(candidate, model, world_size), None) is None
     )
-    return min(valid, key=lambda candidate: _distance(candidate, layout), default=None)
+    return min(valid, key=distance, default=None)
 
 
 def describe(layout: LayoutConfig) -> str:
@@ -132,9 +137,3 @@ def _candidates(layout: LayoutConfig, model: ModelShape, world_size: int) -> Ite
             expert=expert,
             expert_tensor=expert_tensor,
         )
-
-
-def _distance(candidate: LayoutConfig, layout: LayoutConfig) -> tuple[float, tuple[int, ...]]:
-    """Return the sum of factors between the sizes, and the candidate's sizes to break ties."""
-    sizes, target_sizes = (tuple(value or 1 for value in each.model_dump().values()) for each in (candidate, layout))
-    return sum(max(a, b) / min(a, b) for a, b in zip(sizes, target_sizes, strict=True)), sizes

@@ -104,14 +104,8 @@ def single_process_group() -> Iterator[None]:
     """Set the environment of a job of one rank while the body runs; restore it afterwards."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    variables = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+        port = str(listener.getsockname()[1])
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     saved = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

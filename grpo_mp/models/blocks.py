@@ -53,23 +53,21 @@ def embedding_and_head(hf: HfConfig) -> list[Rule]:
 
 def mlp(hf: HfConfig, layers: Iterable[int], width: int, prefix: str = "mlp.") -> list[Rule]:
     """Map the gate, up and down projections of `width` below `prefix`, which both formats share."""
-    hidden, layers = hf.int("hidden_size"), tuple(layers)
+    names = tuple(HF_LAYER + prefix + name for name in ("gate_proj", "up_proj", "down_proj"))
+    return _projections(MCORE_LAYER + prefix, names, hf.int("hidden_size"), width, tuple(layers))
+
+
+def _projections(
+    mcore: str, hf_names: tuple[str, ...], hidden: int, width: int, layers: tuple[int, ...], experts: int = 0
+) -> list[Rule]:
+    """Map the gate, up and down projections `hf_names` of an MLP, or of each expert of a layer."""
+    gate, up, down = (name + ".weight" for name in hf_names)
+    weight = "weight{expert}" if experts else "weight"
+    in_layers: dict[str, Any] = {"layers": layers, "experts": experts}
+    shapes = ((width, hidden), (width, hidden))
     return [
-        Rule(
-            MCORE_LAYER + prefix + "linear_fc1.weight",
-            (HF_LAYER + prefix + "gate_proj.weight", HF_LAYER + prefix + "up_proj.weight"),
-            ((width, hidden), (width, hidden)),
-            fuse="gate_up",
-            tp_dim=0,
-            layers=layers,
-        ),
-        Rule(
-            MCORE_LAYER + prefix + "linear_fc2.weight",
-            (HF_LAYER + prefix + "down_proj.weight",),
-            ((hidden, width),),
-            tp_dim=1,
-            layers=layers,
-        ),
+        Rule(f"{mcore}linear_fc1.{weight}", (gate, up), shapes, fuse="gate_up", tp_dim=0, **in_layers),
+        Rule(f"{mcore}linear_fc2.{weight}", (down,), ((hidden, width),), tp_dim=1, **in_layers),
     ]
 
 
@@ -103,30 +101,11 @@ def experts(
 ) -> list[Rule]:
     """Map the router, its norm, and `num_experts` routed experts of `width`."""
     hidden, layers = hf.int("hidden_size"), tuple(layers)
-    mcore, hf_block = MCORE_LAYER + "mlp.", HF_LAYER + names.block
+    norm, hf_norm = MCORE_LAYER + "pre_mlp_layernorm.weight", HF_LAYER + "post_attention_layernorm.weight"
+    mcore, block = MCORE_LAYER + "mlp.", HF_LAYER + names.block
+    expert = tuple(block + "experts.{expert}." + name for name in (names.gate, names.up, names.down))
     return [
-        Rule(
-            MCORE_LAYER + "pre_mlp_layernorm.weight",
-            (HF_LAYER + "post_attention_layernorm.weight",),
-            ((hidden,),),
-            layers=layers,
-        ),
-        Rule(mcore + "router.weight", (hf_block + "gate.weight",), ((num_experts, hidden),), layers=layers),
-        Rule(
-            mcore + "experts.linear_fc1.weight{expert}",
-            tuple(hf_block + "experts.{expert}." + name + ".weight" for name in (names.gate, names.up)),
-            ((width, hidden), (width, hidden)),
-            fuse="gate_up",
-            tp_dim=0,
-            layers=layers,
-            experts=num_experts,
-        ),
-        Rule(
-            mcore + "experts.linear_fc2.weight{expert}",
-            (hf_block + "experts.{expert}." + names.down + ".weight",),
-            ((hidden, width),),
-            tp_dim=1,
-            layers=layers,
-            experts=num_experts,
-        ),
+        Rule(norm, (hf_norm,), ((hidden,),), layers=layers),
+        Rule(mcore + "router.weight", (block + "gate.weight",), ((num_experts, hidden),), layers=layers),
+        *_projections(mcore + "experts.", expert, hidden, width, layers, num_experts),
     ]

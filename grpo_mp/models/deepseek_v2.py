@@ -9,16 +9,13 @@ from grpo_mp.models.mapping import Rule
 
 def config(hf: HfConfig) -> dict[str, Any]:
     """Return the Megatron settings (of MLATransformerConfig)."""
-    for key, *allowed in (
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("norm_topk_prob", False),
-        ("scoring_func", "softmax"),
-        ("topk_method", "greedy", "group_limited_greedy"),
-        ("moe_layer_freq", 1),
-    ):
-        hf.expect(key, *allowed)
+    hf.expect("hidden_act", "silu")
+    hf.expect("attention_bias", False)
+    hf.expect("mlp_bias", False)
+    hf.expect("norm_topk_prob", False)
+    hf.expect("scoring_func", "softmax")
+    hf.expect("topk_method", "greedy", "group_limited_greedy")
+    hf.expect("moe_layer_freq", 1)
     group_limited = hf.get("topk_method") == "group_limited_greedy"
     return (
         blocks.base_config(hf)
@@ -31,8 +28,5 @@ def config(hf: HfConfig) -> dict[str, Any]:
 
 def rules(hf: HfConfig) -> list[Rule]:
     """Return the parameter mapping."""
-    return [
-        *blocks.embedding_and_head(hf),
-        *mla.rules(hf, range(hf.int("num_hidden_layers"))),
-        *shared_experts.rules(hf),
-    ]
+    attention = mla.rules(hf, range(hf.int("num_hidden_layers")))
+    return [*blocks.embedding_and_head(hf), *attention, *shared_experts.rules(hf)]

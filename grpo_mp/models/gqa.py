@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from grpo_mp.models import blocks
 from grpo_mp.models.blocks import HF_LAYER, MCORE_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule, Shape
@@ -16,13 +17,34 @@ def config(hf: HfConfig, *, norms: bool = False, bias: bool = False) -> dict[str
 
     Raises UserError for a rotary embedding that Megatron lacks.
     """
-    _check_rotary(hf)
+    rope = hf.rope
+    if rope["rope_type"] not in ("default", "llama3"):
+        raise hf.error(f"rope type {rope['rope_type']!r} is not supported, only 'default' or 'llama3'")
+    if rope["rope_type"] == "llama3":
+        hf.rope_float("factor")
+        for key, value in LLAMA3_ROPE.items():
+            if hf.rope_float(key) != value:
+                raise hf.error(f"{key}={rope[key]!r} of llama3's rope scaling is not supported, only {value}")
     return {
         "num_query_groups": hf.int("num_key_value_heads"),
         "kv_channels": hf.head_dim,
         "qk_layernorm": norms,
         "add_qkv_bias": bias,
     }
+
+
+def dense_config(hf: HfConfig, *, norms: bool = False, bias: bool = False) -> dict[str, Any]:
+    """Return the Megatron settings of a decoder with a dense MLP in every layer."""
+    hf.expect("hidden_act", "silu")
+    ffn = {"ffn_hidden_size": hf.int("intermediate_size")}
+    return blocks.base_config(hf) | config(hf, norms=norms, bias=bias) | ffn
+
+
+def dense_rules(hf: HfConfig, *, norms: bool = False, bias: bool = False) -> list[Rule]:
+    """Return the parameter mapping of a decoder with a dense MLP in every layer."""
+    layers = range(hf.int("num_hidden_layers"))
+    attention = rules(hf, layers, norms=norms, bias=bias)
+    return [*blocks.embedding_and_head(hf), *attention, *blocks.dense_mlp(hf, layers)]
 
 
 def rotary(hf: HfConfig, percent: float = 1.0) -> dict[str, Any]:
@@ -32,8 +54,10 @@ def rotary(hf: HfConfig, percent: float = 1.0) -> dict[str, Any]:
     """
     rope = hf.rope
     percent = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or percent
-    scaling = {"rope_scaling": True, "rope_scaling_factor": hf.rope_float("factor")} if _is_llama3(rope) else {}
-    return {"rotary_base": rope["rope_theta"], "rotary_percent": float(percent), **scaling}
+    arguments = {"rotary_base": rope["rope_theta"], "rotary_percent": float(percent)}
+    if rope["rope_type"] == "llama3":
+        arguments |= {"rope_scaling": True, "rope_scaling_factor": hf.rope_float("factor")}
+    return arguments
 
 
 def rules(hf: HfConfig, layers: Iterable[int], *, norms: bool = False, bias: bool = False) -> list[Rule]:
@@ -49,13 +73,7 @@ def rules(hf: HfConfig, layers: Iterable[int], *, norms: bool = False, bias: boo
             for x in ("qk" if norms else "")
         ),
         Rule(mcore + "linear_qkv.layer_norm_weight", (input_norm,), ((hidden,),), layers=layers),
-        Rule(
-            mcore + "linear_proj.weight",
-            (hf_attn + "o_proj.weight",),
-            ((hidden, queries),),
-            tp_dim=1,
-            layers=layers,
-        ),
+        Rule(mcore + "linear_proj.weight", (hf_attn + "o_proj.weight",), ((hidden, queries),), tp_dim=1, layers=layers),
     ]
 
 
@@ -70,19 +88,3 @@ def _qkv(hf: HfConfig, layers: tuple[int, ...], kind: str, columns: Shape) -> Ru
         layers=layers,
         head_dim=hf.head_dim,
     )
-
-
-def _is_llama3(rope: dict[str, Any]) -> bool:
-    return bool(rope["rope_type"] == "llama3")
-
-
-def _check_rotary(hf: HfConfig) -> None:
-    rope = hf.rope
-    if rope["rope_type"] not in ("default", "llama3"):
-        raise hf.error(f"rope type {rope['rope_type']!r} is not supported, only 'default' or 'llama3'")
-    if not _is_llama3(rope):
-        return
-    hf.rope_float("factor")
-    for key, value in LLAMA3_ROPE.items():
-        if hf.rope_float(key) != value:
-            raise hf.error(f"{key}={rope[key]!r} of llama3's rope scaling is not supported, only {value}")

@@ -4,14 +4,16 @@ A family states `Rule`s once; `expand` turns them into one `Param` per Megatron 
 Loading, export and weight sync read the same statement. Nothing here touches files, ranks or Megatron.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from math import prod
+from typing import Literal, TypeVar
 
 import torch
 
 Fuse = Literal["none", "gate_up", "qkv"]
 Shape = tuple[int, ...]
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,22 @@ class Param(Rule):
         """Whether FP8 releases quantise it: matrices but for the embedding, the output layer and the router."""
         return len(self.shapes[0]) == 2 and not self.vocabulary and not self.name.endswith("router.weight")
 
-    def shard_shapes(self, tp_size: int) -> tuple[Shape, ...]:
-        """Shape of one tensor-parallel rank's shard of each Hugging Face tensor."""
-        return tuple(_shard_shape(self, shape, tp_size) for shape in self.shapes)
+    @property
+    def num_elements(self) -> int:
+        return sum(prod(shape) for shape in self.shapes)
+
+    def shard_shape(self, shape: Shape, tp_size: int) -> Shape:
+        """Shape of a tensor-parallel rank's shard of a Hugging Face tensor; raises ValueError if it does not divide."""
+        if self.tp_dim is None:
+            return shape
+        size = shape[self.tp_dim]
+        if size % tp_size and not self.vocabulary:
+            raise ValueError(f"{self.name}: axis {self.tp_dim} of {shape} does not divide over {tp_size} ranks")
+        return (*shape[: self.tp_dim], -(-size // tp_size), *shape[self.tp_dim + 1 :])
 
     def local_shape(self, tp_size: int) -> Shape:
         """Shape of the Megatron parameter on one tensor-parallel rank."""
-        shards = self.shard_shapes(tp_size)
-        if self.fuse == "none":
-            return shards[0]
+        shards = [self.shard_shape(shape, tp_size) for shape in self.shapes]
         return (sum(shape[0] for shape in shards), *shards[0][1:])
 
 
@@ -108,18 +117,22 @@ def join(param: Param, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.
     return tuple(tensors)
 
 
+def split_by_bytes(sizes: Mapping[Name, int], max_bytes: int) -> list[tuple[tuple[Name, ...], int]]:
+    """Split names, in order, into groups of at most `max_bytes` or one name. Returns names and bytes of each."""
+    groups: list[list[Name]] = []
+    totals: list[int] = []
+    for name, size in sizes.items():
+        if not groups or totals[-1] + size > max_bytes:
+            groups.append([])
+            totals.append(0)
+        groups[-1].append(name)
+        totals[-1] += size
+    return list(zip(map(tuple, groups), totals, strict=True))
+
+
 def shard_range(param: Param, shape: Shape, tp_size: int, tp_rank: int) -> tuple[int, int]:
     """[start, stop) along `param.tp_dim` of a Hugging Face tensor that a tensor-parallel rank has."""
     assert param.tp_dim is not None
-    size = _shard_shape(param, shape, tp_size)[param.tp_dim]
+    size = param.shard_shape(shape, tp_size)[param.tp_dim]
     start = tp_rank * size
     return min(start, shape[param.tp_dim]), min(start + size, shape[param.tp_dim])
-
-
-def _shard_shape(param: Param, shape: Shape, tp_size: int) -> Shape:
-    if param.tp_dim is None:
-        return shape
-    size = shape[param.tp_dim]
-    if size % tp_size and not param.vocabulary:
-        raise ValueError(f"{param.name}: axis {param.tp_dim} of {shape} does not divide over {tp_size} ranks")
-    return (*shape[: param.tp_dim], -(-size // tp_size), *shape[param.tp_dim + 1 :])

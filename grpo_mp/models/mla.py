@@ -26,9 +26,17 @@ def rules(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:
     """Map down and up projections with their norms, the output projection, and the norm before them."""
     hidden, heads = hf.int("hidden_size"), hf.int("num_attention_heads")
     nope, rope, value = hf.int("qk_nope_head_dim"), hf.int("qk_rope_head_dim"), hf.int("v_head_dim")
-    rank = hf.int("kv_lora_rank")
-    table: list[tuple[str, str, Shape, int | None]] = [
-        *_queries(hf, heads * (nope + rope)),
+    rank, q_rows = hf.int("kv_lora_rank"), heads * (nope + rope)
+    queries: list[tuple[str, str, Shape, int | None]] = [("linear_q_proj.weight", "q_proj.weight", (q_rows, hidden), 0)]
+    if hf.get("q_lora_rank") is not None:
+        q_rank = hf.int("q_lora_rank")
+        queries = [
+            ("linear_q_down_proj.weight", "q_a_proj.weight", (q_rank, hidden), None),
+            ("linear_q_up_proj.layer_norm_weight", "q_a_layernorm.weight", (q_rank,), None),
+            ("linear_q_up_proj.weight", "q_b_proj.weight", (q_rows, q_rank), 0),
+        ]
+    table = [
+        *queries,
         ("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", (rank + rope, hidden), None),
         ("linear_kv_up_proj.layer_norm_weight", "kv_a_layernorm.weight", (rank,), None),
         ("linear_kv_up_proj.weight", "kv_b_proj.weight", (heads * (nope + value), rank), 0),
@@ -45,24 +53,19 @@ def rules(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:
     ]
 
 
-def _queries(hf: HfConfig, rows: int) -> list[tuple[str, str, Shape, int | None]]:
-    hidden = hf.int("hidden_size")
-    if hf.get("q_lora_rank") is None:
-        return [("linear_q_proj.weight", "q_proj.weight", (rows, hidden), 0)]
-    rank = hf.int("q_lora_rank")
-    return [
-        ("linear_q_down_proj.weight", "q_a_proj.weight", (rank, hidden), None),
-        ("linear_q_up_proj.layer_norm_weight", "q_a_layernorm.weight", (rank,), None),
-        ("linear_q_up_proj.weight", "q_b_proj.weight", (rows, rank), 0),
-    ]
-
-
 def _rotary(hf: HfConfig) -> dict[str, Any]:
     rope = hf.rope
     if rope["rope_type"] == "default":
         return {"rope_type": "rope", "rotary_base": rope["rope_theta"], "rotary_scaling_factor": 1.0}
     if rope["rope_type"] != "yarn":
         raise hf.error(f"rope type {rope['rope_type']!r} is not supported, only yarn")
+    # Hugging Face uses mscale only together with mscale_all_dim, and 1.0 otherwise.
+    for key, supported in (("attention_factor", None), ("truncate", True)):
+        if rope.get(key, supported) != supported:
+            raise hf.error(f"{key}={rope[key]!r} of yarn is not supported: remove it")
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if all_dim and not mscale:
+        raise hf.error("yarn with mscale_all_dim but without mscale is not supported: set both")
     return {
         "rope_type": "yarn",
         "rotary_base": rope["rope_theta"],
@@ -70,16 +73,6 @@ def _rotary(hf: HfConfig) -> dict[str, Any]:
         "original_max_position_embeddings": int(hf.rope_float("original_max_position_embeddings")),
         "beta_fast": float(rope.get("beta_fast") or 32),
         "beta_slow": float(rope.get("beta_slow") or 1),
-    } | _mscale(hf)
-
-
-def _mscale(hf: HfConfig) -> dict[str, Any]:
-    """Return the mscale settings; Hugging Face uses mscale only together with mscale_all_dim, and 1.0 otherwise."""
-    rope = hf.rope
-    for key, supported in (("attention_factor", None), ("truncate", True)):
-        if rope.get(key, supported) != supported:
-            raise hf.error(f"{key}={rope[key]!r} of yarn is not supported: remove it")
-    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    if all_dim and not mscale:
-        raise hf.error("yarn with mscale_all_dim but without mscale is not supported: set both")
-    return {"mscale": float(mscale) if mscale and all_dim else 1.0, "mscale_all_dim": float(all_dim or 0.0)}
+        "mscale": float(mscale) if mscale and all_dim else 1.0,
+        "mscale_all_dim": float(all_dim or 0.0),
+    }

@@ -11,17 +11,14 @@ NUM_EXPERTS = ("num_experts", "num_local_experts")  # its name in transformers 4
 
 def dense_config(hf: HfConfig) -> dict[str, Any]:
     """Return the Megatron settings of a dense Qwen3."""
-    hf.expect("hidden_act", "silu")
     hf.expect("attention_bias", False)
     hf.expect("use_sliding_window", False, None)
-    ffn = {"ffn_hidden_size": hf.int("intermediate_size")}
-    return blocks.base_config(hf) | gqa.config(hf, norms=True) | ffn
+    return gqa.dense_config(hf, norms=True)
 
 
 def dense_rules(hf: HfConfig) -> list[Rule]:
     """Return the parameter mapping of a dense Qwen3."""
-    layers = range(hf.int("num_hidden_layers"))
-    return [*blocks.embedding_and_head(hf), *gqa.rules(hf, layers, norms=True), *blocks.dense_mlp(hf, layers)]
+    return gqa.dense_rules(hf, norms=True)
 
 
 def moe_config(hf: HfConfig) -> dict[str, Any]:

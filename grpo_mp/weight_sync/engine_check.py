@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from grpo_mp.batching.microbatches import MicroBatchPlan
+from grpo_mp.batching.microbatches import MicroBatchPlan, round_up
 from grpo_mp.batching.packing import context_index, gather_responses, pack, slice_context
 from grpo_mp.batching.updates import alignment
 from grpo_mp.config import Settings
@@ -149,10 +149,13 @@ def sequence_logprobs(policy: Policy, sequences: Sequences) -> list[list[float]]
     """
     parallel, layout = policy.parallel, policy.parallel.layout
     align = alignment(layout)
-    samples = {i: _as_sample(i, tokens) for i, tokens in enumerate(sequences)}
-    lengths = tuple(-(-len(tokens) // align) * align for tokens in sequences)
-    zeros = [0.0] * len(sequences)
-    batch = pack(samples, zeros, zeros, MicroBatchPlan(tuple(samples), lengths), align)
+    samples = {}
+    for i, (first, *response) in enumerate(sequences):
+        zeros = (0,) * len(response)
+        samples[i] = Sample(i, 0, (first,), tuple(response), tuple(map(float, zeros)), zeros, truncated=False)
+    lengths = tuple(round_up(len(tokens), align) for tokens in sequences)
+    unused = [0.0] * len(sequences)
+    batch = pack(samples, unused, unused, MicroBatchPlan(tuple(samples), lengths), align)
     local_batch = slice_context(batch, layout.context, parallel.coords.context)
     repeat = layout.pipeline if layout.virtual_pipeline else 1  # an interleaved schedule needs that many
     with policy.at_temperature(1.0):
@@ -162,8 +165,3 @@ def sequence_logprobs(policy: Policy, sequences: Sequences) -> list[list[float]]
         values[context_index(batch.lengths, layout.context, parallel.coords.context)] = outputs[0][0].cpu()
     dist.all_reduce(values, group=parallel.cpu_group)
     return [response.tolist() for response in gather_responses(values, batch)]
-
-
-def _as_sample(number: int, tokens: tuple[int, ...]) -> Sample:
-    response = tokens[1:]
-    return Sample(number, 0, tokens[:1], response, (0.0,) * len(response), (0,) * len(response), truncated=False)

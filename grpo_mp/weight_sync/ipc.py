@@ -7,7 +7,7 @@ ranks in one request.
 import torch
 import torch.distributed as dist
 
-from grpo_mp.weight_sync.reshard import NamedTensors
+from grpo_mp.weight_sync.shared_memory import NamedTensors
 from grpo_mp.weight_sync.transport import WeightClient
 
 

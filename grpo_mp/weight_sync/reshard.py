@@ -1,22 +1,14 @@
 """Resharding: execute a sync plan, from the policy's shards to full Hugging Face tensors on the target ranks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from grpo_mp.models.fp8 import SCALE, quantise_at_once
 from grpo_mp.models.mapping import Param, join, unfuse
-from grpo_mp.weight_sync.plan import Bucket, LocalShard, SyncPlan
-
-NamedTensors = list[tuple[str, torch.Tensor]]
-
-
-def all_gather_shards(local_shards: Mapping[str, int], group: dist.ProcessGroup) -> list[LocalShard]:
-    """Return the shards of all ranks; `local_shards`: parameter name -> part on this rank."""
-    gathered: list[dict[str, int]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, dict(local_shards), group=group)
-    return [LocalShard(name, part, rank) for rank, shards in enumerate(gathered) for name, part in shards.items()]
+from grpo_mp.weight_sync.plan import Bucket
+from grpo_mp.weight_sync.shared_memory import NamedTensors
 
 
 class Resharder:
@@ -24,7 +16,7 @@ class Resharder:
 
     def __init__(
         self,
-        plan: SyncPlan,
+        plan: Sequence[Bucket],
         params: Mapping[str, Param],
         tensors: Mapping[str, torch.Tensor],
         tp_sizes: Mapping[str, int],
@@ -44,13 +36,14 @@ class Resharder:
 
         Every rank must exhaust the iterator. A bucket's tensors may be freed before the next one is requested.
         """
-        for bucket in self.plan.buckets:
+        for bucket in self.plan:
             shards = self._exchange(bucket)
             yield self._assemble(bucket, shards) if self.is_target else []
 
     def _exchange(self, bucket: Bucket) -> dict[tuple[str, int], torch.Tensor]:
         shards: dict[tuple[str, int], torch.Tensor] = {}
         operations: list[dist.P2POp] = []
+        like = next(iter(self.tensors.values()))
         for transfer in bucket.transfers:
             key = (transfer.name, transfer.part)
             if transfer.source == transfer.target == self.rank:
@@ -59,16 +52,14 @@ class Resharder:
                 shard = self.tensors[transfer.name].detach().contiguous()
                 operations.append(dist.P2POp(dist.isend, shard, transfer.target))
             elif transfer.target == self.rank:
-                shards[key] = self._empty_shard(transfer.name)
+                param = self.params[transfer.name]
+                dtype = torch.float32 if param.keep_float32 else like.dtype
+                shape = param.local_shape(self.tp_sizes[transfer.name])
+                shards[key] = torch.empty(shape, dtype=dtype, device=like.device)
                 operations.append(dist.P2POp(dist.irecv, shards[key], transfer.source))
         for request in dist.batch_isend_irecv(operations) if operations else ():
             request.wait()
         return shards
-
-    def _empty_shard(self, name: str) -> torch.Tensor:
-        like = next(iter(self.tensors.values()))
-        dtype = torch.float32 if self.params[name].keep_float32 else like.dtype
-        return torch.empty(self.params[name].local_shape(self.tp_sizes[name]), dtype=dtype, device=like.device)
 
     def _assemble(self, bucket: Bucket, shards: dict[tuple[str, int], torch.Tensor]) -> NamedTensors:
         result: NamedTensors = []

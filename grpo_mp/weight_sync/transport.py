@@ -6,8 +6,7 @@ from typing import Protocol
 
 from grpo_mp import platform
 from grpo_mp.config import SyncConfig
-from grpo_mp.weight_sync.reshard import NamedTensors
-from grpo_mp.weight_sync.shared_memory import LOADER, export_tensors
+from grpo_mp.weight_sync.shared_memory import LOADER, NamedTensors, export_tensors
 
 
 class WeightClient(Protocol):
@@ -55,8 +54,3 @@ class HostTransport:
 def uses_cuda_ipc(settings: SyncConfig) -> bool:
     """Tell whether buckets go by CUDA IPC; otherwise through shared host memory."""
     return settings.transport == "ipc" or (settings.transport == "auto" and platform.on_cuda())
-
-
-def bucket_bytes(bucket: NamedTensors) -> int:
-    """Return the bytes of the tensors of one bucket."""
-    return sum(tensor.nbytes for _, tensor in bucket)

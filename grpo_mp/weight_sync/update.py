@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.models.mapping import Param
-from grpo_mp.weight_sync.plan import SyncPlan, plan_sync
-from grpo_mp.weight_sync.reshard import Resharder, all_gather_shards
-from grpo_mp.weight_sync.transport import Transport, bucket_bytes
+from grpo_mp.weight_sync.plan import Bucket, plan_sync
+from grpo_mp.weight_sync.reshard import Resharder
+from grpo_mp.weight_sync.transport import Transport
 
 RunCoroutine = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -34,12 +34,13 @@ def make_plan(
     bucket_bytes: int,
     dtype: torch.dtype,
     group: dist.ProcessGroup,
-) -> SyncPlan:
+) -> tuple[Bucket, ...]:
     """Return the plan, the same on all ranks; every rank must call this. `local_shards`: name -> part on this rank."""
     owned = {name: param for name, param in params.items() if not param.alias}
-    shards = [shard for shard in all_gather_shards(local_shards, group) if shard.name in owned]
+    parts: list[dict[str, int]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(parts, dict(local_shards), group=group)
     itemsize = {name: 4 if param.keep_float32 else dtype.itemsize for name, param in owned.items()}
-    return plan_sync(owned, shards, targets, bucket_bytes, itemsize)
+    return plan_sync(owned, parts, targets, bucket_bytes, itemsize)
 
 
 class WeightSync:
@@ -62,9 +63,9 @@ class WeightSync:
         for bucket in self._resharder.buckets():
             if self._transport:
                 self._run(self._transport.send(bucket))
-            size = bucket_bytes(bucket)
+            size = sum(tensor.nbytes for _, tensor in bucket)
             nbytes, largest = nbytes + size, max(largest, size)
             bucket.clear()  # free its memory before the next one is received
         if self._transport:
             self._run(self._transport.end(version))
-        return SyncReport(version, nbytes, len(self._resharder.plan.buckets), largest, time.monotonic() - started)
+        return SyncReport(version, nbytes, len(self._resharder.plan), largest, time.monotonic() - started)

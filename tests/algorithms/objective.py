@@ -17,7 +17,7 @@ from grpo_mp.algorithms.advantages import outcome_advantages
 from grpo_mp.algorithms.aggregation import token_weights
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.microbatches import plan_microbatches
-from grpo_mp.batching.packing import pack, scatter_responses
+from grpo_mp.batching.packing import pack
 from grpo_mp.types import MicroBatch, Sample
 
 Values = NDArray[np.float32]
@@ -235,3 +235,11 @@ def _pack(values: Sequence[Values] | None, batch: MicroBatch, fill: float) -> to
 def _sample(rollout: Values) -> Sample:
     tokens = tuple(range(len(rollout)))
     return Sample(0, 0, (1,) * PROMPT_TOKENS, tokens, tuple(rollout.tolist()), (0,) * len(tokens), truncated=False)
+
+
+def scatter_responses(values: Sequence[Tensor], batch: MicroBatch) -> Tensor:
+    """Scatter [response tokens] for each of `sample_ids` into [T], zero elsewhere."""
+    scattered = torch.zeros_like(batch.mask)
+    if batch.sample_ids:
+        scattered[batch.mask.bool()] = torch.cat(list(values)).to(scattered)
+    return scattered

@@ -27,8 +27,8 @@ from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics
 from grpo_mp.algorithms.settings import AdvantageConfig, AlgorithmConfig
-from grpo_mp.batching.packing import gather_responses, scatter_responses
-from tests.algorithms.objective import LIMIT, UpdateData, draw_update, to_microbatches
+from grpo_mp.batching.packing import gather_responses
+from tests.algorithms.objective import LIMIT, UpdateData, draw_update, scatter_responses, to_microbatches
 
 pytest.importorskip("trl")
 if not torch.cuda.is_available():

@@ -1,22 +1,14 @@
-"""Samples as flat tensors and back; and the exchange in a job of one rank."""
+"""The exchange of samples in a job of one rank; tests/parallel has jobs of several."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grpo_mp.batching.exchange import (
-    _decode,
-    _encode_floats,
-    _encode_integers,
-    all_gather_sample_info,
-    gather_groups,
-    redistribute,
-)
+from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups, redistribute
 from grpo_mp.types import Prompt, Sample, SampleGroup, SampleInfo
 
 TOKENS = st.lists(st.integers(0, 2**31), min_size=1, max_size=8)
@@ -37,30 +29,22 @@ def random_sample(draw: st.DrawFn) -> Sample:
     )
 
 
-@given(st.lists(random_sample(), max_size=4))
-@settings(max_examples=50)
-def test_what_is_encoded_is_decoded(samples: list[Sample]) -> None:
-    integers, floats = _encode_integers(samples), _encode_floats(samples)
-    assert (integers.dtype, floats.dtype) == (torch.int64, torch.float32)
-    assert _decode(integers, floats) == samples
-
-
-@given(st.lists(random_sample(), max_size=2), st.lists(random_sample(), max_size=2))
-@settings(max_examples=30)
-def test_encodings_of_two_senders_can_be_concatenated(first: list[Sample], second: list[Sample]) -> None:
-    integers, floats = (
-        torch.cat([_encode_integers(first), _encode_integers(second)]),
-        torch.cat([_encode_floats(first), _encode_floats(second)]),
-    )
-    assert _decode(integers, floats) == first + second
-
-
 @pytest.fixture
 def single_rank_group() -> Iterator[dist.ProcessGroup]:
     """The group of a job of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@given(st.dictionaries(st.tuples(st.integers(0, 2**40), st.integers(0, 100)), random_sample(), max_size=4))
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_samples_arrive_as_they_were(
+    single_rank_group: dist.ProcessGroup, drawn: dict[tuple[int, int], Sample]
+) -> None:
+    samples = {key: replace(sample, group_id=key[0], index=key[1]) for key, sample in drawn.items()}
+    groups = [SampleGroup(Prompt(0, "question", (1,)), tuple(samples.values()))]
+    assert redistribute(groups, {0: list(samples)}, single_rank_group, single_rank_group, 0) == samples
 
 
 def make_group(group_id: int) -> SampleGroup:

@@ -5,10 +5,11 @@ from itertools import product
 
 import pytest
 
-from grpo_mp.batching.packing import gather_responses, join_context
+from grpo_mp.batching.packing import gather_responses
 from grpo_mp.batching.updates import Update, alignment, microbatches, padded_size, plan_updates
 from grpo_mp.config import LayoutConfig
 from grpo_mp.types import MicroBatch, Sample
+from tests.batching.helpers import join_context
 
 LAYOUTS = [
     LayoutConfig(tensor=tensor, context=context, pipeline=pipeline, virtual_pipeline=virtual)

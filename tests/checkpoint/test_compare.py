@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint.compare import compare_folders
+from grpo_mp.checkpoint.compare import compare
 from grpo_mp.checkpoint.describe import describe_hf
+from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.families import FAMILIES
@@ -26,7 +27,7 @@ def write_folder(folder: Path, tensors: dict[str, Tensor]) -> Path:
 
 def differences(tmp_path: Path, changes: dict[str, Tensor], tolerance: float = 0.0) -> list[tuple[str, str]]:
     left, right = write_folder(tmp_path / "one", BASE), write_folder(tmp_path / "other", BASE | changes)
-    result = compare_folders(left, right, tolerance)
+    result = compare(HfReader(left), HfReader(right), tolerance)
     return [(difference.name, difference.description.replace(str(tmp_path), "")) for difference in result]
 
 

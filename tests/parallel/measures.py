@@ -16,7 +16,7 @@ from grpo_mp.algorithms.report import metrics
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import assemble_step_batch
-from grpo_mp.checkpoint.compare import compare_folders
+from grpo_mp.checkpoint.compare import compare
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.checkpoint.to_hf import to_hf
 from grpo_mp.checkpoint.to_megatron import to_megatron
@@ -99,7 +99,7 @@ def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
         for bucket in resharder.buckets():
             names += [name for name, _ in bucket]
             wrong += [name for name, tensor in bucket if not _same(tensor, reader.read(name))]
-    return {"names": names, "wrong": wrong, "buckets": len(plan.buckets)}
+    return {"names": names, "wrong": wrong, "buckets": len(plan)}
 
 
 def _same(some: Tensor, other: Tensor) -> bool:
@@ -286,7 +286,7 @@ def converted(bench: Bench) -> Result:
     wrong += unequal(Policy(settings, bench.parallel, with_reference=False), direct)
     if bench.parallel.rank == 0:
         to_hf(folder / "saved", folder / "back", model, False, _unwatched)
-        wrong += [each.name for each in compare_folders(model, folder / "back")]
+        wrong += [each.name for each in compare(HfReader(model), HfReader(folder / "back"))]
     return {"wrong": wrong, "count": len(direct)}
 
 

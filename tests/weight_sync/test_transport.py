@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_mp.weight_sync.shared_memory import LOADER, export_tensors, load_bucket, open_tensors
-from grpo_mp.weight_sync.transport import HostTransport, bucket_bytes
+from grpo_mp.weight_sync.transport import HostTransport
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
 
@@ -100,8 +100,3 @@ def test_opened_tensors_outlive_the_export_and_are_private() -> None:
 def test_loader_name_is_importable() -> None:
     module, _, name = LOADER.rpartition(".")
     assert (load_bucket.__module__, load_bucket.__name__) == (module, name)
-
-
-def test_bucket_bytes() -> None:
-    assert bucket_bytes([("a", torch.zeros(3, 2)), ("b", torch.zeros(5, dtype=torch.bfloat16))]) == 34
-    assert bucket_bytes([]) == 0
