@@ -28,7 +28,7 @@ from grpo_mp.evaluation.plot import plot_pass_at_k, write_svg
 from grpo_mp.monitor.samples import add_samples
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.platform.warnings import silence_known_warnings
-from grpo_mp.rollout.ports import claim_port
+from grpo_mp.rollout.ports import claim_ports
 from grpo_mp.rollout.rollout import reads_weights
 from grpo_mp.train import sync_weights
 from grpo_mp.trainer.command_line import Parser
@@ -130,7 +130,7 @@ def single_process_job() -> Iterator[None]:
     if "RANK" in os.environ:
         yield
         return
-    claim = claim_port()
+    claim = claim_ports()
     environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": claim.port}
     os.environ.update({name: str(value) for name, value in environment.items()} | {"MASTER_ADDR": "127.0.0.1"})
     try:

@@ -76,8 +76,7 @@ def _attention_elements(job: Job) -> float:
     """
     model, tensor, expanded = job.model, job.settings.layout.tensor, job.expanded_keys
     if model.mla_cache_dim:
-        per_head = 2 * model.qk_head_dim + (model.qk_head_dim + 2 * model.v_head_dim) + model.qk_head_dim
-        per_head += model.v_head_dim + expanded * (model.qk_head_dim + model.v_head_dim)
+        per_head = 4 * model.qk_head_dim + 3 * model.v_head_dim + expanded * (model.qk_head_dim + model.v_head_dim)
         return model.num_heads / tensor * per_head + 2 * model.mla_cache_dim
     heads = 2 * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads + expanded * 2 * model.num_kv_heads
     return heads * model.qk_head_dim / tensor

@@ -13,7 +13,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import BLOCK
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.mapping import Param, expand
+from grpo_mp.models.mapping import expand
 from grpo_mp.rollout.precision import folder_in_fp8, in_fp8
 
 # With these every rank computes the shared experts for its own tokens, so it holds all of them.
@@ -38,13 +38,13 @@ class EngineParallelism:
     def expert_tensor(self) -> int:
         return self.gpus // self.expert
 
-    def divisor(self, param: Param) -> tuple[int, str]:
+    def divisor(self, name: str, routed_expert: bool) -> tuple[int, str]:
         """Return over how many GPUs a matrix of the layers is divided, and the settings that decide it."""
-        if param.expert is not None:
+        if routed_expert:
             return self.expert_tensor, "engine.gpus / engine.args.ep_size"
-        if "shared_experts" in param.name:
+        if "shared_experts" in name:
             return self.shared_tensor, "engine.gpus"
-        if ".mlp." in param.name:
+        if ".mlp." in name:
             return self.dense_tensor, "engine.args.moe_dense_tp_size, else engine.gpus"
         return self.attention_tensor, "engine.gpus / engine.args.attn_dp_size"
 
@@ -91,8 +91,14 @@ def check_engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -
 
 def _first_misaligned_matrix(parallelism: EngineParallelism, hf: HfConfig) -> str | None:
     """Describe the first tensor whose part on a GPU is not whole blocks."""
-    for param in _fp8_matrices(hf):
-        count, setting = parallelism.divisor(param)
+    # The first layer and expert of each rule stand for all.
+    rules = [
+        replace(rule, layers=rule.layers[:1], experts=min(rule.experts, 1))
+        for rule in family_of(hf).rules(hf)
+        if rule.layers
+    ]
+    for param in (param for param in expand(rules).values() if param.is_projection):
+        count, setting = parallelism.divisor(param.name, param.expert is not None)
         fused = len(param.hf) > 1 or param.expert is not None  # SGLang concatenates such matrices
         if param.tp_dim is None or not (fused or count > 1):
             continue
@@ -108,14 +114,6 @@ def _first_misaligned_matrix(parallelism: EngineParallelism, hf: HfConfig) -> st
                     f"of the {BLOCK} of an FP8 block"
                 )
     return None
-
-
-def _fp8_matrices(hf: HfConfig) -> Iterator[Param]:
-    """Yield the first layer and expert of each rule that FP8 releases quantise."""
-    for rule in family_of(hf).rules(hf):
-        if rule.layers:
-            single = replace(rule, layers=rule.layers[:1], experts=min(rule.experts, 1))
-            yield from (param for param in expand([single]).values() if param.is_projection)
 
 
 def _remedy(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> str:
