@@ -114,12 +114,10 @@ def markdown() -> str:
     head = ["| name | unit | meaning | healthy | what to do | known as |", "|---|---|---|---|---|---|"]
     lines = []
     for group in dict.fromkeys(metric.group for metric in TABLE):
-        rows = [_row(metric) for metric in TABLE if metric.group == group]
-        lines += [f"### {group}/", "", *head, *rows, ""]
+        lines += [f"### {group}/", "", *head]
+        for metric in (metric for metric in TABLE if metric.group == group):
+            unit = metric.unit if metric.kind == "scalar" else f"{metric.unit} ({metric.kind})"
+            cells = (f"`{metric.name}`", unit, metric.meaning, metric.healthy, metric.action, metric.known_as)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
     return "\n".join(lines)
-
-
-def _row(metric: Metric) -> str:
-    unit = metric.unit if metric.kind == "scalar" else f"{metric.unit} ({metric.kind})"
-    cells = (f"`{metric.name}`", unit, metric.meaning, metric.healthy, metric.action, metric.known_as)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

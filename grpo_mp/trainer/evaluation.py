@@ -75,8 +75,7 @@ class Evaluator:
 
     def _sample_texts(self, name: str, groups: list[SampleGroup], infos: list[SampleInfo]) -> dict[str, str]:
         """Gather answers to some questions of the set, the same questions each time, under their metric name."""
-        count = self.samples_shown
-        chosen = spread(sorted({info.group_id for info in infos}), count) if count else []
+        chosen = spread(sorted({info.group_id for info in infos}), self.samples_shown)
         shown = gather_groups(groups, chosen, self.parallel.cpu_group)
         return {fill("eval/{set}/samples", set=name): markdown(shown)} if shown else {}
 
