@@ -16,7 +16,9 @@ def activation_bytes(job: Job, stage: int) -> float:
     saved = {layer: layer_bytes(job, layer) for layer in layers}
     working = max(saved.values(), default=0.0)
     if job.settings.optimizer.recompute == "full":
-        kept = len(layers) * _layer_input_bytes(job)
+        # All that is kept of a layer is its input.
+        tokens = job.microbatch_tokens / job.settings.layout.context / job.settings.layout.tensor
+        kept = len(layers) * tokens * job.model.hidden_size * DTYPE_BYTES[job.settings.model.dtype]
         working *= 1 + OVERHEADS.activation_gradients
     else:
         kept = sum(saved.values())
@@ -60,13 +62,6 @@ def layer_bytes(job: Job, layer: int) -> float:
     else:
         per_token += gathered + 3 * model.ffn_hidden_size / layout.tensor
     return tokens * per_token * DTYPE_BYTES[job.settings.model.dtype]
-
-
-def _layer_input_bytes(job: Job) -> float:
-    """Return the bytes of a layer's input: all that full recomputation keeps."""
-    layout = job.settings.layout
-    tokens = job.microbatch_tokens / layout.context / layout.tensor
-    return tokens * job.model.hidden_size * DTYPE_BYTES[job.settings.model.dtype]
 
 
 def _attention_elements(job: Job) -> float:

@@ -28,8 +28,13 @@ def engine_memory(job: Job) -> EngineMemory:
     """
     args, weights = job.settings.engine.args, engine_weight_bytes(job)
     fraction = float(args.get("mem_fraction_static", OVERHEADS.mem_fraction_static))
-    kv_cache = max(0.0, fraction * job.cluster.gpu_bytes - weights)
-    bytes_per_token = _kv_bytes_per_token(job)
+    kv_cache, model = max(0.0, fraction * job.cluster.gpu_bytes - weights), job.model
+    # Of one GPU; a latent cache is the same on every GPU of a replica.
+    kv_heads = max(1, model.num_kv_heads / job.engine_parallelism.attention_tensor)
+    elements = model.num_layers * (model.mla_cache_dim or 2 * kv_heads * model.qk_head_dim)
+    bytes_per_token = elements * (
+        1 if "fp8" in str(args.get("kv_cache_dtype")) else DTYPE_BYTES[job.settings.model.dtype]
+    )
     deepep = OVERHEADS.deepep_buffers if args.get("moe_a2a_backend") == "deepep" else 0.0
     return EngineMemory(
         weights=weights,
@@ -59,12 +64,3 @@ def engine_weight_bytes(job: Job) -> float:
         count = rule_parameters(rule, tensor, parallelism.expert, parallelism.expert_tensor)
         size += count.total * len(rule.layers or (0,)) * (layer_bytes if rule.layers else dtype_bytes)
     return size
-
-
-def _kv_bytes_per_token(job: Job) -> float:
-    """Return the bytes of a token in one GPU's KV cache; a latent cache is the same on every GPU of a replica."""
-    model = job.model
-    kv_heads = max(1, model.num_kv_heads / job.engine_parallelism.attention_tensor)
-    fp8 = "fp8" in str(job.settings.engine.args.get("kv_cache_dtype"))
-    elements = model.num_layers * (model.mla_cache_dim or 2 * kv_heads * model.qk_head_dim)
-    return elements * (1 if fp8 else DTYPE_BYTES[job.settings.model.dtype])
