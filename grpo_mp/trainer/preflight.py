@@ -41,7 +41,12 @@ class Inputs:
 def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> Inputs:
     """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
     check_policy(settings, world_size)
-    _check_export(settings)
+    final = settings.run.folder / FINAL
+    if settings.run.export and final.resolve() == settings.model.path.resolve():
+        raise UserError(
+            f"{final}: the export would take the place of model.path: choose another run.folder, or set "
+            "run.export=false"
+        )
     tokenizer = _check_engines(settings, world_size, ranks_per_node)
     train = load_prompts(settings.data.train, settings.data, tokenizer, settings.rollout.max_prompt_tokens)
     if len(train) < settings.rollout.prompts_per_step:
@@ -80,9 +85,14 @@ def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> 
         )
     _check_device_settings(settings)
     check_arguments(settings.engine.args, known_arguments())
-    check_engine(settings, HfConfig.read(settings.model.path), cpu=not platform.on_cuda())
-    tokenizer = _read_tokenizer(settings)
-    _check_sizes(settings, HfConfig.read(settings.model.path), len(tokenizer))
+    hf = HfConfig.read(settings.model.path)
+    check_engine(settings, hf, cpu=not platform.on_cuda())
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path))
+    except (OSError, ValueError, KeyError) as error:
+        message = " ".join(str(error).split())[:200]
+        raise UserError(f"{settings.model.path}: the tokenizer cannot be read ({message})") from error
+    _check_sizes(settings, hf, len(tokenizer))
     return tokenizer
 
 
@@ -111,15 +121,6 @@ def check_engine(settings: Settings, hf: HfConfig, cpu: bool) -> None:
         check_engine_parallelism(settings.engine.gpus, settings.engine.args, hf)
 
 
-def _check_export(settings: Settings) -> None:
-    final = settings.run.folder / FINAL
-    if settings.run.export and final.resolve() == settings.model.path.resolve():
-        raise UserError(
-            f"{final}: the export would take the place of model.path: choose another run.folder, or set "
-            "run.export=false"
-        )
-
-
 def _check_device_settings(settings: Settings) -> None:
     if settings.sync.transport == "ipc" and not platform.on_cuda():
         raise UserError("sync.transport=ipc needs CUDA, and this machine computes on its CPU: set auto or host")
@@ -128,14 +129,6 @@ def _check_device_settings(settings: Settings) -> None:
             f"layout.context={settings.layout.context}: no attention kernel divides float32 sequences on a GPU: set "
             "model.dtype=bfloat16 or layout.context=1"
         )
-
-
-def _read_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(str(settings.model.path))
-    except (OSError, ValueError, KeyError) as error:
-        message = " ".join(str(error).split())[:200]
-        raise UserError(f"{settings.model.path}: the tokenizer cannot be read ({message})") from error
 
 
 def _check_sizes(settings: Settings, hf: HfConfig, tokens: int) -> None:
