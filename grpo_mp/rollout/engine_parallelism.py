@@ -7,6 +7,7 @@ is whole blocks (`Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod.cr
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from grpo_mp.errors import UserError
@@ -72,7 +73,7 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
         ("attn_dp_size", gpus // replicas, heads, "attention heads, by engine.gpus / attn_dp_size"),
     ):
         if size < 1 or total % size:
-            nearest = max(part for part in range(1, total + 1) if total % part == 0 and part <= max(1, size))
+            nearest = max(part for part in divisors(total) if part <= max(1, size))
             raise UserError(
                 f"engine.args.{name}: {size} does not divide {total}, the {meaning}: the nearest is {nearest}"
             )
@@ -137,21 +138,19 @@ def _nearby_settings(gpus: int, args: Mapping[str, Any]) -> Iterator[dict[str, A
     """Yield other settings, the nearest first: as many GPUs, then fewer; of each the fewest settings changed."""
     name = "dp_size" if args.get("enable_dp_attention") and "attn_dp_size" not in args else "attn_dp_size"
     requested = {name: attention_replicas(args), "ep_size": int(args.get("ep_size", 1))}
-    dense = [args.get("moe_dense_tp_size"), 1]
-    for count in (size for size in range(gpus, 0, -1) if gpus % size == 0):
-        closest = {key: min(value, count) for key, value in requested.items()}
-        divisors = [size for size in range(1, count + 1) if count % size == 0]
-        choices = [
-            ({name: replicas, "ep_size": expert}, dense_tensor)
-            for dense_tensor in dense
-            for expert in divisors
-            for replicas in divisors
-        ]
-        choices.sort(key=lambda choice: _distance(closest, choice[0], choice[1] != dense[0]))
-        for sizes, dense_tensor in choices:
+    dense = args.get("moe_dense_tp_size")
+
+    def distance(count: int, dense_tensor: int | None, expert: int, replicas: int) -> tuple[int, int]:
+        steps = (abs(replicas - min(requested[name], count)), abs(expert - min(requested["ep_size"], count)))
+        return sum(map(bool, steps)) + (dense_tensor != dense), sum(steps)
+
+    for count in reversed(divisors(gpus)):
+        choices = product((count,), (dense, 1), divisors(count), divisors(count))
+        for _, dense_tensor, expert, replicas in sorted(choices, key=lambda choice: distance(*choice)):
+            sizes = {name: replicas, "ep_size": expert}
             yield {"gpus": count, "args": sizes | ({"moe_dense_tp_size": dense_tensor} if dense_tensor else {})}
 
 
-def _distance(closest: Mapping[str, int], sizes: Mapping[str, int], dense_changed: bool) -> tuple[int, int]:
-    changed = sum(sizes[name] != value for name, value in closest.items()) + dense_changed
-    return changed, sum(abs(sizes[name] - value) for name, value in closest.items())
+def divisors(number: int) -> list[int]:
+    """List the divisors, the smallest first."""
+    return [size for size in range(1, number + 1) if number % size == 0]

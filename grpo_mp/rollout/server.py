@@ -36,22 +36,10 @@ class EngineProcess:
         self.served_model_name = f"engine-{spec.index}-{secrets.token_hex(8)}"
         self.api_key = secrets.token_hex(16)
         self._claim: PortClaim | None = None
+        self.url = ""  # where the server listens, once it is started
+        self.session_id = 0  # of the session that holds every process of this engine
         self._scratch = ""
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        """Where the server listens: http://127.0.0.1:port."""
-        if self._claim is None:
-            raise RuntimeError(f"{self._label()} was not started")
-        return f"http://127.0.0.1:{self._claim.port}"
-
-    @property
-    def session_id(self) -> int:
-        """Id of the session that holds every process of this engine."""
-        if self._process is None:
-            raise RuntimeError(f"{self._label()} was not started")
-        return self._process.pid
 
     def start(self, host: str | None = None, dist_init_addr: str | None = None) -> str | None:
         """Start the processes with an empty log file.
@@ -61,6 +49,7 @@ class EngineProcess:
         """
         self._claim = claim_ports(ports_needed(self.spec))
         port = self._claim.port
+        self.url = f"http://127.0.0.1:{port}"
         dist_init_addr = f"{host}:{port + 1}" if host else dist_init_addr
         self._scratch = tempfile.mkdtemp(prefix="grpo_mp_engine_")
         arguments = engine_arguments(self.spec, port, self.served_model_name, self.api_key, dist_init_addr)
@@ -71,6 +60,7 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 COMMAND, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
+        self.session_id = self._process.pid
         return dist_init_addr
 
     def wait_ready(self, timeout_s: float) -> None:

@@ -58,7 +58,7 @@ def _with_old(
     """Add old logprobs, and the entropy that `top_quantile` of the update's tokens reach (arXiv 2506.01939)."""
     batches = with_old_logprobs(update, outputs)
     if top_quantile == 1:
-        return [replace(batch, entropy_floor=-np.inf) for batch in batches]
+        return batches
     local = [out[1].cpu()[batch.mask.bool()].numpy() for batch, out in zip(update, outputs, strict=False)]
     by_rank: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * parallel.world_size
     counts = is_reporting_rank(parallel) and local

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp import platform
-from grpo_mp.algorithms.settings import Algorithm, Clip
+from grpo_mp.algorithms.settings import Clip
 from grpo_mp.checkpoint.run_state import FINAL, check_run_folder
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.data.overlap import find_overlaps
@@ -151,10 +151,17 @@ def _check_sizes(settings: Settings, hf: HfConfig, tokens: int) -> None:
             )
 
 
-def start_warnings(settings: Settings, fp8: bool) -> tuple[str, ...]:
+def start_warnings(settings: Settings, fp8: bool) -> list[str]:
     """Warn of settings that have no effect and of an uncorrected mismatch; `fp8`: engines compute in blockwise FP8."""
-    cache = str(settings.engine.args.get("kv_cache_dtype", ""))
-    return (*_warn_without_effect(settings), *_warn_uncorrected(settings.algorithm, fp8 or cache.startswith("fp8")))
+    warnings = list(_warn_without_effect(settings))
+    algorithm, cache = settings.algorithm, str(settings.engine.args.get("kv_cache_dtype", ""))
+    in_low_precision = fp8 or cache.startswith("fp8")
+    if in_low_precision and algorithm.correction.kind == "none" and algorithm.old_logprobs == "recomputed":
+        warnings.append(
+            "engines compute in FP8 and algorithm.correction is none: samples come from other probabilities than the "
+            "policy's, and accuracy is known to drop: set algorithm.correction={kind: truncate, high: 2.0}"
+        )
+    return warnings
 
 
 def _warn_without_effect(settings: Settings) -> Iterator[str]:
@@ -174,12 +181,4 @@ def _warn_without_effect(settings: Settings) -> Iterator[str]:
         yield (
             f"algorithm.preset={algorithm.preset}: with one update a step (optimizer.updates_per_step and "
             f"optimizer.epochs are 1) every importance ratio is 1, and {', '.join(idle)} does nothing: set 2 or more"
-        )
-
-
-def _warn_uncorrected(algorithm: Algorithm, fp8: bool) -> Iterator[str]:
-    if fp8 and algorithm.correction.kind == "none" and algorithm.old_logprobs == "recomputed":
-        yield (
-            "engines compute in FP8 and algorithm.correction is none: samples come from other probabilities than the "
-            "policy's, and accuracy is known to drop: set algorithm.correction={kind: truncate, high: 2.0}"
         )
