@@ -108,12 +108,14 @@ def evaluate_and_report(job: EvaluationJob, evaluator: Evaluator) -> None:
     """Evaluate every set; write scores, samples and picture into the folder, and show a table."""
     folder, parallel, progress = job.settings.run.folder, evaluator.parallel, evaluator.progress
     samples = _samples_file(folder, parallel.rank)
-    samples.unlink(missing_ok=True)
-    samples.touch()
+    samples.write_text("")
     evaluation = evaluator.evaluate(job.step, partial(add_samples, samples))
     dist.barrier(group=parallel.cpu_group)
     if parallel.rank == 0:
-        _join_files([_samples_file(folder, rank) for rank in range(parallel.world_size)], folder / SAMPLES)
+        with (folder / SAMPLES).open("wb") as file:
+            for part in [_samples_file(folder, rank) for rank in range(parallel.world_size)]:
+                file.write(part.read_bytes())
+                part.unlink()
         _write_results(job, evaluation)
         progress.scores(str(job.name), evaluation.scores)
         progress.note(f"Scores:  {folder / SCORES}\nSamples: {folder / SAMPLES}")
@@ -131,20 +133,12 @@ def _write_results(job: EvaluationJob, evaluation: Evaluation) -> None:
     }
     write_scores(folder / SCORES, evaluation.scores, **description)
     (folder / PICTURE).unlink(missing_ok=True)
-    figure = plot_pass_at_k({}, evaluation.scores)
-    if figure:
+    if figure := plot_pass_at_k({}, evaluation.scores):
         write_svg(figure, folder / PICTURE)
 
 
 def _samples_file(folder: Path, rank: int) -> Path:
     return folder / f"samples_rank_{rank}.jsonl"
-
-
-def _join_files(parts: Sequence[Path], target: Path) -> None:
-    with target.open("wb") as file:
-        for part in parts:
-            file.write(part.read_bytes())
-            part.unlink()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """The GRPO loop. `torchrun ... -m grpo_mp.train CONFIG section.key=value ...`; `--dry-run` only checks."""
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
 
 from grpo_mp.batching.step_batch import StepBatch, assemble_step_batch
-from grpo_mp.checkpoint.run_state import FINAL, TrainState
+from grpo_mp.checkpoint.run_state import FINAL
 from grpo_mp.config import Settings
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.phases import Phase
@@ -104,28 +104,16 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: Updates, s
     with ctx.scheduler.phase(Phase.TRAIN):
         reports, controls = train_step(ctx.policy, updates, algorithm, epochs, ctx.state.controls, policy_loss)
         refreshed = refresh_reference(ctx.policy.reference, algorithm.kl, step)
-    ctx.state = state_after_step(ctx.state, step, rollouts, len(reports), controls, refreshed)
-    return reports
-
-
-def state_after_step(
-    state: TrainState,
-    step: int,
-    rollouts: RolloutBatch,
-    updates_done: int,
-    controls: Mapping[str, float],
-    reference_refreshed: bool,
-) -> TrainState:
-    """Return the state after a step; cursor and curriculum are those that the rollouts left."""
-    return replace(
-        rollouts.state,
+    state = rollouts.state  # cursor and curriculum are those that the rollouts left
+    ctx.state = replace(
+        state,
         step=step,
-        optimizer_step=state.optimizer_step + updates_done,
+        optimizer_step=state.optimizer_step + len(reports),
         samples_seen=state.samples_seen + len(rollouts.infos),
-        weight_version=state.weight_version,
-        controls=dict(controls),
-        reference_refreshed=state.reference_refreshed or reference_refreshed,
+        controls=controls,
+        reference_refreshed=state.reference_refreshed or refreshed,
     )
+    return reports
 
 
 def sync_weights(ctx: TrainContext) -> tuple[SyncReport, CheckReport]:

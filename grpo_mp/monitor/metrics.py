@@ -85,16 +85,6 @@ def find(name: str, kind: Kind | None = None) -> Metric:
     return rows[0]
 
 
-def warnings(scalars: Mapping[str, float]) -> dict[str, str]:
-    """Return, by name, one sentence for each value outside its healthy range, with what to do about it."""
-    sentences = {}
-    for name, value in scalars.items():
-        metric = find(name, "scalar")
-        if not metric.is_healthy(value):
-            sentences[name] = f"{name} is {value:.4g} (healthy: {metric.healthy}). {metric.action}"
-    return sentences
-
-
 class RangeWatch:
     """Warns of a metric when it leaves its healthy range, and not again until it has returned."""
 
@@ -102,8 +92,13 @@ class RangeWatch:
         self._outside: set[str] = set()
 
     def new_warnings(self, scalars: Mapping[str, float]) -> list[str]:
-        """Return a warning for each metric of this step that was in its range, or unknown, before."""
-        current = warnings(scalars)
-        new = [warning for name, warning in current.items() if name not in self._outside]
-        self._outside = (self._outside - scalars.keys()) | current.keys()
-        return new
+        """Return a warning, with what to do, for each metric of this step that was in its range, or unknown, before."""
+        warnings = []
+        for name, value in scalars.items():
+            metric = find(name, "scalar")
+            if metric.is_healthy(value):
+                self._outside.discard(name)
+            elif name not in self._outside:
+                self._outside.add(name)
+                warnings.append(f"{name} is {value:.4g} (healthy: {metric.healthy}). {metric.action}")
+        return warnings

@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor import screen
-from grpo_mp.monitor.screen import AnswerPair, EvalScore, View
+from grpo_mp.monitor.screen import AnswerPair, View
 from grpo_mp.phases import Phase
 
 LOGGER = logging.getLogger(__name__)
-__all__ = ["AnswerPair", "EvalScore", "Progress"]
 
 
 class Progress:
@@ -48,9 +47,7 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -77,16 +74,13 @@ class Progress:
             self._phase_began_s = outer_began_s
             self._view = replace(self._view, phase=outer.phase, detail=outer.detail)
 
-    def detail(self, text: str) -> None:
-        """Show how far the phase is, such as '170/256 samples'."""
-        self._view = replace(self._view, detail=text)
-
     def step(self, step: int, scalars: Mapping[str, float], accuracy: float | None = None) -> None:
         """Print a finished step from its metrics; `accuracy` is the share of right answers, where known."""
-        self._view = replace(self._view, done=step, scalars=dict(scalars), accuracy=accuracy)
-        self._view = replace(self._view, left_s=self._left_s())
-        LOGGER.info(screen.step_line(self._view))
-        self._print(screen.step_line(self._view))
+        left_s, steps_since_start = None, step - self._resumed_from
+        if self._loop_began_s is not None and steps_since_start > 0:
+            left_s = (self._clock() - self._loop_began_s) / steps_since_start * (self._view.steps - step)
+        self._view = replace(self._view, done=step, scalars=dict(scalars), accuracy=accuracy, left_s=left_s)
+        self.note(screen.step_line(self._view))
 
     def evaluated(self, step: int, scores: Mapping[str, EvalScore]) -> None:
         """Print the scores of the eval sets after `step`; 0 is before training."""
@@ -116,9 +110,3 @@ class Progress:
 
     def _render(self) -> RenderableType:
         return screen.live(replace(self._view, phase_s=self._clock() - self._phase_began_s))
-
-    def _left_s(self) -> float | None:
-        done = self._view.done - self._resumed_from
-        if self._loop_began_s is None or done <= 0:
-            return None
-        return (self._clock() - self._loop_began_s) / done * (self._view.steps - self._view.done)

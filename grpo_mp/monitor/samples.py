@@ -5,44 +5,28 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo_mp.monitor.writer import MetricWriter
 from grpo_mp.types import Sample, SampleGroup
 
 T = TypeVar("T")
 
 
-class SampleWriter:
-    """Writes `<run>/samples/step_000012.jsonl`, and the best and worst answer of each group to TensorBoard.
+def write_samples(run_folder: Path, step: int, groups: Iterable[SampleGroup]) -> None:
+    """Write every sample of a step into `<run>/samples/step_000012.jsonl`."""
+    path = run_folder / "samples" / f"step_{step:06d}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(sample_lines(groups)), encoding="utf-8")
 
-    `groups_per_step` groups are kept, spread evenly over the step; 0 keeps all. Only rank 0 makes a writer.
-    Files of `first_step` and later steps, left by an earlier process, are removed.
-    """
 
-    def __init__(
-        self, run_folder: Path, metrics: MetricWriter | None = None, groups_per_step: int = 8, first_step: int = 0
-    ) -> None:
-        self._folder = run_folder / "samples"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = metrics
-        self._groups_per_step = groups_per_step
-        for path in self._folder.glob("step_*.jsonl"):
-            if int(path.stem.removeprefix("step_")) >= first_step:
-                path.unlink()
-
-    def write(self, step: int, groups: Sequence[SampleGroup], name: str = "rollout/samples") -> Path:
-        """Write the chosen groups of one step and return the file. `name` is a text metric of the dictionary."""
-        chosen = spread(groups, self._groups_per_step)
-        path = self._folder / f"step_{step:06d}.jsonl"
-        path.write_text("".join(sample_lines(chosen)), encoding="utf-8")
-        if self._metrics is not None:
-            self._metrics.text(step, name, markdown(chosen))
-        return path
+def drop_samples(run_folder: Path, first_step: int) -> None:
+    """Remove the files of `first_step` and later steps, which an earlier process left."""
+    for path in (run_folder / "samples").glob("step_*.jsonl"):
+        if int(path.stem.removeprefix("step_")) >= first_step:
+            path.unlink()
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """Return `count` items at even distances; all of them for 0 or when there are no more."""
-    if count == 0 or count >= len(items):
-        return list(items)
+    """Return `count` items at even distances; all of them when there are no more."""
+    count = min(count, len(items))
     return [items[index * len(items) // count] for index in range(count)]
 
 

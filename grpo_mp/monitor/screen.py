@@ -15,8 +15,6 @@ from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import fill
 from grpo_mp.phases import Phase
 
-__all__ = ["AnswerPair", "EvalScore", "View"]
-
 LONGEST_TEXT = 1500  # characters of a question or answer that are shown
 
 
@@ -77,7 +75,16 @@ def step_line(view: View) -> str:
 
 def eval_line(step: int, scores: Mapping[str, EvalScore]) -> str:
     """Render one evaluation as one plain line."""
-    return f"eval after step {step}: " + "; ".join(f"{name} {_score_text(score)}" for name, score in scores.items())
+    texts = []
+    for name, score in scores.items():
+        samples, numbers = score.samples, list[str]()
+        if score.accuracy is not None:
+            numbers.append(f"{score.accuracy:.1%} right" + (f" (avg@{samples})" if samples > 1 else ""))
+        for kind, by_k in (("pass", score.pass_at), ("maj", score.maj_at)):
+            if samples in by_k:
+                numbers.append(f"{kind}@{samples} {by_k[samples].value:.1%}")
+        texts.append(f"{name} " + ", ".join([*numbers, f"reward {score.reward:.3f}", f"{score.length:.0f} tokens"]))
+    return f"eval after step {step}: " + "; ".join(texts)
 
 
 def live(view: View) -> RenderableType:
@@ -103,11 +110,12 @@ def comparison(before: Mapping[str, EvalScore], after: Mapping[str, EvalScore]) 
     for column in ("", "before", "after", "change"):
         table.add_column(column, justify="right" if column else "left")
     for name, score in after.items():
-        before_rows = {score_row.label: score_row for score_row in _score_rows(before[name])} if name in before else {}
-        for index, score_row in enumerate(_score_rows(score)):
-            table.add_row(
-                "" if index else name, score_row.label, *_change_cells(before_rows.get(score_row.label), score_row)
-            )
+        before_rows = {row.label: row for row in _score_rows(before[name])} if name in before else {}
+        for index, row in enumerate(_score_rows(score)):
+            earlier, change = before_rows.get(row.label), ""
+            if earlier:
+                change = f"{row.estimate.value - earlier.estimate.value:+{row.format_spec}}".replace("%", " points")
+            table.add_row("" if index else name, row.label, str(earlier or ""), str(row), change)
     return table
 
 
@@ -117,8 +125,8 @@ def scores(scores_by_set: Mapping[str, EvalScore], title: str) -> Table:
     for column in ("eval set", "", "score"):
         table.add_column(column, justify="right" if column == "score" else "left")
     for name, score in scores_by_set.items():
-        for index, score_row in enumerate(_score_rows(score)):
-            table.add_row("" if index else name, score_row.label, str(score_row))
+        for index, row in enumerate(_score_rows(score)):
+            table.add_row("" if index else name, row.label, str(row))
     return table
 
 
@@ -158,37 +166,14 @@ def _step_numbers(view: View) -> list[str]:
 
 def _score_rows(score: EvalScore) -> list[ScoreRow]:
     """List the rows of a score from top to bottom; unknown ones are left out."""
-    accuracy = [] if score.accuracy is None else [Estimate(score.accuracy, score.accuracy_error)]
-    return [
-        *(
-            ScoreRow("accuracy" if score.samples == 1 else f"avg@{score.samples}", estimate, ".1%")
-            for estimate in accuracy
-        ),
-        *(ScoreRow(f"pass@{k}", estimate, ".1%") for k, estimate in score.pass_at.items()),
-        *(ScoreRow(f"maj@{k}", estimate, ".1%") for k, estimate in score.maj_at.items()),
-        ScoreRow("reward", Estimate(score.reward), ".3f"),
-        ScoreRow("length (tokens)", Estimate(score.length), ".1f"),
-    ]
-
-
-def _change_cells(before: ScoreRow | None, after: ScoreRow) -> tuple[str, str, str]:
-    if before is None:
-        return "", str(after), ""
-    change = f"{after.estimate.value - before.estimate.value:+{after.format_spec}}".replace("%", " points")
-    return str(before), str(after), change
-
-
-def _score_text(score: EvalScore) -> str:
-    samples = score.samples
-    right = (
-        [] if score.accuracy is None else [f"{score.accuracy:.1%} right" + (f" (avg@{samples})" if samples > 1 else "")]
-    )
-    at = [
-        f"{kind}@{samples} {by_k[samples].value:.1%}"
-        for kind, by_k in (("pass", score.pass_at), ("maj", score.maj_at))
-        if samples in by_k
-    ]
-    return ", ".join([*right, *at, f"reward {score.reward:.3f}", f"{score.length:.0f} tokens"])
+    rows = []
+    if score.accuracy is not None:
+        label = "accuracy" if score.samples == 1 else f"avg@{score.samples}"
+        rows.append(ScoreRow(label, Estimate(score.accuracy, score.accuracy_error), ".1%"))
+    rows += [ScoreRow(f"pass@{k}", estimate, ".1%") for k, estimate in score.pass_at.items()]
+    rows += [ScoreRow(f"maj@{k}", estimate, ".1%") for k, estimate in score.maj_at.items()]
+    length = ScoreRow("length (tokens)", Estimate(score.length), ".1f")
+    return [*rows, ScoreRow("reward", Estimate(score.reward), ".3f"), length]
 
 
 def _model_text(text: str) -> Text:

@@ -1,18 +1,17 @@
-"""Timeline of one rank: named spans on lanes, written as a Chrome trace during the run.
+"""Timeline of one rank: named spans, written as a Chrome trace during the run.
 
 The file is a JSON array of events without its closing bracket, which chrome://tracing and Perfetto read,
-so a killed run leaves a trace that opens. In it pid is the rank and tid a lane, such as "policy" or "engine 0".
+so a killed run leaves a trace that opens. In it pid is the rank; tid 0 is its only lane, "policy".
 """
 
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 Event = dict[str, Any]
 
@@ -24,13 +23,11 @@ class Span:
     name: str
     start_ns: int
     end_ns: int
-    lane: str = "policy"
 
 
 class Timeline:
-    """Records spans of one rank into `<run>/trace/rank_<rank>.json`.
+    """Records spans of one rank, which nest, into `<run>/trace/rank_<rank>.json`.
 
-    Spans on one lane nest; work that overlaps takes lanes of its own. Safe to use from several threads.
     Spans may be read back with `take` for the summary of a step.
     """
 
@@ -39,57 +36,46 @@ class Timeline:
         path.parent.mkdir(parents=True, exist_ok=True)
         earlier = close_open_spans(read_trace(path)) if path.exists() else []
         self._rank = rank
-        self._lanes: dict[str, int] = {}
         self._spans: list[Span] = []
-        self._lock = threading.Lock()
         # Durations are those of the monotonic clock; the epoch clock only aligns the ranks.
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
         process = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        self._file = _open_trace(path, [*earlier, process])
+        lane = {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "policy"}}
+        # The earlier trace is replaced in one go, so a kill during the rewrite loses nothing.
+        rewritten = path.with_suffix(".new")
+        rewritten.write_text("[\n" + _join_events([*earlier, process, lane]), encoding="utf-8")
+        os.replace(rewritten, path)
+        self._file = path.open("a", encoding="utf-8")
 
     def now_ns(self) -> int:
         """Nanoseconds since the epoch, never going back within this process."""
         return self._offset_ns + time.perf_counter_ns()
 
     @contextmanager
-    def span(self, name: str, lane: str = "policy", **args: str | int | float) -> Iterator[None]:
-        """Record the body as a span; `args` are shown with it. Its start is on disk before the body runs."""
+    def span(self, name: str) -> Iterator[None]:
+        """Record the body as a span. Its start is on disk before the body runs."""
         start_ns = self.now_ns()
-        self._record("B", name, lane, start_ns, args)
+        self._record("B", name, start_ns)
         try:
             yield
         finally:
             end_ns = self.now_ns()
-            self._record("E", name, lane, end_ns, {})
-            with self._lock:
-                self._spans.append(Span(name, start_ns, end_ns, lane))
+            self._record("E", name, end_ns)
+            self._spans.append(Span(name, start_ns, end_ns))
 
     def take(self) -> tuple[Span, ...]:
         """Return the spans that ended since the last call, and forget them."""
-        with self._lock:
-            spans, self._spans = tuple(self._spans), []
+        spans, self._spans = tuple(self._spans), []
         return spans
 
     def close(self) -> None:
         """End the file as valid JSON; spans that end later are not written."""
-        with self._lock:
-            if not self._file.closed:
-                self._file.write("\n]\n")
-                self._file.close()
+        if not self._file.closed:
+            self._file.write("\n]\n")
+            self._file.close()
 
-    def _record(self, event_type: str, name: str, lane: str, time_ns: int, args: dict[str, Any]) -> None:
-        with self._lock:
-            event = {"ph": event_type, "name": name, "pid": self._rank, "tid": self._lane(lane), "ts": time_ns / 1000}
-            self._write({**event, "args": args} if args else event)
-
-    def _lane(self, lane: str) -> int:
-        if lane not in self._lanes:
-            self._lanes[lane] = len(self._lanes)
-            place = {"pid": self._rank, "tid": self._lanes[lane]}
-            self._write({"ph": "M", "name": "thread_name", **place, "args": {"name": lane}})
-        return self._lanes[lane]
-
-    def _write(self, event: Event) -> None:
+    def _record(self, event_type: str, name: str, time_ns: int) -> None:
+        event = {"ph": event_type, "name": name, "pid": self._rank, "tid": 0, "ts": time_ns / 1000}
         if not self._file.closed:
             self._file.write(",\n" + json.dumps(event))
             self._file.flush()
@@ -98,14 +84,6 @@ class Timeline:
 def trace_path(run_folder: Path, rank: int) -> Path:
     """Return the trace file of a rank."""
     return run_folder / "trace" / f"rank_{rank}.json"
-
-
-def _open_trace(path: Path, events: list[Event]) -> TextIO:
-    # The earlier trace is replaced in one go, so a kill during the rewrite loses nothing.
-    rewritten = path.with_suffix(".new")
-    rewritten.write_text("[\n" + _join_events(events), encoding="utf-8")
-    os.replace(rewritten, path)
-    return path.open("a", encoding="utf-8")
 
 
 def _join_events(events: list[Event]) -> str:

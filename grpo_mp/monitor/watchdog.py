@@ -1,4 +1,4 @@
-"""Time limits of every wait: a deadline for loops that poll, a watchdog for calls that cannot be interrupted."""
+"""Time limit of every phase: a watchdog, for calls that cannot be interrupted."""
 
 import faulthandler
 import os
@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-
-from grpo_mp.errors import PhaseTimeout
 
 STUCK_STATUS = 3  # exit status of a process that its watchdog ended
 BEFORE_EXIT_LIMIT_S = 5.0  # for the `before_exit` functions, together
@@ -25,22 +22,15 @@ class Deadline:
     rank: int
     phase: str
     limit_s: float
-    engine: int | None = None
     started_s: float = field(default_factory=time.monotonic)
 
     def left_s(self) -> float:
         """Return the seconds until the limit; negative after it."""
         return self.started_s + self.limit_s - time.monotonic()
 
-    def check(self, waiting_for: str = "") -> None:
-        """Raise PhaseTimeout when the limit has passed."""
-        if self.left_s() <= 0:
-            raise PhaseTimeout(self.message() + (f", waiting for {waiting_for}" if waiting_for else ""))
-
     def message(self) -> str:
-        """Say which rank, engine and phase passed which limit."""
-        engine = "" if self.engine is None else f", engine {self.engine}"
-        return f"rank {self.rank}{engine}: {self.phase} passed its limit of {self.limit_s:g} s"
+        """Say which rank and phase passed which limit."""
+        return f"rank {self.rank}: {self.phase} passed its limit of {self.limit_s:g} s"
 
 
 class Watchdog:
@@ -64,17 +54,14 @@ class Watchdog:
         self._thread.start()
 
     @contextmanager
-    def phase(self, name: str, limit_s: float, engine: int | None = None) -> Iterator[Deadline]:
-        """Watch the body; it gets its deadline, for polling loops inside it.
-
-        An error that leaves the body carries the phase as a note.
-        """
-        deadline = Deadline(self.rank, name, limit_s, engine)
+    def phase(self, name: str, limit_s: float) -> Iterator[None]:
+        """Watch the body. An error that leaves it carries the phase as a note."""
+        deadline = Deadline(self.rank, name, limit_s)
         with self._changed:
             self._deadlines.append(deadline)
             self._rearm()
         try:
-            yield deadline
+            yield
         except BaseException as error:
             error.add_note(f"rank {self.rank} in {name}")
             raise
@@ -93,9 +80,7 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _rearm(self) -> None:
@@ -120,19 +105,16 @@ class Watchdog:
             _end_in_c_after(GRACE_S)
             line = f"error: {deadline.message()}; the stacks of all threads are in {self._stacks}\n"
             os.write(2, line.encode())  # not sys.stderr: the thread that hangs may hold its lock
-            self._write_stacks(deadline)
+            self._stacks.parent.mkdir(parents=True, exist_ok=True)
+            with self._stacks.open("w", encoding="utf-8") as file:
+                file.write(deadline.message() + "\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
             before_exit_thread = threading.Thread(target=self._run_before_exit, daemon=True)
             before_exit_thread.start()
             before_exit_thread.join(BEFORE_EXIT_LIMIT_S)
         finally:
             os._exit(STUCK_STATUS)
-
-    def _write_stacks(self, deadline: Deadline) -> None:
-        self._stacks.parent.mkdir(parents=True, exist_ok=True)
-        with self._stacks.open("w", encoding="utf-8") as file:
-            file.write(deadline.message() + "\n\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
 
     def _run_before_exit(self) -> None:
         for action in self._before_exit:

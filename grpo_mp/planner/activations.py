@@ -16,7 +16,9 @@ def activation_bytes(job: Job, stage: int) -> float:
     saved = {layer: layer_bytes(job, layer) for layer in layers}
     working = max(saved.values(), default=0.0)
     if job.settings.training.recompute == "full":
-        kept = len(layers) * _layer_input_bytes(job)
+        # All that is kept of a layer is its input.
+        tokens = job.microbatch_tokens / job.settings.layout.context / job.settings.layout.tensor
+        kept = len(layers) * tokens * job.model.hidden_size * DTYPE_BYTES[job.settings.model.dtype]
         working *= 1 + OVERHEADS.activation_gradients
     else:
         kept = sum(saved.values())
@@ -62,13 +64,6 @@ def layer_bytes(job: Job, layer: int) -> float:
     return tokens * per_token * DTYPE_BYTES[job.settings.model.dtype]
 
 
-def _layer_input_bytes(job: Job) -> float:
-    """Return the bytes of a layer's input: all that full recomputation keeps."""
-    layout = job.settings.layout
-    tokens = job.microbatch_tokens / layout.context / layout.tensor
-    return tokens * job.model.hidden_size * DTYPE_BYTES[job.settings.model.dtype]
-
-
 def _attention_elements(job: Job) -> float:
     """Return the elements per token: projections, what the rotary embedding makes of them, and the heads' output.
 
@@ -76,8 +71,7 @@ def _attention_elements(job: Job) -> float:
     """
     model, tensor, expanded = job.model, job.settings.layout.tensor, job.expanded_keys
     if model.mla_cache_dim:
-        projected = 2 * model.qk_head_dim + (model.qk_head_dim + 2 * model.v_head_dim) + model.qk_head_dim
-        per_head = projected + model.v_head_dim + expanded * (model.qk_head_dim + model.v_head_dim)
+        per_head = 4 * model.qk_head_dim + 3 * model.v_head_dim + expanded * (model.qk_head_dim + model.v_head_dim)
         return model.num_heads / tensor * per_head + 2 * model.mla_cache_dim
     heads = 2 * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads + expanded * 2 * model.num_kv_heads
     return heads * model.qk_head_dim / tensor

@@ -1,8 +1,6 @@
 """How many bytes the trainer keeps per parameter: weights, gradients, optimizer, host copies."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from grpo_mp.config import Settings
 
@@ -32,18 +30,15 @@ def bytes_per_parameter(settings: Settings) -> BytesPerParameter:
         return BytesPerParameter(weights=4, gradients=4, optimizer=8)
     reduce_in_fp32 = megatron.get("grad_reduce_in_fp32", True)
     precision_aware = bool(megatron.get("use_precision_aware_optimizer"))
+    # Transformer Engine's Adam keeps of a float32 main weight only the half that its bfloat16 weight lacks.
+    main_weight = DTYPE_BYTES[str(megatron.get("main_params_dtype", "float32"))]
+    main_weight = 2 if megatron.get("store_param_remainders", True) and main_weight == 4 else main_weight
     moment_bytes = [DTYPE_BYTES[str(megatron.get(f"exp_avg{suffix}_dtype", "float32"))] for suffix in ("", "_sq")]
     return BytesPerParameter(
         weights=2,
         gradients=4 if reduce_in_fp32 else 2,
-        optimizer=_main_weight_bytes(megatron) + sum(moment_bytes) if precision_aware else 12,
+        optimizer=main_weight + sum(moment_bytes) if precision_aware else 12,
         fp32_gradients=0 if reduce_in_fp32 or precision_aware else 4,  # Megatron hands Adam float32 gradients
         host_copies=2,
         fp32_moments=4 * sum(size < 4 for size in moment_bytes) if precision_aware else 0,
     )
-
-
-def _main_weight_bytes(megatron: Mapping[str, Any]) -> int:
-    """Transformer Engine's Adam keeps of a float32 main weight only the half that its bfloat16 weight lacks."""
-    size = DTYPE_BYTES[str(megatron.get("main_params_dtype", "float32"))]
-    return 2 if megatron.get("store_param_remainders", True) and size == 4 else size

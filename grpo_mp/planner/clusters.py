@@ -101,12 +101,9 @@ def _check_numbers(
         value = values.get(key)
         if value is None and key not in optional:
             raise UserError(f"cluster {name}: the plan needs {key}, which the profile lacks: add it")
-        if key != "achievable" and value is not None and not _is_positive(value):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if key != "achievable" and value is not None and not (is_number and value > 0):
             raise UserError(f"cluster {name}: {key}={value!r} is not a number above 0")
     for key in values:
         if key not in required:
             raise UserError(f"cluster {name}: unknown number {key}{nearest(key, required)}")
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

@@ -28,8 +28,13 @@ def engine_memory(job: Job) -> EngineMemory:
     """
     args, weights = job.settings.engine.args, engine_weight_bytes(job)
     fraction = float(args.get("mem_fraction_static", OVERHEADS.mem_fraction_static))
-    kv_cache = max(0.0, fraction * job.cluster.gpu_bytes - weights)
-    bytes_per_token = _kv_bytes_per_token(job)
+    kv_cache, model = max(0.0, fraction * job.cluster.gpu_bytes - weights), job.model
+    # Of one GPU; a latent cache is the same on every GPU of a replica.
+    kv_heads = max(1, model.num_kv_heads / job.engine_parallelism.attention_tensor)
+    elements = model.num_layers * (model.mla_cache_dim or 2 * kv_heads * model.qk_head_dim)
+    bytes_per_token = elements * (
+        1 if "fp8" in str(args.get("kv_cache_dtype")) else DTYPE_BYTES[job.settings.model.dtype]
+    )
     deepep = OVERHEADS.deepep_buffers if args.get("moe_a2a_backend") == "deepep" else 0.0
     return EngineMemory(
         weights=weights,
@@ -46,33 +51,16 @@ def engine_weight_bytes(job: Job) -> float:
 
     Copies of key and value heads, where there are fewer than ranks, are left out: a few thousandths.
     """
+    args = job.settings.engine.args
     parallelism, dtype_bytes = job.engine_parallelism, DTYPE_BYTES[job.settings.model.dtype]
     layer_bytes = 1 + 4 / 128**2 if job.engine_in_fp8 else dtype_bytes  # with a float32 scale for each block
     size = 0.0
     for rule in family_of(job.hf).rules(job.hf):
         if rule.layers == () or rule.alias:
             continue
-        tensor = _tensor_parallel_size(job, rule.name)
+        # Outside the layers only the embedding follows attention, and with its own option the output layer.
+        like_layers = "layers" in rule.name or rule.name.startswith("embedding") or args.get("enable_dp_lm_head")
+        tensor = parallelism.divisor(rule.name, routed_expert=False)[0] if like_layers else parallelism.gpus
         count = rule_parameters(rule, tensor, parallelism.expert, parallelism.expert_tensor)
         size += count.total * len(rule.layers or (0,)) * (layer_bytes if rule.layers else dtype_bytes)
     return size
-
-
-def _tensor_parallel_size(job: Job, name: str) -> int:
-    """Return over how many GPUs a matrix outside the routed experts is divided."""
-    parallelism = job.engine_parallelism
-    if "shared_experts" in name:
-        return parallelism.shared_tensor
-    if ".mlp." in name:
-        return parallelism.dense_tensor
-    local = "layers" in name or name.startswith("embedding") or job.settings.engine.args.get("enable_dp_lm_head")
-    return parallelism.attention_tensor if local else parallelism.gpus
-
-
-def _kv_bytes_per_token(job: Job) -> float:
-    """Return the bytes of a token in one GPU's KV cache; a latent cache is the same on every GPU of a replica."""
-    model = job.model
-    kv_heads = max(1, model.num_kv_heads / job.engine_parallelism.attention_tensor)
-    fp8 = "fp8" in str(job.settings.engine.args.get("kv_cache_dtype"))
-    elements = model.num_layers * (model.mla_cache_dim or 2 * kv_heads * model.qk_head_dim)
-    return elements * (1 if fp8 else DTYPE_BYTES[job.settings.model.dtype])

@@ -74,16 +74,11 @@ def check_fits(plan: Plan) -> Feasibility:
     device = MemoryPeak.of(place, sub_phase, memory.device[stage][sub_phase], job.cluster.gpu_bytes)
     sub_phase = max(SubPhase, key=lambda sub_phase: total(memory.host[sub_phase]))
     host = MemoryPeak.of("a node's host", sub_phase, memory.host[sub_phase], job.cluster.host_bytes)
-    return Feasibility(device, host, _kv_cache_problem(plan))
-
-
-def _kv_cache_problem(plan: Plan) -> str:
-    """The KV cache of each replica of an engine must hold at least one of the longest sequences."""
-    engine = plan.memory.engine
-    tokens = engine.kv_cache_tokens // plan.job.engine_parallelism.replicas
-    if tokens >= plan.job.max_request_len:
-        return ""
-    return (
-        f"the engine's cache holds {tokens:,} tokens beside {engine.weights / GIB:.1f} GiB of weights, the "
-        f"longest sequence has {plan.job.max_request_len:,}: raise engine.gpus or engine.args.mem_fraction_static"
-    )
+    # The KV cache of each replica of an engine must hold at least one of the longest sequences.
+    tokens, kv_cache_problem = memory.engine.kv_cache_tokens // job.engine_parallelism.replicas, ""
+    if tokens < job.max_request_len:
+        kv_cache_problem = (
+            f"the engine's cache holds {tokens:,} tokens beside {memory.engine.weights / GIB:.1f} GiB of weights, the "
+            f"longest sequence has {job.max_request_len:,}: raise engine.gpus or engine.args.mem_fraction_static"
+        )
+    return Feasibility(device, host, kv_cache_problem)

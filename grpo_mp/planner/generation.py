@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from grpo_mp.planner.engine_memory import EngineMemory
 from grpo_mp.planner.job import Job
-from grpo_mp.planner.resource_use import ResourceUse, decode_latency_s
+from grpo_mp.planner.overheads import OVERHEADS
+from grpo_mp.planner.resource_use import ResourceUse
 from grpo_mp.planner.training import active_parameters, forward_flops_per_token, routed_parameters
 
 
@@ -39,6 +40,8 @@ def generation_use(job: Job, engine: EngineMemory) -> ResourceUse:
     # Dispatch in FP8, combine in bfloat16.
     all_to_all = model.experts_per_token * model.hidden_size * 3 * model.num_moe_layers * tokens
     to_other_nodes = max(0.0, 1 - job.gpus_per_node / parallelism.expert)
+    # Kernel launches of a layer, and its small collectives.
+    layer_s = OVERHEADS.decode_layer_s + (2 if gpus > 1 else 0) * OVERHEADS.decode_collective_s
     all_reduce = 4 * model.num_layers * model.hidden_size * tokens * parallelism.attention_tensor
     return ResourceUse(
         flops=(tokens + prompt_tokens) * forward_flops_per_token(job, job.mean_seq_len),
@@ -47,7 +50,7 @@ def generation_use(job: Job, engine: EngineMemory) -> ResourceUse:
         nvlink_bytes=all_reduce * (parallelism.attention_tensor > 1)
         + all_to_all * (1 - to_other_nodes) * (parallelism.expert > 1),
         network_bytes=all_to_all * to_other_nodes,
-        latency_s=plan.decode_steps * decode_latency_s(model.num_layers, collectives=2 if gpus > 1 else 0),
+        latency_s=plan.decode_steps * model.num_layers * layer_s,
     )
 
 

@@ -9,6 +9,7 @@ from grpo_mp.distributed.coordinates import data_parallel
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.planner.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from grpo_mp.planner.clusters import Cluster
 from grpo_mp.planner.packing import AssumedLengths, Packing, pack_update
 from grpo_mp.planner.parameter_count import ParameterCount, local_parameter_counts
@@ -58,6 +59,7 @@ class Job:
     stage_layers: StageLayers
     parameter_counts: tuple[ParameterCount, ...]
     mean_response_tokens: float  # assumed
+    per_parameter: BytesPerParameter
 
     @property
     def world_size(self) -> int:
@@ -181,6 +183,7 @@ def make_job(
         stage_layers=stage_layers,
         parameter_counts=local_parameter_counts(hf, layout, stage_layers),
         mean_response_tokens=mean_response_tokens or settings.rollout.max_response_tokens / 2,
+        per_parameter=bytes_per_parameter(settings),
     )
 
 

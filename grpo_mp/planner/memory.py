@@ -7,7 +7,6 @@ from enum import StrEnum
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.phases import Phase, Residency
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
-from grpo_mp.planner.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from grpo_mp.planner.engine_memory import EngineMemory, engine_memory
 from grpo_mp.planner.job import Job
 from grpo_mp.planner.overheads import OVERHEADS
@@ -31,15 +30,13 @@ class SubPhase(StrEnum):
     SAVE = "save"
 
 
-PHASE_OF = {
-    SubPhase.GENERATE: Phase.GENERATE,
-    SubPhase.SCORE: Phase.SCORE,
-    SubPhase.LOGPROB: Phase.LOGPROB,
-    SubPhase.TRAIN: Phase.TRAIN,
-    SubPhase.OPTIMIZER: Phase.TRAIN,
-    SubPhase.OFFLOAD: Phase.TRAIN,
-    SubPhase.SYNC: Phase.SYNC,
-    SubPhase.SAVE: Phase.SAVE,
+# What is on the device. Before the first phase the engines are up, then asleep while the policy loads.
+RESIDENT = {
+    SubPhase.START: Residency(engine_weights=True, engine_cache=True),
+    SubPhase.LOAD: Residency(policy_weights=True, gradients=True, optimizer=True),
+    SubPhase.OPTIMIZER: Phase.TRAIN.resident,
+    SubPhase.OFFLOAD: Phase.TRAIN.resident,
+    **{SubPhase[phase.name]: phase.resident for phase in Phase if phase.name in SubPhase.__members__},
 }
 ALL_RESIDENT = Residency(True, True, True, True, True)
 CHECKPOINT_BYTES = 12  # per parameter: main weight and two moments, in float32 whatever the optimizer keeps
@@ -54,11 +51,11 @@ class MemoryPlan:
     engine: EngineMemory
 
 
-def plan_memory(job: Job, per_parameter: BytesPerParameter | None = None) -> MemoryPlan:
-    """Plan the memory of a job; `per_parameter` replaces what this trainer keeps."""
-    per_parameter, engine = per_parameter or bytes_per_parameter(job.settings), engine_memory(job)
-    device = tuple(_device_memory(job, stage, per_parameter, engine) for stage in range(len(job.stage_layers)))
-    return MemoryPlan(device, _host_memory(job, per_parameter), engine)
+def plan_memory(job: Job) -> MemoryPlan:
+    """Plan the memory of a job."""
+    engine = engine_memory(job)
+    device = tuple(_device_memory(job, stage, engine) for stage in range(len(job.stage_layers)))
+    return MemoryPlan(device, _host_memory(job), engine)
 
 
 def total(sizes: BytesByKind) -> float:
@@ -66,19 +63,17 @@ def total(sizes: BytesByKind) -> float:
     return sum(sizes.values())
 
 
-def _device_memory(
-    job: Job, stage: int, per_parameter: BytesPerParameter, engine: EngineMemory
-) -> dict[SubPhase, BytesByKind]:
-    count = job.parameter_counts[stage]
+def _device_memory(job: Job, stage: int, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
+    count, per_parameter = job.parameter_counts[stage], job.per_parameter
     always = {"contexts": 2 * OVERHEADS.cuda_context, "communication": OVERHEADS.trainer_nccl + engine.communication}
     memory: dict[SubPhase, BytesByKind] = {}
     for sub_phase in SubPhase:
-        resident = _residency(job, sub_phase)
+        resident = RESIDENT[sub_phase] if job.offload_enabled else ALL_RESIDENT
         trainer = {
             "weights": resident.policy_weights * count.total * per_parameter.weights,
             "gradients": resident.gradients * count.total * per_parameter.gradients,
             "optimizer": resident.optimizer * job.sharded_parameters(count) * per_parameter.optimizer,
-        } | _temporary_memory(job, stage, sub_phase, per_parameter)
+        } | _temporary_memory(job, stage, sub_phase)
         sizes = always | trainer
         sizes["fragments"] = OVERHEADS.fragmentation * total(trainer)
         sizes["engine weights"] = resident.engine_weights * engine.weights
@@ -88,19 +83,9 @@ def _device_memory(
     return memory
 
 
-def _residency(job: Job, sub_phase: SubPhase) -> Residency:
-    """Return what is on the device; before the first phase the engines are up, then asleep while the policy loads."""
-    if not job.offload_enabled:
-        return ALL_RESIDENT
-    if sub_phase is SubPhase.START:
-        return Residency(engine_weights=True, engine_cache=True)
-    if sub_phase is SubPhase.LOAD:
-        return Residency(policy_weights=True, gradients=True, optimizer=True)
-    return PHASE_OF[sub_phase].resident
-
-
-def _temporary_memory(job: Job, stage: int, sub_phase: SubPhase, per_parameter: BytesPerParameter) -> dict[str, float]:
+def _temporary_memory(job: Job, stage: int, sub_phase: SubPhase) -> dict[str, float]:
     """Return what a sub-phase allocates and frees again."""
+    per_parameter = job.per_parameter
     if sub_phase is SubPhase.LOGPROB:
         reference = _largest_tensor(job) * per_parameter.weights if job.has_reference else 0.0
         logits = logits_bytes(job, stage, backward=False)
@@ -124,65 +109,45 @@ def _largest_tensor(job: Job) -> float:
     return rows / job.settings.layout.tensor * model.hidden_size
 
 
-@dataclass(frozen=True)
-class _RankKind:
-    """What a rank's host memory depends on; the first replica writes the checkpoint."""
-
-    stage: int
-    first_dense_replica: bool
-    first_expert_replica: bool
-
-
-def _host_memory(job: Job, per_parameter: BytesPerParameter) -> dict[SubPhase, BytesByKind]:
+def _host_memory(job: Job) -> dict[SubPhase, BytesByKind]:
     """Return the memory of the fullest node in each sub-phase. A node may hold ranks of several stages."""
     nodes = set()
     for start in range(0, job.world_size, job.gpus_per_node):
-        nodes.add(tuple(_rank_kind(job, rank) for rank in range(start, start + job.gpus_per_node)))
-    memories = [_node_memory(job, per_parameter, kinds) for kinds in nodes]
-    return {sub_phase: max((memory[sub_phase] for memory in memories), key=total) for sub_phase in SubPhase}
+        ranks = range(start, start + job.gpus_per_node)
+        coords = [coordinates(rank, job.settings.layout, job.world_size) for rank in ranks]
+        # Memory depends on the stage, and on being the first replica, which writes the checkpoint.
+        nodes.add(tuple((c.pipeline, c.data == 0 and c.context == 0, c.expert_data == 0) for c in coords))
+
+    def node_memory(ranks: tuple[tuple[int, bool, bool], ...], sub_phase: SubPhase) -> BytesByKind:
+        by_rank = [_rank_host_memory(job, sub_phase, *rank) for rank in ranks]
+        return {kind: sum(sizes[kind] for sizes in by_rank) for kind in by_rank[0]}
+
+    return {sub_phase: max((node_memory(node, sub_phase) for node in nodes), key=total) for sub_phase in SubPhase}
 
 
-def _rank_kind(job: Job, rank: int) -> _RankKind:
-    coords = coordinates(rank, job.settings.layout, job.world_size)
-    return _RankKind(coords.pipeline, coords.data == 0 and coords.context == 0, coords.expert_data == 0)
-
-
-def _node_memory(
-    job: Job, per_parameter: BytesPerParameter, kinds: tuple[_RankKind, ...]
-) -> dict[SubPhase, BytesByKind]:
-    ranks = [_rank_host_memory(job, per_parameter, kind) for kind in kinds]
-    return {
-        sub_phase: {kind: sum(rank[sub_phase][kind] for rank in ranks) for kind in ranks[0][sub_phase]}
-        for sub_phase in SubPhase
-    }
-
-
-def _rank_host_memory(job: Job, per_parameter: BytesPerParameter, rank: _RankKind) -> dict[SubPhase, dict[str, float]]:
-    count = job.parameter_counts[rank.stage]
+def _rank_host_memory(
+    job: Job, sub_phase: SubPhase, stage: int, first_dense_replica: bool, first_expert_replica: bool
+) -> dict[str, float]:
+    count, per_parameter = job.parameter_counts[stage], job.per_parameter
     sharded = job.sharded_parameters(count)
-    written = ParameterCount(count.dense * rank.first_dense_replica, count.expert * rank.first_expert_replica)
-    memory = {}
-    for sub_phase in SubPhase:
-        sizes = {
-            "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process,
-            "weights": count.total * per_parameter.host_copies,
-            "reference": count.total * per_parameter.weights * job.has_reference,
-            "optimizer": sharded * per_parameter.host_optimizer,
-        }
-        if sub_phase in (SubPhase.START, SubPhase.LOAD):
-            sizes["weights"] = 0.0
-        elif sub_phase is not SubPhase.SAVE:  # the pinned copy stays while the optimizer is on the device
-            sizes["optimizer"] += sharded * per_parameter.optimizer * job.offload_enabled
-        if sub_phase is SubPhase.OFFLOAD:
-            sizes["weights"] += count.total * per_parameter.weights * job.offload_enabled
-        sizes["checkpoint"] = _checkpoint_host_bytes(job, sub_phase, count, written, per_parameter)
-        memory[sub_phase] = sizes
-    return memory
+    written = ParameterCount(count.dense * first_dense_replica, count.expert * first_expert_replica)
+    sizes = {
+        "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process,
+        "weights": count.total * per_parameter.host_copies,
+        "reference": count.total * per_parameter.weights * job.has_reference,
+        "optimizer": sharded * per_parameter.host_optimizer,
+        "checkpoint": _checkpoint_host_bytes(job, sub_phase, count, written),
+    }
+    if sub_phase in (SubPhase.START, SubPhase.LOAD):
+        sizes["weights"] = 0.0
+    elif sub_phase is not SubPhase.SAVE:  # the pinned copy stays while the optimizer is on the device
+        sizes["optimizer"] += sharded * per_parameter.optimizer * job.offload_enabled
+    if sub_phase is SubPhase.OFFLOAD:
+        sizes["weights"] += count.total * per_parameter.weights * job.offload_enabled
+    return sizes
 
 
-def _checkpoint_host_bytes(
-    job: Job, sub_phase: SubPhase, count: ParameterCount, written: ParameterCount, per_parameter: BytesPerParameter
-) -> float:
+def _checkpoint_host_bytes(job: Job, sub_phase: SubPhase, count: ParameterCount, written: ParameterCount) -> float:
     """Return float32 main weights and moments: of every rank that resumes, of the first replica that saves.
 
     Without gradient buckets (overlap_grad_reduce) one gather moves everything at once; then weights and moments become
@@ -195,4 +160,4 @@ def _checkpoint_host_bytes(
         return 0.0
     bucketed = job.settings.training.megatron_args.get("overlap_grad_reduce", False)
     gather = 0.0 if bucketed else job.sharded_parameters(count) * CHECKPOINT_BYTES + written.total * 8
-    return written.total * CHECKPOINT_BYTES + max(gather, written.total * max(4, per_parameter.weights))
+    return written.total * CHECKPOINT_BYTES + max(gather, written.total * max(4, job.per_parameter.weights))

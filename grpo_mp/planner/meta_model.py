@@ -51,29 +51,22 @@ def megatron_parameter_counts(settings: Settings, hf: HfConfig, world_size: int)
 def built_on_meta(settings: Settings, hf: HfConfig, world_size: int, rank: int) -> Iterator[list["PolicyModel"]]:
     """Build the model chunks of one rank, without memory. Raises UserError where Megatron refuses the settings."""
     prepare()
+    from megatron.core import parallel_state, tensor_parallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from grpo_mp.distributed.process_groups import megatron_sizes
     from grpo_mp.policy.megatron_config import transformer_config
     from grpo_mp.policy.model import build_chunks
 
     config = transformer_config(settings, hf)
     config.init_model_with_meta_device = True  # TransformerEngine's modules choose their device themselves
-    with _fake_process_group(settings, world_size, rank):
-        with torch.device("meta"):
-            chunks = build_chunks(settings, hf, config)
-        yield chunks
-
-
-@contextmanager
-def _fake_process_group(settings: Settings, world_size: int, rank: int) -> Iterator[None]:
-    from megatron.core import parallel_state, tensor_parallel
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from grpo_mp.distributed.process_groups import megatron_sizes
-
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         parallel_state.initialize_model_parallel(**megatron_sizes(settings.layout), create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(settings.run.seed)
-        yield
+        with torch.device("meta"):
+            chunks = build_chunks(settings, hf, config)
+        yield chunks
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

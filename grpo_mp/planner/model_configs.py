@@ -22,29 +22,18 @@ def find_config(model_path: Path, override: Path | None = None) -> tuple[HfConfi
     folder = path.parent if is_file else path
     if override or (folder / "config.json").is_file():
         return HfConfig.read(folder), str(folder / "config.json")
-    name = _architecture(path.name)
-    if name not in published_names():
+    name, published = path.name.lower(), sorted(file.stem for file in PUBLISHED.glob("*.json"))
+    while name.rpartition("-")[2] in VARIANTS:  # 'DeepSeek-R1-0528-BF16' is 'deepseek-r1'
+        name = name.rpartition("-")[0]
+    if name not in published:
         raise UserError(
             f"model.path={path} is not on this machine, and no config published under that name is known "
-            f"({', '.join(published_names())}): give one with --model-config FILE"
+            f"({', '.join(published)}): give one with --model-config FILE"
         )
     config = HfConfig(path, published_config(name).values)
     return config, f"the published {name} (model.path is not on this machine)"
 
 
-def published_names() -> tuple[str, ...]:
-    """Return the names of the shipped configs."""
-    return tuple(sorted(file.stem for file in PUBLISHED.glob("*.json")))
-
-
 def published_config(name: str) -> HfConfig:
     """Read a shipped config by its name."""
     return HfConfig(PUBLISHED / name, json.loads((PUBLISHED / f"{name}.json").read_text()))
-
-
-def _architecture(name: str) -> str:
-    """Strip the suffixes of variants: 'DeepSeek-R1-0528-BF16' is 'deepseek-r1'."""
-    name = name.lower()
-    while name.rpartition("-")[2] in VARIANTS:
-        name = name.rpartition("-")[0]
-    return name

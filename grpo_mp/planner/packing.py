@@ -21,14 +21,6 @@ class AssumedLengths:
     limit: int
     samples_per_prompt: int = 0  # that share one prompt; 0: each computes its own
 
-    @property
-    def prompts(self) -> list[SamplePrompt]:
-        """By sample, in the order of `response_lengths`: every prompt gets short and long ones."""
-        if not self.samples_per_prompt:
-            return []
-        num_prompts = -(-self.num_samples // self.samples_per_prompt)
-        return [SamplePrompt(sample % num_prompts, self.prompt_tokens) for sample in range(self.num_samples)]
-
 
 @dataclass(frozen=True)
 class Packing:
@@ -48,7 +40,11 @@ def pack_update(
 ) -> Packing:
     """Plan one update of these lengths. Pure."""
     tokens = [lengths.prompt_tokens + response for response in response_lengths(lengths)]
-    schedule = plan_update(tokens, layout, dp_size, max_tokens, hidden_size, lengths.prompts)
+    prompts: list[SamplePrompt] = []
+    if lengths.samples_per_prompt:  # every prompt gets short and long responses
+        num_prompts = -(-lengths.num_samples // lengths.samples_per_prompt)
+        prompts = [SamplePrompt(sample % num_prompts, lengths.prompt_tokens) for sample in range(lengths.num_samples)]
+    schedule = plan_update(tokens, layout, dp_size, max_tokens, hidden_size, prompts)
     size = padded_size(schedule, layout)
     busiest = size * schedule.microbatches or max(sum(plan.tokens for plan in rank) for rank in schedule.ranks)
     return Packing(schedule.microbatches, busiest * dp_size / sum(tokens))

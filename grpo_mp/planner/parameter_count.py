@@ -1,6 +1,6 @@
 """Parameters of each rank in closed form: the family's mapping, divided by the layout."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -36,16 +36,6 @@ class ParameterTable:
     layers: Mapping[int, ParameterCount]
     embedding: ParameterCount
     output: ParameterCount
-    tied: bool
-
-    def stage(self, layers: Sequence[int], first: bool, last: bool) -> ParameterCount:
-        """Sum one pipeline stage. A tied output layer counts only where the embedding is on another stage."""
-        count = sum((self.layers[layer] for layer in layers), ZERO)
-        if first:
-            count += self.embedding
-        if last:
-            count += self.output
-        return replace(count, dense=count.dense - self.embedding.dense) if last and self.tied and first else count
 
 
 def parameter_table(hf: HfConfig, tensor: int, expert: int, expert_tensor: int) -> ParameterTable:
@@ -62,14 +52,17 @@ def parameter_table(hf: HfConfig, tensor: int, expert: int, expert_tensor: int) 
             embedding += count
         else:
             output += count
-    return ParameterTable(layers, embedding, output, hf.tied)
+    return ParameterTable(layers, embedding, output)
 
 
 def local_parameter_counts(hf: HfConfig, layout: LayoutConfig, stage_layers: StageLayers) -> tuple[ParameterCount, ...]:
     """Return what one rank of each pipeline stage holds; all ranks of a stage hold equally many."""
     table = parameter_table(hf, layout.tensor, layout.expert, layout.expert_tensor)
-    last = len(stage_layers) - 1
-    return tuple(table.stage(layers, stage == 0, stage == last) for stage, layers in enumerate(stage_layers))
+    counts = [sum((table.layers[layer] for layer in layers), ZERO) for layers in stage_layers]
+    if not (hf.tied and len(counts) == 1):  # a tied output layer counts only where the embedding is on another stage
+        counts[0] += table.embedding
+    counts[-1] += table.output
+    return tuple(counts)
 
 
 def rule_parameters(rule: Rule, tensor: int, expert: int, expert_tensor: int) -> ParameterCount:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo_mp.algorithms.settings import needs_old_logprobs
-from grpo_mp.planner.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from grpo_mp.planner.generation import GenerationPlan, generation_use, plan_generation
 from grpo_mp.planner.job import Job
 from grpo_mp.planner.memory import CHECKPOINT_BYTES, MemoryPlan, SubPhase, plan_memory
@@ -51,16 +50,16 @@ class Plan:
         return (1 / save_every if save_every else 0.0) if sub_phase is SubPhase.SAVE else 1.0
 
 
-def make_plan(job: Job, per_parameter: BytesPerParameter | None = None) -> Plan:
-    """Plan a job; `per_parameter` replaces what this trainer keeps."""
-    per_parameter = per_parameter or bytes_per_parameter(job.settings)
-    memory = plan_memory(job, per_parameter)
-    uses = _resource_uses(job, per_parameter, memory)
+def make_plan(job: Job) -> Plan:
+    """Plan a job."""
+    memory = plan_memory(job)
+    uses = _resource_uses(job, memory)
     times = {sub_phase: estimate_time(use, job.cluster) for sub_phase, use in uses.items()}
     return Plan(job, memory, uses, times, plan_generation(job, memory.engine))
 
 
-def _resource_uses(job: Job, per_parameter: BytesPerParameter, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
+def _resource_uses(job: Job, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
+    layout, per_parameter = job.settings.layout, job.per_parameter
     stage = max(range(len(job.parameter_counts)), key=lambda index: job.parameter_counts[index].total)
     count, algorithm = job.parameter_counts[stage], job.settings.algorithm
     passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + algorithm.kl.measured_share
@@ -68,7 +67,9 @@ def _resource_uses(job: Job, per_parameter: BytesPerParameter, memory: MemoryPla
     sharded = job.sharded_parameters(count)
     weights = 2 * count.total * per_parameter.weights * job.offload_enabled
     state = sharded * per_parameter.optimizer * 2 * job.offload_enabled  # there and back
-    all_parameters = _total_parameters(job)
+    # Of the model; what tensor-parallel ranks hold alike is counted once for each.
+    all_parameters = sum(count.dense for count in job.parameter_counts) * layout.tensor
+    all_parameters += sum(count.expert for count in job.parameter_counts) * layout.expert * layout.expert_tensor
     # Written, then read for its checksums.
     saved = 2 * all_parameters * (CHECKPOINT_BYTES + per_parameter.weights)
     return {
@@ -78,18 +79,11 @@ def _resource_uses(job: Job, per_parameter: BytesPerParameter, memory: MemoryPla
         SubPhase.SCORE: ResourceUse(),
         SubPhase.LOGPROB: logprob_use(job, passes) + ResourceUse(host_link_bytes=swap),
         SubPhase.TRAIN: train_use(job),
-        SubPhase.OPTIMIZER: optimizer_use(job, per_parameter, stage),
+        SubPhase.OPTIMIZER: optimizer_use(job, stage),
         SubPhase.OFFLOAD: ResourceUse(host_link_bytes=weights + state),
         SubPhase.SYNC: _sync_use(job, all_parameters * per_parameter.weights),
         SubPhase.SAVE: ResourceUse(disk_bytes=saved / job.nodes, host_copy_bytes=sharded * CHECKPOINT_BYTES),
     }
-
-
-def _total_parameters(job: Job) -> float:
-    """Sum the parameters of the model; what tensor-parallel ranks hold alike is counted once for each."""
-    layout = job.settings.layout
-    dense = sum(count.dense for count in job.parameter_counts) * layout.tensor
-    return dense + sum(count.expert for count in job.parameter_counts) * layout.expert * layout.expert_tensor
 
 
 def _sync_use(job: Job, weight_bytes: float) -> ResourceUse:

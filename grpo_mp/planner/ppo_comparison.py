@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
-from grpo_mp.planner.bytes_per_parameter import bytes_per_parameter
 from grpo_mp.planner.plan import Plan
 
 
@@ -35,7 +34,7 @@ def ppo_models(plan: Plan) -> tuple[ModelMemory, ...]:
 
 def _trained_model(plan: Plan, model: str) -> ModelMemory:
     """Count the policy, or a critic, which differs in its head: one column."""
-    job, per_parameter = plan.job, bytes_per_parameter(plan.job.settings)
+    job, per_parameter = plan.job, plan.job.per_parameter
     device, host = 0.0, 0.0
     for stage, count in enumerate(job.parameter_counts):
         state = job.sharded_parameters(count) * per_parameter.optimizer
@@ -48,7 +47,7 @@ def _trained_model(plan: Plan, model: str) -> ModelMemory:
 
 
 def _frozen_model(plan: Plan, model: str) -> ModelMemory:
-    job, weight_bytes = plan.job, bytes_per_parameter(plan.job.settings).weights
+    job, weight_bytes = plan.job, plan.job.per_parameter.weights
     counts = [count.total for count in job.parameter_counts]
     device = max(count * weight_bytes + forward_bytes(job, stage) for stage, count in enumerate(counts))
     return ModelMemory(model, False, device, job.gpus_per_node * max(counts) * weight_bytes)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 from grpo_mp.planner.clusters import Cluster
-from grpo_mp.planner.overheads import OVERHEADS
 
 GIGA = 1e9
 
@@ -72,8 +71,3 @@ def estimate_time(use: ResourceUse, cluster: Cluster) -> TimeEstimate:
     parts |= {"waiting in the pipeline": busy * use.bubble} if use.bubble else {}
     parts |= {"latency": use.latency_s} if use.latency_s else {}
     return TimeEstimate(max(at_peak.values()), parts)
-
-
-def decode_latency_s(num_layers: int, collectives: int) -> float:
-    """Return the seconds of one decode step: kernel launches of every layer, and its small collectives."""
-    return num_layers * (OVERHEADS.decode_layer_s + collectives * OVERHEADS.decode_collective_s)

@@ -24,6 +24,7 @@ from grpo_mp.planner.pipeline_layout import (
     format_pipeline_layout,
 )
 from grpo_mp.planner.plan import Plan, make_plan
+from grpo_mp.rollout.engine_parallelism import divisors
 
 LAYOUTS_WITH_EVERY_ENGINE = 12
 ENGINES_WITH_EVERY_LAYOUT = 4
@@ -63,7 +64,7 @@ def valid_layouts(job: Job) -> Iterator[LayoutConfig]:
     """
     shape, world_size = model_shape(family_of(job.hf).config(job.hf)), job.world_size
     samples = job.settings.samples_per_step // job.settings.training.updates_per_step
-    sizes = _divisors(world_size)
+    sizes = divisors(world_size)
     tensors = [size for size in sizes if size <= job.gpus_per_node]
     experts = sizes if shape.experts else [1]
     for tensor, pipeline, context, expert in product(tensors, sizes, sizes, experts):
@@ -115,17 +116,13 @@ def _engine_candidates(job: Job) -> Iterator[dict[str, Any]]:
     heads = model.num_heads if model.mla_cache_dim else model.num_kv_heads
     parallelism = ("ep_size", "attn_dp_size", "enable_dp_attention", "dp_size")
     other_args = {name: value for name, value in job.settings.engine.args.items() if name not in parallelism}
-    for gpus in _divisors(job.world_size):
+    for gpus in divisors(job.world_size):
         if max(gpus, per_node) % min(gpus, per_node):
             continue
-        tensor = max(size for size in _divisors(gpus) if size <= MAX_ATTENTION_TENSOR and heads % size == 0)
+        tensor = max(size for size in divisors(gpus) if size <= MAX_ATTENTION_TENSOR and heads % size == 0)
         expert = {"ep_size": gpus} if model.num_experts and gpus > 1 else {}
         replicas = {"attn_dp_size": gpus // tensor} if gpus > tensor else {}
         yield {"gpus": gpus, "count": None, "args": {**other_args, **expert, **replicas}}
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _with_engine(job: Job, engine: dict[str, Any]) -> Job:

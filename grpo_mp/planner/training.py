@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from grpo_mp.models.families import family_of
-from grpo_mp.planner.bytes_per_parameter import BytesPerParameter
 from grpo_mp.planner.job import Job
 from grpo_mp.planner.resource_use import ResourceUse
 
@@ -50,9 +49,9 @@ def train_use(job: Job) -> ResourceUse:
     return replace(traffic, flops=forward.flops * (3 + recompute), bubble=_bubble(job))
 
 
-def optimizer_use(job: Job, per_parameter: BytesPerParameter, stage: int) -> ResourceUse:
+def optimizer_use(job: Job, stage: int) -> ResourceUse:
     """Return the updates of a step: gradients summed over replicas, Adam, new weights gathered."""
-    count, layout = job.parameter_counts[stage], job.settings.layout
+    count, layout, per_parameter = job.parameter_counts[stage], job.settings.layout, job.per_parameter
     model_bytes = per_parameter.gradients + per_parameter.weights
     dense = count.dense * model_bytes * (1 - 1 / job.dense_shards)
     expert = count.expert * model_bytes * (1 - 1 / job.expert_shards)
@@ -80,7 +79,9 @@ def _forward_use(job: Job) -> ResourceUse:
     token_bytes = model.hidden_size * ACTIVATION_BYTES
     # Gathers and scatters of sequence parallelism around attention and dense or shared MLPs.
     nvlink, network = 4 * num_layers * tokens * token_bytes * (layout.tensor - 1) / layout.tensor, 0.0
-    ring = tokens * num_layers * _kv_elements(job) * ACTIVATION_BYTES * (layout.context - 1)
+    heads = model.num_heads if model.mla_cache_dim else model.num_kv_heads
+    kv_elements = heads * (model.qk_head_dim + model.v_head_dim) / layout.tensor  # of a token, in one layer
+    ring = tokens * num_layers * kv_elements * ACTIVATION_BYTES * (layout.context - 1)
     if layout.tensor * layout.context <= job.gpus_per_node:
         nvlink += ring
     else:
@@ -96,13 +97,6 @@ def _forward_use(job: Job) -> ResourceUse:
         nvlink_bytes=nvlink + all_to_all * in_node,
         network_bytes=network + all_to_all * to_other_nodes + between_stages,
     )
-
-
-def _kv_elements(job: Job) -> float:
-    """Return the elements of a token's keys and values in one layer, on one rank."""
-    model = job.model
-    heads = model.num_heads if model.mla_cache_dim else model.num_kv_heads
-    return heads * (model.qk_head_dim + model.v_head_dim) / job.settings.layout.tensor
 
 
 def _bubble(job: Job) -> float:

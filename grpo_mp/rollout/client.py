@@ -10,13 +10,45 @@ from typing import Any
 import httpx
 
 from grpo_mp.errors import PhaseTimeout, UserError
-from grpo_mp.rollout.capabilities import Capabilities, read_capabilities
 
 MESSAGE_CHARACTERS = 500
 # SGLang closes a connection that was idle for five seconds; a request that goes out at that moment is lost.
 IDLE_LIMIT_S = 2.0
 BUSY_LIMIT_S = 60.0  # of an engine whose requests have all been answered
 BUSY_POLL_S = 0.1
+REQUIRED_ROUTES = (
+    "/generate",
+    "/flush_cache",
+    "/update_weights_from_tensor",
+    "/update_weight_version",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/weights_checker",
+)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Differences between SGLang versions that change what this program sends, and what it cannot do without."""
+
+    version: str
+    weight_update_session: bool  # updates are sent between /begin_weight_update and /end_weight_update (0.5.20 on)
+    missing: tuple[str, ...]  # of REQUIRED_ROUTES
+
+    @property
+    def sentence(self) -> str:
+        """The line that a run prints at its start."""
+        return f"engines: SGLang {self.version}, weights {'in' if self.weight_update_session else 'without'} sessions"
+
+
+def read_capabilities(server_info: Mapping[str, Any], openapi: Mapping[str, Any]) -> Capabilities:
+    """Read the server's own description: /server_info and the routes of /openapi.json."""
+    routes = openapi.get("paths", {})
+    return Capabilities(
+        version=str(server_info.get("version", "unknown")),
+        weight_update_session="/begin_weight_update" in routes and "/end_weight_update" in routes,
+        missing=tuple(route for route in REQUIRED_ROUTES if route not in routes),
+    )
 
 
 @dataclass(frozen=True)
@@ -27,7 +59,6 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()  # only where the engine has a tokenizer
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end tokens
     ignore_eos: bool = False
 
     def as_json(self, count: int) -> dict[str, Any]:
@@ -39,7 +70,6 @@ class Sampling:
             "top_p": self.top_p,
             "top_k": -1,
             "stop": list(self.stop) or None,
-            "stop_token_ids": list(self.stop_token_ids) or None,
             "ignore_eos": self.ignore_eos,
         }
 
@@ -56,7 +86,7 @@ class Generated:
     logprobs: tuple[float, ...]
     weight_versions: tuple[int, ...]  # of every token; they differ where weights changed under a paused request
     truncated: bool  # the response reached max_response_tokens
-    aborted: bool = False  # ended by `abort_all` or `pause(mode="abort")`; may have no tokens
+    aborted: bool = False  # ended by `abort_all`; may have no tokens
     cached_tokens: int = 0  # prompt tokens taken from the radix cache
 
 
@@ -76,46 +106,24 @@ class EngineClient:
         )
         self._capabilities: Capabilities | None = None
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close the connections."""
         await self._http.aclose()
-
-    async def __aenter__(self) -> "EngineClient":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    # -- state -------------------------------------------------------------------------------------------
-
-    async def health(self) -> None:
-        """Wait until scheduler and detokenizer answer: a second, for SGLang samples one token."""
-        await self._call("GET", "/health")
-
-    async def server_info(self) -> dict[str, Any]:
-        """Return the server's resolved arguments, version and state."""
-        return _expect_object(await self._call("GET", "/server_info"))
 
     async def capabilities(self) -> Capabilities:
         """Ask, once, what this SGLang can do. Raises UserError where it lacks a required route."""
         if self._capabilities is None:
-            openapi = _expect_object(await self._call("GET", "/openapi.json"))
-            capabilities = read_capabilities(await self.server_info(), openapi)
+            info = _expect_object(await self._call("GET", "/server_info"))
+            capabilities = read_capabilities(info, _expect_object(await self._call("GET", "/openapi.json")))
             if capabilities.missing:
                 message = f"SGLang {capabilities.version} lacks {', '.join(capabilities.missing)}"
                 raise UserError(f"engine {self.index}: {message}: install 0.5.17 or newer")
             self._capabilities = capabilities
         return self._capabilities
 
-    # -- generation ----------------------------------------------------------------------------------------------
-
     async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling, count: int = 1) -> list[Generated]:
         """Draw `count` responses to one prompt, in one call: the prompt is computed once."""
-        body = {
-            "input_ids": list(prompt_tokens),
-            "sampling_params": sampling.as_json(count),
-            "return_logprob": True,
-        }
+        body = {"input_ids": list(prompt_tokens), "sampling_params": sampling.as_json(count), "return_logprob": True}
         reply = await self._call("POST", "/generate", body)
         outputs = reply if isinstance(reply, list) else [reply]
         if len(outputs) != count:
@@ -136,8 +144,6 @@ class EngineClient:
         reply = await self._call("POST", "/generate", body)
         return [[entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]] for output in reply]
 
-    # -- requests in flight ----------------------------------------------------------------------------------
-
     async def flush_cache(self) -> None:
         """Empty the radix cache. The server refuses while requests run."""
         await self._call("POST", "/flush_cache")
@@ -155,19 +161,9 @@ class EngineClient:
             await asyncio.sleep(BUSY_POLL_S)
         self._check_status("/flush_cache", reply)
 
-    async def pause(self, mode: str = "abort") -> None:
-        """Stop generating: `abort` ends the requests, `retract` and `in_place` go on with them after `resume`."""
-        await self._call("POST", "/pause_generation", {"mode": mode})
-
-    async def resume(self) -> None:
-        """Generate again after `pause`."""
-        await self._call("POST", "/continue_generation", {})
-
     async def abort_all(self) -> None:
         """End every request; each returns what it has, marked `aborted`."""
         await self._call("POST", "/abort_request", {"abort_all": True})
-
-    # -- weights ---------------------------------------------------------------------------------------------
 
     async def begin_weight_update(self) -> None:
         """Begin a weight update; nothing to do on an SGLang without weight update sessions."""
@@ -181,10 +177,6 @@ class EngineClient:
         """
         body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False}
         await self._post("/update_weights_from_tensor", body)
-
-    async def update_weights_from_disk(self, folder: str) -> None:
-        """Load all weights from a Hugging Face folder that the engine's host sees. Needs no begin and end."""
-        await self._post("/update_weights_from_disk", {"model_path": folder, "flush_cache": False})
 
     async def end_weight_update(self, version: int) -> None:
         """End the update, flush prefixes of the old weights, and set the version of the new ones."""
@@ -207,21 +199,17 @@ class EngineClient:
         """Fill every tensor with random values, so that a tensor which a sync does not send shows."""
         await self._post("/weights_checker", {"action": "reset_tensors"})
 
-    # -- memory ----------------------------------------------------------------------------------------------
-
-    async def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Free device memory of `weights`, `kv_cache`, `cuda_graph` (None: all), as soon as the engine is idle.
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """Free device memory of `weights`, `kv_cache`, `cuda_graph`, as soon as the engine is idle.
 
         Called while a request runs, it would end SGLang's scheduler. Raises PhaseTimeout as `flush_cache_when_idle`.
         """
         await self.flush_cache_when_idle()
-        await self._call("POST", "/release_memory_occupation", {"tags": list(tags) if tags else None})
+        await self._call("POST", "/release_memory_occupation", {"tags": list(tags)})
 
-    async def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+    async def resume_memory(self, tags: Sequence[str]) -> None:
         """Take the memory back; weights come back undefined and must be sent."""
-        await self._call("POST", "/resume_memory_occupation", {"tags": list(tags) if tags else None})
-
-    # -- HTTP ------------------------------------------------------------------------------------------------
+        await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
     def _parse_output(self, output: dict[str, Any]) -> Generated:
         meta = output["meta_info"]

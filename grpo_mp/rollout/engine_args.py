@@ -20,12 +20,10 @@ CONTEXT_SLACK_TOKENS = 8  # SGLang keeps a few positions of the context for itse
 
 OWNED = {
     "host": "engines listen on loopback",
-    "port": "free ports are chosen at start",
-    "nccl_port": "free ports are chosen at start",
-    "dist_init_addr": "it follows from the ranks that the engine spans",
-    "nnodes": "it follows from the ranks that the engine spans",
-    "node_rank": "it follows from the ranks that the engine spans",
-    "base_gpu_id": "it follows from the ranks that the engine spans",
+    **dict.fromkeys(("port", "nccl_port"), "free ports are chosen at start"),
+    **dict.fromkeys(
+        ("dist_init_addr", "nnodes", "node_rank", "base_gpu_id"), "it follows from the ranks that the engine spans"
+    ),
     "tp_size": "set engine.gpus",
     "device": "it follows from what this machine has",
     "model_path": "set model.path",
@@ -33,8 +31,7 @@ OWNED = {
     "context_length": "it follows from rollout.max_prompt_tokens and rollout.max_response_tokens",
     "random_seed": "set run.seed",
     "served_model_name": "it names this engine of this run",
-    "api_key": "it is a secret of this run",
-    "admin_api_key": "it is a secret of this run",
+    **dict.fromkeys(("api_key", "admin_api_key"), "it is a secret of this run"),
     "skip_tokenizer_init": "it follows from rollout.stop",
     "enable_memory_saver": "the phases of a step need it",
     "sampling_defaults": "the model's generation_config.json would change the distribution unseen",
@@ -43,9 +40,7 @@ OWNED = {
     "load_format": "it follows from what the first synchronization brings",
 }
 
-DEFAULTS: dict[str, Any] = {
-    "log_level_http": "warning",
-}
+DEFAULTS: dict[str, Any] = {"log_level_http": "warning"}
 CPU_DEFAULTS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -139,13 +134,8 @@ def engine_arguments(
         "custom_weight_loader": [LOADER],
         **({"load_format": "dummy"} if spec.dummy_weights else {}),
     }
-    return {
-        **DEFAULTS,
-        **(cpu_defaults if spec.cpu else CUDA_DEFAULTS),
-        "sleep_on_idle": sleep_on_idle,
-        **spec.args,
-        **owned,
-    }
+    defaults = cpu_defaults if spec.cpu else CUDA_DEFAULTS
+    return {**DEFAULTS, **defaults, "sleep_on_idle": sleep_on_idle, **spec.args, **owned}
 
 
 def engine_environment(
@@ -163,6 +153,13 @@ def engine_environment(
     python_path = [str(ENGINE_SITE)] * spec.cpu + [str(Path(__file__).parents[2])]
     python_path += filter(None, parent.get("PYTHONPATH", "").split(":"))
     loopback = ",".join(filter(None, [parent.get("no_proxy") or parent.get("NO_PROXY"), "127.0.0.1,localhost"]))
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    cpu_environment = {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        # By default SGLang gives each rank of an engine its own NUMA node; here all share the cores.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * spec.gpus),
+    }
     return {
         **inherited,
         ARGUMENTS: json.dumps(arguments),
@@ -176,7 +173,7 @@ def engine_environment(
         "HF_HUB_OFFLINE": "1",
         "no_proxy": loopback,
         "NO_PROXY": loopback,
-        **(_cpu_environment(spec) if spec.cpu else CUDA_ENVIRONMENT),
+        **(cpu_environment if spec.cpu else CUDA_ENVIRONMENT),
     }
 
 
@@ -212,16 +209,6 @@ def _field_names(file: Path) -> Iterator[str]:
         if isinstance(node, ast.ClassDef) and (node.name == "ServerArgs" or file.parent.name == "fields"):
             fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
             yield from (target.id for target in fields if isinstance(target, ast.Name))
-
-
-def _cpu_environment(spec: EngineSpec) -> dict[str, str]:
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    return {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        # By default SGLang gives each rank of an engine its own NUMA node; here all share the cores.
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * spec.gpus),
-    }
 
 
 def _needs_rendezvous(spec: EngineSpec) -> bool:

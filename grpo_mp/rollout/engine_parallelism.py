@@ -7,13 +7,14 @@ is whole blocks (`Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod.cr
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import BLOCK
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.mapping import Param, expand
+from grpo_mp.models.mapping import expand
 from grpo_mp.rollout.precision import folder_in_fp8, in_fp8
 
 # With these every rank computes the shared experts for its own tokens, so it holds all of them.
@@ -38,13 +39,13 @@ class EngineParallelism:
     def expert_tensor(self) -> int:
         return self.gpus // self.expert
 
-    def divisor(self, param: Param) -> tuple[int, str]:
+    def divisor(self, name: str, routed_expert: bool) -> tuple[int, str]:
         """Return over how many GPUs a matrix of the layers is divided, and the settings that decide it."""
-        if param.expert is not None:
+        if routed_expert:
             return self.expert_tensor, "engine.gpus / engine.args.ep_size"
-        if "shared_experts" in param.name:
+        if "shared_experts" in name:
             return self.shared_tensor, "engine.gpus"
-        if ".mlp." in param.name:
+        if ".mlp." in name:
             return self.dense_tensor, "engine.args.moe_dense_tp_size, else engine.gpus"
         return self.attention_tensor, "engine.gpus / engine.args.attn_dp_size"
 
@@ -72,7 +73,7 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
         ("attn_dp_size", gpus // replicas, heads, "attention heads, by engine.gpus / attn_dp_size"),
     ):
         if size < 1 or total % size:
-            nearest = max(part for part in range(1, total + 1) if total % part == 0 and part <= max(1, size))
+            nearest = max(part for part in divisors(total) if part <= max(1, size))
             raise UserError(
                 f"engine.args.{name}: {size} does not divide {total}, the {meaning}: the nearest is {nearest}"
             )
@@ -91,8 +92,14 @@ def check_engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -
 
 def _first_misaligned_matrix(parallelism: EngineParallelism, hf: HfConfig) -> str | None:
     """Describe the first tensor whose part on a GPU is not whole blocks."""
-    for param in _fp8_matrices(hf):
-        count, setting = parallelism.divisor(param)
+    # The first layer and expert of each rule stand for all.
+    rules = [
+        replace(rule, layers=rule.layers[:1], experts=min(rule.experts, 1))
+        for rule in family_of(hf).rules(hf)
+        if rule.layers
+    ]
+    for param in (param for param in expand(rules).values() if param.is_projection):
+        count, setting = parallelism.divisor(param.name, param.expert is not None)
         fused = len(param.hf) > 1 or param.expert is not None  # SGLang concatenates such matrices
         if param.tp_dim is None or not (fused or count > 1):
             continue
@@ -108,14 +115,6 @@ def _first_misaligned_matrix(parallelism: EngineParallelism, hf: HfConfig) -> st
                     f"of the {BLOCK} of an FP8 block"
                 )
     return None
-
-
-def _fp8_matrices(hf: HfConfig) -> Iterator[Param]:
-    """Yield the first layer and expert of each rule that FP8 releases quantise."""
-    for rule in family_of(hf).rules(hf):
-        if rule.layers:
-            single = replace(rule, layers=rule.layers[:1], experts=min(rule.experts, 1))
-            yield from (param for param in expand([single]).values() if param.is_projection)
 
 
 def _remedy(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> str:
@@ -139,21 +138,19 @@ def _nearby_settings(gpus: int, args: Mapping[str, Any]) -> Iterator[dict[str, A
     """Yield other settings, the nearest first: as many GPUs, then fewer; of each the fewest settings changed."""
     name = "dp_size" if args.get("enable_dp_attention") and "attn_dp_size" not in args else "attn_dp_size"
     requested = {name: attention_replicas(args), "ep_size": int(args.get("ep_size", 1))}
-    dense = [args.get("moe_dense_tp_size"), 1]
-    for count in (size for size in range(gpus, 0, -1) if gpus % size == 0):
-        closest = {key: min(value, count) for key, value in requested.items()}
-        divisors = [size for size in range(1, count + 1) if count % size == 0]
-        choices = [
-            ({name: replicas, "ep_size": expert}, dense_tensor)
-            for dense_tensor in dense
-            for expert in divisors
-            for replicas in divisors
-        ]
-        choices.sort(key=lambda choice: _distance(closest, choice[0], choice[1] != dense[0]))
-        for sizes, dense_tensor in choices:
+    dense = args.get("moe_dense_tp_size")
+
+    def distance(count: int, dense_tensor: int | None, expert: int, replicas: int) -> tuple[int, int]:
+        steps = (abs(replicas - min(requested[name], count)), abs(expert - min(requested["ep_size"], count)))
+        return sum(map(bool, steps)) + (dense_tensor != dense), sum(steps)
+
+    for count in reversed(divisors(gpus)):
+        choices = product((count,), (dense, 1), divisors(count), divisors(count))
+        for _, dense_tensor, expert, replicas in sorted(choices, key=lambda choice: distance(*choice)):
+            sizes = {name: replicas, "ep_size": expert}
             yield {"gpus": count, "args": sizes | ({"moe_dense_tp_size": dense_tensor} if dense_tensor else {})}
 
 
-def _distance(closest: Mapping[str, int], sizes: Mapping[str, int], dense_changed: bool) -> tuple[int, int]:
-    changed = sum(sizes[name] != value for name, value in closest.items()) + dense_changed
-    return changed, sum(abs(sizes[name] - value) for name, value in closest.items())
+def divisors(number: int) -> list[int]:
+    """List the divisors, the smallest first."""
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -7,6 +7,8 @@ reserves each one: every process of the host sees it, and it goes when the proce
 import os
 import random
 import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -20,43 +22,35 @@ ATTEMPTS = 2000
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # as torch reads it
 
 
+@dataclass(frozen=True)
 class PortClaim:
-    """Consecutive ports, reserved until `release` or until this process ends. `port` is the first."""
+    """Consecutive ports, reserved until `release` or until this process ends."""
 
-    def __init__(self, port: int, reservations: list[socket.socket]) -> None:
-        self.port = port
-        self._reservations = reservations
+    ports: range
+    reservations: ExitStack
 
     @property
-    def ports(self) -> range:
-        """All claimed ports."""
-        return range(self.port, self.port + len(self._reservations))
+    def port(self) -> int:
+        """The first of the ports."""
+        return self.ports[0]
 
     def release(self) -> None:
         """Let others choose these ports again. Safe to call twice."""
-        for reservation in self._reservations:
-            reservation.close()
+        self.reservations.close()
 
 
-def claim_port() -> PortClaim:
-    """Claim a port of the job's own range, else below the range that the kernel uses for outgoing connections.
+def claim_ports(count: int = 1) -> PortClaim:
+    """Claim consecutive ports of the job's own range, else below the range the kernel uses for outgoing connections.
 
-    Raises UserError when none is free.
-    """
-    return claim_ports(1)
-
-
-def claim_ports(count: int) -> PortClaim:
-    """Claim `count` consecutive ports, as `claim_port` does.
-
-    Claims of one size begin at multiples of it, so that the gaps between them are never too small.
+    Claims of one size begin at multiples of it, so that the gaps between them are never too small. Raises UserError
+    where no such ports are free.
     """
     port_range = _port_range()
     starts = range(port_range.start, port_range.stop - count + 1, count)
     for first in random.SystemRandom().sample(starts, min(ATTEMPTS, len(starts))):
-        reservations = _reserve_all(range(first, first + count))
-        if reservations:
-            return PortClaim(first, reservations)
+        ports = range(first, first + count)
+        if reservations := _reserve_all(ports):
+            return PortClaim(ports, reservations)
     name = "port" if count == 1 else f"{count} ports in a row"
     raise UserError(f"no free {name} between {port_range[0]} and {port_range[-1]} on this host: end what holds them")
 
@@ -68,26 +62,23 @@ def own_address() -> str:
     there is no such network here.
     """
     if interfaces := os.environ.get(GLOO_INTERFACE):
-        return _address_on(interfaces.split(",")[0])
+        interface = interfaces.split(",")[0]
+        addresses = {
+            name: address.address
+            for name, interface_addresses in psutil.net_if_addrs().items()
+            for address in interface_addresses
+            if address.family == socket.AF_INET
+        }
+        if interface not in addresses:
+            raise UserError(
+                f"{GLOO_INTERFACE}={interface}: no network here with that name: choose from {', '.join(addresses)}"
+            )
+        return addresses[interface]
     master = os.environ["MASTER_ADDR"]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as read_capabilities:
-        read_capabilities.connect((master, int(os.environ["MASTER_PORT"])))  # sends nothing
-        address: str = read_capabilities.getsockname()[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, int(os.environ["MASTER_PORT"])))  # sends nothing
+        address: str = probe.getsockname()[0]
     return master if address.startswith("127.") else address  # the master's node may know its own name as loopback
-
-
-def _address_on(interface: str) -> str:
-    addresses = {
-        name: address.address
-        for name, interface_addresses in psutil.net_if_addrs().items()
-        for address in interface_addresses
-        if address.family == socket.AF_INET
-    }
-    if interface not in addresses:
-        raise UserError(
-            f"{GLOO_INTERFACE}={interface}: no network here with that name: choose from {', '.join(addresses)}"
-        )
-    return addresses[interface]
 
 
 def _port_range() -> range:
@@ -104,35 +95,16 @@ def _last_port() -> int:
     return int(EPHEMERAL_RANGE.read_text().split()[0]) - 1 if EPHEMERAL_RANGE.exists() else 32767
 
 
-def _reserve_all(ports: range) -> list[socket.socket]:
-    """Reserve all the ports, or none."""
-    reservations: list[socket.socket] = []
-    for port in ports:
-        reservation = _reserve(port)
-        if reservation:
-            reservations.append(reservation)
-        if reservation is None or not _is_free(port):
-            for reserved in reservations:
-                reserved.close()
-            return []
-    return reservations
-
-
-def _reserve(port: int) -> socket.socket | None:
-    reservation = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        reservation.bind(f"\0grpo_mp-port-{port}")
-    except OSError:
-        reservation.close()
-        return None
-    return reservation
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as read_capabilities:
-        read_capabilities.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _reserve_all(ports: range) -> ExitStack | None:
+    """Reserve all the ports, or none where one is reserved or bound."""
+    with ExitStack() as reservations:
         try:
-            read_capabilities.bind(("", port))
+            for port in ports:
+                reservation = reservations.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                reservation.bind(f"\0grpo_mp-port-{port}")
+                with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("", port))
         except OSError:
-            return False
-    return True
+            return None
+        return reservations.pop_all()

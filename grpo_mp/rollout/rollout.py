@@ -4,7 +4,6 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -36,17 +35,22 @@ class Rollout:
         world_size: int,
         own_weights: bool = False,
     ) -> None:
-        """Place the engines; nothing is started. Raises UserError for engines that do not fit or unknown arguments.
+        """Place the engines; nothing is started. Raises UserError for engines that do not fit.
 
         `own_weights`: engines read the folder's weights and no weight sync follows; see `reads_weights`.
         """
         self._settings, self._tokenizer, self._scorer = settings, tokenizer, scorer
-        self._own_weights = own_weights
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         placements = engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
         self.hosts = engine_hosts(placements)
         self.placement = next((placement for placement in placements if placement.rank == rank), None)
-        self._process = self._make_process(self.placement) if self.placement else None
+        self._process: EngineProcess | None = None
+        if self.placement:
+            cpu = not platform.on_cuda()
+            first_gpu = 0 if cpu else int(os.environ.get("LOCAL_RANK", 0))
+            hf, log = HfConfig.read(settings.model.path, settings.model.family), f"engine_{self.placement.engine}.log"
+            spec = engine_spec(settings, hf, self.placement, cpu, first_gpu, own_weights)
+            self._process = EngineProcess(spec, settings.run.folder / "logs" / log)
         self._runner = asyncio.Runner()
         self.client: EngineClient | None = None
 
@@ -55,10 +59,6 @@ class Rollout:
         """All ranks that an engine spans."""
         size = self._settings.engine.gpus
         return tuple(rank for host in self.hosts for rank in range(host, host + size))
-
-    @property
-    def is_host(self) -> bool:
-        return self.placement is not None and self.placement.is_host
 
     def start(self, store: dist.Store) -> None:
         """Start this rank's engine process, if it has one, and return at once.
@@ -77,7 +77,7 @@ class Rollout:
 
     def wait_ready(self) -> None:
         """Wait until this rank's engine answers."""
-        if not (self._process and self.is_host and self.placement):
+        if not (self._process and self.placement and self.placement.is_host):
             return
         engine = self._settings.engine
         self._process.wait_ready(engine.start_timeout_s)
@@ -121,7 +121,7 @@ class Rollout:
     def stop(self) -> None:
         """End this rank's engine and connections."""
         if self.client:
-            self._runner.run(self.client.close())
+            self._runner.run(self.client.aclose())
         self._runner.close()
         if self._process:
             self._process.stop()
@@ -129,9 +129,7 @@ class Rollout:
     def __enter__(self) -> "Rollout":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _run_task(self, task: RolloutTask, name: str, store: dist.Store) -> list[SampleGroup]:
@@ -146,13 +144,6 @@ class Rollout:
     def _sampling(self) -> Sampling:
         rollout = self._settings.rollout
         return Sampling(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.stop)
-
-    def _make_process(self, placement: EnginePlacement) -> EngineProcess:
-        settings, cpu = self._settings, not platform.on_cuda()
-        first_gpu = 0 if cpu else int(os.environ.get("LOCAL_RANK", 0))
-        hf = HfConfig.read(settings.model.path, settings.model.family)
-        spec = engine_spec(settings, hf, placement, cpu, first_gpu, self._own_weights)
-        return EngineProcess(spec, settings.run.folder / "logs" / f"engine_{placement.engine}.log")
 
 
 def engine_spec(

@@ -7,21 +7,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 
 import httpx
 
 from grpo_mp.errors import PhaseTimeout, UserError
-from grpo_mp.rollout.engine_args import (
-    EngineSpec,
-    check_arguments,
-    engine_arguments,
-    engine_environment,
-    known_arguments,
-    ports_needed,
-)
+from grpo_mp.rollout.engine_args import EngineSpec, engine_arguments, engine_environment, ports_needed
 from grpo_mp.rollout.ports import PortClaim, claim_ports
 
 COMMAND = [sys.executable, "-m", "grpo_mp.rollout.engine_main"]
@@ -33,14 +24,6 @@ LOG_LINES = 12
 LOG_COLUMNS = 300  # SGLang writes all its arguments into one line
 
 
-class PortOwner(Enum):
-    """Which server answers on an engine's port."""
-
-    NONE = 0
-    THIS_ENGINE = 1
-    OTHER = 2
-
-
 class EngineProcess:
     """Starts one SGLang server (or this node's part of it) in its own session.
 
@@ -48,31 +31,15 @@ class EngineProcess:
     even without it the server ends within a second of this process.
     """
 
-    def __init__(self, spec: EngineSpec, log: Path, environment: Mapping[str, str] | None = None) -> None:
-        """Check the user's arguments. Raises UserError for an argument that SGLang does not know or the run sets."""
-        check_arguments(spec.args, known_arguments())
-        self.spec = spec
-        self.log = log
+    def __init__(self, spec: EngineSpec, log: Path) -> None:
+        self.spec, self.log = spec, log
         self.served_model_name = f"engine-{spec.index}-{secrets.token_hex(8)}"
         self.api_key = secrets.token_hex(16)
-        self._parent_environment = dict(os.environ if environment is None else environment)
         self._claim: PortClaim | None = None
+        self.url = ""  # where the server listens, once it is started
+        self.session_id = 0  # of the session that holds every process of this engine
         self._scratch = ""
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        """Where the server listens: http://127.0.0.1:port."""
-        if self._claim is None:
-            raise RuntimeError(f"{self._label()} was not started")
-        return f"http://127.0.0.1:{self._claim.port}"
-
-    @property
-    def session_id(self) -> int:
-        """Id of the session that holds every process of this engine."""
-        if self._process is None:
-            raise RuntimeError(f"{self._label()} was not started")
-        return self._process.pid
 
     def start(self, host: str | None = None, dist_init_addr: str | None = None) -> str | None:
         """Start the processes with an empty log file.
@@ -82,16 +49,18 @@ class EngineProcess:
         """
         self._claim = claim_ports(ports_needed(self.spec))
         port = self._claim.port
+        self.url = f"http://127.0.0.1:{port}"
         dist_init_addr = f"{host}:{port + 1}" if host else dist_init_addr
         self._scratch = tempfile.mkdtemp(prefix="grpo_mp_engine_")
         arguments = engine_arguments(self.spec, port, self.served_model_name, self.api_key, dist_init_addr)
-        environment = engine_environment(self.spec, arguments, self._scratch, self._parent_environment)
+        environment = engine_environment(self.spec, arguments, self._scratch, os.environ)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.unlink(missing_ok=True)
         with open(self.log, "xb", opener=_open_private) as log:
             self._process = subprocess.Popen(
                 COMMAND, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
+        self.session_id = self._process.pid
         return dist_init_addr
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -102,9 +71,13 @@ class EngineProcess:
         deadline = time.monotonic() + timeout_s
         attempts = 1
         with httpx.Client(trust_env=False, timeout=PROBE_TIMEOUT_S, headers=self.headers) as client:
-            while (owner := self._port_owner(client)) is not PortOwner.THIS_ENGINE:
-                if owner is PortOwner.OTHER:
-                    self._restart_on_other_port(attempts)
+            while (served := self._served_model(client)) != self.served_model_name:
+                if served is not None:
+                    if attempts == PORT_ATTEMPTS or self.spec.nodes > 1:  # the other nodes know this address
+                        message = f"somebody else served each of the {attempts} port(s) chosen for it"
+                        raise UserError(f"{self._label()}: {message}")
+                    self.stop()
+                    self.start()
                     attempts += 1
                 self.check_alive("while starting")
                 if time.monotonic() > deadline:
@@ -141,22 +114,15 @@ class EngineProcess:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _port_owner(self, client: httpx.Client) -> PortOwner:
+    def _served_model(self, client: httpx.Client) -> str | None:
+        """Ask for the model served on the port: None where nothing answers yet, "" where no SGLang does."""
         try:
             reply = client.get(f"{self.url}/v1/models")  # /model_info does not name the model before SGLang 0.5.20
-            if reply.is_server_error:
-                return PortOwner.NONE
-            return PortOwner.THIS_ENGINE if reply.json()["data"][0]["id"] == self.served_model_name else PortOwner.OTHER
+            return None if reply.is_server_error else str(reply.json()["data"][0]["id"])
         except (httpx.ConnectError, httpx.ReadError, httpx.TimeoutException):
-            return PortOwner.NONE
+            return None
         except (httpx.ProtocolError, ValueError, LookupError, TypeError):
-            return PortOwner.OTHER
-
-    def _restart_on_other_port(self, attempts: int) -> None:
-        if attempts == PORT_ATTEMPTS or self.spec.nodes > 1:  # the other nodes know this address
-            raise UserError(f"{self._label()}: somebody else served each of the {attempts} port(s) chosen for it")
-        self.stop()
-        self.start()
+            return ""
 
     def _label(self) -> str:
         return f"engine {self.spec.index} (rank {self.spec.rank}, {self.spec.model})"

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.score import Scorer
-from grpo_mp.rollout.client import EngineClient, Generated, Sampling
+from grpo_mp.rollout.client import EngineClient, Sampling
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 POLL_S = 0.02
@@ -48,14 +48,14 @@ class RolloutTask:
     target_groups: int | None = None  # finished groups of the whole job, after which the others are aborted
 
 
+@dataclass(frozen=True)
 class RolloutWorker:
     """Drives one engine. Its groups are scored and sorted by id."""
 
-    def __init__(
-        self, client: EngineClient, scorer: Scorer, tokenizer: PreTrainedTokenizerBase, group_timeout_s: float
-    ) -> None:
-        self._client, self._scorer, self._tokenizer = client, scorer, tokenizer
-        self._group_timeout_s = group_timeout_s
+    client: EngineClient
+    scorer: Scorer
+    tokenizer: PreTrainedTokenizerBase
+    group_timeout_s: float
 
     async def run(self, task: RolloutTask, queue: WorkQueue, max_in_flight: int) -> list[SampleGroup]:
         """Generate groups until the queue is empty, with at most `max_in_flight` at a time.
@@ -89,28 +89,37 @@ class RolloutWorker:
         while not stop.is_set():
             if queue.finished_count() >= target_groups:
                 stop.set()
-                await self._client.abort_all()
+                await self.client.abort_all()
             await asyncio.sleep(POLL_S)
 
     async def _generate_group(self, task: RolloutTask, number: int, queue: WorkQueue) -> SampleGroup:
         prompt = task.prompts[number]
         try:
-            async with asyncio.timeout(self._group_timeout_s):
-                outputs = await self._client.generate(prompt.tokens, task.sampling, task.group_size)
+            async with asyncio.timeout(self.group_timeout_s):
+                outputs = await self.client.generate(prompt.tokens, task.sampling, task.group_size)
         except TimeoutError as error:
             raise UserError(
-                f"engine {self._client.index}: prompt {prompt.index} took longer than "
-                f"rollout.group_timeout_s={self._group_timeout_s:g} s in GENERATE"
+                f"engine {self.client.index}: prompt {prompt.index} took longer than "
+                f"rollout.group_timeout_s={self.group_timeout_s:g} s in GENERATE"
             ) from error
-        texts = self._tokenizer.batch_decode([output.tokens for output in outputs], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode([output.tokens for output in outputs], skip_special_tokens=True)
         samples = tuple(
-            _make_sample(prompt, output, text, task.first_group_id + number, index)
+            Sample(
+                group_id=task.first_group_id + number,
+                index=index,
+                prompt_tokens=prompt.tokens,
+                tokens=output.tokens,
+                rollout_logprobs=output.logprobs,
+                weight_versions=output.weight_versions,
+                truncated=output.truncated,
+                text=text,
+            )
             for index, (output, text) in enumerate(zip(outputs, texts, strict=True))
             if output.tokens
         )
         if any(output.aborted for output in outputs):
             return SampleGroup(prompt, samples, finished=0)
-        scored = await asyncio.to_thread(self._scorer.score_group, SampleGroup(prompt, samples), task.step)
+        scored = await asyncio.to_thread(self.scorer.score_group, SampleGroup(prompt, samples), task.step)
         return replace(scored, finished=queue.mark_finished())
 
 
@@ -118,16 +127,3 @@ def _first_error(errors: BaseExceptionGroup[Exception]) -> Exception:
     """Return the first error of nested groups."""
     first = errors.exceptions[0]
     return _first_error(first) if isinstance(first, BaseExceptionGroup) else first
-
-
-def _make_sample(prompt: Prompt, output: Generated, text: str, group_id: int, index: int) -> Sample:
-    return Sample(
-        group_id=group_id,
-        index=index,
-        prompt_tokens=prompt.tokens,
-        tokens=output.tokens,
-        rollout_logprobs=output.logprobs,
-        weight_versions=output.weight_versions,
-        truncated=output.truncated,
-        text=text,
-    )

@@ -86,6 +86,10 @@ class RolloutCollector:
         curriculum = _curriculum(state).after(
             [info for info in infos if info.finished], step, self.settings.algorithm.curriculum
         )
+        solve_streak, resting = (
+            {str(prompt): value for prompt, value in by_prompt.items()}
+            for by_prompt in (curriculum.solve_streak, curriculum.resting)
+        )
         return RolloutBatch(
             groups=[group for group in groups if group.samples[0].group_id in admitted],
             infos=tuple(info for info in infos if info.group_id in admitted),
@@ -93,7 +97,7 @@ class RolloutCollector:
             dropped=Counter(zero_std=selection.zero_std, surplus=selection.surplus, unfinished=selection.unfinished),
             length_bias=length_bias(infos, admitted),
             rounds=rounds,
-            state=_with_curriculum(state, curriculum),
+            state=replace(state, solve_streak=solve_streak, resting=resting),
         )
 
     def _next_prompts(self, state: TrainState, count: int, step: int) -> tuple[list[Prompt], TrainState]:
@@ -124,10 +128,3 @@ def _curriculum(state: TrainState) -> PromptCurriculum:
     return PromptCurriculum(
         *({int(prompt): value for prompt, value in side.items()} for side in (state.solve_streak, state.resting))
     )
-
-
-def _with_curriculum(state: TrainState, curriculum: PromptCurriculum) -> TrainState:
-    solve_streak, resting = (
-        {str(prompt): value for prompt, value in side.items()} for side in (curriculum.solve_streak, curriculum.resting)
-    )
-    return replace(state, solve_streak=solve_streak, resting=resting)

@@ -10,7 +10,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.options import train_parser
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.platform.warnings import silence_known_warnings
-from grpo_mp.rollout.ports import claim_port
+from grpo_mp.rollout.ports import claim_ports
 from grpo_mp.trainer.context import local_ranks
 from grpo_mp.trainer.dry_run import describe_run
 from grpo_mp.trainer.exit import exit_on_error
@@ -53,7 +53,7 @@ def _single_rank_environment() -> Iterator[None]:
     if "RANK" in os.environ:
         yield
         return
-    claim = claim_port()
+    claim = claim_ports()
     environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": claim.port}
     os.environ.update({name: str(value) for name, value in environment.items()} | {"MASTER_ADDR": "127.0.0.1"})
     try:

@@ -29,6 +29,7 @@ GIB = 2**30
 TIMEOUT_S = 600.0  # of the process group of one rank
 
 
+@torch.no_grad()
 def compare_logits(reference: Path, other: Path, seed: int = 0) -> float:
     """Return the largest difference of float32 logits on random tokens, relative to the largest of `reference`.
 
@@ -40,30 +41,23 @@ def compare_logits(reference: Path, other: Path, seed: int = 0) -> float:
             f"{reference} and {other} have {sizes[reference]} and {sizes[other]} tokens: they are different models"
         )
     for folder in sizes:
-        _check_memory(folder)
+        hf, free = HfConfig.read(folder), psutil.virtual_memory().available
+        needed = WEIGHT_COPIES * 4 * count_parameters(family_of(hf).params(hf).values())
+        if needed > free:
+            raise UserError(
+                f"{folder}: running it takes {ceil(needed / GIB)} GiB in float32 and {free // GIB} GiB are free: "
+                "compare without --logits, or on a larger machine"
+            )
     tokens = torch.randint(sizes[reference], (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(seed))
-    expected, logits = (run_model(folder, tokens) for folder in (reference, other))
+    expected, logits = (
+        _run_transformers(folder, tokens) if has_hf_weights(folder) else _run_megatron(folder, tokens)
+        for folder in (reference, other)
+    )
     return float((logits - expected).abs().max() / expected.abs().max())
 
 
-@torch.no_grad()
-def run_model(folder: Path, tokens: Tensor) -> Tensor:
-    """Compute float32 logits [B, T, V] of tokens [B, T]."""
-    return _run_transformers(folder, tokens) if has_hf_weights(folder) else _run_megatron(folder, tokens)
-
-
-def _check_memory(folder: Path) -> None:
-    hf = HfConfig.read(folder)
-    needed = WEIGHT_COPIES * 4 * count_parameters(family_of(hf).params(hf).values())
-    free = psutil.virtual_memory().available
-    if needed > free:
-        raise UserError(
-            f"{folder}: running it takes {ceil(needed / GIB)} GiB in float32 and {free // GIB} GiB are free: "
-            "compare without --logits, or on a larger machine"
-        )
-
-
 def _run_transformers(folder: Path, tokens: Tensor) -> Tensor:
+    """Compute float32 logits [B, T, V] of tokens [B, T], as `_run_megatron` does."""
     values = {key: value for key, value in HfConfig.read(folder).values.items() if key != QUANTISED}
     model_type = values.pop("model_type")
     config = AutoConfig.for_model(TRANSFORMERS_NAMES.get(model_type, model_type), **values)

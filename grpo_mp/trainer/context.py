@@ -257,7 +257,10 @@ def _build_scheduler(settings: Settings, policy: Policy, rollout: Rollout, monit
 
 
 def _build_weight_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout: Rollout) -> WeightSync:
-    targets = rollout.ranks if uses_cuda_ipc(settings.sync) else rollout.hosts
+    """Build the weight sync; its transport is None on a rank that sends nothing to an engine."""
+    by_ipc, gpus = uses_cuda_ipc(settings.sync), settings.engine.gpus
+    transport: Transport | None = None
+    targets = rollout.ranks if by_ipc else rollout.hosts
     plan = make_plan(
         policy.params,
         policy.local_shards(),
@@ -268,17 +271,13 @@ def _build_weight_sync(settings: Settings, parallel: Parallel, policy: Policy, r
     )
     fp8 = in_fp8(settings.engine.args, policy.hf, cpu=not platform.on_cuda())
     resharder = Resharder(plan, policy.params, policy.tensors, policy.tp_sizes(), parallel.rank in targets, fp8)
-    return WeightSync(resharder, _build_transport(settings, parallel, rollout), rollout.call)
-
-
-def _build_transport(settings: Settings, parallel: Parallel, rollout: Rollout) -> Transport | None:
-    """Build the transport to this rank's engine; None where the rank sends nothing."""
-    if not uses_cuda_ipc(settings.sync):
-        return HostTransport(rollout.client, settings.engine.gpus) if rollout.client else None
-    size = settings.engine.gpus
-    groups = engine_groups(rollout.hosts, size, settings.monitor.phase_timeout_s)
-    engine = parallel.rank // size
-    return IpcTransport(rollout.client, groups[engine]) if engine < len(groups) else None
+    if by_ipc:
+        groups = engine_groups(rollout.hosts, gpus, settings.monitor.phase_timeout_s)
+        if parallel.rank in targets:
+            transport = IpcTransport(rollout.client, groups[parallel.rank // gpus])
+    elif rollout.client:
+        transport = HostTransport(rollout.client, gpus)
+    return WeightSync(resharder, transport, rollout.call)
 
 
 def engine_groups(hosts: Sequence[int], size: int, timeout_s: float) -> list[dist.ProcessGroup]:

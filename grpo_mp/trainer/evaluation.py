@@ -75,8 +75,7 @@ class Evaluator:
 
     def _sample_texts(self, name: str, groups: list[SampleGroup], infos: list[SampleInfo]) -> dict[str, str]:
         """Gather answers to some questions of the set, the same questions each time, under their metric name."""
-        count = self.samples_shown
-        chosen = spread(sorted({info.group_id for info in infos}), count) if count else []
+        chosen = spread(sorted({info.group_id for info in infos}), self.samples_shown)
         shown = gather_groups(groups, chosen, self.parallel.cpu_group)
         return {fill("eval/{set}/samples", set=name): markdown(shown)} if shown else {}
 
@@ -87,15 +86,13 @@ def scores_before_training(run_folder: Path, step: int, current: Evaluation) -> 
     return read_scores(file) if step and file.exists() else current.scores
 
 
-def answer_pairs(
-    eval_sets: Iterable[PromptSet], before: Evaluation, after: Evaluation, count: int = 2
-) -> list[AnswerPair]:
-    """Pick questions that this rank's engine answered before and after, changed answers first."""
+def answer_pairs(eval_sets: Iterable[PromptSet], before: Evaluation, after: Evaluation) -> list[AnswerPair]:
+    """Pick two questions that this rank's engine answered before and after, changed answers first."""
     expected = {prompt.text: prompt.answer for prompts in eval_sets for prompt in prompts}
     questions = sorted(
         before.answers.keys() & after.answers.keys(), key=lambda q: (before.answers[q] == after.answers[q], q)
     )
-    return [AnswerPair(q, before.answers[q], after.answers[q], expected.get(q)) for q in questions[:count]]
+    return [AnswerPair(q, before.answers[q], after.answers[q], expected.get(q)) for q in questions[:2]]
 
 
 def _all_gather_votes(groups: Sequence[SampleGroup], scorer: Scorer, cpu_group: dist.ProcessGroup) -> Votes:

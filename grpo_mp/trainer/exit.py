@@ -58,7 +58,11 @@ def report_error_once(rank: int, store: dist.Store) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if not _is_first_to_report(store):
+        try:
+            is_first = store.add("ended", 1) == 1
+        except RuntimeError:
+            is_first = True  # the store is gone: two messages are better than none
+        if not is_first:
             raise _peer_failed(rank, error) from error
         raise
     except RuntimeError as error:
@@ -85,7 +89,8 @@ def exit_on_error() -> Iterator[None]:
         mark_finished(rank)
     except UserError as error:
         if rank and not dist.is_initialized():
-            _wait_for_first_rank()
+            # The launcher ends this rank meanwhile; where rank 0 did not fail, the node's first rank reports first.
+            time.sleep(FIRST_RANK_LIMIT_S + int(os.environ.get("LOCAL_RANK", 0)))
         _ignore_sigterm()
         _report_to_torchrun(f"error: {error}")
         exit_with(error)
@@ -104,18 +109,6 @@ def exit_on_error() -> Iterator[None]:
     except Exception as error:
         _report_to_torchrun(f"{type(error).__name__}: {error}")
         raise
-
-
-def _wait_for_first_rank() -> None:
-    """Wait to be ended by the launcher; where rank 0 did not fail, the first rank of the node reports first."""
-    time.sleep(FIRST_RANK_LIMIT_S + int(os.environ.get("LOCAL_RANK", 0)))
-
-
-def _is_first_to_report(store: dist.Store) -> bool:
-    try:
-        return store.add("ended", 1) == 1
-    except RuntimeError:
-        return True  # the store is gone: two messages are better than none
 
 
 def _peer_failed(rank: int, error: BaseException) -> PeerFailedError:

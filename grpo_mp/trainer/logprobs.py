@@ -35,7 +35,8 @@ def compute_logprobs(
     kl, parallel = algorithm.kl, policy.parallel
     updates = [list(update) for update in batch.updates]
     if needs_old_logprobs(algorithm, len(updates) * epochs):
-        updates = [_with_old(update, policy.logprobs(update), algorithm, parallel) for update in updates]
+        top_quantile = algorithm.entropy.top_quantile
+        updates = [_with_old(update, policy.logprobs(update), top_quantile, parallel) for update in updates]
     if kl.coef:
         with policy.at_reference():  # the weights are swapped once, not for every update
             updates = [with_reference_logprobs(update, policy.logprobs(update)) for update in updates]
@@ -52,28 +53,20 @@ def is_reporting_rank(parallel: Parallel) -> bool:
 
 
 def _with_old(
-    update: Sequence[MicroBatch], outputs: Sequence[Tensor], algorithm: AlgorithmConfig, parallel: Parallel
-) -> list[MicroBatch]:
-    floor, share = _entropy_floor(update, outputs, algorithm.entropy.top_quantile, parallel)
-    return [
-        replace(batch, entropy_floor=floor, entropy_weight=batch.entropy_weight / share)
-        for batch in with_old_logprobs(update, outputs)
-    ]
-
-
-def _entropy_floor(
     update: Sequence[MicroBatch], outputs: Sequence[Tensor], top_quantile: float, parallel: Parallel
-) -> tuple[float, float]:
-    """Return the entropy that `top_quantile` of the update's tokens reach, and their share (arXiv 2506.01939)."""
+) -> list[MicroBatch]:
+    """Add old logprobs, and the entropy that `top_quantile` of the update's tokens reach (arXiv 2506.01939)."""
+    batches = with_old_logprobs(update, outputs)
     if top_quantile == 1:
-        return -np.inf, 1.0
+        return batches
     local = [out[1].cpu()[batch.mask.bool()].numpy() for batch, out in zip(update, outputs, strict=False)]
     by_rank: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * parallel.world_size
     counts = is_reporting_rank(parallel) and local
     dist.all_gather_object(by_rank, np.concatenate(local) if counts else by_rank[0], group=parallel.cpu_group)
     entropies = np.concatenate(by_rank)
     floor = float(np.quantile(entropies, 1 - top_quantile))
-    return floor, float((entropies >= floor).mean())
+    share = float((entropies >= floor).mean())
+    return [replace(batch, entropy_floor=floor, entropy_weight=batch.entropy_weight / share) for batch in batches]
 
 
 def sample_microbatches(counts: Sequence[int], share: float, block: int, seed: str) -> list[list[int]]:
@@ -95,15 +88,12 @@ def _with_sampled_reference_logprobs(updates: Updates, policy: Policy, share: fl
     block = layout.pipeline if layout.virtual_pipeline else 1
     sampled = sample_microbatches([len(update) for update in updates], share, block, seed)
     with policy.at_reference():
-        return [_with_reference_at(update, indices, policy) for update, indices in zip(updates, sampled, strict=True)]
-
-
-def _with_reference_at(update: list[MicroBatch], indices: Sequence[int], policy: Policy) -> list[MicroBatch]:
-    if not indices:
-        return update
-    sampled = [update[i] for i in indices]
-    by_index = dict(zip(indices, with_reference_logprobs(sampled, policy.logprobs(sampled)), strict=True))
-    return [by_index.get(i, batch) for i, batch in enumerate(update)]
+        for number, indices in enumerate(sampled):
+            batches = [updates[number][i] for i in indices]
+            measured = with_reference_logprobs(batches, policy.logprobs(batches)) if batches else []
+            by_index = dict(zip(indices, measured, strict=True))
+            updates[number] = [by_index.get(i, batch) for i, batch in enumerate(updates[number])]
+    return updates
 
 
 def _with_kl_in_reward(

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import cycle
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +27,15 @@ from grpo_mp.types import MicroBatch, PerToken, SampleInfo
 def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
     """Summarise rewards and lengths of all samples of a step."""
     rewards, lengths = [info.reward for info in infos], [info.response_tokens for info in infos]
-    by_group: dict[int, list[float]] = defaultdict(list)
+    by_group, by_part, by_answer = (defaultdict[Any, list[float]](list) for _ in range(3))
     for info in infos:
         by_group[info.group_id].append(info.reward)
+        for part, value in info.reward_parts.items():
+            by_part[part].append(value)
+        if info.right is not None:  # the bias of Dr. GRPO is that only wrong answers grow
+            by_answer["right" if info.right else "wrong"].append(info.response_tokens)
+    right, rates = accuracy(infos), solve_rates(infos)
+    solved = {"rollout/all_right_groups": rates.count(1.0), "rollout/all_wrong_groups": rates.count(0.0)}
     lag = sum(weight_version * info.response_tokens - info.versions_sum for info in infos)
     return {
         "reward/mean": statistics.fmean(rewards),
@@ -38,9 +45,9 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
         "reward/group_std": statistics.fmean(statistics.pstdev(group) for group in by_group.values()),
         "reward/zero_std_ratio": len(groups_without_difference(rewards, [info.group_id for info in infos]))
         / len(by_group),
-        **_reward_part_means(infos),
+        **{fill("reward/part/{name}", name=part): statistics.fmean(values) for part, values in by_part.items()},
         "rollout/response_length/mean": statistics.fmean(lengths),
-        **_lengths_by_answer(infos),
+        **{fill("rollout/response_length/{answer}", answer=a): statistics.fmean(v) for a, v in by_answer.items()},
         "rollout/response_length/min": min(lengths),
         "rollout/response_length/max": max(lengths),
         "rollout/prompt_length/mean": statistics.fmean(info.prompt_tokens for info in infos),
@@ -48,7 +55,7 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
         "rollout/groups": len(by_group),
         "rollout/weight_version_lag/mean": lag / sum(lengths),
         "rollout/weight_version_lag/max": weight_version - min(info.oldest_version for info in infos),
-        **_solve_metrics(infos),
+        **({} if right is None else {"rollout/accuracy": right, **solved}),
     }
 
 
@@ -95,8 +102,9 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
     tokens = sum(
         len(plan.samples) and plan.tokens for update in batch.plan for rank in update.schedule.ranks for plan in rank
     )
+    names = dict.fromkeys(name for measured in by_update for name in measured)
     return {
-        **_means(by_update),
+        **{name: statistics.fmean(m[name] for m in by_update if name in m) for name in names},
         # Engine and policy hold the same weights only in the first update of the step.
         **{name: value for name, value in by_update[0].items() if name.startswith("mismatch/")},
         "train/ratio/max": max(measured["train/ratio/max"] for measured in by_update),
@@ -120,12 +128,6 @@ def packed_tokens(batch: StepBatch) -> int:
     plans = [plan for update in batch.plan for rank in update.schedule.ranks for plan in rank]
     saved = sum((prompt.samples - 1) * prompt.tokens for plan in plans for prompt in plan.prompts)
     return sum(info.total_tokens for info in batch.infos) - saved
-
-
-def _means(by_update: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Average each metric over the updates that measured it."""
-    names = dict.fromkeys(name for measured in by_update for name in measured)
-    return {name: statistics.fmean(measured[name] for measured in by_update if name in measured) for name in names}
 
 
 def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) -> float:
@@ -191,31 +193,6 @@ def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         "rollout/resting_prompts": len(rollouts.state.resting),
         **{fill("rollout/dropped_groups/{reason}", reason=reason): count for reason, count in rollouts.dropped.items()},
     }
-
-
-def _solve_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
-    """Return how much of the step is right; nothing where the reward says of no answer whether it is."""
-    right, rates = accuracy(infos), solve_rates(infos)
-    if right is None:
-        return {}
-    all_right, all_wrong = rates.count(1.0), rates.count(0.0)
-    return {"rollout/accuracy": right, "rollout/all_right_groups": all_right, "rollout/all_wrong_groups": all_wrong}
-
-
-def _lengths_by_answer(infos: Sequence[SampleInfo]) -> dict[str, float]:
-    """Compare lengths of right and wrong answers: the bias of Dr. GRPO is that only wrong ones grow."""
-    by_answer: dict[str, list[int]] = defaultdict(list)
-    for info in (info for info in infos if info.right is not None):
-        by_answer["right" if info.right else "wrong"].append(info.response_tokens)
-    return {fill("rollout/response_length/{answer}", answer=name): statistics.fmean(v) for name, v in by_answer.items()}
-
-
-def _reward_part_means(infos: Sequence[SampleInfo]) -> dict[str, float]:
-    parts: dict[str, list[float]] = defaultdict(list)
-    for info in infos:
-        for name, value in info.reward_parts.items():
-            parts[name].append(value)
-    return {fill("reward/part/{name}", name=name): statistics.fmean(values) for name, values in parts.items()}
 
 
 def reduce_report(report: UpdateReport, parallel: Parallel) -> dict[str, float]:

@@ -45,7 +45,12 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
     """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
     extensions = load_extensions(settings)
     check_policy(settings, world_size)
-    _check_export(settings)
+    final = settings.run.folder / FINAL
+    if settings.run.export and final.resolve() == settings.model.path.resolve():
+        raise UserError(
+            f"{final}: the export would take the place of model.path: choose another run.folder, or set "
+            "run.export=false"
+        )
     tokenizer = _check_engines(settings, world_size, ranks_per_node)
     train = load_prompts(settings.data.train, settings.data, tokenizer, settings.rollout.max_prompt_tokens)
     if len(train) < settings.rollout.prompts_per_step:
@@ -88,7 +93,11 @@ def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> 
     check_arguments(settings.engine.args, known_arguments())
     hf = HfConfig.read(settings.model.path, settings.model.family)
     check_engine(settings, hf, cpu=not platform.on_cuda())
-    tokenizer = _read_tokenizer(settings)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path))
+    except (OSError, ValueError, KeyError) as error:
+        message = " ".join(str(error).split())[:200]
+        raise UserError(f"{settings.model.path}: the tokenizer cannot be read ({message})") from error
     _check_sizes(settings, hf, len(tokenizer))
     return tokenizer
 
@@ -124,15 +133,6 @@ def check_engine(settings: Settings, hf: HfConfig, cpu: bool) -> None:
         check_engine_parallelism(settings.engine.gpus, settings.engine.args, hf)
 
 
-def _check_export(settings: Settings) -> None:
-    final = settings.run.folder / FINAL
-    if settings.run.export and final.resolve() == settings.model.path.resolve():
-        raise UserError(
-            f"{final}: the export would take the place of model.path: choose another run.folder, or set "
-            "run.export=false"
-        )
-
-
 def _check_device_settings(settings: Settings) -> None:
     if settings.sync.transport == "ipc" and not platform.on_cuda():
         raise UserError("sync.transport=ipc needs CUDA, and this machine computes on its CPU: set auto or host")
@@ -141,14 +141,6 @@ def _check_device_settings(settings: Settings) -> None:
             f"layout.context={settings.layout.context}: no attention kernel divides float32 sequences on a GPU: set "
             "model.dtype=bfloat16 or layout.context=1"
         )
-
-
-def _read_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(str(settings.model.path))
-    except (OSError, ValueError, KeyError) as error:
-        message = " ".join(str(error).split())[:200]
-        raise UserError(f"{settings.model.path}: the tokenizer cannot be read ({message})") from error
 
 
 def _check_sizes(settings: Settings, hf: HfConfig, tokens: int) -> None:
@@ -171,10 +163,18 @@ def _check_sizes(settings: Settings, hf: HfConfig, tokens: int) -> None:
             )
 
 
-def start_warnings(settings: Settings, fp8: bool) -> tuple[str, ...]:
+def start_warnings(settings: Settings, fp8: bool) -> list[str]:
     """Warn of settings that have no effect and of an uncorrected mismatch; `fp8`: engines compute in blockwise FP8."""
-    cache = str(settings.engine.args.get("kv_cache_dtype", ""))
-    return (*_warn_without_effect(settings), *_warn_uncorrected(settings.algorithm, fp8 or cache.startswith("fp8")))
+    warnings = list(_warn_without_effect(settings))
+    algorithm, cache = settings.algorithm, str(settings.engine.args.get("kv_cache_dtype", ""))
+    in_low_precision = fp8 or cache.startswith("fp8")
+    if in_low_precision and algorithm.rollout_correction.kind == "none" and algorithm.old_logprobs == "recomputed":
+        warnings.append(
+            "engines compute in FP8 and algorithm.rollout_correction is none: samples come from other probabilities "
+            "than the policy's, and accuracy is known to drop: set algorithm.rollout_correction="
+            "{kind: truncate, high: 2.0}"
+        )
+    return warnings
 
 
 def _warn_without_effect(settings: Settings) -> Iterator[str]:
@@ -192,13 +192,4 @@ def _warn_without_effect(settings: Settings) -> Iterator[str]:
         yield (
             f"algorithm.preset={algorithm.preset}: with one update a step (training.updates_per_step and "
             f"training.epochs are 1) every importance ratio is 1, and {', '.join(idle)} does nothing: set 2 or more"
-        )
-
-
-def _warn_uncorrected(algorithm: AlgorithmConfig, fp8: bool) -> Iterator[str]:
-    if fp8 and algorithm.rollout_correction.kind == "none" and algorithm.old_logprobs == "recomputed":
-        yield (
-            "engines compute in FP8 and algorithm.rollout_correction is none: samples come from other probabilities "
-            "than the policy's, and accuracy is known to drop: set algorithm.rollout_correction="
-            "{kind: truncate, high: 2.0}"
         )

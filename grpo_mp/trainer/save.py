@@ -17,7 +17,6 @@ from grpo_mp.checkpoint.run_state import (
     write_manifest,
 )
 from grpo_mp.config import RunConfig
-from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.policy.checkpoint import save_policy, save_reference
 from grpo_mp.policy.policy import Policy
 from grpo_mp.weight_sync.reshard import Resharder
@@ -40,18 +39,12 @@ def save_checkpoint(run: RunConfig, policy: Policy, state: TrainState) -> None:
     if state.reference_refreshed:
         save_reference(policy, folder / "reference")
     dist.barrier(group=parallel.cpu_group)
-    files = _gather_checksums(folder, parallel)
-    if parallel.rank == 0:
-        write_manifest(folder, state, files)
-        prune_checkpoints(run.folder, run.keep_checkpoints)
-
-
-def _gather_checksums(folder: Path, parallel: Parallel) -> Files:
-    """Gather the checksum of every file of a checkpoint on the first rank; each rank reads those that it wrote."""
     files_by_rank: list[Files] | None = [{}] * parallel.world_size if parallel.rank == 0 else None
-    own_files = own_checksums(folder, parallel.rank, parallel.world_size)
+    own_files = own_checksums(folder, parallel.rank, parallel.world_size)  # each rank reads those that it wrote
     dist.gather_object(own_files, files_by_rank, dst=0, group=parallel.cpu_group)
-    return {name: entry for files in files_by_rank or () for name, entry in files.items()}
+    if files_by_rank:
+        write_manifest(folder, state, {name: entry for files in files_by_rank for name, entry in files.items()})
+        prune_checkpoints(run.folder, run.keep_checkpoints)
 
 
 def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int) -> None:

@@ -16,13 +16,12 @@ from grpo_mp.evaluation.plot import plot_pass_at_k, write_svg
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import RangeWatch, fill
 from grpo_mp.monitor.progress import Progress
-from grpo_mp.monitor.samples import SampleWriter, spread
+from grpo_mp.monitor.samples import drop_samples, markdown, spread, write_samples
 from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars, summarise
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.writer import MetricWriter
 from grpo_mp.policy.expert_load import ExpertLoad, heat_map, load_ratios, max_load_ratio
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.rewards.tally import Tally
 from grpo_mp.scheduler.memory_tracker import MemoryTracker
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.metrics import (
@@ -79,9 +78,8 @@ class StepLogger:
             if parallel.rank == 0
             else None
         )
-        self._sample_writer = (
-            SampleWriter(self._folder, self._writer, 0, first_step) if self._writer and self._samples_per_step else None
-        )
+        if self._writer and self._samples_per_step:
+            drop_samples(self._folder, first_step)
         self._ranges, self._complained = RangeWatch(), set[str]()
         self._start_ns = timeline.now_ns()
 
@@ -89,13 +87,6 @@ class StepLogger:
         """Start the clock of a step."""
         self._timeline.take()
         self._start_ns = self._timeline.now_ns()
-
-    def end_step(self) -> StepSummary:
-        """Stop the clock; return the slowest rank's seconds, the mean of the shares. Every rank must call this."""
-        summary = summarise(self._timeline.take(), self._start_ns, self._timeline.now_ns())
-        summaries: list[StepSummary] = [summary] * self._parallel.world_size
-        dist.all_gather_object(summaries, summary, group=self._parallel.cpu_group)
-        return reduce_over_ranks(summaries)
 
     def step_record(
         self,
@@ -108,9 +99,14 @@ class StepLogger:
         check: CheckReport,
     ) -> StepRecord:
         """Collect all of the step but its evaluation; `state` is that after the step. Every rank must call this."""
-        summary = self.end_step()
-        tally = total_tally(self._scorer.take_tally(), self._parallel)
-        self._warn_of_failures(tally)
+        own_summary = summarise(self._timeline.take(), self._start_ns, self._timeline.now_ns())
+        summaries: list[StepSummary] = [own_summary] * self._parallel.world_size
+        dist.all_gather_object(summaries, own_summary, group=self._parallel.cpu_group)
+        summary, tally = reduce_over_ranks(summaries), total_tally(self._scorer.take_tally(), self._parallel)
+        for part, sentence in tally.complaints.items():
+            if part not in self._complained:  # noted once, where a failing reward does not stop the run
+                self._progress.note(f"warning: {sentence}")
+        self._complained |= tally.complaints.keys()
         scalars = {
             # The samples were drawn before this step's updates, each of which raises the version by 1.
             **rollout_metrics(rollouts.scored, sync.version - len(reports)),
@@ -132,7 +128,11 @@ class StepLogger:
             scalars["train/expert_load/max_over_mean"] = worst
             histograms["train/expert_load/values"] = load_ratios(load)
             texts["train/expert_load/by_layer"] = heat_map(load)
-        return StepRecord(scalars, histograms, texts, self._gather_samples(rollouts))
+        ids = spread(sorted({info.group_id for info in rollouts.infos}), self._samples_per_step)
+        groups = gather_groups(rollouts.groups, ids, self._parallel.cpu_group)
+        if groups:
+            texts["rollout/samples"] = markdown(groups)
+        return StepRecord(scalars, histograms, texts, groups)
 
     def write(self, step: int, record: StepRecord) -> None:
         """Write a step, and note metrics that left their healthy range on the screen."""
@@ -143,8 +143,8 @@ class StepLogger:
             self._writer.histogram(step, name, values)
         for name, text in record.texts.items():
             self._writer.text(step, name, text)
-        if self._sample_writer and record.groups:
-            self._sample_writer.write(step, record.groups)
+        if record.groups:
+            write_samples(self._folder, step, record.groups)
         for sentence in self._ranges.new_warnings(record.scalars):
             self._progress.note(f"step {step}: {sentence}")
 
@@ -176,20 +176,6 @@ class StepLogger:
             "speed/samples_per_s": len(rollouts.launched) / summary.wall_s,
             "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / self._parallel.world_size,
         }
-
-    def _gather_samples(self, rollouts: RolloutBatch) -> list[SampleGroup]:
-        """Gather some groups of the step on rank 0, from whichever rank's engine. Every rank must call this."""
-        if not self._samples_per_step:
-            return []
-        ids = sorted({info.group_id for info in rollouts.infos})
-        return gather_groups(rollouts.groups, spread(ids, self._samples_per_step), self._parallel.cpu_group)
-
-    def _warn_of_failures(self, tally: Tally) -> None:
-        """Note once for each part of the reward how it failed, where a failing call does not stop the run."""
-        for part, sentence in tally.complaints.items():
-            if part not in self._complained:
-                self._progress.note(f"warning: {sentence}")
-        self._complained |= tally.complaints.keys()
 
 
 def sync_metrics(sync: SyncReport, check: CheckReport) -> dict[str, float]:

@@ -9,6 +9,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from pathlib import Path
 
 import psutil
@@ -50,7 +51,7 @@ async def measure(
     """Print a line for each round."""
     encode = make_tokenizer([]).encode
     by_prompt = {tuple(encode(question)): list(wanted) for question, wanted in zip(questions, lengths, strict=False)}
-    async with EngineClient(0, process.url, process.headers, REQUEST_LIMIT_S) as plain:
+    async with aclosing(EngineClient(0, process.url, process.headers, REQUEST_LIMIT_S)) as plain:
         client = ExactLengths(plain, by_prompt)
         if hold:
             hold.write_text("\n".join(f"{one.pid} {role(one)}" for one in processes(process)))

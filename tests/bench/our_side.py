@@ -29,7 +29,7 @@ class ExactLengths(EngineClient):
         exact = [replace(sampling, max_response_tokens=length, ignore_eos=True).as_json(1) for length in wanted]
         prompts = [list(prompt_tokens)] * len(exact)
         body = {"input_ids": prompts, "sampling_params": exact, "return_logprob": True}
-        return [self._generated(output) for output in await self._call("POST", "/generate", body)]
+        return [self._parse_output(output) for output in await self._call("POST", "/generate", body)]
 
 
 def make_settings(folder: Path, run_folder: Path, steps: int) -> Settings:

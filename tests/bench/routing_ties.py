@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import tempfile
 from collections.abc import Iterable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def engine_scores(folder: Path, tokens: Tensor) -> list[list[float]]:
     """Logprobs [N, L - 1] by a server started for this."""
 
     async def score(url: str, headers: dict[str, str]) -> list[list[float]]:
-        async with EngineClient(0, url, headers, 600.0) as client:
+        async with aclosing(EngineClient(0, url, headers, 600.0)) as client:
             return [row for batch in tokens.split(BATCH) for row in await client.score(batch.tolist())]
 
     with tempfile.TemporaryDirectory() as scratch:

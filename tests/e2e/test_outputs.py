@@ -5,6 +5,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -153,7 +154,7 @@ def test_sglang_serves_the_final_folder_and_agrees_with_the_policy(
     spec = EngineSpec(index=0, rank=0, model=run / "final", dtype="float32", context_tokens=64, cpu=True)
 
     async def ask(engine: EngineProcess) -> list[list[float]]:
-        async with EngineClient(0, engine.url, engine.headers, 60.0) as client:
+        async with aclosing(EngineClient(0, engine.url, engine.headers, 60.0)) as client:
             return await client.score(sequences)
 
     with EngineProcess(spec, tmp_path / "engine.log") as engine:

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from grpo_mp.rollout.ports import claim_port
+from grpo_mp.rollout.ports import claim_ports
 from tests.e2e.conftest import StartJob, outcome
 from tests.e2e.jobs import read_jsonl
 
@@ -16,7 +16,7 @@ def node(number: int, port: int) -> tuple[str, ...]:
 
 def test_each_node_has_its_engine_and_both_train(start_job: StartJob, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    claim = claim_port()
+    claim = claim_ports()
     jobs = [start_job(f"run.folder={run}", "run.steps=1", command=node(number, claim.port)) for number in range(2)]
     ends = [outcome(job) for job in jobs]
     assert [end.status for end in ends] == [0, 0], [end.err for end in ends]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from grpo_mp.rollout.ports import claim_port
+from grpo_mp.rollout.ports import claim_ports
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("n1", "n2", "n3")
@@ -56,7 +56,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder, self._daemons = folder, list[subprocess.Popen[bytes]]()
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-        claims = [claim_port() for _ in range(1 + len(NODES))]
+        claims = [claim_ports() for _ in range(1 + len(NODES))]
         host = socket.gethostname()
         ports = [claim.port for claim in claims]
         nodes = "\n".join(NODE.format(name=n, host=host, port=p) for n, p in zip(NODES, ports[1:], strict=True))

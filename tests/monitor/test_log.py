@@ -31,37 +31,6 @@ def test_a_warning_is_shown_and_kept(file: Path, capsys: pytest.CaptureFixture[s
     assert " WARNING some.library: low on memory" in file.read_text()
 
 
-@pytest.mark.parametrize(
-    ("message", "module"),
-    [
-        ("`torch.distributed.reduce_scatter_tensor` is deprecated. Please use", "torch.distributed.c10d_logger"),
-        ("The .grad attribute of a Tensor that is not a leaf Tensor is", "megatron.core.optimizer.optimizer"),
-        ("`load_state_dict` is deprecated and will be", "megatron.core.dist_checkpointing.strategies.torch"),
-        ("Please use DTensor instead and we are", "torch.distributed.checkpoint.planner_helpers"),
-    ],
-)
-def test_a_known_notice_is_kept_and_not_shown(
-    message: str, module: str, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with logging_to(file, "info"):
-        warn(message, module)
-        assert capsys.readouterr().err == ""
-        warn(message, "grpo_mp.policy.optimizer")
-        assert message in capsys.readouterr().err
-    assert file.read_text().count(message) == 2
-
-
-def test_known_messages_of_loggers(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with logging_to(file, "info"):
-        logging.getLogger("megatron.core.models.gpt.gpt_model").warning("GPTModel IS DEPRECATED. GPTModel is only")
-        logging.getLogger("megatron.core.rerun_state_machine").warning("not in use")
-        assert capsys.readouterr().err == ""
-        logging.getLogger("megatron.core.rerun_state_machine").error("broken")
-        logging.getLogger("megatron.core.other").warning("GPTModel IS DEPRECATED")
-    assert capsys.readouterr().err == "broken\nGPTModel IS DEPRECATED\n"
-    assert len(file.read_text().splitlines()) == 4
-
-
 def test_the_level_is_that_of_the_file(file: Path) -> None:
     with logging_to(file, "warning"):
         logging.getLogger("grpo_mp").info("step 1")

@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from grpo_mp.evaluation.pass_at_k import Estimate
-from grpo_mp.monitor.progress import AnswerPair, EvalScore, Progress
-from grpo_mp.monitor.screen import View, duration, live
+from grpo_mp.evaluation.score import EvalScore
+from grpo_mp.monitor.progress import Progress
+from grpo_mp.monitor.screen import AnswerPair, View, duration, live
 from grpo_mp.phases import Phase
 
 SCALARS = {
@@ -45,7 +46,6 @@ def run_two_steps(console: Console, rank: int = 0) -> None:
         progress.note("engine 0 is up")
         for step in (11, 12):
             with progress.phase("GENERATE"):
-                progress.detail("170/256 samples")
                 clock.now_s += 4.0
             progress.step(step, SCALARS, accuracy=0.5)
 

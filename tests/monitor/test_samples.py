@@ -6,10 +6,8 @@ from datetime import date
 from pathlib import Path
 
 import numpy as np
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from grpo_mp.monitor.samples import SampleWriter, sample_lines, spread
-from grpo_mp.monitor.writer import MetricWriter
+from grpo_mp.monitor.samples import drop_samples, markdown, sample_lines, spread, write_samples
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 
@@ -45,8 +43,8 @@ def test_objects_that_json_lacks_are_written_as_text() -> None:
 
 
 def test_jsonl_holds_whole_groups(tmp_path: Path) -> None:
-    path = SampleWriter(tmp_path, groups_per_step=2).write(12, [make_group(i) for i in range(4)])
-    assert path == tmp_path / "samples" / "step_000012.jsonl"
+    write_samples(tmp_path, 12, [make_group(0), make_group(2)])
+    path = tmp_path / "samples" / "step_000012.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [(row["group_id"], row["index"]) for row in rows] == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2)]
     assert rows[1] == {
@@ -67,12 +65,8 @@ def test_jsonl_holds_whole_groups(tmp_path: Path) -> None:
     }
 
 
-def test_tensorboard_shows_best_and_worst(tmp_path: Path) -> None:
-    with MetricWriter(tmp_path) as metrics:
-        SampleWriter(tmp_path, metrics).write(1, [make_group(5)])
-    reader = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    (event,) = reader.Tensors("rollout/samples/text_summary")
-    text = event.tensor_proto.string_val[0].decode()
+def test_markdown_shows_best_and_worst() -> None:
+    text = markdown([make_group(5)])
     assert text.index("answer 5.1") < text.index("answer 5.0")
     assert "answer 5.2" not in text
     assert "    found: 1" in text
@@ -80,14 +74,14 @@ def test_tensorboard_shows_best_and_worst(tmp_path: Path) -> None:
 
 
 def test_resume_removes_later_steps(tmp_path: Path) -> None:
-    writer = SampleWriter(tmp_path)
     for step in (1, 2, 3):
-        writer.write(step, [make_group(0)])
-    SampleWriter(tmp_path, first_step=3)
+        write_samples(tmp_path, step, [make_group(0)])
+    drop_samples(tmp_path, first_step=3)
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
 
 
 def test_spread_is_even_and_never_repeats() -> None:
     groups = [make_group(i) for i in range(7)]
-    assert spread(groups, 0) == spread(groups, 9) == groups
+    assert spread(groups, 0) == []
+    assert spread(groups, 9) == groups
     assert [g.prompt.index for g in spread(groups, 3)] == [0, 2, 4]

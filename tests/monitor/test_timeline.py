@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -29,11 +28,11 @@ def balanced(events: list[Event]) -> bool:
     return not any(open_names.values())
 
 
-def test_spans_nest_and_lanes_are_named(tmp_path: Path) -> None:
+def test_spans_nest_on_a_named_lane(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path, rank=3)
     before = time.time_ns()
-    with timeline.span("GENERATE", step=1):
-        with timeline.span("group", lane="engine 0", group_id=7):
+    with timeline.span("GENERATE"):
+        with timeline.span("MOVE"):
             pass
         with timeline.span("WAIT"):
             pass
@@ -43,11 +42,10 @@ def test_spans_nest_and_lanes_are_named(tmp_path: Path) -> None:
     assert balanced(events)
     assert {event["pid"] for event in events} == {3}
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert lanes == {0: "policy", 1: "engine 0"}
-    begin = next(event for event in events if event["name"] == "group" and event["ph"] == "B")
-    assert begin["args"] == {"group_id": 7}
+    assert lanes == {0: "policy"}
+    begin = next(event for event in events if event["name"] == "MOVE" and event["ph"] == "B")
     assert before / 1000 - 1e4 <= begin["ts"] <= after / 1000 + 1e4
-    assert [span.name for span in timeline.take()] == ["group", "WAIT", "GENERATE"]
+    assert [span.name for span in timeline.take()] == ["MOVE", "WAIT", "GENERATE"]
     assert timeline.take() == ()
 
 
@@ -59,25 +57,6 @@ def test_span_ends_when_the_body_raises(tmp_path: Path) -> None:
     except KeyError:
         timeline.close()
     assert balanced(json.loads(trace_path(tmp_path, 0).read_text()))
-
-
-def test_threads_on_their_own_lanes(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path, rank=0)
-
-    def work(number: int) -> None:
-        for _ in range(50):
-            with timeline.span("request", lane=f"engine {number}"):
-                pass
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    timeline.close()
-    events = json.loads(trace_path(tmp_path, 0).read_text())
-    assert balanced(events)
-    assert sum(event["ph"] == "B" for event in events) == len(timeline.take()) == 200
 
 
 def test_killed_process_leaves_a_trace_that_a_resumed_one_extends(tmp_path: Path) -> None:

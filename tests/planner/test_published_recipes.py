@@ -4,6 +4,8 @@ Both keep more than this trainer does. What they keep is stated here as the plan
 their trainers, not settings of this one.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from grpo_mp.planner.bytes_per_parameter import BytesPerParameter
@@ -42,7 +44,7 @@ def test_slime_on_128_gpus_of_80_gb() -> None:
     job = job_of(
         "deepseek-r1", "h100-80", 16, layout=layout, engine=ENGINE, rollout=ROLLOUT, training=training(13, 16384)
     )
-    plan = make_plan(job, SLIME)
+    plan = make_plan(replace(job, per_parameter=SLIME))
     assert total(plan.memory.host[SubPhase.TRAIN]) == pytest.approx(1.45 * TB, rel=0.15)
     assert check_fits(plan).device.headroom > 0
 
@@ -55,7 +57,7 @@ def test_verl_on_96_gpus_of_96_gb() -> None:
     job = job_of(
         "deepseek-r1", "h20-96", 12, layout=layout, engine=engine, rollout=rollout, training=training(6, 10240)
     )
-    plan = make_plan(job, VERL)
+    plan = make_plan(replace(job, per_parameter=VERL))
     device = max(total(items[SubPhase.TRAIN]) for items in plan.memory.device)
     assert device == pytest.approx(66e9, rel=0.15)
     assert total(plan.memory.host[SubPhase.TRAIN]) == pytest.approx(1.5 * TB, rel=0.15)
@@ -67,7 +69,7 @@ def test_64_gpus_of_80_gb_do_not_hold_float32_gradients() -> None:
     job = job_of(
         "deepseek-r1", "h100-80", 8, layout=layout, engine=ENGINE, rollout=ROLLOUT, training=training(13, 16384)
     )
-    slime = check_fits(make_plan(job, SLIME))
+    slime = check_fits(make_plan(replace(job, per_parameter=SLIME)))
     assert not slime.fits
     assert (slime.device.sub_phase, slime.device.kind) == (SubPhase.TRAIN, "gradients")
     assert slime.device.kind_bytes / GIB > 38

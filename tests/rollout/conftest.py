@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,9 @@ def ask(engine: EngineProcess) -> Callable[[Callable[[EngineClient], Awaitable[A
 
     def call(question: Callable[[EngineClient], Awaitable[Any]]) -> Any:
         async def run() -> Any:
-            async with EngineClient(engine.spec.index, engine.url, engine.headers, REQUEST_TIMEOUT_S) as client:
+            async with aclosing(
+                EngineClient(engine.spec.index, engine.url, engine.headers, REQUEST_TIMEOUT_S)
+            ) as client:
                 return await question(client)
 
         return asyncio.run(run())

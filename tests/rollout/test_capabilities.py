@@ -1,6 +1,6 @@
 """What two versions of SGLang say of themselves, and one that lacks something."""
 
-from grpo_mp.rollout.capabilities import REQUIRED_ROUTES, read_capabilities
+from grpo_mp.rollout.client import REQUIRED_ROUTES, read_capabilities
 
 
 def test_versions_with_and_without_sessions() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,6 @@ def test_scores_are_those_of_transformers(
 
 
 async def score_and_generate(process: EngineProcess) -> tuple[list[list[float]], list[Generated]]:
-    async with EngineClient(process.spec.index, process.url, process.headers, REQUEST_TIMEOUT_S) as client:
+    async with aclosing(EngineClient(process.spec.index, process.url, process.headers, REQUEST_TIMEOUT_S)) as client:
         generated = client.generate(TOKENS, Sampling(GENERATED_TOKENS, ignore_eos=True), 3)
         return await client.score([TOKENS]), await generated

@@ -9,14 +9,14 @@ import pytest
 
 from grpo_mp.errors import UserError
 from grpo_mp.rollout import ports
-from grpo_mp.rollout.ports import PortClaim, claim_port, claim_ports, own_address
+from grpo_mp.rollout.ports import PortClaim, claim_ports, own_address
 
 CLAIM = """
 import sys
 from grpo_mp.rollout import ports
 ports.FIRST_PORT = int(sys.argv[1])
 ports._last_port = lambda: ports.FIRST_PORT
-ports.claim_port()
+ports.claim_ports()
 """
 
 
@@ -29,13 +29,13 @@ def single_free_port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def free_port() -> int:
-    claim = claim_port()
+    claim = claim_ports()
     claim.release()
     return claim.port
 
 
 def test_claims_differ_and_can_be_bound() -> None:
-    claims = [claim_port() for _ in range(50)]
+    claims = [claim_ports() for _ in range(50)]
     assert len({claim.port for claim in claims}) == 50
     for claim in claims:
         with socket.create_server(("127.0.0.1", claim.port)):
@@ -44,24 +44,24 @@ def test_claims_differ_and_can_be_bound() -> None:
 
 def test_a_claimed_port_is_not_chosen_again_until_released(monkeypatch: pytest.MonkeyPatch) -> None:
     port = single_free_port(monkeypatch)
-    claim = claim_port()
+    claim = claim_ports()
     assert claim.port == port
     with pytest.raises(UserError, match=f"no free port between {port} and {port}"):
-        claim_port()
+        claim_ports()
     claim.release()
-    claim_port().release()
+    claim_ports().release()
 
 
 def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     port = single_free_port(monkeypatch)
     with socket.create_server(("127.0.0.1", port)), pytest.raises(UserError, match="no free port"):
-        claim_port()
+        claim_ports()
 
 
 def test_another_process_sees_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     port = single_free_port(monkeypatch)
     command = [sys.executable, "-c", CLAIM, str(port)]
-    claim = claim_port()
+    claim = claim_ports()
     assert b"no free port" in subprocess.run(command, capture_output=True, timeout=300).stderr
     claim.release()
     assert subprocess.run(command, capture_output=True, timeout=300).returncode == 0

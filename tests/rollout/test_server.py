@@ -156,11 +156,6 @@ def test_engine_restarts_on_another_port_where_another_server_answers(
         assert [model["id"] for model in models] == [engine.served_model_name]
 
 
-def test_unknown_arguments_are_found_before_anything_starts(make_spec: SpecFactory, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"engine.args.mem_fraction_statik: .*did you mean mem_fraction_static"):
-        EngineProcess(make_spec(args={"mem_fraction_statik": 0.5}), tmp_path / "engine.log")
-
-
 def test_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert last_lines(log, 2) == "(nothing)"

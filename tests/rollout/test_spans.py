@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ SEQUENCE = tuple(range(5, 25))
 
 def score(engine: EngineProcess) -> list[float]:
     async def request() -> list[list[float]]:
-        async with EngineClient(engine.spec.index, engine.url, engine.headers, REQUEST_TIMEOUT_S) as client:
+        async with aclosing(EngineClient(engine.spec.index, engine.url, engine.headers, REQUEST_TIMEOUT_S)) as client:
             return await client.score([SEQUENCE])
 
     return asyncio.run(request())[0]

@@ -65,7 +65,7 @@ def test_no_recipe_is_warned_of(path: Path) -> None:
     """Every recipe whose engine is quantised corrects for it by tokens at 2, and updates more than once a step."""
     settings = load_settings(path)
     fp8 = in_fp8(settings.engine.args, PUBLISHED, cpu=False)
-    assert start_warnings(settings, fp8) == ()
+    assert start_warnings(settings, fp8) == []
     if fp8:
         correction = settings.algorithm.rollout_correction
         assert (correction.kind, correction.level, correction.high) == ("truncate", "token", 2.0)
