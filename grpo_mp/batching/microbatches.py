@@ -5,7 +5,7 @@ ranks in each. So the plan makes `data_parallel * K` bins of similar cost and le
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -81,10 +81,12 @@ def plan_microbatches(
     fitting = sum(length for length in padded if length <= max_tokens)
     fewest = sum(length > max_tokens for length in padded) + -(-fitting // max_tokens)
     count = max(multiple, round_up(-(-fewest // data_parallel), multiple))  # micro-batches of each rank
-    bins = None
-    while bins is None:
-        bins = _least_loaded(longest_first, padded, data_parallel * count, max_tokens, costs)
-        bins = bins or _first_fit(longest_first, padded, data_parallel * count, max_tokens)
+    by_first_fit = first_fit(longest_first, padded, max_tokens)
+    while (bins := _least_loaded(longest_first, padded, data_parallel * count, max_tokens, costs)) is None:
+        empty = data_parallel * count - len(by_first_fit)
+        if empty >= 0:
+            bins = [*by_first_fit, *([] for _ in range(empty))]
+            break
         count += multiple
     return Schedule(_assign_to_ranks(bins, padded, data_parallel, costs), align)
 
@@ -114,18 +116,18 @@ def _least_loaded(
     return contents
 
 
-def _first_fit(order: list[int], padded: list[int], bins: int, max_tokens: int) -> list[list[int]] | None:
-    """Put the longest first, each into the first bin that has room."""
-    contents: list[list[int]] = [[] for _ in range(bins)]
-    tokens = [0] * bins
-    for sample in order:
-        room = (i for i in range(bins) if not tokens[i] or tokens[i] + padded[sample] <= max_tokens)
-        index = next(room, None)
-        if index is None:
-            return None
-        contents[index].append(sample)
-        tokens[index] += padded[sample]
-    return contents
+def first_fit(order: Iterable[int], sizes: Sequence[int] | Mapping[int, int], capacity: int) -> list[list[int]]:
+    """Put items, in order, each into the first bin that has room; one larger than a bin gets one of its own."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in order:
+        index = next((i for i, free in enumerate(room) if sizes[item] <= free), len(bins))
+        if index == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[index].append(item)
+        room[index] -= sizes[item]
+    return bins
 
 
 def _assign_to_ranks(

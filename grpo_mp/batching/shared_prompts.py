@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from grpo_mp.batching.microbatches import Cost, MicroBatchPlan, Schedule, SharedPrompt, round_up
+from grpo_mp.batching.microbatches import Cost, MicroBatchPlan, Schedule, SharedPrompt, first_fit, round_up
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,7 @@ def _split_unit(
     """Split into units of at most `limit` tokens, longest samples first; a single sample may be longer."""
     if unit.tokens <= limit or len(unit.samples) == 1:
         return [unit]
-    parts: list[list[int]] = []
-    room: list[int] = []
-    for length, sample in sorted(zip(unit.lengths, unit.samples, strict=True), reverse=True):
-        part = next((i for i, free in enumerate(room) if length <= free), None)
-        if part is None:
-            part = len(parts)
-            parts.append([])
-            room.append(limit - unit.prompt_length)
-        parts[part].append(sample)
-        room[part] -= length
+    sizes = dict(zip(unit.samples, unit.lengths, strict=True))
+    longest_first = sorted(unit.samples, key=lambda sample: (sizes[sample], sample), reverse=True)
+    parts = first_fit(longest_first, sizes, limit - unit.prompt_length)
     return [_make_unit(sorted(part), lengths, prompts, align) for part in parts]

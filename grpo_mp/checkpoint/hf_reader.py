@@ -7,26 +7,13 @@ from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES
 
 from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.errors import UserError
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
 from grpo_mp.models.mapping import Param
 
-DTYPES = {  # by their names in a file's header
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # of a folder without an index
 
@@ -89,10 +76,11 @@ class HfReader:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that the file stores. Raises UserError for one that torch lacks."""
-        dtype = self._handle(name).get_slice(name).get_dtype()
-        if dtype not in DTYPES:
-            raise UserError(f"{self.folder}: the tensor {name} is stored as {dtype}, which torch does not know")
-        return DTYPES[dtype]
+        stored = self._handle(name).get_slice(name).get_dtype()
+        dtype = _TYPES.get(stored)
+        if dtype is None:
+            raise UserError(f"{self.folder}: the tensor {name} is stored as {stored}, which torch does not know")
+        return dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(name).get_slice(name).get_shape())

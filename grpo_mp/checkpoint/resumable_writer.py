@@ -133,23 +133,23 @@ def _write_missing(
     workers: WorkerGroup,
 ) -> Iterator[int]:
     """Yield the bytes written by all ranks. One part is loaded while another is saved and a third is synced."""
+
+    def write(part: Part, content: Content) -> int:
+        _remove(folder / part.name)
+        save(folder / part.name, content)
+        write_json(_record_file(folder, part), _part_checksums(folder, part))
+        return part.bytes
+
     with ThreadPoolExecutor(MAX_PENDING_WRITES) as executor:
         pending: deque[Future[int]] = deque()
         for part in parts:
             content = load(part)
             if len(pending) == MAX_PENDING_WRITES:
                 yield workers.add_bytes(pending.popleft().result())
-            pending.append(executor.submit(_write_part, folder, part, save, content))
+            pending.append(executor.submit(write, part, content))
             del content
         for future in pending:
             yield workers.add_bytes(future.result())
-
-
-def _write_part(folder: Path, part: Part, save: Callable[[Path, Content], None], content: Content) -> int:
-    _remove(folder / part.name)
-    save(folder / part.name, content)
-    write_json(_record_file(folder, part), _part_checksums(folder, part))
-    return part.bytes
 
 
 def _record_file(folder: Path, part: Part) -> Path:

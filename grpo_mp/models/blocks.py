@@ -1,6 +1,6 @@
 """Rules and Megatron settings that many families share: embeddings, norms, MLPs, experts."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,14 +51,14 @@ def embedding_and_head(hf: HfConfig) -> list[Rule]:
     ]
 
 
-def mlp(hf: HfConfig, layers: Iterable[int], width: int, prefix: str = "mlp.") -> list[Rule]:
+def mlp(hf: HfConfig, layers: Sequence[int], width: int, prefix: str = "mlp.") -> list[Rule]:
     """Map the gate, up and down projections of `width` below `prefix`, which both formats share."""
     names = tuple(HF_LAYER + prefix + name for name in ("gate_proj", "up_proj", "down_proj"))
-    return _projections(MCORE_LAYER + prefix, names, hf.int("hidden_size"), width, tuple(layers))
+    return _projections(MCORE_LAYER + prefix, names, hf.int("hidden_size"), width, layers)
 
 
 def _projections(
-    mcore: str, hf_names: tuple[str, ...], hidden: int, width: int, layers: tuple[int, ...], experts: int = 0
+    mcore: str, hf_names: tuple[str, ...], hidden: int, width: int, layers: Sequence[int], experts: int = 0
 ) -> list[Rule]:
     """Map the gate, up and down projections `hf_names` of an MLP, or of each expert of a layer."""
     gate, up, down = (name + ".weight" for name in hf_names)
@@ -71,9 +71,8 @@ def _projections(
     ]
 
 
-def dense_mlp(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:
+def dense_mlp(hf: HfConfig, layers: Sequence[int]) -> list[Rule]:
     """Map a dense MLP and its norm, which Megatron fuses into the first projection."""
-    layers = tuple(layers)
     norm = Rule(
         MCORE_LAYER + "mlp.linear_fc1.layer_norm_weight",
         (HF_LAYER + "post_attention_layernorm.weight",),
@@ -97,10 +96,10 @@ DEFAULT_NAMES = ExpertNames()
 
 
 def experts(
-    hf: HfConfig, layers: Iterable[int], num_experts: int, width: int, names: ExpertNames = DEFAULT_NAMES
+    hf: HfConfig, layers: Sequence[int], num_experts: int, width: int, names: ExpertNames = DEFAULT_NAMES
 ) -> list[Rule]:
     """Map the router, its norm, and `num_experts` routed experts of `width`."""
-    hidden, layers = hf.int("hidden_size"), tuple(layers)
+    hidden = hf.int("hidden_size")
     norm, hf_norm = MCORE_LAYER + "pre_mlp_layernorm.weight", HF_LAYER + "post_attention_layernorm.weight"
     mcore, block = MCORE_LAYER + "mlp.", HF_LAYER + names.block
     expert = tuple(block + "experts.{expert}." + name for name in (names.gate, names.up, names.down))

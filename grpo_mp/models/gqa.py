@@ -1,6 +1,6 @@
 """Grouped-query attention (Llama, Qwen, Mixtral, GLM): norms of queries and keys, biases and rotary kinds vary."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_mp.models import blocks
@@ -60,9 +60,9 @@ def rotary(hf: HfConfig, percent: float = 1.0) -> dict[str, Any]:
     return arguments
 
 
-def rules(hf: HfConfig, layers: Iterable[int], *, norms: bool = False, bias: bool = False) -> list[Rule]:
+def rules(hf: HfConfig, layers: Sequence[int], *, norms: bool = False, bias: bool = False) -> list[Rule]:
     """Map q, k and v as one projection, the output projection, and the norm before them."""
-    hidden, queries, layers = hf.int("hidden_size"), hf.int("num_attention_heads") * hf.head_dim, tuple(layers)
+    hidden, queries = hf.int("hidden_size"), hf.int("num_attention_heads") * hf.head_dim
     input_norm = HF_LAYER + "input_layernorm.weight"
     mcore, hf_attn = MCORE_LAYER + "self_attention.", HF_LAYER + "self_attn."
     return [
@@ -77,7 +77,7 @@ def rules(hf: HfConfig, layers: Iterable[int], *, norms: bool = False, bias: boo
     ]
 
 
-def _qkv(hf: HfConfig, layers: tuple[int, ...], kind: str, columns: Shape) -> Rule:
+def _qkv(hf: HfConfig, layers: Sequence[int], kind: str, columns: Shape) -> Rule:
     queries, keys = (hf.int(f"num_{heads}_heads") * hf.head_dim for heads in ("attention", "key_value"))
     return Rule(
         MCORE_LAYER + f"self_attention.linear_qkv.{kind}",

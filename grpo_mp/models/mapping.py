@@ -25,7 +25,7 @@ class Rule:
     shapes: tuple[Shape, ...]  # of the Hugging Face tensors
     fuse: Fuse = "none"
     tp_dim: int | None = None  # dimension that tensor parallelism divides; None: every rank has the whole tensor
-    layers: tuple[int, ...] | None = None
+    layers: Sequence[int] | None = None
     experts: int = 0
     head_dim: int = 0  # for qkv
     vocabulary: bool = False  # dimension 0 is padded until tensor parallelism divides it

@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek, Kimi, Moonlight), with low-rank queries or without."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_mp.models.blocks import HF_LAYER, MCORE_LAYER
@@ -22,7 +22,7 @@ def config(hf: HfConfig) -> dict[str, Any]:
     } | _rotary(hf)
 
 
-def rules(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:
+def rules(hf: HfConfig, layers: Sequence[int]) -> list[Rule]:
     """Map down and up projections with their norms, the output projection, and the norm before them."""
     hidden, heads = hf.int("hidden_size"), hf.int("num_attention_heads")
     nope, rope, value = hf.int("qk_nope_head_dim"), hf.int("qk_rope_head_dim"), hf.int("v_head_dim")
@@ -42,7 +42,7 @@ def rules(hf: HfConfig, layers: Iterable[int]) -> list[Rule]:
         ("linear_kv_up_proj.weight", "kv_b_proj.weight", (heads * (nope + value), rank), 0),
         ("linear_proj.weight", "o_proj.weight", (hidden, heads * value), 1),
     ]
-    norm, layers = "input_layernorm.weight", tuple(layers)
+    norm = "input_layernorm.weight"
     mcore, hf_attn = MCORE_LAYER + "self_attention.", HF_LAYER + "self_attn."
     return [
         Rule(MCORE_LAYER + norm, (HF_LAYER + norm,), ((hidden,),), layers=layers),

@@ -56,7 +56,7 @@ def bias_rule(hf: HfConfig) -> Rule:
         MCORE_LAYER + "mlp.router.expert_bias",
         (HF_LAYER + "mlp.gate.e_score_correction_bias",),
         ((hf.int("n_routed_experts"),),),
-        layers=tuple(_moe_layers(hf)),
+        layers=_moe_layers(hf),
         keep_float32=True,
     )
 
