@@ -50,13 +50,13 @@ offers_cpu_build() {
   "$venv/bin/python" -m pip index versions torch 2>/dev/null | grep -w -- "$1+cpu" >/dev/null
 }
 
-# The packages of the CPU set, at the versions of the GPU set where that has them.
+# The packages of the CPU set, at the versions of the GPU set where that has them, and what only these need.
 gpu_versions() {
   awk -F== '
     /^#/ { next }
     { name = tolower($1); gsub(/[._]/, "-", name) }
     FILENAME == ARGV[1] { gpu[name] = $0 }
-    FILENAME == ARGV[1] && name ~ /^nvidia-(cu|nccl|nvjitlink|nvshmem)/ && name !~ /cutlass|frontend|cccl|crt|nvcc/
+    FILENAME == ARGV[1] && name ~ /^(six$|nvidia-(cu|nccl|nvjitlink|nvshmem))/ && name !~ /cutlass|frontend|cccl|crt|nvcc/
     FILENAME == ARGV[2] { print (name in gpu) ? gpu[name] : $0 }
   ' "$root/launch/requirements-gpu.txt" "$root/launch/requirements-cpu.txt"
 }

@@ -77,7 +77,7 @@ def test_versions_of_gpus_are_installed_on_request(install: Install, notes: Path
     versions = {canonicalize_name(name): Version(version) for name, version in pins.items()}
     assert {name: versions.pop(name) for name in CPU} == {name: GPU.get(name, CPU[name]) for name in CPU}
     assert versions == {name: GPU[name] for name in versions}
-    assert {"nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= versions.keys()
+    assert {"six", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= versions.keys()
 
 
 def test_an_unknown_option_is_refused(install: Install) -> None:
