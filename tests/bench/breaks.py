@@ -40,10 +40,10 @@ BREAKS = (
     ),
     Break(
         "rewards",
-        "a reward of the user has no time limit",
-        "rewards/score.py",
-        "run_with_timeout(lambda: call_reward(reward, arguments), self._settings.timeout_s)",
-        "run_with_timeout(lambda: call_reward(reward, arguments), 1e6)",
+        "repetition is rewarded",
+        "rewards/length.py",
+        "return len(set(grams)) / len(grams) - 1 if grams else 0.0",
+        "return 1 - len(set(grams)) / len(grams) if grams else 0.0",
     ),
     Break(
         "data",
@@ -121,7 +121,8 @@ BREAKS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", default=[each.room for each in BREAKS], metavar="ROOM")
-    chosen = [each for each in BREAKS if each.room in parser.parse_args().only]
+    only = parser.parse_args().only
+    chosen = [each for room in only for each in BREAKS if each.room == room]
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         copy_tree(copy)
