@@ -33,6 +33,7 @@ def test_launcher_reports_ranks_that_exit_early(tiny_run: TinyRun, tmp_path: Pat
     assert process.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_finish_leave_marks(tiny_run: TinyRun, tmp_path: Path) -> None:
     command = [*LAUNCH, str(tiny_run.config), f"run.folder={tmp_path / 'run'}", "--dry-run"]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
