@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes the CPU environment: bash launch/install.sh [--test] [FOLDER]     (FOLDER is .venv by default)
-# --test adds what tests/run.sh needs. A second run skips what is there. PYTHON names another interpreter.
+# Makes the CPU environment: bash launch/install.sh [--gpu-versions] [--test] [FOLDER]     (FOLDER is .venv by default)
+# --test adds what tests/run.sh needs, --gpu-versions takes the versions that GPUs get, 3 GB with the libraries that a
+# CUDA build of torch loads. A second run skips what is there. PYTHON names another interpreter.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -49,11 +50,22 @@ offers_cpu_build() {
   "$venv/bin/python" -m pip index versions torch 2>/dev/null | grep -w -- "$1+cpu" >/dev/null
 }
 
+# The packages of the CPU set, at the versions of the GPU set where that has them, and what only these need.
+gpu_versions() {
+  awk -F== '
+    /^#/ { next }
+    { name = tolower($1); gsub(/[._]/, "-", name) }
+    FILENAME == ARGV[1] { gpu[name] = $0 }
+    FILENAME == ARGV[1] && name ~ /^(six$|nvidia-(cu|nccl|nvjitlink|nvshmem))/ && name !~ /cutlass|frontend|cccl|crt|nvcc/
+    FILENAME == ARGV[2] { print (name in gpu) ? gpu[name] : $0 }
+  ' "$root/launch/requirements-gpu.txt" "$root/launch/requirements-cpu.txt"
+}
+
 # PyPI's own torch is built for CUDA, gigabytes larger: PyTorch's index has the CPU build.
 install_torch() {
   local version
-  version=$(sed -n 's/^torch==//p' "$root/launch/requirements-cpu.txt")
-  if offers_cpu_build "$version"; then
+  version=$(sed -n 's/^torch==//p' "$lock")
+  if [ "$take_gpu_versions" = yes ] || offers_cpu_build "$version"; then
     pip_install "torch==$version"
   else
     pip_install --extra-index-url "$cpu_index" "torch==$version"
@@ -121,13 +133,23 @@ install_rehearsal() {
   step "installing what the rehearsal of a GPU reads" pip_install --target "$venv/rehearsal" -r "$1"
 }
 
-test_too=no
-if [ "${1:-}" = --test ]; then
-  test_too=yes
+take_gpu_versions=no test_too=no
+while [[ "${1:-}" = --* ]]; do
+  case $1 in
+    --gpu-versions) take_gpu_versions=yes ;;
+    --test) test_too=yes ;;
+    *) fail "$1 is no option of install.sh: it knows --gpu-versions and --test" ;;
+  esac
   shift
-fi
+done
 venv=${1:-.venv}
-unless_there cpu "$root/launch/requirements-cpu.txt" install_cpu
+lock=$root/launch/requirements-cpu.txt
+if [ "$take_gpu_versions" = yes ]; then
+  mkdir -p "$venv"
+  lock=$venv/requirements-gpu-versions.txt
+  gpu_versions >"$lock"
+fi
+unless_there cpu "$lock" install_cpu
 if [ "$test_too" = yes ]; then
   unless_there test "$root/launch/requirements-test.txt" install_test
   unless_there rehearsal "$root/launch/requirements-rehearsal.txt" install_rehearsal

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Lint, types and tests on two CPU cores: bash tests/run.sh [pytest arguments]
+# Lint, types and tests on two CPU cores: bash tests/run.sh [--all] [pytest arguments]
+# --all adds the slow tests: four ranks, every model, every way in which a run may end, Slurm.
 # Property tests draw the same cases everywhere; --fresh-draws draws others, --hypothesis-seed=N those of N again.
 # Makes .venv where it is missing; VENV names another environment.
 set -euo pipefail
@@ -7,6 +8,10 @@ cd "$(dirname "$0")/.."
 
 venv=${VENV:-.venv}
 bin=$venv/bin
+if [ "${1:-}" = --all ]; then
+  shift
+  set -- -m "" "$@"
+fi
 bash launch/install.sh --test "$venv"
 
 export OMP_NUM_THREADS=1        # ranks and engines share the cores

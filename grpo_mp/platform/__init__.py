@@ -7,6 +7,7 @@ modules under TransformerEngine's names. The other functions work on both kinds 
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,8 @@ def prepare() -> None:
     if on_cuda():
         torch._C._accelerator_setAllocatorSettings(allocator_settings(os.environ))
         return
+    # A CUDA build of torch warns where it sees CUDA's compiler and no device.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from grpo_mp.platform.import_hook import install_import_hook
     from grpo_mp.platform.megatron_patches import AFTER_IMPORT
 

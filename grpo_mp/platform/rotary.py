@@ -49,15 +49,18 @@ def apply_rotary(
     rotary_interleaved: bool = False,
     multi_latent_attention: bool = False,
     mscale: float = 1.0,
+    mla_rotary_interleaved: bool = False,
 ) -> Tensor:
     """Replace `_apply_rotary_pos_emb_bshd`: t [s, b, h, d], freqs [s, b or 1, 1, r <= d] -> [s, b, h, d].
 
     The two halves of `freqs` are equal, except for interleaved embeddings: those are left to `original`. Latent
-    attention stores the elements of a pair as neighbours, and gets them back as halves.
+    attention stores the elements of a pair as neighbours, and gets them back as halves: Megatron-Core says so by
+    `multi_latent_attention`, from 0.19 on by `mla_rotary_interleaved`.
     """
+    latent = multi_latent_attention or mla_rotary_interleaved
     if rotary_interleaved:
-        return original(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
+        return original(t, freqs, rotary_interleaved, latent, mscale)
     angles = freqs[..., : freqs.shape[-1] // 2]
     cos, sin = ((values * mscale).to(t.dtype) for values in (angles.cos(), angles.sin()))
-    rotated: Tensor = _Rotary.apply(t, cos, sin, multi_latent_attention)
+    rotated: Tensor = _Rotary.apply(t, cos, sin, latent)
     return rotated

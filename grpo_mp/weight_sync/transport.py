@@ -1,8 +1,11 @@
 """Transports that bring a bucket of Hugging Face tensors from an engine's host rank into the engine."""
 
 import base64
+import io
 import pickle
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from grpo_mp import platform
 from grpo_mp.config import SyncConfig
@@ -44,11 +47,24 @@ class HostTransport:
 
     async def send(self, bucket: NamedTensors) -> None:
         with export_tensors(bucket) as metadata:
-            payload = base64.b64encode(pickle.dumps([("metadata", metadata)])).decode()
+            payload = base64.b64encode(_pickle([("metadata", metadata)])).decode()
             await self._client.update_weights_from_tensor([payload] * self._engine_ranks, load_format=LOADER)
 
     async def end(self, version: int) -> None:
         await self._client.end_weight_update(version)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes uint8 tensors as lists: Megatron-Core 0.19 gives torch's storages a loader that SGLang refuses to call."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (torch.ByteTensor, (value.tolist(),)) if isinstance(value, torch.Tensor) else NotImplemented
+
+
+def _pickle(named_tensors: NamedTensors) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(named_tensors)
+    return file.getvalue()
 
 
 def uses_cuda_ipc(settings: SyncConfig) -> bool:

@@ -15,6 +15,7 @@ from grpo_mp.checkpoint.to_megatron import to_megatron
 from tests.bench.convert_kills import PART_BYTES, TOOL, contents, make_model, run_killed
 from tests.checkpoint.helpers import no_progress
 
+pytestmark = pytest.mark.slow
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TIMEOUT_S = 300
 

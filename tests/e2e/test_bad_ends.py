@@ -4,6 +4,8 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import TinyRun
 from tests.e2e.conftest import Outcome, StartJob, outcome
 from tests.e2e.jobs import ALONE, TORCHRUN, spans
@@ -38,6 +40,7 @@ def test_a_mistake_under_torchrun_is_said_by_one_rank_and_last(start_job: StartJ
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_come_up_shows_its_log(start_job: StartJob, tmp_path: Path) -> None:
     run = tmp_path / "run"
     result = outcome(start_job(f"run.folder={run}", "engine.args={attention_backend: no_such}"))
@@ -50,6 +53,7 @@ def test_an_engine_that_does_not_come_up_shows_its_log(start_job: StartJob, tmp_
     assert result.left == []
 
 
+@pytest.mark.slow
 def test_an_engine_with_one_wrong_tensor_stops_the_run_and_is_named(start_job: StartJob, tmp_path: Path) -> None:
     run = tmp_path / "run"
     result = outcome(start_job(f"run.folder={run}", NO_EVAL, command=SPOILED))
@@ -61,6 +65,7 @@ def test_an_engine_with_one_wrong_tensor_stops_the_run_and_is_named(start_job: S
     assert result.left == []
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_stops_every_rank(start_job: StartJob, tmp_path: Path) -> None:
     file = tmp_path / "hanging.py"
     file.write_text("def hanging(completions, **_):\n    while True:\n        pass\n")
@@ -74,6 +79,7 @@ def test_a_reward_that_hangs_stops_every_rank(start_job: StartJob, tmp_path: Pat
     assert result.left == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_vanishes_with_status_0_takes_the_job_with_it(start_job: StartJob, tmp_path: Path) -> None:
     """Under torchrun nobody but its peers can miss it."""
     run, file = tmp_path / "run", tmp_path / "vanishing.py"
@@ -87,6 +93,7 @@ def test_a_rank_that_vanishes_with_status_0_takes_the_job_with_it(start_job: Sta
     assert result.left == []
 
 
+@pytest.mark.slow
 def test_a_killed_rank_takes_the_job_with_it(start_job: StartJob, tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = start_job(f"run.folder={run}", NO_EVAL)
@@ -98,6 +105,7 @@ def test_a_killed_rank_takes_the_job_with_it(start_job: StartJob, tmp_path: Path
     assert result.left == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_ranks_and_engines(start_job: StartJob, tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = start_job(f"run.folder={run}", NO_EVAL)

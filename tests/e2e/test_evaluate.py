@@ -54,6 +54,7 @@ def likeliest_answers(model: Path, questions: list[str]) -> list[str]:
     return answers
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_trained_policy(results: Path, finished_run: FinishedRun, tiny_run: TinyRun) -> None:
     rows = sorted(read_jsonl(results / "samples.jsonl"), key=lambda row: row["prompt_index"])
     questions = [row["prompt"] for row in rows]
@@ -64,6 +65,7 @@ def test_answers_are_those_of_the_trained_policy(results: Path, finished_run: Fi
     assert {tuple(row["weight_version"]) for row in rows} == {(UPDATES, UPDATES)}
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_answers(results: Path) -> None:
     rows = read_jsonl(results / "samples.jsonl")
     said = json.loads((results / "eval.json").read_text())
@@ -104,6 +106,7 @@ def without_checkpoint(
     return out, ended.out, question
 
 
+@pytest.mark.slow
 def test_a_run_in_the_folder_of_the_results_is_not_evaluated(
     without_checkpoint: tuple[Path, str, str], tiny_run: TinyRun
 ) -> None:
@@ -113,6 +116,7 @@ def test_a_run_in_the_folder_of_the_results_is_not_evaluated(
     assert (said["step"], said["checkpoint"]) == (0, None)
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_is_told_and_counted(without_checkpoint: tuple[Path, str, str]) -> None:
     folder, printed, _ = without_checkpoint
     said = json.loads((folder / "eval.json").read_text())["rewards"]["arithmetic"]

@@ -9,6 +9,7 @@ from grpo_mp.trainer.logprobs import sample_microbatches
 from tests.e2e.conftest import REWARD, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
 
+pytestmark = pytest.mark.slow
 Steps = list[dict[str, float]]
 Train = Callable[..., Steps]
 STEPWISE = """

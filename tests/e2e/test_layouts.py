@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+
 from grpo_mp.checkpoint.to_megatron import to_megatron
 from tests.conftest import TinyRun
 from tests.e2e.conftest import REWARD, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_tensor_parallel_policy_feeds_one_tensor_parallel_engine(

@@ -147,6 +147,7 @@ def test_transformers_loads_the_final_folder_and_agrees_with_the_policy(
         assert torch.allclose(torch.tensor(scores), expected, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_sglang_serves_the_final_folder_and_agrees_with_the_policy(
     run: Path, saved_scores: tuple[list[tuple[int, ...]], list[list[float]]], tmp_path: Path
 ) -> None:

@@ -3,9 +3,13 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from grpo_mp.rollout.ports import claim_ports
 from tests.e2e.conftest import StartJob, outcome
 from tests.e2e.jobs import read_jsonl
+
+pytestmark = pytest.mark.slow
 
 
 def node(number: int, port: int) -> tuple[str, ...]:

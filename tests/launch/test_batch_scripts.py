@@ -24,7 +24,11 @@ def dry_run(script: Path, *arguments: str, **environment: str) -> subprocess.Com
     )
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem not in ("tiny_moe", "moe_671b"))) for path in SCRIPTS],
+    ids=lambda script: script.stem,
+)
 def test_dry_run_shows_settings_nodes_environment_and_commands(script: Path) -> None:
     process = dry_run(script, "run.steps=7")
     assert (process.returncode, process.stderr) == (0, "")

@@ -33,6 +33,7 @@ def test_launcher_reports_ranks_that_exit_early(tiny_run: TinyRun, tmp_path: Pat
     assert process.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_finish_leave_marks(tiny_run: TinyRun, tmp_path: Path) -> None:
     start = [sys.executable, "-m", "grpo_mp.launch", "--ranks", "2"]  # hands --dry-run on to the ranks
     command = [*start, str(tiny_run.config), f"run.folder={tmp_path / 'run'}", "--dry-run"]

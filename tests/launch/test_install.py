@@ -6,9 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.test_requirements import CPU, GPU
 
 INSTALL = Path(__file__).parents[2] / "launch" / "install.sh"
-TOOLS = ("bash", "dirname", "sha256sum", "cat", "sed", "grep", "mkdir", "cp", "tee", "tail")
+TOOLS = ("bash", "dirname", "sha256sum", "cat", "sed", "grep", "mkdir", "cp", "tee", "tail", "awk")
 CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
 PYTHON = """#!/usr/bin/env bash
 echo "$*" >>"$NOTES"
@@ -43,9 +47,9 @@ def install(tmp_path: Path, notes: Path) -> Install:
     python.write_text(PYTHON)
     python.chmod(0o755)
 
-    def run(**variables: str) -> subprocess.CompletedProcess[str]:
+    def run(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": str(folder), "NOTES": str(notes), "OFFERED": "2.13.0", **variables}
-        command = [str(shutil.which("bash")), str(INSTALL), str(tmp_path / "venv")]
+        command = [str(shutil.which("bash")), str(INSTALL), *options, str(tmp_path / "venv")]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
     return run
@@ -62,6 +66,22 @@ def test_cpu_index_is_not_used_where_pip_has_a_cpu_build(install: Install, notes
     assert install(OFFERED="2.13.0+cpu, 2.13.0").returncode == 0
     assert "download.pytorch.org" not in notes.read_text()
     assert "torch==2.13.0" in notes.read_text()
+
+
+def test_versions_of_gpus_are_installed_on_request(install: Install, notes: Path, tmp_path: Path) -> None:
+    assert install("--gpu-versions").returncode == 0
+    lock = tmp_path / "venv" / "requirements-gpu-versions.txt"
+    assert f"-r {lock}" in notes.read_text()
+    assert f"torch=={GPU['torch']}" in notes.read_text()
+    pins = dict(line.split("==") for line in lock.read_text().splitlines())
+    versions = {canonicalize_name(name): Version(version) for name, version in pins.items()}
+    assert {name: versions.pop(name) for name in CPU} == {name: GPU.get(name, CPU[name]) for name in CPU}
+    assert versions == {name: GPU[name] for name in versions}
+    assert {"six", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= versions.keys()
+
+
+def test_an_unknown_option_is_refused(install: Install) -> None:
+    assert install("--gpu").stderr == "error: --gpu is no option of install.sh: it knows --gpu-versions and --test\n"
 
 
 def test_second_run_installs_nothing(install: Install, notes: Path) -> None:

@@ -3,10 +3,13 @@
 import socket
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.jobs import read_jsonl
 from tests.launch.cluster import Cluster, wait_until
 from tests.launch.conftest import Submit
 
+pytestmark = pytest.mark.slow
 WRAPPER = """
 if [ "$SLURMD_NODENAME" = n2 ]; then export PYTHONPATH={folder}; fi
 exec "$@"

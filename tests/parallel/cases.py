@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_mp.examples.tiny_models import SHAPES
+from tests.parallel.cover import pairwise_cover, size_pairs
 
 # Small, but each width that a layout divides is there, and logits are not flat.
 SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.1}
@@ -58,8 +59,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # name -> ranks, sizes
     "tp2_ep2_pp2": (4, {"tensor": 2, "expert": 2, "pipeline": 2}),
     "tp2_ep2_etp2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2}),
 }
+
+
+def cover(*names: str, keep: tuple[str, ...] = ("one",)) -> tuple[str, ...]:
+    """Some of these layouts: every two sizes that meet in one of all, meet in one of them.
+
+    So they do among the layouts without a pipeline, in which logits are measured.
+    """
+    pairs = {name: size_pairs(*LAYOUTS[name]) for name in names}
+    unpiped = {name: of_name for name, of_name in pairs.items() if "pp2" not in name}
+    chosen = {*pairwise_cover(pairs, keep), *pairwise_cover(unpiped, [name for name in keep if name in unpiped])}
+    return tuple(name for name in names if name in chosen)
+
+
 DENSE = ("one", "dp2", "tp2", "pp2", "pp2_vpp2", "cp2", "tp2_cp2", "cp2_pp2")
 TIED = ("one", "tp2", "pp2", "pp2_vpp2", "tp2_pp2")
+KINDS = ("deepseek_v3", "qwen3_moe", "qwen3")  # latent attention and experts, grouped attention and experts, dense
 ODD = ("one", "tp2_ep2", "tp2_pp2_vpp2")
 COMPUTED = ("export", "logits", "logprobs", "gradient")
 DENSE_FAMILY, SPARSE_FAMILY = ("one", "tp2_pp2"), ("one", "tp2_ep2_pp2")
@@ -75,6 +90,8 @@ COMPUTED_IN = {  # model -> layouts
     "glm4_moe": (*SPARSE_FAMILY, "cp2"),
     "glm4_moe_air": SPARSE_FAMILY,
 }
+# Every layout runs with qwen3_moe. Of the others' possible layouts a part does, which holds all pairs of sizes.
+SWEPT = {"deepseek_v3": tuple(LAYOUTS), "qwen3": DENSE, "tied": TIED, "odd_vocabulary": ODD}
 USUAL = ("export", "logits", "logprobs", "scores", "gradient", "updates")
 
 
@@ -110,6 +127,13 @@ class Case:
         one = f"{self.model}-one-family" if "family" in self.measures else f"{self.model}-one"
         return (one, *([self.loads] if self.loads else []))
 
+    @property
+    def slow(self) -> bool:
+        """Is it left to the whole sweep? A newcomer's tests have a model of each kind, on one and two ranks."""
+        if self.ranks > 2 or self.model not in KINDS or (self.loads and CASES[self.loads].slow):
+            return True
+        return "family" in self.measures and (self.layout, self.variant) not in QUICK_FAMILY
+
 
 def having(measure: str) -> list[Case]:
     """The cases in which something is measured; logits are not, where a pipeline passes them on."""
@@ -117,7 +141,7 @@ def having(measure: str) -> list[Case]:
 
 
 LOADING = {  # who saved -> layouts that load
-    "deepseek_v3-tp2_ep2_pp2": ("one", "tp2", "pp2", "pp2_vpp2", "ep2", "tp2_pp2", "ep2_pp2"),
+    "deepseek_v3-tp2_ep2_pp2": cover("one", "tp2", "pp2", "pp2_vpp2", "ep2", "tp2_pp2", "ep2_pp2"),
     "qwen3_moe-pp2_vpp2": ("one", "tp2_ep2", "ep2", "dp2"),
     "tied-pp2": ("one", "tp2"),
     "qwen2-tp2_pp2": ("one", "tp2"),
@@ -142,7 +166,10 @@ OVERLAPPED = ("qwen3_moe-dp2", "qwen3_moe-ep2", "qwen3_moe-pp2_vpp2", "deepseek_
 
 
 def _every_layout() -> list[Case]:
-    layouts = {"deepseek_v3": LAYOUTS, "qwen3_moe": LAYOUTS, "qwen3": DENSE, "tied": TIED, "odd_vocabulary": ODD}
+    savers = [tuple(saver.split("-")) for saver in SAVING]
+    layouts = {"qwen3_moe": tuple(LAYOUTS)}
+    for model, names in SWEPT.items():
+        layouts[model] = cover(*names, keep=("one", *(layout for saver, layout in savers if saver == model)))
     cases = []
     for model, names in layouts.items():
         for layout in names:
@@ -222,26 +249,26 @@ def _resumed() -> list[Case]:
 
 # Where tokens of one sequence, samples of one update or micro-batches of one rank lie apart, and mixes.
 FAMILY_LAYOUTS = ("one", "dp2", "cp2", "pp2_vpp2", "tp2_ep2", "cp2_pp2", "tp2_cp2", "tp2_dp2")
+QUICK_FAMILY = (("one", "family"), ("cp2", "family"))
 
 
 def _family() -> list[Case]:
     """Every preset, and parts that no preset has; once more with other micro-batches."""
-    cases = [Case("qwen3_moe", layout, ("family",), "family") for layout in FAMILY_LAYOUTS]
-    alone = {"max_tokens_per_microbatch": 1}
-    return [*cases, *(Case("qwen3_moe", layout, ("family",), "family_alone", alone) for layout in ("one", "cp2"))]
+    cases = [Case("qwen3_moe", layout, ("family",), "family") for layout in cover(*FAMILY_LAYOUTS)]
+    return [*cases, Case("qwen3_moe", "cp2", ("family",), "family_alone", {"max_tokens_per_microbatch": 1})]
 
 
-DENSE_TRIPS, SPARSE_TRIPS = ("one", "tp2", "pp2", "tp2_pp2"), ("one", "tp2", "ep2", "tp2_ep2_pp2")
+# A model of each kind in layouts of every pair of sizes, the others in the largest.
 CONVERTED = {
-    "deepseek_v3": (*SPARSE_TRIPS, "tp2_etp2", "pp2_vpp2"),
-    "deepseek_v2": SPARSE_TRIPS,
+    "deepseek_v3": cover("one", "tp2", "ep2", "tp2_ep2_pp2", "tp2_etp2", "pp2_vpp2"),
+    "deepseek_v2": ("tp2_ep2_pp2",),
     "deepseek_v2_lite": ("tp2_ep2_pp2",),
-    "glm4_moe": SPARSE_TRIPS,
-    "qwen3_moe": SPARSE_TRIPS,
-    "mixtral": SPARSE_TRIPS,
-    "qwen3": DENSE_TRIPS,
-    "qwen2": DENSE_TRIPS,
-    "llama": DENSE_TRIPS,
+    "glm4_moe": ("tp2_ep2_pp2",),
+    "qwen3_moe": ("one", "tp2", "ep2", "tp2_ep2_pp2"),
+    "mixtral": ("tp2_ep2_pp2",),
+    "qwen3": ("one", "tp2", "pp2", "tp2_pp2"),
+    "qwen2": ("tp2_pp2",),
+    "llama": ("tp2_pp2",),
     "tied": ("tp2", "pp2"),
     "odd_vocabulary": ("tp2_ep2",),
 }

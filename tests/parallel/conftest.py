@@ -79,6 +79,14 @@ class Outcomes:
         return whole_tensors(folder, [rank["weights"][index] for rank in ranks], [rank["held"] for rank in ranks])
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of slow cases."""
+    for item in items:
+        if any(CASES[name].slow for name in _selected([item])):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Run every case that a selected test is about, and those that it is compared with."""

@@ -11,6 +11,7 @@ import pytest
 from grpo_mp.config import load_settings
 from tests.policy.te_stub import last_json_line, te_wheel
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 RECIPES = [str(path) for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "tiny_moe"]
 

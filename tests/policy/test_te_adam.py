@@ -26,6 +26,7 @@ def round_trips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return last_json_line(subprocess.run(command, capture_output=True, text=True, timeout=300))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", STATE_DTYPES)
 def test_state_has_the_configured_dtypes_and_is_restored_exactly(case: str, round_trips: dict[str, Any]) -> None:
     result = round_trips["cases"][case]
@@ -35,6 +36,7 @@ def test_state_has_the_configured_dtypes_and_is_restored_exactly(case: str, roun
     assert set(result["steps"]) == {7}
 
 
+@pytest.mark.slow
 def test_other_main_weight_format_is_an_error(round_trips: dict[str, Any]) -> None:
     assert (
         "the checkpoint holds main weights as remainders, training.megatron_args asks for whole"

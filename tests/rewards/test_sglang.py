@@ -16,6 +16,7 @@ from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.types import SampleGroup
 
+pytestmark = pytest.mark.slow
 START_TIMEOUT_S = 300.0
 KEY = "REWARD_KEY"
 

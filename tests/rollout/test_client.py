@@ -1,11 +1,9 @@
 """Every call against a real server; logprobs against transformers."""
 
 import asyncio
-import base64
 import importlib.util
 import itertools
 import json
-import pickle
 import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,6 +18,7 @@ from safetensors.torch import load_file
 from grpo_mp.errors import PhaseTimeout, UserError
 from grpo_mp.rollout.client import BUSY_POLL_S, IDLE_LIMIT_S, EngineClient, Generated, Sampling, token_versions
 from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.weight_sync.transport import HostTransport
 
 TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -37,14 +36,15 @@ def greatest_difference(responses: Sequence[Generated], expected: Callable[[list
     return worst
 
 
-def payload_of(folder: Path) -> str:
-    return base64.b64encode(pickle.dumps(list(load_file(folder / "model.safetensors").items()))).decode()
+def weights_of(folder: Path) -> list[tuple[str, torch.Tensor]]:
+    return list(load_file(folder / "model.safetensors").items())
 
 
 async def send_weights(client: EngineClient, folder: Path, version: int) -> None:
-    await client.begin_weight_update()
-    await client.update_weights_from_tensor([payload_of(folder)])
-    await client.end_weight_update(version)
+    transport = HostTransport(client, engine_ranks=1)
+    await transport.begin()
+    await transport.send(weights_of(folder))
+    await transport.end(version)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.4, 0.7)])
@@ -177,7 +177,7 @@ def test_errors_name_engine_path_and_reason(ask: Ask, model_folder: Path) -> Non
     with pytest.raises(UserError, match=r"engine 3: /generate: .*longer than the model's context"):
         ask(lambda client: client.generate([5] * 400, LONG))
     with pytest.raises(UserError, match=r"engine 3: /update_weights_from_tensor: .*begin_weight_update"):
-        ask(lambda client: client.update_weights_from_tensor([payload_of(model_folder)]))
+        ask(lambda client: HostTransport(client, 1).send(weights_of(model_folder)))
 
 
 def test_a_request_without_the_key_is_refused(engine: EngineProcess) -> None:

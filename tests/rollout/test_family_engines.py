@@ -16,6 +16,7 @@ from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
 from tests.rollout.conftest import REQUEST_TIMEOUT_S, START_TIMEOUT_S, Logprobs
 
+pytestmark = pytest.mark.slow
 BOUND = 1e-5
 GENERATED_TOKENS = 70  # more than the engine's attention has room for at first
 TOKENS = [5, 9, 30, 7, 41, 18, 22, 50, 3, 61]

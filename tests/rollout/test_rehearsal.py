@@ -31,6 +31,7 @@ from tests.planner.jobs import settings_of
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = [path.stem for path in sorted(CONFIGS.glob("*.yaml"))]
 GPUS_PER_NODE = 8
+pytestmark = pytest.mark.slow
 
 
 Facts = dict[str, dict[str, Any]]

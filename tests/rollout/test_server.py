@@ -74,7 +74,7 @@ def test_log_is_readable_by_its_owner_only(engine: EngineProcess) -> None:
     assert engine.api_key in engine.log.read_text()
 
 
-@pytest.mark.parametrize("stage", ["starting", "ready"])
+@pytest.mark.parametrize("stage", ["starting", pytest.param("ready", marks=pytest.mark.slow)])
 def test_nothing_outlives_a_killed_trainer(model_folder: Path, tmp_path: Path, stage: str) -> None:
     scratch = tmp_path / "tmp"
     scratch.mkdir()
@@ -101,6 +101,7 @@ def test_nothing_outlives_a_killed_watcher(make_spec: SpecFactory, tmp_path: Pat
             engine.check_alive("in GENERATE")
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_come_up_shows_why(make_spec: SpecFactory, tmp_path: Path) -> None:
     model_folder = tmp_path / "model"
     model_folder.mkdir()
@@ -144,6 +145,7 @@ def other_server() -> Iterator[Callable[[int], None]]:
         server.server_close()
 
 
+@pytest.mark.slow
 def test_engine_restarts_on_another_port_where_another_server_answers(
     make_spec: SpecFactory, tmp_path: Path, other_server: Callable[[int], None]
 ) -> None:
@@ -163,6 +165,7 @@ def test_last_lines(tmp_path: Path) -> None:
     assert last_lines(log, 2) == "two\n" + "three" * 60
 
 
+@pytest.mark.slow
 def test_replicas_of_attention_answer_control_requests_at_once(make_spec: SpecFactory, tmp_path: Path) -> None:
     """Replicas meet at ports of the claim. Were they to sleep, each request would wait for them, up to a second."""
     spec = make_spec(gpus=2, args={"attn_dp_size": 2, "max_running_requests": 4})

@@ -14,6 +14,7 @@ from grpo_mp.rollout.server import EngineProcess
 from tests.rollout.conftest import REQUEST_TIMEOUT_S, START_TIMEOUT_S, Logprobs
 
 SEQUENCE = tuple(range(5, 25))
+pytestmark = pytest.mark.slow
 
 
 def score(engine: EngineProcess) -> list[float]:
