@@ -22,9 +22,9 @@ from grpo_mp.config import Settings, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.files import write_scores
 from grpo_mp.evaluation.plot import plot_pass_at_k, write_svg
+from grpo_mp.log import log_to_terminal
 from grpo_mp.monitor.samples import add_samples
 from grpo_mp.options import evaluate_parser
-from grpo_mp.platform.warnings import silence_known_warnings
 from grpo_mp.rollout.rollout import reads_weights
 from grpo_mp.train import sync_weights
 from grpo_mp.trainer.command_line import started_job
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: `grpo-mp evaluate --help`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with exit_on_error():
-        silence_known_warnings()
+        log_to_terminal()
         args = evaluate_parser().parse_intermixed_args(arguments)
         job = read_command(args)
         with started_job(args.ranks) as (world_size, ranks_per_node):

@@ -35,6 +35,7 @@ def test_each_library_stays_in_its_rooms() -> None:
 # A room imports rooms that stand before it, and nothing else of this package.
 ORDER = (
     "errors",
+    "log",
     "options",
     "user_code",
     "registry",

@@ -29,8 +29,8 @@ from grpo_mp.checkpoint.describe import describe_hf, is_torch_dist
 from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback
 from grpo_mp.checkpoint.worker_group import WorkerGroup
 from grpo_mp.errors import USER_STATUS, UserError
+from grpo_mp.log import log_to_terminal
 from grpo_mp.options import Parser
-from grpo_mp.platform.warnings import silence_known_warnings
 
 DIFFERENT = 1  # exit status
 LOGIT_TOLERANCE = 2e-6  # float32 rounding of either side
@@ -40,7 +40,7 @@ TOLERANCES = f"of values (default 0: bit for bit), of logits relative to the lar
 def main(arguments: Sequence[str]) -> int:
     """Run the command line, see the module's text; return the exit status. Raises UserError."""
     args = _parser().parse_args(arguments)
-    silence_known_warnings()
+    log_to_terminal()
     status: int = args.run(args, Console(highlight=False, soft_wrap=True))
     return status
 

@@ -29,14 +29,14 @@ from grpo_mp.examples.arithmetic import (
 from grpo_mp.examples.cold_start import ColdStartStep, Recipe, cold_start
 from grpo_mp.examples.tiny_models import SHAPES, make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.log import log_to_terminal
 from grpo_mp.options import Parser
-from grpo_mp.platform.warnings import silence_known_warnings
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line, see the text above; return the exit status. Raises UserError."""
     args = _parser().parse_args(arguments)
-    silence_known_warnings()
+    log_to_terminal()
     torch.set_num_threads(args.threads)
     train, held_out = make_problems(args.train, args.eval, args.seed, args.largest, tuple(args.kinds))
     write_jsonl(train, args.data / "train.jsonl")

@@ -31,13 +31,13 @@ def main(arguments: Sequence[str]) -> int:
         console.print("its multi-token-prediction layer is not part of the policy: it is not counted")
 
     # torch is slow to import: the help and mistakes so far come without it.
+    from grpo_mp.log import log_to_terminal
     from grpo_mp.planner.explain import explain
     from grpo_mp.planner.job import make_job
     from grpo_mp.planner.show import plan_and_show, search_and_show
-    from grpo_mp.platform.warnings import silence_known_warnings
     from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 
-    silence_known_warnings()
+    log_to_terminal()
     if find_spec("sglang"):  # a laptop need not have an engine
         check_arguments(settings.engine.args, known_arguments())
     job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)

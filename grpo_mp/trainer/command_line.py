@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.errors import UserError
+from grpo_mp.log import log_to_terminal
 from grpo_mp.options import train_parser
 from grpo_mp.platform.device_check import check_device
-from grpo_mp.platform.warnings import silence_known_warnings
 from grpo_mp.rollout.ports import claim_ports
 from grpo_mp.trainer.context import local_ranks
 from grpo_mp.trainer.dry_run import describe_run
@@ -21,7 +21,7 @@ def run_command(train: Callable[[Settings, Inputs], None], arguments: Sequence[s
     """Run a command line; `train` gets checked settings and what was read for them."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # train.py sets the default action
     with exit_on_error():
-        silence_known_warnings()
+        log_to_terminal()
         args = train_parser().parse_intermixed_args(arguments)
         settings = load_settings(args.config, args.overrides)
         if args.dry_run:

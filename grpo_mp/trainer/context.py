@@ -20,7 +20,7 @@ from grpo_mp.checkpoint.run_state import (
 )
 from grpo_mp.config import LayoutConfig, Settings, dump_settings
 from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
-from grpo_mp.monitor.log import log_file, logging_to
+from grpo_mp.log import log_file, logging_to
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
