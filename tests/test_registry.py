@@ -1,4 +1,4 @@
-"""Names and paths of extensions: what is found, what is refused, and that no code outside their rooms knows a name."""
+"""Names and paths of extensions: what is found, what is refused, and that no code outside their packages knows a name."""
 
 import ast
 import subprocess
@@ -125,11 +125,11 @@ def test_what_is_refused(kind: str, name: str, args: Mapping[str, Any], sentence
     assert "\n" not in str(refused.value)
 
 
-# -- no name is known outside its room -----------------------------------------------------------------------
+# -- no name is known outside its package -----------------------------------------------------------------------
 
 GENERAL = {"clip", "none"}  # words that mean other things, too
 NAMES = PRESETS.keys() | FAMILIES.keys() | POLICY_LOSSES.built_in.keys() - GENERAL
-ROOMS = (
+NAMING_MODULES = (
     "algorithms/presets.py",
     "algorithms/registries.py",
     "models/families.py",
@@ -155,11 +155,11 @@ def known_names(source: str) -> list[str]:
     return found
 
 
-def test_no_code_outside_its_room_knows_a_name() -> None:
+def test_no_code_outside_its_package_knows_a_name() -> None:
     found = [
         (str(file.relative_to(PACKAGE)), name)
         for file in PACKAGE.rglob("*.py")
-        if not str(file.relative_to(PACKAGE)).startswith(ROOMS)
+        if not str(file.relative_to(PACKAGE)).startswith(NAMING_MODULES)
         for name in known_names(file.read_text())
     ]
     assert set(found) <= DEFAULTS

@@ -1,4 +1,4 @@
-"""The sections of the settings that need no room of their own. Units are part of the names."""
+"""The sections of the settings that belong to no other package. Units are part of the names."""
 
 from pathlib import Path
 from typing import Any, Literal

@@ -1,6 +1,6 @@
-"""Does a newcomer's tier see broken code? `python -m tests.bench.breaks` breaks one line a room, each in a fresh copy.
+"""Does a newcomer's tier see broken code? `python -m tests.bench.breaks` breaks one line a package, each in a fresh copy.
 
-The tests of the room run first, and where they see nothing the rest of the tier. `--only ROOM ...` takes some breaks.
+The tests of the package run first, and where they see nothing the rest of the tier. `--only PACKAGE ...` takes some breaks.
 """
 
 import argparse
@@ -16,14 +16,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
-ELSEWHERE = ("tests/parallel", "tests/e2e", "tests")  # where a break that its room does not see is looked for
+ELSEWHERE = ("tests/parallel", "tests/e2e", "tests")  # where a break that its package does not see is looked for
 
 
 @dataclass(frozen=True)
 class Break:
     """One line of the package, `right`, made `wrong`."""
 
-    room: str
+    package: str
     title: str
     file: str
     right: str
@@ -120,13 +120,13 @@ BREAKS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", default=[each.room for each in BREAKS], metavar="ROOM")
+    parser.add_argument("--only", nargs="+", default=[each.package for each in BREAKS], metavar="PACKAGE")
     only = parser.parse_args().only
-    chosen = [each for room in only for each in BREAKS if each.room == room]
+    chosen = [each for package in only for each in BREAKS if each.package == package]
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         copy_tree(copy)
-        print("| room | break | caught by |\n|---|---|---|", flush=True)
+        print("| package | break | caught by |\n|---|---|---|", flush=True)
         caught = [seen for each in chosen if (seen := try_break(each, copy))]
     print(f"{len(caught)} of {len(chosen)} breaks are caught")
 
@@ -142,8 +142,8 @@ def copy_tree(copy: Path) -> None:
 def try_break(each: Break, copy: Path) -> str:
     """Print a row of the table; return the test that fails with the break and passes without, "" for none."""
     start = time.monotonic()
-    seen = next(filter(None, (caught_in(folder, each, copy) for folder in (f"tests/{each.room}", *ELSEWHERE))), "")
-    print(f"| {each.room} | {each.title} | {seen or 'no test'} ({time.monotonic() - start:.0f} s) |", flush=True)
+    seen = next(filter(None, (caught_in(folder, each, copy) for folder in (f"tests/{each.package}", *ELSEWHERE))), "")
+    print(f"| {each.package} | {each.title} | {seen or 'no test'} ({time.monotonic() - start:.0f} s) |", flush=True)
     return seen
 
 

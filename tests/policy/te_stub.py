@@ -64,7 +64,7 @@ def install_te_stub(folder: Path) -> None:
     onnx = "transformer_engine.pytorch.onnx_extensions"  # requires onnxscript
     sys.modules[onnx] = _CompiledModule(onnx)
     patches = {"transformer_engine.common": _skip_extension, "transformer_engine.pytorch.utils": _patch_devices}
-    # Rooms that import Megatron have installed the trainer's hook already, which leaves TransformerEngine as it is.
+    # Packages that import Megatron have installed the trainer's hook already, which leaves TransformerEngine as it is.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, import_hook._Finder)]
     import_hook.install_import_hook(patches, ("megatron", "transformer_engine"))
 

@@ -1,10 +1,11 @@
-"""Megatron and SGLang are imported in their own rooms only: what else needs them asks these rooms."""
+"""Megatron and SGLang are imported in their own packages only: what else needs them asks these packages."""
 
 import ast
+import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "grpo_mp"
-ROOMS = {
+LIBRARY_USERS = {
     "megatron": ("policy/", "checkpoint/", "distributed/", "platform/", "planner/meta_model.py"),
     "sglang": ("rollout/", "weight_sync/", "platform/"),
 }
@@ -20,19 +21,19 @@ def imports(file: Path) -> set[str]:
     return libraries
 
 
-def test_each_library_stays_in_its_rooms() -> None:
+def test_each_library_stays_in_its_packages() -> None:
     imported = {str(file.relative_to(PACKAGE)): imports(file) for file in PACKAGE.rglob("*.py")}
     outside = [
         f"{file} imports {library}"
-        for library, rooms in ROOMS.items()
+        for library, packages in LIBRARY_USERS.items()
         for file, names in imported.items()
-        if library in names and not file.startswith(rooms)
+        if library in names and not file.startswith(packages)
     ]
     assert not outside
-    assert all(any(library in names for names in imported.values()) for library in ROOMS)
+    assert all(any(library in names for names in imported.values()) for library in LIBRARY_USERS)
 
 
-# A room imports rooms that stand before it, and nothing else of this package.
+# A subpackage, or a module beside them, imports only what stands before it.
 ORDER = (
     "errors",
     "log",
@@ -69,32 +70,37 @@ ORDER = (
 )
 
 
-def imported_rooms(file: Path) -> set[str]:
-    """Rooms of this package that a file imports, anywhere in it."""
-    rooms = set()
+def imported_packages(file: Path) -> set[str]:
+    """Subpackages and modules of grpo_mp that a file imports, anywhere in it."""
+    packages = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == PACKAGE.name:
-            rooms |= {alias.name for alias in node.names}
+            packages |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             package, _, rest = node.module.partition(".")
-            rooms |= {rest.partition(".")[0]} if package == PACKAGE.name else set()
+            packages |= {rest.partition(".")[0]} if package == PACKAGE.name else set()
         elif isinstance(node, ast.Import):
             names = (alias.name.split(".") for alias in node.names)
-            rooms |= {parts[1] for parts in names if parts[0] == PACKAGE.name and len(parts) > 1}
-    return rooms
+            packages |= {parts[1] for parts in names if parts[0] == PACKAGE.name and len(parts) > 1}
+    return packages
 
 
-def room_of(file: Path) -> str:
+def package_of(file: Path) -> str:
     return "__main__" if file.name == "__main__.py" else file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def test_imports_go_one_way() -> None:
     files = [file for file in PACKAGE.rglob("*.py") if file != PACKAGE / "__init__.py"]
-    assert {room_of(file) for file in files} == set(ORDER)
+    assert {package_of(file) for file in files} == set(ORDER)
     upward = [
-        f"{file.relative_to(PACKAGE)} imports {room}"
+        f"{file.relative_to(PACKAGE)} imports {package}"
         for file in files
-        for room in imported_rooms(file) - {room_of(file)}
-        if ORDER.index(room) > ORDER.index(room_of(file))
+        for package in imported_packages(file) - {package_of(file)}
+        if ORDER.index(package) > ORDER.index(package_of(file))
     ]
     assert not upward
+
+
+def test_the_page_lists_the_packages_in_their_order() -> None:
+    rows = [line.split("|")[1] for line in (PACKAGE / "README.md").read_text().splitlines() if line.startswith("| [")]
+    assert re.findall(r"\[(\w+)\]", "".join(rows)) == [package for package in ORDER if package != "__main__"]
