@@ -1,4 +1,4 @@
-"""Names and paths of extensions: what is found, what is refused, and that no code outside their packages knows a name."""
+"""Names and paths of extensions: what they load, what is refused, and that no other code knows a name."""
 
 import ast
 import subprocess

@@ -1,6 +1,6 @@
-"""Does a newcomer's tier see broken code? `python -m tests.bench.breaks` breaks one line a package, each in a fresh copy.
+"""Does the newcomer's tier see broken code? `python -m tests.bench.breaks` breaks a line a package, each in a copy.
 
-The tests of the package run first, and where they see nothing the rest of the tier. `--only PACKAGE ...` takes some breaks.
+The package's own tests run first, and where they see nothing the rest of the tier. `--only PACKAGE ...` takes some.
 """
 
 import argparse
@@ -41,7 +41,7 @@ BREAKS = (
     Break(
         "rewards",
         "repetition is rewarded",
-        "rewards/length.py",
+        "rewards/terms.py",
         "return len(set(grams)) / len(grams) - 1 if grams else 0.0",
         "return 1 - len(set(grams)) / len(grams) if grams else 0.0",
     ),
@@ -77,7 +77,7 @@ BREAKS = (
         "checkpoint",
         "a file's checksum is not compared",
         "checkpoint/manifest.py",
-        "if _digest(file) != expected[HASH]:",
+        "if _digest(file) != self._files[name][HASH]:",
         "if not _digest(file):",
     ),
     Break(
