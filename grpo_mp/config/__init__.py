@@ -7,6 +7,7 @@ from grpo_mp.config.sections import (
     EvalSetConfig,
     LayoutConfig,
     OptimizerConfig,
+    RolloutConfig,
     RunConfig,
     SyncConfig,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "EvalSetConfig",
     "LayoutConfig",
     "OptimizerConfig",
+    "RolloutConfig",
     "RunConfig",
     "Settings",
     "SyncConfig",

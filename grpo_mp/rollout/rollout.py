@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.checkpoint.hf_reader import has_hf_weights
-from grpo_mp.config import Settings
+from grpo_mp.config import RolloutConfig, Settings
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.client import EngineClient, Sampling
@@ -85,29 +85,22 @@ class Rollout:
             self.placement.engine, self._process.url, self._process.headers, engine.request_timeout_s
         )
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        first_group_id: int,
-        step: int,
-        store: dist.Store,
-        name: str,
-        target_groups: int | None,
-    ) -> list[SampleGroup]:
-        """Generate and score groups on this rank's engine. `name` must be new in the job each time.
-
-        `target_groups`: finished groups of the whole job after which those in flight are aborted; None: none is.
-        """
-        group_size = self._settings.rollout.group_size
-        task = RolloutTask(prompts, group_size, first_group_id, step, self._sampling(), target_groups)
-        return self._run_task(task, name, store)
+    def run(self, task: RolloutTask, name: str, store: dist.Store) -> list[SampleGroup]:
+        """Generate and score the groups of a task that this rank's engine takes. `name` must be new in the job."""
+        if self.client is None:
+            return []
+        settings = self._settings
+        groups_per_engine = -(-len(task.prompts) // len(self.hosts))
+        max_in_flight = max(1, min(settings.engine.concurrent_groups, groups_per_engine))
+        worker = RolloutWorker(self.client, self._scorer, self._tokenizer, settings.rollout.group_timeout_s)
+        return self._runner.run(worker.run(task, WorkQueue(store, name, len(task.prompts)), max_in_flight))
 
     def evaluate(self, prompts: Sequence[Prompt], name: str, step: int, store: dist.Store) -> list[SampleGroup]:
         """Generate and score the prompts of an eval set that this rank's engine takes, with the set's sampling."""
         eval_set = self._settings.eval_set(name)
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
-        sampling = replace(self._sampling(), **overrides)
-        return self._run_task(RolloutTask(prompts, eval_set.samples, 0, step, sampling), f"eval/{name}/{step}", store)
+        sampling = replace(rollout_sampling(self._settings.rollout), **overrides)
+        return self.run(RolloutTask(prompts, eval_set.samples, 0, step, sampling), f"eval/{name}/{step}", store)
 
     def call(self, coroutine):  # type: ignore[no-untyped-def]
         """Run one of the client's coroutines to its end."""
@@ -132,18 +125,10 @@ class Rollout:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _run_task(self, task: RolloutTask, name: str, store: dist.Store) -> list[SampleGroup]:
-        if self.client is None:
-            return []
-        settings = self._settings
-        groups_per_engine = -(-len(task.prompts) // len(self.hosts))
-        max_in_flight = max(1, min(settings.engine.concurrent_groups, groups_per_engine))
-        worker = RolloutWorker(self.client, self._scorer, self._tokenizer, settings.rollout.group_timeout_s)
-        return self._runner.run(worker.run(task, WorkQueue(store, name, len(task.prompts)), max_in_flight))
 
-    def _sampling(self) -> Sampling:
-        rollout = self._settings.rollout
-        return Sampling(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.stop)
+def rollout_sampling(rollout: RolloutConfig) -> Sampling:
+    """Return how a step's responses are sampled."""
+    return Sampling(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.stop)
 
 
 def engine_spec(

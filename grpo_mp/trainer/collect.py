@@ -19,7 +19,8 @@ from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.errors import UserError
 from grpo_mp.phases import Phase
-from grpo_mp.rollout.rollout import Rollout
+from grpo_mp.rollout.rollout import Rollout, rollout_sampling
+from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 
@@ -58,22 +59,20 @@ class RolloutCollector:
 
         Raises UserError where `filter.zero_std: refill` finds too few groups within `filter.max_rounds` rounds.
         """
-        prompts_per_step, rule = self.settings.rollout.prompts_per_step, self.settings.algorithm.filter
+        rollout, rule = self.settings.rollout, self.settings.algorithm.filter
+        prompts_per_step = rollout.prompts_per_step
         groups, infos = list[SampleGroup](), list[SampleInfo]()
         selection, rounds, launched = GroupSelection((), 0, 0, 0), 0, 0
         while (missing := selection.missing(prompts_per_step)) > 0:
             if rounds == rule.max_rounds:
                 raise UserError(self._too_few_groups(step, selection, launched))
             prompts, state = self._next_prompts(state, groups_to_launch(missing, launched, selection, rule), step)
+            target_groups = missing if rule.select_by == "finish" else None
+            task = RolloutTask(
+                prompts, rollout.group_size, state.groups_launched, step, rollout_sampling(rollout), target_groups
+            )
             with self.scheduler.phase(Phase.GENERATE):
-                new_groups = self.rollout.generate(
-                    prompts,
-                    state.groups_launched,
-                    step,
-                    self.parallel.store,
-                    name=f"step/{step}/{rounds}",
-                    target_groups=missing if rule.select_by == "finish" else None,
-                )
+                new_groups = self.rollout.run(task, f"step/{step}/{rounds}", self.parallel.store)
             state = replace(state, groups_launched=state.groups_launched + len(prompts))
             with self.scheduler.phase(Phase.SCORE):
                 infos += all_gather_sample_info(new_groups, self.parallel.cpu_group)
