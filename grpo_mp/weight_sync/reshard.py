@@ -1,6 +1,7 @@
 """Resharding: execute a sync plan, from the policy's shards to full Hugging Face tensors on the target ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,25 +12,16 @@ from grpo_mp.weight_sync.plan import Bucket
 from grpo_mp.weight_sync.shared_memory import NamedTensors
 
 
+@dataclass(frozen=True)
 class Resharder:
     """Executes this rank's part of a plan, bucket by bucket."""
 
-    def __init__(
-        self,
-        plan: Sequence[Bucket],
-        params: Mapping[str, Param],
-        tensors: Mapping[str, torch.Tensor],
-        tp_sizes: Mapping[str, int],
-        is_target: bool,
-        fp8: bool = False,
-    ) -> None:
-        """Take this rank's shards by whole-model name and the number of parts of each parameter (`tp_sizes`).
-
-        `fp8`: the targets take projections in blockwise FP8.
-        """
-        self.plan, self.params, self.tensors, self.tp_sizes = plan, params, tensors, tp_sizes
-        self.is_target, self.fp8 = is_target, fp8
-        self.rank = dist.get_rank()
+    plan: Sequence[Bucket]
+    params: Mapping[str, Param]
+    tensors: Mapping[str, torch.Tensor]  # this rank's shards by whole-model name
+    tp_sizes: Mapping[str, int]  # how many parts each parameter has
+    is_target: bool
+    fp8: bool = False  # the targets take projections in blockwise FP8
 
     def buckets(self) -> Iterator[NamedTensors]:
         """Yield the Hugging Face tensors of each bucket; an empty list on ranks that are no target.
@@ -43,15 +35,15 @@ class Resharder:
     def _exchange(self, bucket: Bucket) -> dict[tuple[str, int], torch.Tensor]:
         shards: dict[tuple[str, int], torch.Tensor] = {}
         operations: list[dist.P2POp] = []
-        like = next(iter(self.tensors.values()))
+        rank, like = dist.get_rank(), next(iter(self.tensors.values()))
         for transfer in bucket.transfers:
             key = (transfer.name, transfer.part)
-            if transfer.source == transfer.target == self.rank:
+            if transfer.source == transfer.target == rank:
                 shards[key] = self.tensors[transfer.name].detach()
-            elif transfer.source == self.rank:
+            elif transfer.source == rank:
                 shard = self.tensors[transfer.name].detach().contiguous()
                 operations.append(dist.P2POp(dist.isend, shard, transfer.target))
-            elif transfer.target == self.rank:
+            elif transfer.target == rank:
                 param = self.params[transfer.name]
                 dtype = torch.float32 if param.keep_float32 else like.dtype
                 shape = param.local_shape(self.tp_sizes[transfer.name])

@@ -43,29 +43,25 @@ def make_plan(
     return plan_sync(owned, parts, targets, bucket_bytes, itemsize)
 
 
+@dataclass(frozen=True)
 class WeightSync:
-    """Sends the policy's weights to the engines. `transport` is None on ranks that host no engine."""
+    """Sends the policy's weights to the engines."""
 
-    def __init__(self, resharder: Resharder, transport: Transport | None, run: RunCoroutine) -> None:
-        """Take the plan's executor, the engine's transport, and what runs a coroutine of it to completion."""
-        self._resharder, self._transport, self._run = resharder, transport, run
-
-    @property
-    def fp8(self) -> bool:
-        """Tell whether engines get projections in blockwise FP8."""
-        return self._resharder.fp8
+    resharder: Resharder
+    transport: Transport | None  # None on ranks that host no engine
+    run: RunCoroutine  # runs a coroutine of the transport to completion
 
     def update_weights(self, version: int) -> SyncReport:
         """Send all weights as `version`. Every rank must call this. Raises UserError where an engine refuses."""
         started, nbytes, largest = time.monotonic(), 0, 0
-        if self._transport:
-            self._run(self._transport.begin())
-        for bucket in self._resharder.buckets():
-            if self._transport:
-                self._run(self._transport.send(bucket))
+        if self.transport:
+            self.run(self.transport.begin())
+        for bucket in self.resharder.buckets():
+            if self.transport:
+                self.run(self.transport.send(bucket))
             size = sum(tensor.nbytes for _, tensor in bucket)
             nbytes, largest = nbytes + size, max(largest, size)
             bucket.clear()  # free its memory before the next one is received
-        if self._transport:
-            self._run(self._transport.end(version))
-        return SyncReport(version, nbytes, len(self._resharder.plan), largest, time.monotonic() - started)
+        if self.transport:
+            self.run(self.transport.end(version))
+        return SyncReport(version, nbytes, len(self.resharder.plan), largest, time.monotonic() - started)

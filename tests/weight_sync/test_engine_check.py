@@ -72,7 +72,9 @@ def phase(*_: object) -> AbstractContextManager[None]:
 
 
 def make_check(settings: Settings, policy: Policy, engine: Engine) -> EngineCheck:
-    weight_sync = cast(WeightSync, SimpleNamespace(fp8=False, update_weights=engine.update_weights))
+    weight_sync = cast(
+        WeightSync, SimpleNamespace(resharder=SimpleNamespace(fp8=False), update_weights=engine.update_weights)
+    )
     scheduler = cast(PhaseManager, SimpleNamespace(phase=phase))
     return EngineCheck(settings, policy, weight_sync, engine, scheduler, PROMPTS)
 
