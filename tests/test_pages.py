@@ -1,14 +1,20 @@
 """Pages name only what exists: files, functions, settings, commands."""
 
 import ast
+import contextlib
 import dataclasses
+import io
 import re
+import shlex
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_origin
 
 import pytest
 from trl import GRPOConfig
 
+from grpo_mp.cli.main import COMMANDS, main
 from grpo_mp.config import Settings
 from grpo_mp.section import Section, section_type
 
@@ -86,3 +92,41 @@ def test_trl_settings_on_the_page_for_its_users_exist() -> None:
     arguments = {"model", "train_dataset", "eval_dataset", "reward_funcs", "prompt"}  # of the trainer; a column
     assert len(named) > 40
     assert not named - fields - arguments
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Commands of a page by word: the lines of its shell blocks, and those within a sentence."""
+    text = page.read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    sentences = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += re.findall(r"`((?:grpo-mp|torchrun|sbatch|bash|python3? -m) [^`]+)`", sentences)
+    yield from filter(None, (shlex.split(line, comments=True) for line in lines))
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, str]:
+    """What each command of grpo-mp says of itself."""
+    texts = {}
+    for command in COMMANDS:
+        with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+            main([command, "--help"])
+        texts[command] = shown.getvalue()
+    return texts
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_commands_exist_with_their_options_and_settings(page: Path, helps: dict[str, str]) -> None:
+    """That README's commands do what they should is seen by .ci/run, which runs them."""
+    for words in commands(page):
+        options = [word for word in words if word.startswith("--")]
+        overrides = [word.partition("=")[0] for word in words if re.match(r"[a-z_]+(\.\w+)+=", word)]
+        assert not [name for name in overrides if not is_setting(name)], words
+        if words[0] == "grpo-mp":
+            help_text = helps[words[1]] if len(words) > 1 else ""
+            assert not [option for option in options if option.partition("=")[0] not in help_text], words
+        elif "-m" in words and words[words.index("-m") + 1].startswith(("grpo_mp", "tests")):
+            assert find_spec(words[words.index("-m") + 1]), words
+        elif words[0] in ("bash", "sbatch"):
+            script = next(word for word in words[1:] if not word.startswith("--"))
+            assert (ROOT / script).exists() or re.search("[A-Z]", script), words
