@@ -23,6 +23,9 @@ KNOWN_WARNINGS = (
     # Megatron reads checkpoints by a name, and of a tensor kind, that torch means to give up.
     (r"`load_state_dict` is deprecated", r"megatron\.core\.dist_checkpointing\."),
     (r"Please use DTensor instead", r"torch\.distributed\.checkpoint\."),
+    # Megatron-Core 0.19 reads checkpoints by itself on every rank, and passes arguments in an order that torch changed.
+    (r"torch\.distributed is disabled, unavailable or uninitialized", r"torch\.distributed\.checkpoint\."),
+    (r"The argument order of load has been changed", r"torch\.distributed\.checkpoint\."),
 )
 QUIET_LOGGERS = (
     "megatron.core.rerun_state_machine",  # announces that it is not in use

@@ -34,6 +34,8 @@ def is_shown(message: str, module: str) -> bool:
         ("The .grad attribute of a Tensor that is not a leaf Tensor is", "megatron.core.optimizer.optimizer"),
         ("`load_state_dict` is deprecated and will be", "megatron.core.dist_checkpointing.strategies.torch"),
         ("Please use DTensor instead and we are", "torch.distributed.checkpoint.planner_helpers"),
+        ("torch.distributed is disabled, unavailable or uninitialized, assuming", "torch.distributed.checkpoint.utils"),
+        ("The argument order of load has been changed. Please check", "torch.distributed.checkpoint.logger"),
     ],
 )
 def test_only_the_known_warning_of_the_module_is_silenced(message: str, module: str) -> None:
