@@ -29,6 +29,7 @@ def register() -> None:
         _batch_attention()
         _replace_layers()
         _allocate_routed_experts_without_cuda()
+        _take_the_cpu_for_the_device()
         _fork_processes()
         _freeze_gc()
     _move_load_snapshots(Path(os.environ[SCRATCH]))
@@ -120,6 +121,14 @@ def _allocate_routed_experts_without_cuda() -> None:
         return torch.empty(dims, dtype=dtype)
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def _take_the_cpu_for_the_device() -> None:
+    # To release and resume memory, SGLang waits for the device that torch was built for, be it there or not.
+    import torch
+
+    of_device = torch.get_device_module
+    torch.get_device_module = lambda device="cpu": of_device(device)  # type: ignore[assignment]
 
 
 def _fork_processes() -> None:
