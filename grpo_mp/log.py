@@ -19,6 +19,9 @@ KNOWN_WARNINGS = (
     # Megatron reads checkpoints with a function and a tensor class that torch has deprecated.
     (r"`load_state_dict` is deprecated", r"megatron\.core\.dist_checkpointing\."),
     (r"Please use DTensor instead", r"torch\.distributed\.checkpoint\."),
+    # Megatron-Core 0.19 reads checkpoints by itself on every rank, and passes arguments in an order that torch changed.
+    (r"torch\.distributed is disabled, unavailable or uninitialized", r"torch\.distributed\.checkpoint\."),
+    (r"The argument order of load has been changed", r"torch\.distributed\.checkpoint\."),
 )
 # (logger, beginning of a message)
 KNOWN_MESSAGES = (
