@@ -19,7 +19,7 @@ class GroupSelection:
     """How many of the groups launched so far for a step were selected, and why others were not."""
 
     admitted: tuple[int, ...]  # group ids in launch order
-    zero_std: int  # groups dropped because they teach nothing, by filter.metric
+    zero_std: int  # groups dropped as uninformative, by filter.metric
     surplus: int  # groups that were not needed
     unfinished: int  # groups that were aborted
 
@@ -36,7 +36,7 @@ def load_group_filter(rule: FilterConfig) -> GroupFilter:
 def select_groups(
     infos: Sequence[SampleInfo], count: int, rule: FilterConfig, keeps: GroupFilter | None = None
 ) -> GroupSelection:
-    """Select the first `count` groups by launch or by finish; with the rule, those that `keeps` says teach.
+    """Select the first `count` groups by launch or by finish; with the rule, those that pass `keeps`.
 
     keeps: None takes the filter of the settings.
     """

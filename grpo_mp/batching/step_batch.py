@@ -39,7 +39,7 @@ def assemble_step_batch(
 ) -> StepBatch:
     """Plan the updates, the same on every rank, and send each sample to the rank that trains on it.
 
-    groups: of this rank's engine; infos: of the whole step, the same on every rank; step: seeds the shuffle;
+    groups: of this rank's engine; infos: of the full step, the same on every rank; step: seeds the shuffle;
     estimator: None takes that of the settings.
     """
     advantage = settings.algorithm.advantage

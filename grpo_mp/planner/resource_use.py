@@ -21,7 +21,7 @@ class ResourceUse:
     network_bytes: float = 0.0
     host_link_bytes: float = 0.0
     host_copy_bytes: float = 0.0
-    disk_bytes: float = 0.0  # of the whole node
+    disk_bytes: float = 0.0  # of the node
     latency_s: float = 0.0
     bubble: float = 0.0
 
