@@ -222,8 +222,8 @@ class AlgorithmConfig(Section):
     advantage: AdvantageConfig = Field(AdvantageConfig(), description="how rewards become advantages")
     ratio: Literal["token", "sequence", "sequence_token", "product"] = Field(
         "token",
-        description="importance ratio: of a token, a sequence (GSPO: geometric mean), GSPO-token, or the full product "
-        "(TRL importance_sampling_level)",
+        description="importance ratio: of a token, of a sequence (GSPO: geometric mean), of GSPO-token, or the "
+        "product over the tokens (TRL importance_sampling_level)",
     )
     policy_loss: Annotated[str, AfterValidator(POLICY_LOSSES.check_name)] = Field(
         "clip",

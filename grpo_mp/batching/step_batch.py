@@ -83,7 +83,7 @@ def with_reference_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torc
 
 
 def with_old_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor]) -> list[MicroBatch]:
-    """Add the logprobs of the policy before the step's first update, in the same way."""
+    """Add the policy's logprobs before the step's first update; leave them on stages that computed none."""
     if not outputs:
         return list(update)
     return [replace(batch, old_logprobs=out[0].cpu()) for batch, out in zip(update, outputs, strict=True)]

@@ -109,7 +109,7 @@ class HfReader:
         return dequantise(stored, self.read_stored(scale), self.fp8_as, origin)
 
     def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
-        """Return the same as the file stores it: FP8 stays FP8."""
+        """Return the full tensor, or a slice, in its stored dtype: FP8 stays FP8."""
         if name in self._file_of:
             self.checksums.check(self._file_of[name])
         if axis is None:

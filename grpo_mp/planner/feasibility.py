@@ -20,7 +20,7 @@ class MemoryPeak:
 
     @classmethod
     def of(cls, place: str, sub_phase: SubPhase, sizes: BytesByKind, capacity: float) -> "MemoryPeak":
-        """Make it from the sizes of each kind: their sum and the largest."""
+        """Make the peak from the bytes of each kind: their sum and the largest."""
         kind = max(sizes, key=lambda name: sizes[name])
         return cls(place, sub_phase, total(sizes), capacity, kind, sizes[kind])
 
