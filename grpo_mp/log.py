@@ -41,7 +41,7 @@ class TerminalHandler(logging.Handler):
         self.addFilter(lambda record: not is_known_notice(record))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record's message to what is stderr now."""
+        """Write the record's message to the current stderr."""
         sys.stderr.write(self.format(record).rstrip() + "\n")
 
 
@@ -67,7 +67,7 @@ def is_known_notice(record: logging.LogRecord) -> bool:
 
 
 def log_file(run_folder: Path, rank: int) -> Path:
-    """Return where a rank's log lies."""
+    """Return the path of a rank's log."""
     return run_folder / "logs" / f"rank_{rank}.log"
 
 

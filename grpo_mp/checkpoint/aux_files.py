@@ -1,4 +1,4 @@
-"""What stands beside the weights in a Hugging Face folder: config, tokenizer, template, licence."""
+"""The files beside the weights in a Hugging Face folder: config, tokenizer, template, licence."""
 
 import json
 import shutil

@@ -42,7 +42,7 @@ class HfExporter:
 
     @cached_property
     def fp8_names(self) -> frozenset[str]:
-        """Tensors to write as FP8: those of the policy that `original` has in FP8, or else that releases quantise."""
+        """Return the tensors to write as FP8: those that `original` has in FP8, else those that releases quantise."""
         if not self.fp8:
             return frozenset()
         names = {name for name, reader in self.non_policy.items() if reader.dtype(name) == FP8}

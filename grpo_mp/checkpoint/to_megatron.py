@@ -39,7 +39,7 @@ class ModelMapping:
 
     @classmethod
     def of(cls, folder: Path) -> "ModelMapping":
-        """Make it from the folder's config.json. Raises UserError where that is missing or not supported."""
+        """Make the mapping by the folder's config.json. Raises UserError where that is missing or not supported."""
         hf = HfConfig.read(folder)
         family = family_of(hf)
         params = {name: param for name, param in family.params(hf).items() if not param.alias}

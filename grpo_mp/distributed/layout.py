@@ -41,7 +41,7 @@ def model_shape(family: dict[str, Any]) -> ModelShape:
 
 
 def sets_pipeline_layout(megatron: Mapping[str, Any]) -> bool:
-    """Whether training.megatron_args places the layers on pipeline stages itself."""
+    """Tell whether training.megatron_args places the layers on pipeline stages itself."""
     return any("pipeline" in name for name in megatron)
 
 

@@ -37,12 +37,12 @@ class NodeReport:
         return asdict(self)
 
     def with_rates(self, all_reduce: float | None, all_to_all: float | None) -> "NodeReport":
-        """Add measured rates."""
+        """Return the report with measured rates, bytes per second."""
         return replace(self, all_reduce=all_reduce, all_to_all=all_to_all)
 
 
 def inspect_node(node: str, attempt: Path, clock_offset_s: float) -> NodeReport:
-    """Report on this node; leaves a file in the shared folder, so that rank 0 sees who reaches it."""
+    """Report on this node; leave a file in the shared folder, so that rank 0 sees who reaches it."""
     memory = psutil.virtual_memory()
     return NodeReport(node, _versions(), clock_offset_s, memory.total, memory.available, _node_problem(node, attempt))
 

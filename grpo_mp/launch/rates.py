@@ -1,4 +1,4 @@
-"""Measure collectives inside each node, and between nodes two at a time, so that a slow one stands out."""
+"""Measure collectives inside each node, and between nodes two at a time, so that a slow one shows."""
 
 import time
 from collections.abc import Callable, Sequence

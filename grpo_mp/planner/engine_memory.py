@@ -11,7 +11,7 @@ from grpo_mp.planner.parameter_count import rule_parameters
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one GPU; `kv_cache_tokens` is what the KV caches of the whole engine hold."""
+    """Bytes on one GPU; `kv_cache_tokens` is what the KV caches of the engine hold."""
 
     weights: float
     kv_cache: float

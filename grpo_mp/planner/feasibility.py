@@ -20,7 +20,7 @@ class MemoryPeak:
 
     @classmethod
     def of(cls, place: str, sub_phase: SubPhase, sizes: BytesByKind, capacity: float) -> "MemoryPeak":
-        """Sum the sizes and find the largest."""
+        """Make the peak from the bytes of each kind: their sum and the largest."""
         kind = max(sizes, key=lambda name: sizes[name])
         return cls(place, sub_phase, total(sizes), capacity, kind, sizes[kind])
 
@@ -34,7 +34,7 @@ class MemoryPeak:
 
     @property
     def sentence(self) -> str:
-        """As a user reads it."""
+        """Return one sentence: place, bytes needed and available, largest item."""
         spare = f"{self.headroom / GIB:.1f} GiB to spare" if self.fits else f"{-self.headroom / GIB:.1f} GiB too much"
         return (
             f"{self.place}: {self.needed / GIB:.1f} of {self.capacity / GIB:.1f} GiB in {self.sub_phase}, {spare}; "
@@ -56,7 +56,7 @@ class Feasibility:
 
     @property
     def sentence(self) -> str:
-        """The verdict and its reasons, as a user reads them."""
+        """Return the verdict, and its reasons, in sentences."""
         if self.fits:
             return f"fits. {self.device.sentence}. {self.host.sentence}."
         problems = [peak.sentence for peak in (self.device, self.host) if not peak.fits]

@@ -11,7 +11,7 @@ from grpo_mp.planner.training import active_parameters, forward_flops_per_token,
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """Of one engine, in one step."""
+    """Decoding work of one engine in one step."""
 
     samples: float
     running_per_replica: float  # sequences at a time

@@ -34,7 +34,7 @@ class Plan:
 
     @property
     def costliest(self) -> tuple[SubPhase, str, float]:
-        """The sub-phase and the resource in it that take most of a step, and their seconds."""
+        """Return the sub-phase and its resource that take most of a step, and their seconds."""
         seconds = [
             (sub_phase, name, part_s * self.times_per_step(sub_phase))
             for sub_phase in SubPhase
@@ -87,7 +87,7 @@ def _resource_uses(job: Job, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
 
 
 def _sync_use(job: Job, weight_bytes: float) -> ResourceUse:
-    """Every GPU of every engine receives the whole model, bucket by bucket, from the ranks that hold it."""
+    """Return the use of one GPU: every engine GPU receives the full model, in buckets, from the ranks that hold it."""
     own_share = 1 / job.world_size
     node_share = (min(job.gpus_per_node, job.world_size) - 1) / job.world_size
     buckets = -(-weight_bytes // job.settings.sync.bucket_bytes)
