@@ -12,6 +12,7 @@ from grpo_mp.log import TerminalHandler, log_file, log_to_terminal, logging_to
 
 @pytest.fixture(autouse=True)
 def _terminal() -> Iterator[None]:
+    logging.captureWarnings(False)  # what another test left: pytest restores showwarning, not what logging knows of it
     root, show = logging.getLogger(), warnings.showwarning
     before = list(root.handlers)
     log_to_terminal()

@@ -32,6 +32,11 @@ class Rule:
     keep_float32: bool = False  # must not be cast (the router's expert bias)
     alias: bool = False  # a second Megatron copy of tensors that another rule owns: loaded, never sent or saved
 
+    @property
+    def in_no_layer(self) -> bool:
+        """Return whether the rule is about layers of a kind that the model lacks."""
+        return self.layers is not None and not self.layers
+
 
 @dataclass(frozen=True)
 class Param(Rule):
