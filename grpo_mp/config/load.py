@@ -25,17 +25,22 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
 
     Raises UserError: file missing, not YAML, unknown setting (with the nearest known), bad value.
     """
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}: give an existing settings file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    tree = read_yaml(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected sections (run:, model:, ...), found {type(tree).__name__}")
     for override in overrides or []:
         _apply_override(tree, override)
     return check_settings(tree, str(path))
+
+
+def read_yaml(path: Path) -> Any:
+    """Read a YAML file. Raises UserError where it is missing or not YAML."""
+    try:
+        return yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}: give an existing file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def check_settings(tree: dict[str, Any], where: str) -> Settings:

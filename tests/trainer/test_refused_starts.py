@@ -101,9 +101,7 @@ def test_settings(refuse: Refuse, override: str, sentence: str) -> None:
 
 
 def test_a_settings_file_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
-    assert "none.yaml: No such file or directory: give an existing settings file" in refuse(
-        config=tmp_path / "none.yaml"
-    )
+    assert "none.yaml: No such file or directory: give an existing file" in refuse(config=tmp_path / "none.yaml")
 
 
 def test_a_misspelt_option(refuse: Refuse) -> None:
@@ -195,7 +193,7 @@ def test_an_impossible_layout(refuse: Refuse, layout: str, ranks: int, rule: str
 
 
 def test_a_model_folder_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
-    assert refuse(f"model.path={tmp_path / 'none'}").endswith("model.path must be a Hugging Face folder")
+    assert refuse(f"model.path={tmp_path / 'none'}").endswith("give a Hugging Face folder or a converted checkpoint")
 
 
 def test_a_config_that_is_cut_short(refuse: Refuse, model: Path) -> None:
