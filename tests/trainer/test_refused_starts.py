@@ -333,7 +333,7 @@ def test_a_reward_that_cannot_be_imported(refuse: Refuse, spec: str, sentence: s
             "algorithm.advantage.estimator=json:loads",
             "as advantage estimator it is called with (samples, advantage, weights)",
         ),
-        ("algorithm.advantage.estimator=process", "level and combine choose outcome: leave it out"),
+        ("algorithm.advantage.estimator=process", "'process' is no advantage estimator: write module:function"),
         ("algorithm.filter.metric=acuracy", "unknown group filter 'acuracy' (did you mean accuracy?)"),
         ("data.source=parket", "data.source: unknown data source 'parket' (did you mean parquet?)"),
         (
