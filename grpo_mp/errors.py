@@ -2,7 +2,9 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
+Number = TypeVar("Number", int, float)
 USER_STATUS = 2  # exit status of a process that ended with a UserError
 
 
@@ -12,6 +14,15 @@ class UserError(Exception):
 
 class PhaseTimeout(UserError):  # noqa: N818
     """A wait timed out; the message names rank, engine and phase."""
+
+
+def read_number(kind: type[Number], value: Any, where: str) -> Number:
+    """Return the value as `int` or `float`. Raises UserError, which begins with `where`, for what is no such number."""
+    try:
+        return kind(value)
+    except (TypeError, ValueError) as error:
+        noun = "an integer" if kind is int else "a number"
+        raise UserError(f"{where}: expected {noun}, found {value!r}") from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

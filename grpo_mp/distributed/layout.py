@@ -10,6 +10,18 @@ from grpo_mp.config import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel
 from grpo_mp.errors import UserError
 
+FIRST_STAGE_LAYERS = "num_layers_in_first_pipeline_stage"
+LAST_STAGE_LAYERS = "num_layers_in_last_pipeline_stage"
+PIPELINE_LAYOUT = "pipeline_model_parallel_layout"
+# Fields of Megatron's TransformerConfig that place the layers.
+PLACEMENT_FIELDS = {
+    FIRST_STAGE_LAYERS,
+    LAST_STAGE_LAYERS,
+    PIPELINE_LAYOUT,
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+}
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -42,7 +54,7 @@ def model_shape(family: dict[str, Any]) -> ModelShape:
 
 def sets_pipeline_layout(megatron: Mapping[str, Any]) -> bool:
     """Tell whether training.megatron_args places the layers on pipeline stages itself."""
-    return any("pipeline" in name for name in megatron)
+    return not PLACEMENT_FIELDS.isdisjoint(megatron)
 
 
 def layout_violations(

@@ -22,6 +22,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.launch.node_report import NodeReport, bad_nodes, inspect_node
 from grpo_mp.launch.rates import measure_rates
 from grpo_mp.launch.slurm import rank_environment
+from grpo_mp.options import Parser
 
 BAD_NODES = "bad_nodes"
 BAD_NODES_STATUS = 3
@@ -31,10 +32,13 @@ TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 
 def main() -> None:
     """Run the command line."""
-    attempt, nodes = Path(sys.argv[1]), sys.argv[2].split(",")
+    parser = Parser("python -m grpo_mp.launch.nodes", str(__doc__))
+    parser.add_argument("attempt", type=Path)
+    parser.add_argument("nodes")
     try:
+        args = parser.parse_args()
         os.environ.update(rank_environment(os.environ))
-        status = NodeCheck.join(attempt, nodes).run()
+        status = NodeCheck.join(args.attempt, args.nodes.split(",")).run()
     except UserError as error:
         exit_with(error)
     sys.stdout.flush()

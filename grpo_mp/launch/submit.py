@@ -39,7 +39,10 @@ class Submission:
 def submit(submission: Submission, dry_run: bool) -> int:
     """Submit a run, or show what would be submitted; return the exit status. Raises UserError."""
     if not (SCRIPTS / "common.sh").is_file():
-        raise UserError(f"{SCRIPTS / 'common.sh'} is not here: start from the root of the repository")
+        raise UserError(
+            f"{SCRIPTS / 'common.sh'}: no such file: jobs start by the repository's scripts: change to its root, "
+            "or start ranks on this machine with --ranks"
+        )
     load_settings(submission.config, list(submission.overrides))  # a mistake is said now, not after the queue
     environment = {"VENV": sys.prefix} | os.environ
     if dry_run:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from grpo_mp.registry import Registry
+from grpo_mp.config.registries import LOGGERS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,13 +107,6 @@ def cut_lines(path: Path, first_step: int) -> None:
     rewritten = path.with_suffix(".jsonl.new")
     rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     os.replace(rewritten, path)
-
-
-LOGGERS: Registry[MakeLogger] = Registry(
-    "logger",
-    {"tensorboard": TensorBoardLogger, "jsonl": JsonLinesLogger},
-    parameters=("run_folder", "first_step", "settings"),
-)
 
 
 def load_loggers(loggers: Mapping[str, Mapping[str, Any]]) -> tuple[MakeLogger, ...]:
