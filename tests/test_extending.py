@@ -25,8 +25,7 @@ from grpo_mp.distributed.process_groups import single_process_group, start_paral
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.monitor.loggers import read_lines
-from grpo_mp.monitor.writer import MetricWriter
+from grpo_mp.monitor.loggers import open_loggers, read_lines, write_metrics
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.platform import prepare
@@ -133,15 +132,15 @@ def test_data_source(use: Use) -> None:
 
 def test_logger(use: Use, tmp_path: Path) -> None:
     settings, extensions = use("Logger")
-    run = tmp_path / "run"
-    with MetricWriter(run, 0, extensions.make_loggers, settings.model_dump(mode="json")) as writer:
-        writer.scalars(1, {"reward/mean": 0.5, "train/loss": -0.25, "train/lr": 1e-6})
-        writer.histogram(1, "reward/values", [0.0, 1.0])
-        writer.text(1, "rollout/samples", "text")
-        writer.scalars(2, {"reward/mean": 0.75})
-    assert (run / "metrics.csv").read_text().splitlines() == ["1,0.5,-0.25", "2,0.75,"]
-    assert [line["reward/mean"] for line in read_lines(run / "metrics.jsonl")] == [0.5, 0.75]
-    assert any((run / "tensorboard").iterdir())
+    loggers = open_loggers(extensions.make_loggers, tmp_path, 0, settings.model_dump(mode="json"))
+    scalars = {"reward/mean": 0.5, "train/loss": -0.25, "train/lr": 1e-6}
+    write_metrics(loggers, 1, scalars, {"reward/values": [0.0, 1.0]}, {"rollout/samples": "text"})
+    write_metrics(loggers, 2, {"reward/mean": 0.75}, {}, {})
+    for logger in loggers:
+        logger.close()
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == ["1,0.5,-0.25", "2,0.75,"]
+    assert [line["reward/mean"] for line in read_lines(tmp_path / "metrics.jsonl")] == [0.5, 0.75]
+    assert any((tmp_path / "tensorboard").iterdir())
 
 
 def test_model_family(use: Use, tmp_path: Path) -> None:
