@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_mp.algorithms.advantages import outcome_advantages
-from grpo_mp.algorithms.kl import ESTIMATORS
+from grpo_mp.algorithms.losses import estimate_kl
 from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
 from grpo_mp.batching.packing import context_index
 from grpo_mp.batching.step_batch import StepBatch, with_old_logprobs, with_reference_logprobs
@@ -137,7 +137,7 @@ def _kl(batch: MicroBatch, algorithm: AlgorithmConfig) -> Tensor:
         return torch.zeros_like(batch.advantages)
     log_r = (batch.reference_logprobs - old).double()
     known = batch.mask.bool() & log_r.isfinite()
-    return ESTIMATORS[algorithm.kl.estimator](log_r, torch.ones_like(log_r)).where(known, 0.0)
+    return estimate_kl(algorithm.kl, log_r, torch.ones_like(log_r)).where(known, 0.0)
 
 
 def _sample_of_token(batch: MicroBatch, plan: Update) -> Tensor:

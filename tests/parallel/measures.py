@@ -150,7 +150,7 @@ def gradient(bench: Bench) -> Result:
     return {
         "shards": _gradients(policy),
         "held": _held(policy),
-        "loss": sum(float(report["loss"]) for report in losses),
+        "loss": sum(float(report["train/loss"]) for report in losses),
         "metrics": metrics(reduce_report(UpdateReport(losses, 0.0, 0.0, skipped=False), parallel)),
         "load": policy.expert_load.take(parallel.cpu_group),
     }
