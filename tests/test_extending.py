@@ -32,7 +32,7 @@ from grpo_mp.platform import prepare
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.policy import Policy, check_policy
 from grpo_mp.rewards.score import Scorer
-from grpo_mp.trainer.extensions import Extensions, load_extensions
+from grpo_mp.trainer.preflight import Extensions, load_extensions
 from grpo_mp.types import Prompt, Sample, SampleGroup, SampleInfo
 from tests.algorithms.objective import draw_update, objective, to_microbatches
 from tests.least import LEAST

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from grpo_mp.config import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.errors import UserError
 
 FIRST_STAGE_LAYERS = "num_layers_in_first_pipeline_stage"

@@ -16,8 +16,7 @@ from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import markdown, spread
 from grpo_mp.monitor.screen import AnswerPair
 from grpo_mp.phases import Phase
-from grpo_mp.rewards.score import Scorer
-from grpo_mp.rewards.tally import Tally
+from grpo_mp.rewards.score import Scorer, Tally
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics, total_tally

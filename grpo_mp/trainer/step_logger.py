@@ -22,7 +22,7 @@ from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.policy.expert_load import ExpertLoad, heat_map, load_ratios, max_load_ratio
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.scheduler.memory_tracker import MemoryTracker
+from grpo_mp.scheduler.memory import MemoryTracker
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.metrics import (
     collect_metrics,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from grpo_mp import platform
-from grpo_mp.config import SyncConfig
+from grpo_mp.config.sections import SyncConfig
 from grpo_mp.weight_sync.shared_memory import LOADER, NamedTensors, export_tensors
 
 

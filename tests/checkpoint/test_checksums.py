@@ -9,7 +9,7 @@ import pytest
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import describe_hf
 from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
-from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, write_manifest
+from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, latest_checkpoint, write_manifest
 from grpo_mp.checkpoint.to_hf import to_hf
 from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
@@ -17,7 +17,7 @@ from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.errors import UserError
 from grpo_mp.policy.checkpoint import save_policy
-from grpo_mp.trainer.context import build_policy, newest_checkpoint
+from grpo_mp.trainer.context import build_policy
 from tests.checkpoint.helpers import flip_bit, no_progress, policy_of
 from tests.least import LEAST
 
@@ -32,7 +32,7 @@ def start_policy(model: Path, run: Path) -> None:
     with single_process_group():
         parallel = start_parallel(settings.layout, 0, 600.0)
         try:
-            build_policy(settings, parallel, TrainState(), newest_checkpoint(settings))
+            build_policy(settings, parallel, TrainState(), latest_checkpoint(run))
         finally:
             stop_parallel()
 

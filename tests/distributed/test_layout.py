@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.config import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.layout import ModelShape, check_layout, describe, layout_violations, nearest_layout
 from grpo_mp.errors import UserError
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mp import platform
+from grpo_mp.algorithms.advantages import load_estimator
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import metrics
 from grpo_mp.algorithms.settings import AlgorithmConfig
@@ -227,6 +228,7 @@ def exchange(bench: Bench) -> Result:
         parallel,
         SMALL["hidden_size"],
         1,
+        load_estimator(bench.settings.algorithm.advantage),
     )
     packed = [list(update) for update in batch.updates]
     return {"packed": packed, "expected": bench.updates, "data": parallel.coords.data}
@@ -251,7 +253,8 @@ def family(bench: Bench) -> Result:
         algorithm = AlgorithmConfig.model_validate(tree)
         training = bench.settings.training.model_copy(update={"updates_per_step": 1})
         settings = bench.settings.model_copy(update={"algorithm": algorithm, "training": training})
-        batch = assemble_step_batch(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1)
+        estimator = load_estimator(algorithm.advantage)
+        batch = assemble_step_batch(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1, estimator)
         (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, controls={}, seed="0/0")
         update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]
         policy.gradients(update, make_loss(algorithm, reduce=context_reduction(parallel)))

@@ -172,7 +172,7 @@ def test_an_engine_on_gpus_that_do_not_divide_the_model(
 ) -> None:
     settings = settings_of(engine={"gpus": gpus, "args": args})
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
-        check_engine(settings, published_config(model), cpu=False)
+        check_engine(settings.engine, published_config(model), cpu=False)
 
 
 @pytest.mark.parametrize(

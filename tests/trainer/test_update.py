@@ -8,14 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_mp.algorithms.losses import make_loss
+from grpo_mp.algorithms.advantages import load_estimator
+from grpo_mp.algorithms.losses import load_policy_loss, make_loss
 from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import StepBatch, assemble_step_batch
-from grpo_mp.config import LayoutConfig, Settings, load_settings
+from grpo_mp.batching.step_batch import StepBatch, Updates, assemble_step_batch
+from grpo_mp.config import Settings, load_settings
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy, UpdateReport
-from grpo_mp.trainer.logprobs import Updates, compute_logprobs
+from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.update import train_step
 from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
@@ -54,7 +56,8 @@ class Trainer:
 
     def make_batch(self) -> StepBatch:
         infos = all_gather_sample_info(groups(), dist.group.WORLD)
-        return assemble_step_batch(groups(), infos, {}, self.settings, self.policy.parallel, 64, step=1)
+        estimator = load_estimator(self.settings.algorithm.advantage)
+        return assemble_step_batch(groups(), infos, {}, self.settings, self.policy.parallel, 64, 1, estimator)
 
     def compute_logprobs(self) -> Updates:
         epochs = self.settings.training.epochs
@@ -62,7 +65,8 @@ class Trainer:
 
     def train(self, updates: Updates) -> list[UpdateReport]:
         epochs = self.settings.training.epochs
-        reports, _ = train_step(self.policy, updates, self.settings.algorithm, epochs, {})
+        policy_loss = load_policy_loss(self.settings.algorithm)
+        reports, _ = train_step(self.policy, updates, self.settings.algorithm, epochs, {}, policy_loss)
         return reports
 
 
@@ -151,7 +155,9 @@ def test_shuffled_samples_are_spread_over_the_updates_alike_on_every_rank(
     infos = all_gather_sample_info(groups(), dist.group.WORLD)
 
     def parts(step: int, settings: Settings) -> list[set[int]]:
-        batch = assemble_step_batch(groups(), infos, {}, settings, parallel, 64, step)
+        batch = assemble_step_batch(
+            groups(), infos, {}, settings, parallel, 64, step, load_estimator(settings.algorithm.advantage)
+        )
         return [set(update.samples) for update in batch.plan]
 
     in_order = shuffled.settings.model_copy(

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from grpo_mp.config import LayoutConfig, Settings, load_settings
+from grpo_mp.config import Settings, load_settings
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
 from grpo_mp.scheduler.phase_manager import PhaseManager
