@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 import grpo_mp
 from grpo_mp.algorithms.advantages import estimate_advantages
-from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.group_filters import select_groups
 from grpo_mp.batching.packing import gather_responses
@@ -34,7 +33,7 @@ from grpo_mp.policy.policy import Policy, check_policy
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.trainer.preflight import Extensions, load_extensions
 from grpo_mp.types import Prompt, Sample, SampleGroup, SampleInfo
-from tests.algorithms.objective import draw_update, objective, to_microbatches
+from tests.algorithms.objective import draw_update, loss_of, objective, to_microbatches
 from tests.least import LEAST
 
 PAGE = (Path(grpo_mp.__file__).parent / "EXTENDING.md").read_text()
@@ -89,7 +88,7 @@ def check_loss(algorithm: AlgorithmConfig, extensions: Extensions, given: list[f
     update = draw_update((4, 7, 3, 5), (0, 0, 1, 1), seed=3, kl=False)
     (batch,), (logprobs,) = to_microbatches(update, algorithm, 10_000, given)
     leaf = logprobs.clone().requires_grad_()
-    loss, _ = make_loss(algorithm, policy_loss=extensions.policy_loss)(leaf, torch.ones_like(leaf), batch)
+    loss, _ = loss_of(algorithm, policy_loss=extensions.policy_loss)(leaf, torch.ones_like(leaf), batch)
     (gradient,) = torch.autograd.grad(loss, leaf)
     by_hand = objective(update, AlgorithmConfig(), expected)
     assert loss.item() == pytest.approx(by_hand.loss, rel=1e-6)

@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_mp.algorithms.policy_losses import PolicyLoss, TokenTerms
 from grpo_mp.algorithms.registries import POLICY_LOSSES, policy_loss_entry
 from grpo_mp.algorithms.report import loss_report
-from grpo_mp.algorithms.sequences import Reduce, Sequences, no_reduction
+from grpo_mp.algorithms.sequences import Reduce, Sequences
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from grpo_mp.errors import UserError
 from grpo_mp.types import MicroBatch
@@ -30,18 +30,15 @@ class LossCoefficients:
 
 def make_loss(
     algorithm: AlgorithmConfig,
-    coefficients: LossCoefficients | None = None,
-    reduce: Reduce = no_reduction,
-    policy_loss: PolicyLoss | None = None,
+    coefficients: LossCoefficients,
+    reduce: Reduce,
+    policy_loss: PolicyLoss,
 ) -> LossFunction:
     """Return the loss of one micro-batch: its share of the update's loss, and sums for the metrics.
 
     `reduce` sums over the ranks that hold parts of the same sequences. Without `old_logprobs` this is the first
-    update of a rollout: the old policy is the present one. `coefficients` and `policy_loss`: None takes those of the
-    settings.
+    update of a rollout: the old policy is the present one.
     """
-    coefficients = coefficients or LossCoefficients(algorithm.kl.coef, algorithm.entropy.coef)
-    policy_loss = policy_loss or load_policy_loss(algorithm)
     kl_coefficient = coefficients.kl if algorithm.kl.apply_to == "loss" else 0.0
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -47,7 +47,9 @@ class HostTransport:
 
     async def send(self, bucket: NamedTensors) -> None:
         with export_tensors(bucket) as metadata:
-            payload = base64.b64encode(_pickle([("metadata", metadata)])).decode()
+            file = io.BytesIO()
+            _Pickler(file).dump([("metadata", metadata)])
+            payload = base64.b64encode(file.getvalue()).decode()
             await self._client.update_weights_from_tensor([payload] * self._engine_ranks, load_format=LOADER)
 
     async def end(self, version: int) -> None:
@@ -59,12 +61,6 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         return (torch.ByteTensor, (value.tolist(),)) if isinstance(value, torch.Tensor) else NotImplemented
-
-
-def _pickle(named_tensors: NamedTensors) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file).dump(named_tensors)
-    return file.getvalue()
 
 
 def uses_cuda_ipc(settings: SyncConfig) -> bool:

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from grpo_mp.algorithms.advantages import outcome_advantages
 from grpo_mp.algorithms.aggregation import token_weights
+from grpo_mp.algorithms.losses import LossCoefficients, LossFunction, load_policy_loss, make_loss
+from grpo_mp.algorithms.policy_losses import PolicyLoss
+from grpo_mp.algorithms.sequences import Reduce
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.microbatches import plan_microbatches
 from grpo_mp.batching.packing import pack
@@ -204,6 +207,17 @@ def _advantage(update: UpdateData, sample: int, algorithm: AlgorithmConfig) -> f
     std = {"none": None, "group_std": group, "batch_std": rewards}[settings.scale]
     ddof = 1 if settings.std == "sample" else 0
     return float(centred if std is None else centred / (std.std(ddof=ddof) + settings.eps))
+
+
+def loss_of(
+    algorithm: AlgorithmConfig,
+    coefficients: LossCoefficients | None = None,
+    reduce: Reduce = lambda values: values,
+    policy_loss: PolicyLoss | None = None,
+) -> LossFunction:
+    """Return the loss with the coefficients and the policy loss of the settings; sequences are whole."""
+    coefficients = coefficients or LossCoefficients(algorithm.kl.coef, algorithm.entropy.coef)
+    return make_loss(algorithm, coefficients, reduce, policy_loss or load_policy_loss(algorithm))
 
 
 def sample_infos(

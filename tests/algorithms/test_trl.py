@@ -23,12 +23,19 @@ from torch import Tensor
 
 import grpo_mp.platform
 from grpo_mp.algorithms.advantages import estimate_decoupled, outcome_advantages
-from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics
 from grpo_mp.algorithms.settings import AdvantageConfig, AlgorithmConfig
 from grpo_mp.batching.packing import gather_responses
-from tests.algorithms.objective import LIMIT, UpdateData, draw_update, sample_infos, scatter_responses, to_microbatches
+from tests.algorithms.objective import (
+    LIMIT,
+    UpdateData,
+    draw_update,
+    loss_of,
+    sample_infos,
+    scatter_responses,
+    to_microbatches,
+)
 
 pytest.importorskip("trl")
 if not torch.cuda.is_available():
@@ -207,7 +214,7 @@ def compare(parts: dict[str, Any], first_update: bool = False, seed: int = 3, **
     batch.entropy_floor, batch.entropy_weight = floor, 1 / len(token_entropies)
     entropy = scatter_responses([entropies[i] for i in batch.sample_ids], batch)
     leaf = logprobs.requires_grad_()
-    loss, report = make_loss(algorithm)(leaf, entropy, batch)
+    loss, report = loss_of(algorithm)(leaf, entropy, batch)
     (gradient,) = torch.autograd.grad(loss, leaf)
     assert loss.item() == pytest.approx(expected, rel=1e-5, abs=1e-7)
     by_sample = dict(zip(batch.sample_ids, gather_responses(gradient, batch), strict=True))

@@ -9,7 +9,7 @@ import pytest
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import describe_hf
 from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
-from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, latest_checkpoint, write_manifest
+from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, latest_checkpoint, own_checksums, write_manifest
 from grpo_mp.checkpoint.to_hf import to_hf
 from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
@@ -108,7 +108,7 @@ def test_a_run_does_not_resume_from_a_changed_checkpoint(model: Path, tmp_path: 
     (step / "policy").mkdir(parents=True)
     with policy_of(model, "float32") as policy:
         save_policy(policy, step / "policy")
-    write_manifest(step, TrainState(step=20))
+    write_manifest(step, TrainState(step=20), own_checksums(step, 0, 1))
     assert "policy/.metadata" in json.loads((step / "manifest.json").read_text())["files"]
     start_policy(model, tmp_path / "run")
     file = largest_file(step, "*.distcp")

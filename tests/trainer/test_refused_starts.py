@@ -16,6 +16,7 @@ from grpo_mp.checkpoint.run_state import (
     begin_checkpoint,
     checkpoint_folder,
     claim_run_folder,
+    own_checksums,
     write_manifest,
 )
 from grpo_mp.config import dump_settings, load_settings
@@ -366,7 +367,7 @@ def saved_run(tiny_run: TinyRun, tmp_path: Path) -> Path:
     begin_checkpoint(checkpoint)
     (checkpoint / "policy").mkdir()
     (checkpoint / "policy" / "__0_0.distcp").write_bytes(b"weights")
-    write_manifest(checkpoint, TrainState(step=2))
+    write_manifest(checkpoint, TrainState(step=2), own_checksums(checkpoint, 0, 1))
     return run
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.algorithms.advantages import load_estimator
-from grpo_mp.algorithms.losses import load_policy_loss, make_loss
+from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import StepBatch, Updates, assemble_step_batch
@@ -20,6 +20,7 @@ from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.update import train_step
 from grpo_mp.types import Prompt, Sample, SampleGroup
+from tests.algorithms.objective import loss_of
 from tests.conftest import TinyRun
 
 SETTINGS = ("layout={}", "training.updates_per_step=2", "algorithm.kl.coef=0.0", "optimizer.warmup_updates=0")
@@ -93,7 +94,7 @@ def test_epochs_pass_over_the_same_samples_with_the_old_logprobs_of_the_first(
     by_hand = make_trainer(tiny_run, parallel, "training.epochs=2")
     first, second = by_hand.compute_logprobs()
     for update in (first, second, first, second):
-        by_hand.policy.update(update, make_loss(by_hand.settings.algorithm))
+        by_hand.policy.update(update, loss_of(by_hand.settings.algorithm))
     for ours, theirs in zip(weights(trainer.policy), weights(by_hand.policy), strict=True):
         assert torch.equal(ours, theirs)
 
