@@ -1,6 +1,6 @@
-"""The loss function that the policy's backward runs on each micro-batch: policy loss, corrections, KL and entropy."""
+"""The loss of each micro-batch: policy loss, corrections, KL and entropy; and the weight of each token in it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from grpo_mp.algorithms.report import loss_report
 from grpo_mp.algorithms.sequences import Reduce, Sequences
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from grpo_mp.errors import UserError
-from grpo_mp.types import MicroBatch
+from grpo_mp.types import MicroBatch, PerToken
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 MAX_LOG_RATIO = 700.0  # exp(709) is the largest float64
@@ -195,3 +195,39 @@ def _mask_logprobs(batch: MicroBatch) -> MicroBatch:
     logprobs = {name: values for name in names if (values := getattr(batch, name)) is not None}
     masked: dict[str, Any] = {name: _masked(values, batch.mask) for name, values in logprobs.items()}
     return replace(batch, **masked)
+
+
+def token_weights(
+    response_tokens: Sequence[int], learns: Sequence[bool], algorithm: AlgorithmConfig, max_response_tokens: int
+) -> list[PerToken]:
+    """Return the weight of each token of each of the update's samples; 0 for a sample that does not learn.
+
+    Weights come from the lengths of the whole update, so the denominator is global before the first backward, whatever
+    the layout, micro-batch size or packing.
+
+    sequence_mean: mean over samples of the mean over tokens (DeepSeekMath, eq. 3).
+    token_mean: mean over all tokens that learn (DAPO, eq. 8).
+    sequence_sum: mean over samples of the sum over tokens (LUSPO; RLOO).
+    constant: sum over tokens / (samples x max_response_tokens) (Dr. GRPO).
+    decoupled: mean over samples of control_token_weight x first token + mean of the others (Thinkless, eq. 5).
+    A sample that does not learn counts as a sample, its tokens do not count as tokens, as in TRL.
+    """
+    samples = len(response_tokens)
+    learning_tokens = sum(tokens for tokens, learn in zip(response_tokens, learns, strict=True) if learn)
+
+    def weight(tokens: int) -> PerToken:
+        match algorithm.aggregation:
+            case "token_mean":
+                return 1.0 / learning_tokens
+            case "sequence_sum":
+                return 1.0 / samples
+            case "constant":
+                return 1.0 / (samples * max_response_tokens)
+            case "decoupled":
+                weights = torch.full((tokens,), 1.0 / max(1, tokens - 1), dtype=torch.float64)
+                weights[0] = algorithm.control_token_weight
+                return weights / samples
+            case "sequence_mean":
+                return 1.0 / (samples * tokens)
+
+    return [weight(tokens) if learn else 0.0 for tokens, learn in zip(response_tokens, learns, strict=True)]

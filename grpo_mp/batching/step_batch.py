@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.algorithms.advantages import AdvantageEstimator, estimate_advantages, outcome_advantages
-from grpo_mp.algorithms.aggregation import token_weights
-from grpo_mp.algorithms.losses import estimate_kl
+from grpo_mp.algorithms.losses import estimate_kl, token_weights
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import redistribute
 from grpo_mp.batching.packing import context_index

@@ -19,6 +19,11 @@ from grpo_mp.models.hf_config import HfConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 RESERVED = {  # fields that the run sets itself, with what to do instead
     "tensor_model_parallel_size": "set layout.tensor",
     "pipeline_model_parallel_size": "set layout.pipeline",
@@ -52,7 +57,7 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
     """
     family = family_of(hf).config(hf)
     config_class = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
-    values = family | _numerics(DTYPES[dtype]) | _recompute(training.recompute) | _layout(layout)
+    values = family | _numerics(DTYPES[dtype]) | RECOMPUTE[training.recompute] | _layout(layout)
     values |= platform.megatron_fields(layout.virtual_pipeline is not None, family)
     values |= overrides_for(training.megatron_args, config_class)
     try:
@@ -135,11 +140,3 @@ def _numerics(dtype: torch.dtype) -> dict[str, Any]:
         "gradient_accumulation_fusion": False,  # needs apex for the output layer; see wrap_for_training
         "cuda_graph_scope": [],  # Megatron warns about its own default
     }
-
-
-def _recompute(recompute: str) -> dict[str, Any]:
-    if recompute == "none":
-        return {}
-    if recompute == "selective":
-        return {"recompute_granularity": "selective"}
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -38,9 +38,8 @@ from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, repo
 from grpo_mp.trainer.offload import AFTER_START, offload_enabled, offload_functions, start_engines_first
 from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.weight_sync.engine_check import EngineCheck
-from grpo_mp.weight_sync.ipc import IpcTransport
 from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.transport import HostTransport, Transport, uses_cuda_ipc
+from grpo_mp.weight_sync.transport import HostTransport, IpcTransport, Transport, uses_cuda_ipc
 from grpo_mp.weight_sync.update import WeightSync, make_plan
 
 

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_mp.algorithms.advantages import outcome_advantages
-from grpo_mp.algorithms.aggregation import token_weights
-from grpo_mp.algorithms.losses import LossCoefficients, LossFunction, load_policy_loss, make_loss
+from grpo_mp.algorithms.losses import LossCoefficients, LossFunction, load_policy_loss, make_loss, token_weights
 from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.sequences import Reduce
 from grpo_mp.algorithms.settings import AlgorithmConfig

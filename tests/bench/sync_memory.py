@@ -32,9 +32,9 @@ from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.shared_memory import open_tensors
 from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.shared_memory import open_tensors
-from grpo_mp.weight_sync.transport import HostTransport, WeightClient
+from grpo_mp.weight_sync.transport import HostTransport
 from grpo_mp.weight_sync.update import WeightSync, make_plan
 from tests.engines import started_engine
 
@@ -145,7 +145,7 @@ class StandIn:
 
 
 @contextmanager
-def running_engine(folder: Path, rank: int) -> Iterator[tuple[psutil.Process, WeightClient]]:
+def running_engine(folder: Path, rank: int) -> Iterator[tuple[psutil.Process, EngineClient]]:
     """An SGLang server: the process that holds its weights, and a client."""
     spec = EngineSpec(rank, rank, folder / "model", "float32", context_tokens=64, cpu=not platform.on_cuda())
     with started_engine(spec, folder / f"engine_{rank}.log") as engine:
