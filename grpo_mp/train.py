@@ -7,17 +7,17 @@ from dataclasses import replace
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
 
-from grpo_mp.batching.step_batch import StepBatch, assemble_step_batch
-from grpo_mp.checkpoint.run_state import FINAL
+from grpo_mp.batching.step_batch import StepBatch, Updates, assemble_step_batch
+from grpo_mp.checkpoint.run_state import FINAL, latest_checkpoint
 from grpo_mp.config import Settings
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.phases import Phase
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.command_line import run_command
-from grpo_mp.trainer.context import TrainContext, newest_checkpoint, open_train_context
+from grpo_mp.trainer.context import TrainContext, open_train_context
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, scores_before_training
-from grpo_mp.trainer.logprobs import Updates, compute_logprobs
+from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.trainer.save import export_policy, save_checkpoint
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, sync_metrics
@@ -152,7 +152,8 @@ def finish(ctx: TrainContext, first: Evaluation, last: Evaluation) -> None:
 
 def run(settings: Settings, inputs: Inputs) -> None:
     """Train as one rank of a started job. Raises UserError for what a user can fix."""
-    with open_train_context(settings, inputs, newest_checkpoint(settings)) as ctx:
+    checkpoint = latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
+    with open_train_context(settings, inputs, checkpoint) as ctx:
         train(ctx)
 
 

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 import grpo_mp
 from grpo_mp.algorithms.advantages import estimate_advantages
-from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.group_filters import select_groups
 from grpo_mp.batching.packing import gather_responses
@@ -25,17 +24,16 @@ from grpo_mp.distributed.process_groups import single_process_group, start_paral
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.monitor.loggers import read_lines
-from grpo_mp.monitor.writer import MetricWriter
+from grpo_mp.monitor.loggers import open_loggers, read_lines, write_metrics
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.platform import prepare
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.policy import Policy, check_policy
 from grpo_mp.rewards.score import Scorer
-from grpo_mp.trainer.extensions import Extensions, load_extensions
+from grpo_mp.trainer.preflight import Extensions, load_extensions
 from grpo_mp.types import Prompt, Sample, SampleGroup, SampleInfo
-from tests.algorithms.objective import draw_update, objective, to_microbatches
+from tests.algorithms.objective import draw_update, loss_of, objective, to_microbatches
 from tests.least import LEAST
 
 PAGE = (Path(grpo_mp.__file__).parent / "EXTENDING.md").read_text()
@@ -90,7 +88,7 @@ def check_loss(algorithm: AlgorithmConfig, extensions: Extensions, given: list[f
     update = draw_update((4, 7, 3, 5), (0, 0, 1, 1), seed=3, kl=False)
     (batch,), (logprobs,) = to_microbatches(update, algorithm, 10_000, given)
     leaf = logprobs.clone().requires_grad_()
-    loss, _ = make_loss(algorithm, policy_loss=extensions.policy_loss)(leaf, torch.ones_like(leaf), batch)
+    loss, _ = loss_of(algorithm, policy_loss=extensions.policy_loss)(leaf, torch.ones_like(leaf), batch)
     (gradient,) = torch.autograd.grad(loss, leaf)
     by_hand = objective(update, AlgorithmConfig(), expected)
     assert loss.item() == pytest.approx(by_hand.loss, rel=1e-6)
@@ -133,15 +131,15 @@ def test_data_source(use: Use) -> None:
 
 def test_logger(use: Use, tmp_path: Path) -> None:
     settings, extensions = use("Logger")
-    run = tmp_path / "run"
-    with MetricWriter(run, 0, extensions.make_loggers, settings.model_dump(mode="json")) as writer:
-        writer.scalars(1, {"reward/mean": 0.5, "train/loss": -0.25, "train/lr": 1e-6})
-        writer.histogram(1, "reward/values", [0.0, 1.0])
-        writer.text(1, "rollout/samples", "text")
-        writer.scalars(2, {"reward/mean": 0.75})
-    assert (run / "metrics.csv").read_text().splitlines() == ["1,0.5,-0.25", "2,0.75,"]
-    assert [line["reward/mean"] for line in read_lines(run / "metrics.jsonl")] == [0.5, 0.75]
-    assert any((run / "tensorboard").iterdir())
+    loggers = open_loggers(extensions.make_loggers, tmp_path, 0, settings.model_dump(mode="json"))
+    scalars = {"reward/mean": 0.5, "train/loss": -0.25, "train/lr": 1e-6}
+    write_metrics(loggers, 1, scalars, {"reward/values": [0.0, 1.0]}, {"rollout/samples": "text"})
+    write_metrics(loggers, 2, {"reward/mean": 0.75}, {}, {})
+    for logger in loggers:
+        logger.close()
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == ["1,0.5,-0.25", "2,0.75,"]
+    assert [line["reward/mean"] for line in read_lines(tmp_path / "metrics.jsonl")] == [0.5, 0.75]
+    assert any((tmp_path / "tensorboard").iterdir())
 
 
 def test_model_family(use: Use, tmp_path: Path) -> None:

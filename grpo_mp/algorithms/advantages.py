@@ -12,8 +12,6 @@ from grpo_mp.algorithms.settings import AdvantageConfig
 from grpo_mp.errors import UserError
 from grpo_mp.types import PerToken, SampleInfo
 
-Steps = Sequence[tuple[int, float]]  # (index of a step's last token in the response, its reward)
-
 
 class AdvantageEstimator(Protocol):
     """Returns the advantage of each of the step's samples: a number, or [response tokens].
@@ -54,32 +52,6 @@ def estimate_advantages(
     return advantages
 
 
-def estimate_outcome(
-    samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
-) -> Sequence[PerToken]:
-    """Compute `outcome_advantages` of the rewards."""
-    return outcome_advantages([sample.reward for sample in samples], _group_ids(samples), advantage)
-
-
-def estimate_decoupled(
-    samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
-) -> Sequence[PerToken]:
-    """Compute `decoupled_advantages` of the parts of the rewards."""
-    return decoupled_advantages([sample.reward_parts for sample in samples], weights, _group_ids(samples), advantage)
-
-
-def estimate_process(
-    samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
-) -> Sequence[PerToken]:
-    """Compute `process_advantages` of the rewards of steps."""
-    steps, lengths = [sample.step_rewards for sample in samples], [sample.response_tokens for sample in samples]
-    return process_advantages(steps, lengths, _group_ids(samples), advantage)
-
-
-def _group_ids(samples: Sequence[SampleInfo]) -> list[int]:
-    return [sample.group_id for sample in samples]
-
-
 @dataclass(frozen=True)
 class Groups:
     """The group of each of N values, numbered from 0 to count - 1."""
@@ -116,7 +88,6 @@ def outcome_advantages(
     A_i = r_i - baseline (BASELINES), divided by eps + standard deviation (SCALES) unless advantage.scale is none.
     With a group baseline, a group without difference gives exactly zero.
     """
-    _check_lengths(rewards, group_ids)
     values, groups = torch.tensor(rewards, dtype=torch.float64), Groups.by_id(group_ids)
     centred = values - BASELINES[advantage.baseline](values, groups)
     if advantage.scale != "none":
@@ -126,48 +97,47 @@ def outcome_advantages(
     return tuple(centred.tolist())
 
 
-def decoupled_advantages(
-    reward_parts: Sequence[Mapping[str, float]],
-    weights: Mapping[str, float],
-    group_ids: Sequence[int],
-    advantage: AdvantageConfig,
-) -> tuple[float, ...]:
-    """Normalise every reward in its group, add them up by weight, and normalise the sum over the batch.
+def estimate_outcome(
+    samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
+) -> Sequence[PerToken]:
+    """Compute `outcome_advantages` of the rewards."""
+    return outcome_advantages([sample.reward for sample in samples], [sample.group_id for sample in samples], advantage)
 
-    GDPO, arXiv 2601.05242, eq. 4 to 6. `reward_parts`: rewards of each sample by name; one that does not apply to a
-    sample is missing there and adds nothing.
+
+def estimate_decoupled(
+    samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
+) -> Sequence[PerToken]:
+    """Normalise every part of the reward in its group, add them up by weight, and normalise the sum over the batch.
+
+    GDPO, arXiv 2601.05242, eq. 4 to 6. A part that does not apply to a sample is missing there and adds nothing.
     """
-    _check_lengths(reward_parts, group_ids)
-    total = torch.zeros(len(reward_parts), dtype=torch.float64)
+    total = torch.zeros(len(samples), dtype=torch.float64)
     single_reward = AdvantageConfig(eps=advantage.eps, std=advantage.std)
     for name, weight in weights.items():
-        samples = [i for i, rewards in enumerate(reward_parts) if name in rewards]
-        if samples:
-            normalised = outcome_advantages(
-                [reward_parts[i][name] for i in samples], [group_ids[i] for i in samples], single_reward
-            )
-            total[samples] += weight * torch.tensor(normalised, dtype=torch.float64)
+        having = [i for i, sample in enumerate(samples) if name in sample.reward_parts]
+        if having:
+            rewards, ids = zip(*((samples[i].reward_parts[name], samples[i].group_id) for i in having), strict=True)
+            normalised = outcome_advantages(rewards, ids, single_reward)
+            total[having] += weight * torch.tensor(normalised, dtype=torch.float64)
     if not bool((total != 0).any()):
-        return (0.0,) * len(reward_parts)
+        return (0.0,) * len(samples)
     return tuple(((total - total.mean()) / (_std(total, advantage.std) + advantage.eps)).tolist())
 
 
-def process_advantages(
-    steps: Sequence[Steps], response_tokens: Sequence[int], group_ids: Sequence[int], advantage: AdvantageConfig
+def estimate_process(
+    samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
 ) -> list[Tensor]:
     """Return [response tokens] of each sample: the sum of the normalised rewards of steps ending at or after a token.
 
     Rewards are normalised over all steps of the group (DeepSeekMath, section 4.1.3); a group whose steps all have
     one reward gives zeros.
     """
-    _check_lengths(steps, group_ids)
-    flat = [(sample, end, reward) for sample, sample_steps in enumerate(steps) for end, reward in sample_steps]
-    normalised = outcome_advantages(
-        [reward for _, _, reward in flat], [group_ids[sample] for sample, _, _ in flat], advantage
-    )
-    step_advantages = [torch.zeros(tokens, dtype=torch.float64) for tokens in response_tokens]
-    for (sample, end, _), value in zip(flat, normalised, strict=True):
-        step_advantages[sample][end] += value
+    flat = [(i, end, reward) for i, sample in enumerate(samples) for end, reward in sample.step_rewards]
+    ids = [samples[i].group_id for i, _, _ in flat]
+    normalised = outcome_advantages([reward for _, _, reward in flat], ids, advantage)
+    step_advantages = [torch.zeros(sample.response_tokens, dtype=torch.float64) for sample in samples]
+    for (i, end, _), value in zip(flat, normalised, strict=True):
+        step_advantages[i][end] += value
     return [values.flip(0).cumsum(0).flip(0) for values in step_advantages]
 
 
@@ -212,8 +182,3 @@ SCALES: dict[str, Callable[[Tensor, Groups, str], Tensor]] = {
     "group_std": _group_std,
     "batch_std": lambda values, groups, kind: _std(values, kind),
 }
-
-
-def _check_lengths(values: Sequence[object], group_ids: Sequence[int]) -> None:
-    if len(values) != len(group_ids):
-        raise ValueError(f"{len(values)} samples but {len(group_ids)} group ids")

@@ -1,24 +1,23 @@
-"""The loss function that the policy's backward runs on each micro-batch: policy loss, corrections, KL and entropy."""
+"""The loss of each micro-batch: policy loss, corrections, KL and entropy; and the weight of each token in it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_mp.algorithms.corrections import off_policy_mask, rollout_is_weights
-from grpo_mp.algorithms.kl import ESTIMATORS
 from grpo_mp.algorithms.policy_losses import PolicyLoss, TokenTerms
 from grpo_mp.algorithms.registries import POLICY_LOSSES, policy_loss_entry
 from grpo_mp.algorithms.report import loss_report
-from grpo_mp.algorithms.sequences import Reduce, Sequences, no_reduction
-from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.algorithms.sequences import Reduce, Sequences
+from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from grpo_mp.errors import UserError
-from grpo_mp.types import MicroBatch
+from grpo_mp.types import MicroBatch, PerToken
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 MAX_LOG_RATIO = 700.0  # exp(709) is the largest float64
+MAX_KL = 10.0  # of a token, for k3_clamped
 
 
 @dataclass(frozen=True)
@@ -31,18 +30,15 @@ class LossCoefficients:
 
 def make_loss(
     algorithm: AlgorithmConfig,
-    coefficients: LossCoefficients | None = None,
-    reduce: Reduce = no_reduction,
-    policy_loss: PolicyLoss | None = None,
+    coefficients: LossCoefficients,
+    reduce: Reduce,
+    policy_loss: PolicyLoss,
 ) -> LossFunction:
     """Return the loss of one micro-batch: its share of the update's loss, and sums for the metrics.
 
     `reduce` sums over the ranks that hold parts of the same sequences. Without `old_logprobs` this is the first
-    update of a rollout: the old policy is the present one. `coefficients` and `policy_loss`: None takes those of the
-    settings.
+    update of a rollout: the old policy is the present one.
     """
-    coefficients = coefficients or LossCoefficients(algorithm.kl.coef, algorithm.entropy.coef)
-    policy_loss = policy_loss or load_policy_loss(algorithm)
     kl_coefficient = coefficients.kl if algorithm.kl.apply_to == "loss" else 0.0
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -66,7 +62,10 @@ def make_loss(
         total = weighted_policy_loss + kl_loss - coefficients.entropy * entropy_bonus
         token_kl = _kl(terms, batch, algorithm, "token").detach() * has_rollout_logprob
         report = loss_report(batch, terms, entropy.detach(), token_kl, on_policy, algorithm)
-        return total.to(logprobs.dtype), report | {"loss": total.detach(), "pg_loss": weighted_policy_loss.detach()}
+        return total.to(logprobs.dtype), report | {
+            "train/loss": total.detach(),
+            "train/pg_loss": weighted_policy_loss.detach(),
+        }
 
     return loss
 
@@ -96,39 +95,30 @@ def _token_terms(new: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig, seq
     return TokenTerms(
         new,
         token_log_ratio,
-        RATIOS[algorithm.ratio](token_log_ratio, sequences).clamp(max=MAX_LOG_RATIO),
+        _log_ratio(token_log_ratio, sequences, algorithm).clamp(max=MAX_LOG_RATIO),
         batch.advantages,
         rollout_is_weights(old, rollout, sequences, algorithm.rollout_correction),
         sequences,
     )
 
 
-def _token_ratio(log_ratio: Tensor, sequences: Sequences) -> Tensor:
-    """Return log r, [T] -> [T], with r = pi / pi_old of the token (PPO; DeepSeekMath, eq. 3)."""
-    return log_ratio
+def _log_ratio(token_log_ratio: Tensor, sequences: Sequences, algorithm: AlgorithmConfig) -> Tensor:
+    """Return the log of the importance ratio at the level of `algorithm.ratio`, [T] -> [T].
 
-
-def _sequence_ratio(log_ratio: Tensor, sequences: Sequences) -> Tensor:
-    """Return log s, [T] -> [T], with s = (pi / pi_old of the sequence)^(1 / tokens) (GSPO, arXiv 2507.18071, eq. 7)."""
-    return sequences.means(log_ratio)
-
-
-def _sequence_token_ratio(log_ratio: Tensor, sequences: Sequences) -> Tensor:
-    """Return log(sg(s) pi / sg(pi)), [T] -> [T]: the sequence's value, the token's gradient (GSPO-token, eq. 14)."""
-    return sequences.means(log_ratio.detach()) + log_ratio - log_ratio.detach()
-
-
-def _product_ratio(log_ratio: Tensor, sequences: Sequences) -> Tensor:
-    """Return log(pi / pi_old) of the sequence, [T] -> [T] (R1, arXiv 2501.12948, eq. 1; RLOO, arXiv 2402.14740)."""
-    return sequences.sums(log_ratio)
-
-
-RATIOS: dict[str, Callable[[Tensor, Sequences], Tensor]] = {
-    "token": _token_ratio,
-    "sequence": _sequence_ratio,
-    "sequence_token": _sequence_token_ratio,
-    "product": _product_ratio,
-}
+    token: pi / pi_old of the token (PPO; DeepSeekMath, eq. 3).
+    sequence: s = (pi / pi_old of the sequence)^(1 / tokens) (GSPO, arXiv 2507.18071, eq. 7).
+    sequence_token: sg(s) pi / sg(pi), the sequence's value, the token's gradient (GSPO-token, eq. 14).
+    product: pi / pi_old of the sequence (DeepSeek-R1, arXiv 2501.12948, eq. 1; RLOO, arXiv 2402.14740).
+    """
+    match algorithm.ratio:
+        case "token":
+            return token_log_ratio
+        case "sequence":
+            return sequences.means(token_log_ratio)
+        case "sequence_token":
+            return sequences.means(token_log_ratio.detach()) + token_log_ratio - token_log_ratio.detach()
+        case "product":
+            return sequences.sums(token_log_ratio)
 
 
 def _kl(terms: TokenTerms, batch: MicroBatch, algorithm: AlgorithmConfig, level: str) -> Tensor:
@@ -138,7 +128,61 @@ def _kl(terms: TokenTerms, batch: MicroBatch, algorithm: AlgorithmConfig, level:
     log_r = batch.reference_logprobs - terms.new
     if level == "sequence":
         log_r = terms.sequences.sums(log_r).clamp(max=MAX_LOG_RATIO)
-    return ESTIMATORS[algorithm.kl.estimator](log_r, terms.log_ratio.exp())
+    return estimate_kl(algorithm.kl, log_r, terms.log_ratio.exp())
+
+
+def estimate_kl(kl: KLConfig, log_r: Tensor, ratio: Tensor) -> Tensor:
+    """Estimate KL(policy || reference) by `kl.estimator` from log r = reference - logprob, [T] -> [T].
+
+    k1, k2, k3: Schulman, Approximating KL divergence (2020), with r = reference / policy.
+    k1: unbiased, may be negative. k2: biased in value; its gradient is that of the KL divergence on policy.
+    k3: unbiased and never negative (DeepSeekMath, eq. 4). k3_clamped: one token cannot dominate.
+    k3_unbiased: k3 x importance ratio, gradient included: unbiased off policy (DeepSeek-V3.2, arXiv 2512.02556).
+    """
+    match kl.estimator:
+        case "k1":
+            return -log_r
+        case "k2":
+            return log_r.square() / 2
+        case "k3":
+            return log_r.exp() - 1 - log_r
+        case "k3_clamped":
+            return (log_r.exp() - 1 - log_r).clamp(-MAX_KL, MAX_KL)
+        case "k3_unbiased":
+            return (log_r.exp() - 1 - log_r) * ratio
+
+
+def rollout_is_weights(
+    old: Tensor, rollout: Tensor, sequences: Sequences, correction: RolloutCorrectionConfig
+) -> Tensor:
+    """Compute w = old / rollout of the token, or the product over the sequence, limited to [low, high].
+
+    truncate: w is clamped (TIS, Yao et al. 2025). mask: outside w counts 0 (MIS, Liu et al. 2025; by token with
+    [0.5, 5] it is IcePop, Ling team 2025). A token whose rollout logprob is not finite has w = 1.
+    """
+    if correction.kind == "none":
+        return torch.ones_like(old)
+    log_w = (old - rollout).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    if correction.level == "sequence":
+        log_w = sequences.sums(log_w)
+    w = log_w.exp()
+    if correction.kind == "truncate":
+        return w.clamp(correction.low, correction.high)
+    low, high = correction.low or 0.0, correction.high if correction.high is not None else torch.inf
+    return w.where((w >= low) & (w <= high), 0.0)
+
+
+def off_policy_mask(
+    new: Tensor, rollout: Tensor, advantages: Tensor, sequences: Sequences, limit: float | None
+) -> Tensor:
+    """Return 0 for tokens of sequences with a negative advantage and a mean of rollout - new above the limit, else 1.
+
+    Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, eq. 9.
+    """
+    if limit is None:
+        return torch.ones_like(new)
+    drift = sequences.means((rollout - new.detach()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+    return ((advantages >= 0) | (drift <= limit)).double()
 
 
 def _masked(values: Tensor, mask: Tensor) -> Tensor:
@@ -151,3 +195,39 @@ def _mask_logprobs(batch: MicroBatch) -> MicroBatch:
     logprobs = {name: values for name in names if (values := getattr(batch, name)) is not None}
     masked: dict[str, Any] = {name: _masked(values, batch.mask) for name, values in logprobs.items()}
     return replace(batch, **masked)
+
+
+def token_weights(
+    response_tokens: Sequence[int], learns: Sequence[bool], algorithm: AlgorithmConfig, max_response_tokens: int
+) -> list[PerToken]:
+    """Return the weight of each token of each of the update's samples; 0 for a sample that does not learn.
+
+    Weights come from the lengths of the whole update, so the denominator is global before the first backward, whatever
+    the layout, micro-batch size or packing.
+
+    sequence_mean: mean over samples of the mean over tokens (DeepSeekMath, eq. 3).
+    token_mean: mean over all tokens that learn (DAPO, eq. 8).
+    sequence_sum: mean over samples of the sum over tokens (LUSPO; RLOO).
+    constant: sum over tokens / (samples x max_response_tokens) (Dr. GRPO).
+    decoupled: mean over samples of control_token_weight x first token + mean of the others (Thinkless, eq. 5).
+    A sample that does not learn counts as a sample, its tokens do not count as tokens, as in TRL.
+    """
+    samples = len(response_tokens)
+    learning_tokens = sum(tokens for tokens, learn in zip(response_tokens, learns, strict=True) if learn)
+
+    def weight(tokens: int) -> PerToken:
+        match algorithm.aggregation:
+            case "token_mean":
+                return 1.0 / learning_tokens
+            case "sequence_sum":
+                return 1.0 / samples
+            case "constant":
+                return 1.0 / (samples * max_response_tokens)
+            case "decoupled":
+                weights = torch.full((tokens,), 1.0 / max(1, tokens - 1), dtype=torch.float64)
+                weights[0] = algorithm.control_token_weight
+                return weights / samples
+            case "sequence_mean":
+                return 1.0 / (samples * tokens)
+
+    return [weight(tokens) if learn else 0.0 for tokens, learn in zip(response_tokens, learns, strict=True)]

@@ -7,117 +7,79 @@ from grpo_mp.algorithms.policy_losses import TokenTerms
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.types import MicroBatch
 
-SUMS = (
-    "loss",
-    "pg_loss",
-    "tokens",
-    "entropy",
-    "kl",
-    "kl_tokens",
-    "ratio",
-    "ratio2",
-    "clipped_low",
-    "clipped_high",
-    "drift",
-    "mismatch",
-    "mismatch_ratio",
-    "mismatch_kl",
-    "engine_p",
-    "policy_p",
-    "engine_p2",
-    "policy_p2",
-    "both_p",
-    "correction",
-    "corrected_away",
-    "off_policy_masked",
-    "no_rollout_logprob",
+MEANS = (  # metrics that are means over the response tokens
+    "train/entropy",
+    "train/ppo_kl",
+    "train/pg_clipfrac_low",
+    "train/pg_clipfrac_high",
+    "train/ratio/mean",
+    "mismatch/logprob_abs_diff/mean",
+    "mismatch/token_mult_prob_error",
+    "mismatch/kl",
+    "mismatch/correction/mean",
+    "mismatch/corrected_away_ratio",
+    "mismatch/off_policy_masked_ratio",
 )
+TOTALS = ("train/loss", "train/pg_loss", "mismatch/unheard_tokens")
+PROBABILITIES = ("engine_p", "policy_p", "engine_p2", "policy_p2", "both_p")
+SUMS = (*MEANS, *TOTALS, *PROBABILITIES, "ratio2", "tokens", "kl", "kl_tokens")
+MAXIMA = ("train/ratio/max", "mismatch/logprob_abs_diff/max")
 MAX_LOG_RATIO = 300.0  # the square of its exponential is still a float64
-MAXIMA = ("ratio_max", "mismatch_max")
 
 
 def loss_report(
     batch: MicroBatch, terms: TokenTerms, entropy: Tensor, kl: Tensor, on_policy: Tensor, algorithm: AlgorithmConfig
 ) -> dict[str, Tensor]:
-    """Compute sums (and maxima) over the response tokens of one micro-batch; all inputs are [T] in float64.
+    """Compute SUMS but the losses, and MAXIMA, over the response tokens of one micro-batch; inputs: [T] in float64.
 
-    `on_policy`: 1, or 0 where the off-policy mask takes a token out.
+    `on_policy`: 1, or 0 where the off-policy mask takes a token out. Engine and policy are compared over the tokens
+    with a finite rollout logprob.
     """
     mask, ratio = batch.mask.double(), terms.log_ratio.detach().clamp(max=MAX_LOG_RATIO).exp()
-
-    def total(values: Tensor) -> Tensor:
-        return (values * mask).sum()
-
-    return {
-        "tokens": mask.sum(),
-        "entropy": total(entropy),
-        "kl": total(kl),
-        "kl_tokens": mask.sum() * (batch.reference_logprobs is not None),
-        "ratio": total(ratio),
-        "ratio2": total(ratio.square()),
-        "clipped_low": total((ratio < 1 - algorithm.clip.low) & (batch.advantages < 0)),
-        "clipped_high": total((ratio > 1 + algorithm.clip.high) & (batch.advantages > 0)),
-        "drift": total(-terms.token_log_ratio.detach()),
-        "ratio_max": (ratio * mask).max(),
-        "correction": total(terms.correction),
-        "corrected_away": total(terms.correction == 0),
-        "off_policy_masked": total(on_policy == 0),
-        **_mismatch(batch, terms.new.detach(), mask),
+    new, has_rollout_logprob = terms.new.detach(), batch.rollout_logprobs.isfinite()
+    rollout = batch.rollout_logprobs.where(has_rollout_logprob, new)
+    difference = new - rollout
+    abs_difference, engine, policy = difference.abs() * mask, rollout.exp(), new.exp()
+    by_token = {
+        "train/entropy": entropy,
+        "train/ppo_kl": -terms.token_log_ratio.detach(),
+        "train/pg_clipfrac_low": (ratio < 1 - algorithm.clip.low) & (batch.advantages < 0),
+        "train/pg_clipfrac_high": (ratio > 1 + algorithm.clip.high) & (batch.advantages > 0),
+        "train/ratio/mean": ratio,
+        "mismatch/logprob_abs_diff/mean": abs_difference,
+        "mismatch/token_mult_prob_error": abs_difference.exp(),
+        "mismatch/kl": difference.exp() - 1 - difference,  # k3
+        "mismatch/correction/mean": terms.correction,
+        "mismatch/corrected_away_ratio": terms.correction == 0,
+        "mismatch/off_policy_masked_ratio": on_policy == 0,
+        "mismatch/unheard_tokens": ~has_rollout_logprob,
+        "engine_p": engine,
+        "policy_p": policy,
+        "engine_p2": engine**2,
+        "policy_p2": policy**2,
+        "both_p": engine * policy,
+        "ratio2": ratio.square(),
+        "tokens": torch.ones_like(mask),
+        "kl": kl,
+        "kl_tokens": torch.full_like(mask, batch.reference_logprobs is not None),
     }
-
-
-def _mismatch(batch: MicroBatch, logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Compare engine and policy over the tokens with a finite rollout logprob."""
-    has_rollout_logprob = batch.rollout_logprobs.isfinite()
-    rollout = batch.rollout_logprobs.where(has_rollout_logprob, logprobs)
-    difference = logprobs - rollout
-    abs_difference, engine, policy = difference.abs() * mask, rollout.exp(), logprobs.exp()
-
-    def total(values: Tensor) -> Tensor:
-        return (values * mask).sum()
-
-    return {
-        "mismatch": abs_difference.sum(),
-        "mismatch_ratio": total(abs_difference.exp()),
-        "mismatch_kl": total(difference.exp() - 1 - difference),  # k3
-        "engine_p": total(engine),
-        "policy_p": total(policy),
-        "engine_p2": total(engine**2),
-        "policy_p2": total(policy**2),
-        "both_p": total(engine * policy),
-        "mismatch_max": abs_difference.max(),
-        "no_rollout_logprob": total(~has_rollout_logprob),
-    }
+    maxima = {"train/ratio/max": (ratio * mask).max(), "mismatch/logprob_abs_diff/max": abs_difference.max()}
+    return {name: (values * mask).sum() for name, values in by_token.items()} | maxima
 
 
 def metrics(sums: dict[str, float]) -> dict[str, float]:
     """Compute the metrics of one update from its reduced sums and maxima; without reference logprobs there is no KL."""
-    tokens = max(sums["tokens"], 1.0)
-    mean = {name: sums[name] / tokens for name in SUMS}
+    mean = {name: sums[name] / max(sums["tokens"], 1.0) for name in SUMS}
     covariance = mean["both_p"] - mean["engine_p"] * mean["policy_p"]
     variances = (mean["engine_p2"] - mean["engine_p"] ** 2) * (mean["policy_p2"] - mean["policy_p"] ** 2)
     kl = {"train/kl_loss": sums["kl"] / sums["kl_tokens"]} if sums["kl_tokens"] else {}
     return {
         **kl,
-        "train/loss": sums["loss"],
-        "train/pg_loss": sums["pg_loss"],
-        "train/entropy": mean["entropy"],
-        "train/ppo_kl": mean["drift"],
-        "train/pg_clipfrac": mean["clipped_low"] + mean["clipped_high"],
-        "train/pg_clipfrac_low": mean["clipped_low"],
-        "train/pg_clipfrac_high": mean["clipped_high"],
-        "train/ratio/mean": mean["ratio"],
-        "train/ratio/max": sums["ratio_max"],
-        "mismatch/logprob_abs_diff/mean": mean["mismatch"],
-        "mismatch/logprob_abs_diff/max": sums["mismatch_max"],
-        "mismatch/token_mult_prob_error": mean["mismatch_ratio"],
-        "mismatch/kl": mean["mismatch_kl"],
-        "mismatch/band": mismatch_band(mean["mismatch_ratio"]),
-        "train/effective_samples": mean["ratio"] ** 2 / mean["ratio2"] if mean["ratio2"] > 0 else 1.0,
-        "mismatch/correction/mean": mean["correction"],
-        "mismatch/corrected_away_ratio": mean["corrected_away"],
-        "mismatch/off_policy_masked_ratio": mean["off_policy_masked"],
-        "mismatch/unheard_tokens": sums["no_rollout_logprob"],
+        **{name: mean[name] for name in MEANS},
+        **{name: sums[name] for name in (*TOTALS, *MAXIMA)},
+        "train/pg_clipfrac": mean["train/pg_clipfrac_low"] + mean["train/pg_clipfrac_high"],
+        "train/effective_samples": mean["train/ratio/mean"] ** 2 / mean["ratio2"] if mean["ratio2"] > 0 else 1.0,
+        "mismatch/band": mismatch_band(mean["mismatch/token_mult_prob_error"]),
         "mismatch/pearson": covariance / variances**0.5 if variances > 0 else 1.0,
     }
 

@@ -12,11 +12,6 @@ from grpo_mp.types import MicroBatch
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold parts of the same sequences
 
 
-def no_reduction(values: Tensor) -> Tensor:
-    """Return the values as they are: the reduction where no sequence is divided."""
-    return values
-
-
 @dataclass(frozen=True)
 class Sequences:
     """The response tokens of a micro-batch by sequence."""

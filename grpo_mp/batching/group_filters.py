@@ -33,13 +33,8 @@ def load_group_filter(rule: FilterConfig) -> GroupFilter:
     return GROUP_FILTERS.resolve(rule.metric, "algorithm.filter.metric", rule.args)
 
 
-def select_groups(
-    infos: Sequence[SampleInfo], count: int, rule: FilterConfig, keeps: GroupFilter | None = None
-) -> GroupSelection:
-    """Select the first `count` groups by launch or by finish; with the rule, those that pass `keeps`.
-
-    keeps: None takes the filter of the settings.
-    """
+def select_groups(infos: Sequence[SampleInfo], count: int, rule: FilterConfig, keeps: GroupFilter) -> GroupSelection:
+    """Select the first `count` groups by launch or by finish; with the rule, those that pass `keeps`."""
     groups: dict[int, list[SampleInfo]] = defaultdict(list)
     for info in infos:
         if info.finished:
@@ -49,7 +44,6 @@ def select_groups(
     }
     zero_std: set[int] = set()
     if rule.zero_std != "keep":
-        keeps = keeps or load_group_filter(rule)
         zero_std = {group for group, samples in groups.items() if not keeps(samples)}
     eligible = sorted(position.keys() - zero_std, key=lambda group: (position[group], group))
     aborted = len({info.group_id for info in infos}) - len(position)

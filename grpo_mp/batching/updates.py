@@ -9,7 +9,7 @@ import numpy as np
 from grpo_mp.batching.microbatches import Cost, Schedule, plan_microbatches, round_up
 from grpo_mp.batching.packing import pack, slice_context
 from grpo_mp.batching.shared_prompts import SamplePrompt, make_units, unpack_units
-from grpo_mp.config import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.types import MicroBatch, PerToken, Sample
 
 

@@ -38,7 +38,7 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
     return run_folder / "checkpoints" / f"step_{step:06d}"
 
 
-def own_checksums(folder: Path, rank: int = 0, size: int = 1) -> Files:
+def own_checksums(folder: Path, rank: int, size: int) -> Files:
     """Compute size and checksum of the files that this of `size` ranks wrote; the first has those that name no rank.
 
     A rank reads what it has just written, while its machine still has it in memory.
@@ -49,12 +49,8 @@ def own_checksums(folder: Path, rank: int = 0, size: int = 1) -> Files:
     return checksums(folder, own)
 
 
-def write_manifest(folder: Path, state: TrainState, files: Files | None = None) -> None:
-    """Complete a checkpoint: write the state, and size and checksum of every file, which must be on disk already.
-
-    `files`: `own_checksums` of all ranks (default: computed here).
-    """
-    files = own_checksums(folder) if files is None else files
+def write_manifest(folder: Path, state: TrainState, files: Files) -> None:
+    """Complete a checkpoint: write the state, and `own_checksums` of all ranks, whose files must be on disk already."""
     write_json(folder / MANIFEST, {"state": asdict(state), "files": dict(sorted(files.items()))})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from grpo_mp.config import DataConfig
+from grpo_mp.config.sections import DataConfig
 from grpo_mp.data.rows import Row, read_rows
 from grpo_mp.errors import UserError, nearest
 from grpo_mp.types import Prompt

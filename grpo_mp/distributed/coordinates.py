@@ -6,7 +6,7 @@ expert-tensor, expert, expert-data, pipeline for experts.
 
 from dataclasses import dataclass
 
-from grpo_mp.config import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from itertools import product
 from math import lcm, prod
 from typing import Any
 
-from grpo_mp.config import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel
 from grpo_mp.errors import UserError
 

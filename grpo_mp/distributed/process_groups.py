@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from grpo_mp import platform
-from grpo_mp.config import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates, coordinates, data_parallel, model_parallel_ranks
 from grpo_mp.distributed.rendezvous import rendezvous
 
@@ -35,6 +35,11 @@ class Parallel:
     def replica_source(self) -> int:
         """Return the rank that receives the replica's samples and broadcasts them."""
         return model_parallel_ranks(self.coords.data, self.layout, self.world_size)[0]
+
+    @property
+    def is_reporting_rank(self) -> bool:
+        """Tell whether this rank's tokens count: tensor ranks have the same, and only the last stage computes any."""
+        return self.coords.tensor == 0 and self.coords.pipeline == self.layout.pipeline - 1
 
 
 def megatron_sizes(layout: LayoutConfig) -> dict[str, int | None]:

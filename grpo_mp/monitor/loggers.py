@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -11,6 +11,8 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from grpo_mp.config.registries import LOGGERS
+from grpo_mp.errors import UserError
+from grpo_mp.monitor.metrics import find
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,3 +114,43 @@ def cut_lines(path: Path, first_step: int) -> None:
 def load_loggers(loggers: Mapping[str, Mapping[str, Any]]) -> tuple[MakeLogger, ...]:
     """Return what makes the loggers that `monitor.loggers` names. Raises UserError where one cannot be loaded."""
     return tuple(LOGGERS.resolve(name, "monitor.loggers", args) for name, args in loggers.items())
+
+
+def open_loggers(
+    make_loggers: Iterable[MakeLogger], run_folder: Path, first_step: int, settings: Mapping[str, Any]
+) -> tuple[Logger, ...]:
+    """Make the loggers. Raises UserError for one that lacks a method of `Logger`."""
+    loggers = tuple(make(run_folder, first_step, settings) for make in make_loggers)
+    for logger in loggers:
+        if not isinstance(logger, Logger):
+            raise UserError(
+                f"monitor.loggers: {type(logger).__name__} lacks a method: inherit from grpo_mp.monitor.loggers.Logger"
+            )
+    return loggers
+
+
+def write_metrics(
+    loggers: Iterable[Logger],
+    step: int,
+    scalars: Mapping[str, float],
+    histograms: Mapping[str, Sequence[float] | torch.Tensor],
+    texts: Mapping[str, str],
+) -> None:
+    """Hand a step's metrics to each logger; call it once per step. A histogram of no values is left out.
+
+    Raises ValueError, before anything is written, for a name that the dictionary lacks, or has as another kind.
+    """
+    for name in scalars:
+        find(name, "scalar")
+    for name in histograms:
+        find(name, "histogram")
+    for name in texts:
+        find(name, "text")
+    tensors = {name: torch.as_tensor(values, dtype=torch.float32).flatten() for name, values in histograms.items()}
+    for logger in loggers:
+        logger.scalars(step, scalars)
+        for name, tensor in tensors.items():
+            if tensor.numel():
+                logger.histogram(step, name, tensor)
+        for name, text in texts.items():
+            logger.text(step, name, text)

@@ -1,6 +1,7 @@
 """Progress output: live lines on a terminal, plain lines in a log. Only rank 0 prints."""
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -100,7 +101,7 @@ class Progress:
             self._print("", screen.comparison(before, after))
         if pairs:
             self._print("", screen.answers(pairs))
-        self._print("", "Curves:   " + screen.tensorboard_command(self._folder))
+        self._print("", f"Curves:   tensorboard --logdir {shlex.quote(str(self._folder / 'tensorboard'))}")
         self._print(f"Timeline: open {self._folder / 'trace.json'} at https://ui.perfetto.dev")
 
     def _print(self, *items: RenderableType) -> None:

@@ -70,15 +70,12 @@ def markdown(groups: Sequence[SampleGroup]) -> str:
         ordered = sorted(group.samples, key=lambda sample: sample.reward, reverse=True)
         shown = ordered[:1] + ordered[-1:] if len(ordered) > 1 else ordered
         expected = "" if group.prompt.answer is None else f"\n\nexpected: {_code_block(group.prompt.answer)}"
-        answers = "\n\n".join(f"{_reward_text(sample)}\n\n{_code_block(sample.text)}" for sample in shown)
-        blocks.append(f"**prompt {group.prompt.index}**\n\n{_code_block(group.prompt.text)}{expected}\n\n{answers}")
+        parts = [f"**prompt {group.prompt.index}**", _code_block(group.prompt.text) + expected]
+        for sample in shown:  # columns of reward functions may hold model text
+            extra = [_code_block(f"{column}: {value}") for column, value in sample.extra.items()]
+            parts += [f"reward {sample.reward:g}", *extra, _code_block(sample.text)]
+        blocks.append("\n\n".join(parts))
     return "\n\n---\n\n".join(blocks)
-
-
-def _reward_text(sample: Sample) -> str:
-    """Render the reward, and the columns of reward functions as code: they may hold model text."""
-    extra = "".join(f"\n\n{_code_block(f'{column}: {value}')}" for column, value in sample.extra.items())
-    return f"reward {sample.reward:g}{extra}"
 
 
 def _code_block(text: str) -> str:

@@ -1,9 +1,7 @@
 """Layout of the progress output: pure functions from the run's state to text and rich tables."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -142,11 +140,6 @@ def answers(pairs: Sequence[AnswerPair]) -> Table:
         table.add_row("before", _model_text(pair.before))
         table.add_row("after", _model_text(pair.after), end_section=True)
     return table
-
-
-def tensorboard_command(run_folder: Path) -> str:
-    """Return the command that shows the run's curves in a browser."""
-    return f"tensorboard --logdir {shlex.quote(str(run_folder / 'tensorboard'))}"
 
 
 def duration(seconds: float) -> str:

@@ -26,7 +26,7 @@ def check_parameter_counts(job: Job) -> None:
     prepare()
     from grpo_mp.policy.megatron_config import check_overrides
 
-    check_overrides(job.settings)
+    check_overrides(job.settings.training.megatron_args)
     counts = megatron_parameter_counts(job.settings, job.hf, job.world_size)
     assert counts == job.parameter_counts, (
         f"Megatron's model holds {counts}, the closed form says {job.parameter_counts}"
@@ -58,14 +58,14 @@ def built_on_meta(settings: Settings, hf: HfConfig, world_size: int, rank: int) 
     from grpo_mp.policy.megatron_config import transformer_config
     from grpo_mp.policy.model import build_chunks
 
-    config = transformer_config(settings, hf)
+    config = transformer_config(settings.layout, settings.training, settings.model.dtype, hf)
     config.init_model_with_meta_device = True  # TransformerEngine's modules choose their device themselves
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         parallel_state.initialize_model_parallel(**megatron_sizes(settings.layout), create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(settings.run.seed)
         with torch.device("meta"):
-            chunks = build_chunks(settings, hf, config)
+            chunks = build_chunks(config, hf, settings.training, settings.rollout.temperature)
         yield chunks
     finally:
         parallel_state.destroy_model_parallel()

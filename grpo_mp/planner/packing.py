@@ -7,7 +7,7 @@ from statistics import NormalDist, fmean
 
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import padded_size, plan_update
-from grpo_mp.config import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.planner.overheads import OVERHEADS
 
 

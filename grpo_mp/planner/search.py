@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from grpo_mp.config import LayoutConfig, Settings
+from grpo_mp.config import Settings
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel
 from grpo_mp.distributed.layout import layout_violations, model_shape
 from grpo_mp.errors import UserError

@@ -1,6 +1,7 @@
 """Megatron's config objects from the settings; overrides in `training.megatron_args` are checked by field name."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,12 +11,19 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from grpo_mp import platform
 from grpo_mp.config import Settings
+from grpo_mp.config.sections import LayoutConfig, TrainingConfig
+from grpo_mp.distributed.process_groups import megatron_sizes
 from grpo_mp.errors import UserError, nearest
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 RESERVED = {  # fields that the run sets itself, with what to do instead
     "tensor_model_parallel_size": "set layout.tensor",
     "pipeline_model_parallel_size": "set layout.pipeline",
@@ -42,30 +50,30 @@ RESERVED = {  # fields that the run sets itself, with what to do instead
 }
 
 
-def transformer_config(settings: Settings, hf: HfConfig) -> TransformerConfig:
+def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: str, hf: HfConfig) -> TransformerConfig:
     """Build the model's config from its Hugging Face config, the layout and the run's numerics.
 
     Raises UserError where Megatron refuses the combination.
     """
     family = family_of(hf).config(hf)
     config_class = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
-    values = family | _numerics(settings) | _recompute(settings) | _layout(settings)
-    values |= platform.megatron_fields(settings.layout.virtual_pipeline is not None, family)
-    values |= overrides_for(settings, config_class)
+    values = family | _numerics(DTYPES[dtype]) | RECOMPUTE[training.recompute] | _layout(layout)
+    values |= platform.megatron_fields(layout.virtual_pipeline is not None, family)
+    values |= overrides_for(training.megatron_args, config_class)
     try:
         return config_class(**values)
     except (ValueError, AssertionError, TypeError) as error:
         raise UserError(f"Megatron refuses this model, layout and training.megatron_args: {error}") from error
 
 
-def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
+def ddp_config(megatron_args: Mapping[str, Any]) -> DistributedDataParallelConfig:
     """Build the data-parallel config. Gradients are summed: the loss already carries its global denominator."""
     values: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": True,
         "check_for_nan_in_grad": True,
     }
-    return DistributedDataParallelConfig(**values | overrides_for(settings, DistributedDataParallelConfig))
+    return DistributedDataParallelConfig(**values | overrides_for(megatron_args, DistributedDataParallelConfig))
 
 
 def optimizer_config(settings: Settings) -> OptimizerConfig:
@@ -84,21 +92,21 @@ def optimizer_config(settings: Settings) -> OptimizerConfig:
         "params_dtype": DTYPES[settings.model.dtype],
         "use_distributed_optimizer": True,
     }
-    return OptimizerConfig(**values | overrides_for(settings, OptimizerConfig))
+    return OptimizerConfig(**values | overrides_for(settings.training.megatron_args, OptimizerConfig))
 
 
-def overrides_for(settings: Settings, config_class: type) -> dict[str, Any]:
+def overrides_for(megatron_args: Mapping[str, Any], config_class: type) -> dict[str, Any]:
     """Return the fields of `training.megatron_args` that this config class has; dtype names become dtypes."""
     types = {field.name: field.type for field in dataclasses.fields(config_class)}
-    overrides = {name: value for name, value in settings.training.megatron_args.items() if name in types}
+    overrides = {name: value for name, value in megatron_args.items() if name in types}
     return {name: getattr(torch, value) if types[name] is torch.dtype else value for name, value in overrides.items()}
 
 
-def check_overrides(settings: Settings) -> None:
+def check_overrides(megatron_args: Mapping[str, Any]) -> None:
     """Raise UserError for a name in `training.megatron_args` that Megatron's configs lack or that the run sets."""
     classes = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
     types = {field.name: field.type for config_class in classes for field in dataclasses.fields(config_class)}
-    for name, value in settings.training.megatron_args.items():
+    for name, value in megatron_args.items():
         if name in RESERVED:
             raise UserError(f"training.megatron_args.{name} cannot be set: {RESERVED[name]}")
         if name not in types:
@@ -107,16 +115,10 @@ def check_overrides(settings: Settings) -> None:
             raise UserError(f"training.megatron_args.{name}: {value!r} is no dtype: write float32 or bfloat16")
 
 
-def _layout(settings: Settings) -> dict[str, Any]:
-    layout = settings.layout
+def _layout(layout: LayoutConfig) -> dict[str, Any]:
     interleaved = layout.virtual_pipeline is not None
     return {
-        "tensor_model_parallel_size": layout.tensor,
-        "pipeline_model_parallel_size": layout.pipeline,
-        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
-        "context_parallel_size": layout.context,
-        "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": layout.expert_tensor,
+        **megatron_sizes(layout),
         "sequence_parallel": layout.tensor > 1,
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
@@ -124,8 +126,7 @@ def _layout(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _numerics(settings: Settings) -> dict[str, Any]:
-    dtype = DTYPES[settings.model.dtype]
+def _numerics(dtype: torch.dtype) -> dict[str, Any]:
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -139,12 +140,3 @@ def _numerics(settings: Settings) -> dict[str, Any]:
         "gradient_accumulation_fusion": False,  # needs apex for the output layer; see wrap_for_training
         "cuda_graph_scope": [],  # Megatron warns about its own default
     }
-
-
-def _recompute(settings: Settings) -> dict[str, Any]:
-    recompute = settings.training.recompute
-    if recompute == "none":
-        return {}
-    if recompute == "selective":
-        return {"recompute_granularity": "selective"}
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

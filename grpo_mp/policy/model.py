@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from grpo_mp import platform
-from grpo_mp.config import Settings
+from grpo_mp.config.sections import TrainingConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.deepseek import set_group_ranking, use_mla_without_query_norm
@@ -54,22 +54,28 @@ class PolicyModel(GPTModel):
         return token_logprobs(hidden, weight, labels[0], shard, self.head.temperature, self.head.chunk_tokens)
 
 
-def build_chunks(settings: Settings, hf: HfConfig, config: TransformerConfig) -> list[PolicyModel]:
+def build_chunks(
+    config: TransformerConfig, hf: HfConfig, training: TrainingConfig, temperature: float
+) -> list[PolicyModel]:
     """Build this rank's model chunks, one per virtual pipeline stage, with weights not yet loaded."""
-    chunks = settings.layout.virtual_pipeline
-    return [_build_chunk(settings, hf, config, stage) for stage in (range(chunks) if chunks else (None,))]
+    chunks = config.virtual_pipeline_model_parallel_size
+    head = Head(temperature, training.logprob_chunk_tokens, hf.int("vocab_size"))
+    stages = range(chunks) if chunks else (None,)
+    return [_build_chunk(config, hf, head, training.share_prompts, stage) for stage in stages]
 
 
-def _build_chunk(settings: Settings, hf: HfConfig, config: TransformerConfig, vp_stage: int | None) -> PolicyModel:
-    vocabulary, tp_size, family = hf.int("vocab_size"), settings.layout.tensor, family_of(hf)
+def _build_chunk(
+    config: TransformerConfig, hf: HfConfig, head: Head, share_prompts: bool, vp_stage: int | None
+) -> PolicyModel:
+    tp_size, family = config.tensor_model_parallel_size, family_of(hf)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     use_mla_without_query_norm(config, spec)
-    if settings.training.share_prompts:
+    if share_prompts:
         use_shared_prompt_attention(spec)
     model = PolicyModel(
         config,
         spec,
-        vocab_size=-(-vocabulary // tp_size) * tp_size,
+        vocab_size=-(-head.vocabulary // tp_size) * tp_size,
         max_sequence_length=hf.int("max_position_embeddings"),
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -78,9 +84,9 @@ def _build_chunk(settings: Settings, hf: HfConfig, config: TransformerConfig, vp
         **family.rotary(hf),
         vp_stage=vp_stage,
     )
-    if settings.training.share_prompts:
+    if share_prompts:
         use_per_token_rotary(model)
     set_group_ranking(model, family.ranking_experts)
-    model.head = Head(settings.rollout.temperature, settings.training.logprob_chunk_tokens, vocabulary)
+    model.head = head
     on_meta = next(model.parameters()).is_meta
     return model.to(platform.device()) if torch.cuda.is_available() and not on_meta else model

@@ -10,7 +10,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from grpo_mp.config import OptimizerConfig, Settings
+from grpo_mp.config import Settings
+from grpo_mp.config.sections import LayoutConfig, OptimizerConfig
 from grpo_mp.policy.megatron_config import ddp_config, optimizer_config
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.te_adam import init_state
@@ -20,17 +21,19 @@ def wrap_for_training(
     settings: Settings, config: TransformerConfig, chunks: Sequence[PolicyModel]
 ) -> list[DistributedDataParallel]:
     """Wrap every chunk in DDP: gradient buffers that are summed over data- and context-parallel ranks."""
-    config.finalize_model_grads_func = _sum_gradients
+    config.finalize_model_grads_func, megatron_args = _sum_gradients, settings.training.megatron_args
     for chunk in chunks:
-        _mark_expert_gradients(settings, chunk)
-        if settings.training.megatron_args.get("gradient_accumulation_fusion", True):
+        _mark_expert_gradients(settings.layout, chunk)
+        if megatron_args.get("gradient_accumulation_fusion", True):
             # Let TransformerEngine's layers accumulate weight gradients in the gradient buffers, without rounding.
             # Megatron's own switch requires apex, for an output layer with its backward pass, which is not used here.
             for module in chunk.modules():
                 if hasattr(module, "fuse_wgrad_accumulation"):
                     module.fuse_wgrad_accumulation = True
     wrapped = [
-        DistributedDataParallel(config, ddp_config(settings), Float16Module(config, chunk) if config.bf16 else chunk)
+        DistributedDataParallel(
+            config, ddp_config(megatron_args), Float16Module(config, chunk) if config.bf16 else chunk
+        )
         for chunk in chunks
     ]
     # Overlapped gradient reduction starts at the last micro-batch.
@@ -49,13 +52,13 @@ def build_optimizer(
     return optimizer, _schedule(optimizer, settings.optimizer, total_updates)
 
 
-def _mark_expert_gradients(settings: Settings, chunk: PolicyModel) -> None:
+def _mark_expert_gradients(layout: LayoutConfig, chunk: PolicyModel) -> None:
     """Mark expert parameters whose gradients are reduced over the expert-data-parallel group.
 
     Megatron marks them only with expert parallelism; where expert-tensor differs from tensor parallelism it
     would silently leave out the sum over tensor ranks.
     """
-    expert_group = settings.layout.expert > 1 or settings.layout.expert_tensor != settings.layout.tensor
+    expert_group = layout.expert > 1 or layout.expert_tensor != layout.tensor
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             parameter.allreduce = not expert_group

@@ -49,8 +49,8 @@ class Policy:
         self.parallel = parallel
         self.hf = HfConfig.read(settings.model.path, settings.model.family)
         self.params = family_of(self.hf).params(self.hf)
-        self.config = transformer_config(settings, self.hf)
-        models = build_chunks(settings, self.hf, self.config)
+        self.config = transformer_config(settings.layout, settings.training, settings.model.dtype, self.hf)
+        models = build_chunks(self.config, self.hf, settings.training, settings.rollout.temperature)
         self.chunks = wrap_for_training(settings, self.config, models)
         self.tensors = local_tensors(models, self.params, parallel.coords, settings.layout.expert)
         Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
@@ -126,8 +126,8 @@ def check_policy(settings: Settings, world_size: int) -> None:
     family = family_of(hf)
     uneven_pipeline = sets_pipeline_layout(settings.training.megatron_args)
     check_layout(settings.layout, model_shape(family.config(hf)), world_size, uneven_pipeline)
-    check_overrides(settings)
-    transformer_config(settings, hf)
+    check_overrides(settings.training.megatron_args)
+    transformer_config(settings.layout, settings.training, settings.model.dtype, hf)
     with open_weights(settings.model.path, family=settings.model.family) as reader:
         check_tensors(reader, family.params(hf).values())
         check_layers(reader.names, hf)

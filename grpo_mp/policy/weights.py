@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from grpo_mp.checkpoint.hf_reader import Weights, check_shape
-from grpo_mp.config import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates
 from grpo_mp.errors import UserError
 from grpo_mp.models.mapping import Param, fuse, shard_range

@@ -1,14 +1,29 @@
-"""Reward functions, how they are loaded and called: the convention of TRL's `reward_funcs`."""
+"""Reward functions, how they are loaded, called in limited time and checked: the convention of TRL's `reward_funcs`."""
 
 import asyncio
 import inspect
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol
+import math
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 from grpo_mp.registry import Registry
 from grpo_mp.types import SampleGroup
+from grpo_mp.user_code import no_exit
 
 RESERVED = ("prompt", "completion", "completion_ids")  # columns that are not passed on
+Values = list[float | None]  # one per sample; None: the reward does not apply
+Steps = tuple[tuple[int, float], ...]  # (index of the step's last token in the response, its reward), ascending
+T = TypeVar("T")
+
+
+class RewardError(Exception):
+    """A reward raised, took too long or returned no reward; `sample` is the index of the sample to show."""
+
+    def __init__(self, reason: str, sample: int = 0) -> None:
+        super().__init__(reason)
+        self.sample = sample
 
 
 class Reward(Protocol):
@@ -52,15 +67,89 @@ def call_arguments(group: SampleGroup, prompt_column: str, **others: Any) -> dic
     }
 
 
-def call_reward(reward: Reward, arguments: dict[str, Any]) -> list[float | None]:
+def call_reward(reward: Reward, arguments: dict[str, Any]) -> Values:
     """Call a reward function and await its coroutine. Raises what it raises, TypeError where it returns no list."""
-    return [None if value is None else float(value) for value in call_user(reward, arguments)]
+    return [None if value is None else float(value) for value in _call(reward, arguments)]
 
 
-def call_user(function: Reward | StepReward, arguments: dict[str, Any]) -> Any:
-    """Return what the function, or the coroutine that it returns, gives. Raises what it raises."""
+def call_step_reward(reward: StepReward, arguments: dict[str, Any]) -> list[Any]:
+    """Call a reward function of steps in the same way."""
+    return [None if row is None else list(row) for row in _call(reward, arguments)]
+
+
+def _call(function: Reward | StepReward, arguments: dict[str, Any]) -> Any:
     returned = function(**arguments)
     return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+
+
+def run_with_timeout(call: Callable[[], T], limit_s: float) -> T:
+    """Return the result of `call`. Raises RewardError if it raises or takes longer than `limit_s` seconds.
+
+    The call runs in a daemon thread: it shares models and clients that the function holds, which a process could
+    not. A thread cannot be killed, so one that hangs is left behind; being a daemon it does not keep the program alive.
+    """
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            with no_exit():
+                future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="reward", daemon=True).start()
+    try:
+        error = future.exception(limit_s)
+    except TimeoutError:
+        raise RewardError(f"took longer than reward.timeout_s={limit_s:g} s") from None
+    if error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RewardError(f"raised {reason}") from error
+    return future.result()
+
+
+def validate_values(values: Values, group: SampleGroup) -> Values:
+    """Return the values. Raises RewardError: not one per sample, or one that is not finite."""
+    if len(values) != len(group.samples):
+        raise RewardError(f"returned {len(values)} values for {len(group.samples)} samples")
+    for index, value in enumerate(values):
+        if value is not None and not math.isfinite(value):
+            raise RewardError(f"returned {value}, which is not finite", index)
+    return values
+
+
+def validate_steps(rows: Sequence[Any], group: SampleGroup) -> list[Steps]:
+    """Return one `Steps` per sample; None and an empty list are a response without steps.
+
+    Raises RewardError: not one list per sample, no (end, reward) pairs, ends out of range or not ascending,
+    a reward that is not finite.
+    """
+    if len(rows) != len(group.samples):
+        raise RewardError(f"returned {len(rows)} lists of steps for {len(group.samples)} samples")
+    return [_parse_steps(row, len(group.samples[i].tokens), i) for i, row in enumerate(rows)]
+
+
+def _parse_steps(row: Any, tokens: int, sample: int) -> Steps:
+    try:
+        steps = tuple((_as_integer(end), float(reward)) for end, reward in (row if row is not None else ()))
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"returned {row!r:.200} where (end token index, reward) pairs belong", sample) from error
+    previous = -1
+    for end, reward in steps:
+        if not previous < end < tokens:
+            raise RewardError(
+                f"returned a step that ends at token {end} after one at {previous}: ends ascend, below {tokens}", sample
+            )
+        if not math.isfinite(reward):
+            raise RewardError(f"returned the step reward {reward}, which is not finite", sample)
+        previous = end
+    return steps
+
+
+def _as_integer(end: Any) -> int:
+    if int(end) != end:
+        raise ValueError(f"{end} is no index")
+    return int(end)
 
 
 KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")

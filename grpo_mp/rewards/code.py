@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_mp.errors import UserError
+from grpo_mp.rewards.base import Values
 from grpo_mp.rewards.sandbox import Sandbox
 from grpo_mp.rewards.settings import CodeConfig
-from grpo_mp.rewards.timeouts import Values
 from grpo_mp.types import Prompt, SampleGroup
 
 BLOCK = re.compile(r"^[ \t]*```python[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 
 from grpo_mp.errors import UserError
+from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.settings import RewardModelConfig, StepModelConfig
-from grpo_mp.rewards.timeouts import RewardError, Values
 from grpo_mp.types import SampleGroup
 
 PATH = "/classify"  # SGLang's "reward model request": {"input_ids"} to [{"embedding": [score], "meta_info"}, ...]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO
 
 from grpo_mp.errors import UserError
+from grpo_mp.rewards.base import RewardError
 from grpo_mp.rewards.settings import CodeConfig
-from grpo_mp.rewards.timeouts import RewardError
 
 JAIL, HARNESS = (Path(__file__).with_name(name) for name in ("jail.py", "harness.py"))
 FOLDER_FILES = 16  # the program's folder holds this many files of the largest size

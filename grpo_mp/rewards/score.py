@@ -1,28 +1,84 @@
 """The scorer: weighted terms by name, each under a time limit, and what happens where one fails."""
 
-import math
 import statistics
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from transformers import TrainerState
 
 from grpo_mp.errors import UserError
-from grpo_mp.rewards.base import REWARDS, STEP_REWARDS, Reward, call_arguments, call_reward, call_user
+from grpo_mp.rewards.base import (
+    REWARDS,
+    STEP_REWARDS,
+    Reward,
+    RewardError,
+    Steps,
+    T,
+    Values,
+    call_arguments,
+    call_reward,
+    call_step_reward,
+    run_with_timeout,
+    validate_steps,
+    validate_values,
+)
 from grpo_mp.rewards.math import answer_numbers
 from grpo_mp.rewards.model import Decode, StepModelClient
 from grpo_mp.rewards.settings import STEPS, RewardConfig, StepModelConfig
-from grpo_mp.rewards.steps import Steps, validate_steps
-from grpo_mp.rewards.tally import Tally
 from grpo_mp.rewards.terms import BuiltInTerms
-from grpo_mp.rewards.timeouts import RewardError, Values, run_with_timeout
 from grpo_mp.types import SampleGroup
 
 SHOWN_CHARACTERS = 300
-T = TypeVar("T")
 Extras = dict[str, list[Any]]  # what functions gave to log_extra for one group, by column
+
+
+@dataclass
+class Tally:
+    """Counts since `Scorer.take_tally` was last called."""
+
+    failures: Counter[str] = field(default_factory=Counter)  # failed calls by part; one call scores one group
+    complaints: dict[str, str] = field(default_factory=dict)  # by part: its first failure, in one sentence
+    unscored: int = 0  # samples to which no part applied
+    given_up: int = 0  # answers that math-verify could not compare in time; they count as wrong
+    sums: dict[str, float] = field(default_factory=dict)  # of what functions gave to log_metric, by its name
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def logged(self) -> dict[str, float]:
+        """Return the means of the values given to `log_metric`."""
+        return {name: self.sums[name] / count for name, count in sorted(self.counts.items())}
+
+    def log(self, name: str, value: float) -> None:
+        """Add one value given to `log_metric`."""
+        self.sums[name] = self.sums.get(name, 0.0) + value
+        self.counts[name] += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the tally as it is written to JSON."""
+        return {
+            "failures": dict(self.failures),
+            "complaints": self.complaints,
+            "unscored": self.unscored,
+            "answers_given_up": self.given_up,
+            "logged": self.logged,
+        }
+
+
+def total(tallies: Iterable[Tally]) -> Tally:
+    """Add up tallies; of several complaints about one part the first is kept."""
+    merged = Tally()
+    for tally in tallies:
+        merged.failures.update(tally.failures)
+        merged.complaints = tally.complaints | merged.complaints
+        merged.unscored += tally.unscored
+        merged.given_up += tally.given_up
+        merged.sums |= {name: merged.sums.get(name, 0.0) + value for name, value in tally.sums.items()}
+        merged.counts.update(tally.counts)
+    return merged
 
 
 class Scorer:
@@ -131,39 +187,28 @@ class Scorer:
         """Return one value per sample, and whether the call succeeded."""
 
         def call() -> Values:
-            if name in self._functions:
-                reward, arguments = self._functions[name], self._arguments(group, step, extras)
-                values = run_with_timeout(lambda: call_reward(reward, arguments), self._settings.timeout_s)
-            else:
-                values = self._terms[name](group)
-            if len(values) != len(group.samples):
-                raise RewardError(f"returned {len(values)} values for {len(group.samples)} samples")
-            for index, value in enumerate(values):
-                if value is not None and not math.isfinite(value):
-                    raise RewardError(f"returned {value}, which is not finite", index)
-            return values
+            if name in self._terms:
+                return validate_values(self._terms[name](group), group)
+            call_function = partial(call_reward, self._functions[name], self._arguments(group, step, extras))
+            return validate_values(run_with_timeout(call_function, self._settings.timeout_s), group)
 
         return self._or_default(name, group, call, lambda reward: [reward] * len(group.samples))
 
     def _steps(self, group: SampleGroup, step: int, extras: Extras) -> list[Steps]:
         model, reward = self._step_model, self._step_reward
 
-        if model is None and reward is None:
-            return [()] * len(group.samples)
-        arguments = self._arguments(group, step, extras)
-
-        def rows() -> list[Any]:
-            returned = call_user(reward, arguments) if reward else []
-            return [None if row is None else list(row) for row in returned]
-
         def call() -> list[Steps]:
-            returned = model.score_steps(group) if model else run_with_timeout(rows, self._settings.timeout_s)
-            return validate_steps(returned, group)
+            if model:
+                return validate_steps(model.score_steps(group), group)
+            if reward is None:
+                return [()] * len(group.samples)
+            call_function = partial(call_step_reward, reward, self._arguments(group, step, extras))
+            return validate_steps(run_with_timeout(call_function, self._settings.timeout_s), group)
 
-        def one_at_the_end(default: float) -> list[Steps]:
+        def at_the_end(default: float) -> list[Steps]:
             return [((len(sample.tokens) - 1, default),) for sample in group.samples]
 
-        return self._or_default(STEPS, group, call, one_at_the_end)[0]
+        return self._or_default(STEPS, group, call, at_the_end)[0]
 
     def _or_default(
         self, name: str, group: SampleGroup, call: Callable[[], T], default: Callable[[float], T]

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo_mp.errors import UserError
+from grpo_mp.rewards.base import Values
 from grpo_mp.rewards.code import CodeTests
 from grpo_mp.rewards.math import answer_reward, boxed_answer
 from grpo_mp.rewards.math_verify_worker import MathVerifier
 from grpo_mp.rewards.model import ModelClient
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rewards.timeouts import Values
 from grpo_mp.types import Sample, SampleGroup
 
 COMPARISON_LIMIT_S = 5.0

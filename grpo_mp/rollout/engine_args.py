@@ -12,7 +12,7 @@ from typing import Any
 from grpo_mp.errors import UserError, nearest
 from grpo_mp.rollout.engine_main import ARGUMENTS, SCRATCH
 from grpo_mp.rollout.engine_parallelism import attention_replicas
-from grpo_mp.weight_sync.shared_memory import LOADER
+from grpo_mp.rollout.shared_memory import LOADER
 
 ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # first on the path of a CPU engine
 DP_ATTENTION_PORTS = 14  # data-parallel attention takes the rendezvous port, the six behind it, and the thirteenth

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.checkpoint.hf_reader import has_hf_weights
-from grpo_mp.config import RolloutConfig, Settings
+from grpo_mp.config import Settings
+from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.client import EngineClient, Sampling

@@ -27,8 +27,8 @@ LOG_COLUMNS = 300  # SGLang writes all its arguments into one line
 class EngineProcess:
     """Starts one SGLang server (or this node's part of it) in its own session.
 
-    `start` returns at once, `wait_ready` waits: engines start side by side. A context manager, which calls `stop`;
-    even without it the server ends within a second of this process.
+    `start` returns at once, `wait_ready` waits: engines start side by side. Even without `stop` the server ends within
+    a second of this process.
     """
 
     def __init__(self, spec: EngineSpec, log: Path) -> None:
@@ -106,13 +106,6 @@ class EngineProcess:
         if self._claim:
             self._claim.release()
         shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def __enter__(self) -> "EngineProcess":
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def _served_model(self, client: httpx.Client) -> str | None:
         """Ask for the model served on the port: None where nothing answers yet, "" where no SGLang does."""

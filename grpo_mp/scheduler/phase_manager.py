@@ -3,15 +3,13 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from grpo_mp import platform
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.phases import MOVE, WAIT, Phase, Residency
-from grpo_mp.scheduler.memory_tracker import MemoryTracker
-from grpo_mp.scheduler.out_of_memory import MemoryItems, explain_out_of_memory
+from grpo_mp.scheduler.memory import MemoryItems, MemoryTracker, explain_out_of_memory
 
 OffloadFunction = Callable[[bool], None]  # True: come to the device; False: leave it
 
@@ -63,21 +61,13 @@ class PhaseManager:
         if not self._offload_functions:
             return
         with self._timeline.span(MOVE):
-            for move in plan_moves(self._resident, target):
-                self._offload_functions[move.item](move.wake)
+            for item, comes in plan_moves(self._resident, target):
+                self._offload_functions[item](comes)
         self._resident = target
 
 
-@dataclass(frozen=True)
-class Move:
-    """One thing leaves the device (`wake` False) or comes back to it."""
-
-    item: str  # a field of Residency
-    wake: bool
-
-
-def plan_moves(current: Residency, target: Residency) -> tuple[Move, ...]:
-    """List the moves from one residency to another: everything that leaves goes before anything comes."""
-    before, after = vars(current), vars(target)
-    moves = [Move(name, wake) for name, wake in after.items() if wake != before[name]]
-    return tuple(sorted(moves, key=lambda move: move.wake))
+def plan_moves(current: Residency, target: Residency) -> list[tuple[str, bool]]:
+    """List what changes from one residency to another, as (field, comes): all that leaves goes before any comes."""
+    before = vars(current)
+    moves = [(name, comes) for name, comes in vars(target).items() if comes != before[name]]
+    return sorted(moves, key=lambda move: move[1])

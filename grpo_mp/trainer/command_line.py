@@ -12,9 +12,8 @@ from grpo_mp.options import train_parser
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.rollout.ports import claim_ports
 from grpo_mp.trainer.context import local_ranks
-from grpo_mp.trainer.dry_run import describe_run
 from grpo_mp.trainer.exit import exit_on_error
-from grpo_mp.trainer.preflight import Inputs, check_and_read
+from grpo_mp.trainer.preflight import Inputs, check_and_read, describe_run
 
 
 def run_command(train: Callable[[Settings, Inputs], None], arguments: Sequence[str] | None = None) -> None:
@@ -25,7 +24,10 @@ def run_command(train: Callable[[Settings, Inputs], None], arguments: Sequence[s
         args = train_parser().parse_intermixed_args(arguments)
         settings = load_settings(args.config, args.overrides)
         if args.dry_run:
-            _dry_run(settings, args.ranks, args.ranks_per_node)
+            sizes = (args.ranks, args.ranks_per_node or args.ranks) if args.ranks else local_ranks()
+            inputs = check_and_read(settings, *sizes)
+            if int(os.environ.get("RANK", 0)) == 0:
+                print(describe_run(settings, inputs, *sizes))
         elif args.ranks_per_node:
             raise UserError("--ranks-per-node is for --dry-run: a launcher says how many ranks a node has")
         else:
@@ -62,10 +64,3 @@ def _single_rank_environment() -> Iterator[None]:
         for name in (*environment, "MASTER_ADDR"):
             del os.environ[name]
         claim.release()
-
-
-def _dry_run(settings: Settings, ranks: int | None, ranks_per_node: int | None) -> None:
-    world_size, ranks_per_node = (ranks, ranks_per_node or ranks) if ranks else local_ranks()
-    inputs = check_and_read(settings, world_size, ranks_per_node)
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(describe_run(settings, inputs, world_size, ranks_per_node))

@@ -12,7 +12,7 @@ from grpo_mp.checkpoint.aux_files import QUANTISED
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import count_parameters
 from grpo_mp.checkpoint.hf_reader import HfReader, has_hf_weights
-from grpo_mp.config import Settings, check_settings
+from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
@@ -72,27 +72,16 @@ def _run_transformers(folder: Path, tokens: Tensor) -> Tensor:
 
 
 def _run_megatron(folder: Path, tokens: Tensor) -> Tensor:
-    settings, hf = _settings(folder), HfConfig.read(folder)
+    hf, layout, training = HfConfig.read(folder), LayoutConfig(), TrainingConfig()
     params = family_of(hf).params(hf)
     with single_process_group():
-        parallel = start_parallel(settings.layout, 0, TIMEOUT_S)
+        parallel = start_parallel(layout, 0, TIMEOUT_S)
         try:
-            (model,) = build_chunks(settings, hf, transformer_config(settings, hf))
+            config = transformer_config(layout, training, "float32", hf)
+            (model,) = build_chunks(config, hf, training, temperature=1.0)
             tensors = local_tensors([model], params, parallel.coords, 1)
             with open_weights(folder, verify=True) as reader:
-                load_hf(tensors, params, reader, parallel.coords, settings.layout)
+                load_hf(tensors, params, reader, parallel.coords, layout)
             return torch.stack([sequence_logits(model, row)[:, : hf.int("vocab_size")] for row in tokens])
         finally:
             stop_parallel()
-
-
-def _settings(folder: Path) -> Settings:
-    tree = {
-        "run": {"folder": folder.parent, "steps": 1},
-        "model": {"path": folder, "dtype": "float32"},
-        "data": {"train": "random tokens"},
-        "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": LENGTH, "max_response_tokens": LENGTH},
-        "reward": {"answer": 1.0},
-        "optimizer": {"lr": 1.0},
-    }
-    return check_settings(tree, "check --logits")

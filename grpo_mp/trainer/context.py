@@ -15,10 +15,10 @@ from grpo_mp.checkpoint.run_state import (
     TrainState,
     checkpoint_checksums,
     claim_run_folder,
-    latest_checkpoint,
     read_manifest,
 )
-from grpo_mp.config import LayoutConfig, Settings, dump_settings
+from grpo_mp.config import Settings, dump_settings
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
 from grpo_mp.log import log_file, logging_to
 from grpo_mp.monitor.progress import Progress
@@ -30,7 +30,7 @@ from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.rollout.rollout import Rollout
-from grpo_mp.scheduler.out_of_memory import explain_out_of_memory
+from grpo_mp.scheduler.memory import explain_out_of_memory
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.collect import RolloutCollector
 from grpo_mp.trainer.evaluation import Evaluator
@@ -38,9 +38,8 @@ from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, repo
 from grpo_mp.trainer.offload import AFTER_START, offload_enabled, offload_functions, start_engines_first
 from grpo_mp.trainer.preflight import Inputs
 from grpo_mp.weight_sync.engine_check import EngineCheck
-from grpo_mp.weight_sync.ipc import IpcTransport
 from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.transport import HostTransport, Transport, uses_cuda_ipc
+from grpo_mp.weight_sync.transport import HostTransport, IpcTransport, Transport, uses_cuda_ipc
 from grpo_mp.weight_sync.update import WeightSync, make_plan
 
 
@@ -70,9 +69,11 @@ class TrainContext:
 
 
 @dataclass(frozen=True)
-class Monitors:
-    """What shows and records what this rank does."""
+class Job:
+    """What every job has on this rank: its ranks have joined, its engines are placed and not started."""
 
+    parallel: Parallel
+    rollout: Rollout
     timeline: Timeline
     watchdog: Watchdog
     progress: Progress
@@ -86,41 +87,43 @@ def open_train_context(
 
     Engines end when the body does, however it ends.
     """
-    with ExitStack() as stack:
-        parallel = _join_job(stack, settings, settings.layout)
+    with _open_job(settings, inputs, settings.layout, settings.run.steps, checkpoint) as (job, state):
         preemption = PreemptionHandler()
-        state = read_manifest(checkpoint) if checkpoint else TrainState()
-        rollout = Rollout(settings, inputs.tokenizer, inputs.scorer, parallel.rank, parallel.world_size)
-        monitors = _open_monitors(stack, settings, inputs, parallel, rollout, settings.run.steps, state.step)
-        progress = monitors.progress
+        parallel, rollout, progress = job.parallel, job.rollout, job.progress
         _show_notes(progress, greeting or _greeting(settings, parallel, state), inputs, parallel, not greeting)
-        policy = _start(settings, parallel, rollout, monitors, state, checkpoint)
+        policy = _start(settings, job, state, checkpoint)
         if rollout.client:
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
-        scheduler = _build_scheduler(settings, policy, rollout, monitors)
+        moves = offload_enabled(settings.model.dtype)
+        scheduler = PhaseManager(
+            job.timeline,
+            job.watchdog,
+            progress,
+            settings.monitor.phase_timeout_s,
+            offload_functions(policy, rollout, settings.sync.timeout_s) if moves else None,
+            AFTER_START if moves else None,
+            partial(device_items, policy),
+        )
         weight_sync = _build_weight_sync(settings, parallel, policy, rollout)
         prompts = [prompt.tokens for prompt in inputs.train.prompts]
-        ctx = TrainContext(
-            settings=settings,
-            inputs=inputs,
-            parallel=parallel,
-            policy=policy,
-            rollout=rollout,
-            collector=RolloutCollector(
-                settings, inputs.train, rollout, parallel, scheduler, inputs.extensions.group_filter
-            ),
-            evaluator=_build_evaluator(settings, inputs, parallel, rollout, scheduler, progress),
-            weight_sync=weight_sync,
-            engine_check=EngineCheck(settings, policy, weight_sync, rollout, scheduler, prompts),
-            scheduler=scheduler,
-            timeline=monitors.timeline,
-            progress=progress,
-            preemption=preemption,
-            state=state,
-        )
+        group_filter, samples_shown = inputs.extensions.group_filter, settings.monitor.samples_per_step
         with platform.gc_frozen():
-            yield ctx
-        stop_parallel()
+            yield TrainContext(
+                settings=settings,
+                inputs=inputs,
+                parallel=parallel,
+                policy=policy,
+                rollout=rollout,
+                collector=RolloutCollector(settings, inputs.train, rollout, parallel, scheduler, group_filter),
+                evaluator=Evaluator(inputs.evals, inputs.scorer, rollout, parallel, scheduler, progress, samples_shown),
+                weight_sync=weight_sync,
+                engine_check=EngineCheck(settings, policy, weight_sync, rollout, scheduler, prompts),
+                scheduler=scheduler,
+                timeline=job.timeline,
+                progress=progress,
+                preemption=preemption,
+                state=state,
+            )
 
 
 @contextmanager
@@ -129,53 +132,50 @@ def open_engines_only(settings: Settings, inputs: Inputs, greeting: str) -> Iter
 
     Engines keep the weights that they loaded, and the device. They end when the body does, however it ends.
     """
-    with ExitStack() as stack:
-        parallel = _join_job(stack, settings, LayoutConfig())
-        rollout = Rollout(
-            settings, inputs.tokenizer, inputs.scorer, parallel.rank, parallel.world_size, own_weights=True
-        )
-        monitors = _open_monitors(stack, settings, inputs, parallel, rollout, steps=0)
-        _show_notes(monitors.progress, greeting, inputs, parallel, trains=False)
-        with _start_phase(settings, monitors):
+    with _open_job(settings, inputs, LayoutConfig(), steps=0, own_weights=True) as (job, _):
+        parallel, rollout, progress = job.parallel, job.rollout, job.progress
+        _show_notes(progress, greeting, inputs, parallel, trains=False)
+        with job.watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
             rollout.start(parallel.store)
             rollout.wait_ready()
             dist.barrier(group=parallel.cpu_group)
-        limit_s = settings.monitor.phase_timeout_s
-        scheduler = PhaseManager(monitors.timeline, monitors.watchdog, monitors.progress, limit_s)
-        yield _build_evaluator(settings, inputs, parallel, rollout, scheduler, monitors.progress)
-        stop_parallel()
+        monitor = settings.monitor
+        scheduler = PhaseManager(job.timeline, job.watchdog, progress, monitor.phase_timeout_s)
+        yield Evaluator(inputs.evals, inputs.scorer, rollout, parallel, scheduler, progress, monitor.samples_per_step)
 
 
-def _join_job(stack: ExitStack, settings: Settings, layout: LayoutConfig) -> Parallel:
-    """Make the process groups and claim the run folder; from here on errors are reported by one rank."""
-    parallel = start_parallel(layout, settings.run.seed, settings.monitor.phase_timeout_s)
-    stack.enter_context(report_error_once(parallel.rank, parallel.store))
-    if parallel.rank == 0:
-        claim_run_folder(settings.run.folder, dump_settings(settings))
-    dist.barrier(group=parallel.cpu_group)
-    return parallel
-
-
-def _open_monitors(
-    stack: ExitStack,
+@contextmanager
+def _open_job(
     settings: Settings,
     inputs: Inputs,
-    parallel: Parallel,
-    rollout: Rollout,
+    layout: LayoutConfig,
     steps: int,
-    steps_done: int = 0,
-) -> Monitors:
-    """Open the monitors, and close them, the rollout and the scorer with `stack`."""
-    folder = settings.run.folder
-    stack.enter_context(logging_to(log_file(folder, parallel.rank), settings.monitor.log_level))
-    stack.enter_context(rollout)
-    progress = stack.enter_context(Progress(folder, steps, done=steps_done, rank=parallel.rank))
-    watchdog = stack.enter_context(Watchdog(parallel.rank, folder, before_exit=(progress.stop, rollout.stop)))
-    timeline = Timeline(folder, parallel.rank)
-    stack.callback(timeline.close)
-    stack.callback(inputs.scorer.close)
-    stack.push(ignore_more_interrupts)
-    return Monitors(timeline, watchdog, progress)
+    checkpoint: Path | None = None,
+    own_weights: bool = False,
+) -> Iterator[tuple[Job, TrainState]]:
+    """Make the process groups, claim the run folder, place the engines, open the monitors; end all of it in any case.
+
+    Also yields where the run stands. Errors are reported by one rank.
+    """
+    with ExitStack() as stack:
+        parallel = start_parallel(layout, settings.run.seed, settings.monitor.phase_timeout_s)
+        folder, rank = settings.run.folder, parallel.rank
+        stack.enter_context(report_error_once(rank, parallel.store))
+        if rank == 0:
+            claim_run_folder(folder, dump_settings(settings))
+        dist.barrier(group=parallel.cpu_group)
+        state = read_manifest(checkpoint) if checkpoint else TrainState()
+        rollout = Rollout(settings, inputs.tokenizer, inputs.scorer, rank, parallel.world_size, own_weights)
+        stack.enter_context(logging_to(log_file(folder, rank), settings.monitor.log_level))
+        stack.enter_context(rollout)
+        progress = stack.enter_context(Progress(folder, steps, done=state.step, rank=rank))
+        watchdog = stack.enter_context(Watchdog(rank, folder, before_exit=(progress.stop, rollout.stop)))
+        timeline = Timeline(folder, rank)
+        stack.callback(timeline.close)
+        stack.callback(inputs.scorer.close)
+        stack.push(ignore_more_interrupts)
+        yield Job(parallel, rollout, timeline, watchdog, progress), state
+        stop_parallel()
 
 
 def _show_notes(progress: Progress, greeting: str, inputs: Inputs, parallel: Parallel, trains: bool) -> None:
@@ -186,24 +186,12 @@ def _show_notes(progress: Progress, greeting: str, inputs: Inputs, parallel: Par
             progress.note(note)
 
 
-@contextmanager
-def _start_phase(settings: Settings, monitors: Monitors) -> Iterator[None]:
-    with monitors.watchdog.phase("START", settings.engine.start_timeout_s * 2), monitors.progress.phase("START"):
-        yield
-
-
-def _start(
-    settings: Settings,
-    parallel: Parallel,
-    rollout: Rollout,
-    monitors: Monitors,
-    state: TrainState,
-    checkpoint: Path | None,
-) -> Policy:
+def _start(settings: Settings, job: Job, state: TrainState, checkpoint: Path | None) -> Policy:
     """Start this rank's engine and build the policy, one after the other where they share the device."""
-    with _start_phase(settings, monitors):
+    parallel, rollout = job.parallel, job.rollout
+    with job.watchdog.phase("START", settings.engine.start_timeout_s * 2), job.progress.phase("START"):
         rollout.start(parallel.store)
-        offload = offload_enabled(settings)
+        offload = offload_enabled(settings.model.dtype)
         if offload:
             start_engines_first(rollout, parallel.cpu_group)
         with explain_out_of_memory(parallel.rank, "START", dict):
@@ -212,11 +200,6 @@ def _start(
             rollout.wait_ready()
         dist.barrier(group=parallel.cpu_group)
     return policy
-
-
-def newest_checkpoint(settings: Settings) -> Path | None:
-    """Return the checkpoint from which the run resumes; None at its start."""
-    return latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
 
 
 def build_policy(settings: Settings, parallel: Parallel, state: TrainState, checkpoint: Path | None) -> Policy:
@@ -229,31 +212,6 @@ def build_policy(settings: Settings, parallel: Parallel, state: TrainState, chec
         if state.reference_refreshed and policy.reference:
             load_reference(policy, checkpoint / "reference")
     return policy
-
-
-def _build_evaluator(
-    settings: Settings,
-    inputs: Inputs,
-    parallel: Parallel,
-    rollout: Rollout,
-    scheduler: PhaseManager,
-    progress: Progress,
-) -> Evaluator:
-    samples_shown = settings.monitor.samples_per_step
-    return Evaluator(inputs.evals, inputs.scorer, rollout, parallel, scheduler, progress, samples_shown)
-
-
-def _build_scheduler(settings: Settings, policy: Policy, rollout: Rollout, monitors: Monitors) -> PhaseManager:
-    functions = offload_functions(settings, policy, rollout)
-    return PhaseManager(
-        monitors.timeline,
-        monitors.watchdog,
-        monitors.progress,
-        settings.monitor.phase_timeout_s,
-        functions,
-        AFTER_START if functions else None,
-        partial(device_items, policy),
-    )
 
 
 def _build_weight_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout: Rollout) -> WeightSync:

@@ -16,8 +16,7 @@ from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import markdown, spread
 from grpo_mp.monitor.screen import AnswerPair
 from grpo_mp.phases import Phase
-from grpo_mp.rewards.score import Scorer
-from grpo_mp.rewards.tally import Tally
+from grpo_mp.rewards.score import Scorer, Tally
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics, total_tally
@@ -67,17 +66,13 @@ class Evaluator:
             result.scores[name] = score(infos, votes)
             result.metrics.update(eval_metrics(name, result.scores[name]))
             result.metrics.update(eval_reward_metrics(name, tally))
-            result.texts.update(self._sample_texts(name, groups, infos))
+            chosen = spread(sorted({info.group_id for info in infos}), self.samples_shown)  # the same each time
+            if shown := gather_groups(groups, chosen, cpu_group):
+                result.texts[fill("eval/{set}/samples", set=name)] = markdown(shown)
             result.answers.update({group.prompt.text: group.samples[0].text for group in groups})
             if on_groups:
                 on_groups(name, groups)
         return result
-
-    def _sample_texts(self, name: str, groups: list[SampleGroup], infos: list[SampleInfo]) -> dict[str, str]:
-        """Gather answers to some questions of the set, the same questions each time, under their metric name."""
-        chosen = spread(sorted({info.group_id for info in infos}), self.samples_shown)
-        shown = gather_groups(groups, chosen, self.parallel.cpu_group)
-        return {fill("eval/{set}/samples", set=name): markdown(shown)} if shown else {}
 
 
 def scores_before_training(run_folder: Path, step: int, current: Evaluation) -> dict[str, EvalScore]:

@@ -17,10 +17,9 @@ from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import fill
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.rewards.tally import Tally, total
-from grpo_mp.scheduler.memory_tracker import MemoryUsage, largest
+from grpo_mp.rewards.score import Tally, total
+from grpo_mp.scheduler.memory import MemoryUsage, largest
 from grpo_mp.trainer.collect import RolloutBatch
-from grpo_mp.trainer.logprobs import is_reporting_rank
 from grpo_mp.types import MicroBatch, PerToken, SampleInfo
 
 
@@ -136,7 +135,7 @@ def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) 
     Every rank must call this.
     """
     count = torch.zeros((), dtype=torch.float64)
-    if is_reporting_rank(parallel):
+    if parallel.is_reporting_rank:
         for batch in (batch for update in updates for batch in update):
             forwards = (batch.old_logprobs is not None) + (batch.reference_logprobs is not None)
             shared = sum(rows.count for rows in set(batch.prompts))

@@ -5,7 +5,6 @@ from functools import partial
 import torch.distributed as dist
 
 from grpo_mp import platform
-from grpo_mp.config import Settings
 from grpo_mp.errors import UserError
 from grpo_mp.phases import Residency
 from grpo_mp.policy.offload import PolicyOffloader
@@ -18,12 +17,12 @@ ENGINE_TAGS = {"engine_weights": ("weights",), "engine_cache": ("kv_cache", "cud
 AFTER_START = Residency(policy_weights=True, gradients=True, optimizer=True)
 
 
-def offload_enabled(settings: Settings) -> bool:
+def offload_enabled(dtype: str) -> bool:
     """Tell whether policy and engine leave the device for each other.
 
     Float32 policies stay: their optimizer works on views of the model's own weights.
     """
-    return platform.on_cuda() and settings.model.dtype == "bfloat16"
+    return platform.on_cuda() and dtype == "bfloat16"
 
 
 def start_engines_first(rollout: Rollout, group: dist.ProcessGroup) -> None:
@@ -33,11 +32,9 @@ def start_engines_first(rollout: Rollout, group: dist.ProcessGroup) -> None:
         _move_engine(rollout, group, tags, False)
 
 
-def offload_functions(settings: Settings, policy: Policy, rollout: Rollout) -> dict[str, OffloadFunction]:
-    """Return the offload functions by field of Residency; none where nothing moves."""
-    if not offload_enabled(settings):
-        return {}
-    offloader = PolicyOffloader(policy, settings.sync.timeout_s)
+def offload_functions(policy: Policy, rollout: Rollout, timeout_s: float) -> dict[str, OffloadFunction]:
+    """Return the offload functions by field of Residency, which wait up to `timeout_s` for device memory."""
+    offloader = PolicyOffloader(policy, timeout_s)
     group = policy.parallel.cpu_group
     return {
         **{part: partial(offloader.move, part) for part in ("policy_weights", "gradients", "optimizer")},

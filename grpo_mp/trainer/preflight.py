@@ -6,22 +6,51 @@ from dataclasses import dataclass
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp import platform
+from grpo_mp.algorithms.advantages import AdvantageEstimator, load_estimator
+from grpo_mp.algorithms.group_filters import GroupFilter
+from grpo_mp.algorithms.losses import load_policy_loss
+from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.registries import policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.batching.group_filters import load_group_filter
 from grpo_mp.checkpoint.run_state import FINAL, check_run_folder
 from grpo_mp.config import Settings, dump_settings
+from grpo_mp.config.sections import EngineConfig
 from grpo_mp.data.overlap import find_overlaps
 from grpo_mp.data.prompts import PromptSet, load_prompts
+from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.monitor.loggers import MakeLogger, load_loggers
+from grpo_mp.planner.explain import describe_step
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
-from grpo_mp.rollout.placement import engine_placements
+from grpo_mp.rollout.placement import engine_hosts, engine_placements
 from grpo_mp.rollout.precision import in_fp8
-from grpo_mp.trainer.extensions import Extensions, load_extensions
 from grpo_mp.weight_sync.transport import uses_cuda_ipc
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """The parts of a run that users may replace, beside model family, data and rewards."""
+
+    policy_loss: PolicyLoss
+    estimator: AdvantageEstimator
+    group_filter: GroupFilter
+    make_loggers: tuple[MakeLogger, ...]
+
+
+def load_extensions(settings: Settings) -> Extensions:
+    """Load them. Raises UserError, which names the setting, where one cannot be loaded or called."""
+    algorithm = settings.algorithm
+    return Extensions(
+        load_policy_loss(algorithm),
+        load_estimator(algorithm.advantage),
+        load_group_filter(algorithm.filter),
+        load_loggers(settings.monitor.loggers),
+    )
 
 
 @dataclass(frozen=True)
@@ -92,7 +121,7 @@ def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> 
     _check_device_settings(settings)
     check_arguments(settings.engine.args, known_arguments())
     hf = HfConfig.read(settings.model.path, settings.model.family)
-    check_engine(settings, hf, cpu=not platform.on_cuda())
+    check_engine(settings.engine, hf, cpu=not platform.on_cuda())
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path))
     except (OSError, ValueError, KeyError) as error:
@@ -126,11 +155,11 @@ def _make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scor
     )
 
 
-def check_engine(settings: Settings, hf: HfConfig, cpu: bool) -> None:
+def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
     """Raise UserError for a precision that weights cannot be synced to, or GPUs that do not divide the model."""
-    in_fp8(settings.engine.args, hf, cpu)
+    in_fp8(engine.args, hf, cpu)
     if not cpu:
-        check_engine_parallelism(settings.engine.gpus, settings.engine.args, hf)
+        check_engine_parallelism(engine.gpus, engine.args, hf)
 
 
 def _check_device_settings(settings: Settings) -> None:
@@ -165,8 +194,8 @@ def _check_sizes(settings: Settings, hf: HfConfig, tokens: int) -> None:
 
 def start_warnings(settings: Settings, fp8: bool) -> list[str]:
     """Warn of settings that have no effect and of an uncorrected mismatch; `fp8`: engines compute in blockwise FP8."""
-    warnings = list(_warn_without_effect(settings))
     algorithm, cache = settings.algorithm, str(settings.engine.args.get("kv_cache_dtype", ""))
+    warnings = list(_warn_without_effect(algorithm, settings.optimizer_steps_per_step))
     in_low_precision = fp8 or cache.startswith("fp8")
     if in_low_precision and algorithm.rollout_correction.kind == "none" and algorithm.old_logprobs == "recomputed":
         warnings.append(
@@ -177,9 +206,8 @@ def start_warnings(settings: Settings, fp8: bool) -> list[str]:
     return warnings
 
 
-def _warn_without_effect(settings: Settings) -> Iterator[str]:
-    algorithm = settings.algorithm
-    if settings.optimizer_steps_per_step > 1 or algorithm.old_logprobs == "engine":
+def _warn_without_effect(algorithm: AlgorithmConfig, updates: int) -> Iterator[str]:
+    if updates > 1 or algorithm.old_logprobs == "engine":
         return
     policy_loss, default = policy_loss_entry(algorithm.policy_loss), AlgorithmConfig()
     corrected = policy_loss.applies_correction and algorithm.rollout_correction.kind != "none"  # its ratio is not 1
@@ -193,3 +221,28 @@ def _warn_without_effect(settings: Settings) -> Iterator[str]:
             f"algorithm.preset={algorithm.preset}: with one update a step (training.updates_per_step and "
             f"training.epochs are 1) every importance ratio is 1, and {', '.join(idle)} does nothing: set 2 or more"
         )
+
+
+def describe_run(settings: Settings, inputs: Inputs, world_size: int, ranks_per_node: int) -> str:
+    """Return the resolved settings as YAML, then the facts that follow from them, for a dry run."""
+    rollout, training = settings.rollout, settings.training
+    hosts = engine_hosts(engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count))
+    layout = describe_parallelism(settings.layout, world_size)
+    samples = {name: eval_set.samples for name, eval_set in settings.data.eval.items()}
+    evals = [
+        f"{len(prompts)} of {name}" + (f" x {samples[name]} samples" if samples[name] > 1 else "")
+        for name, prompts in inputs.evals.items()
+    ]
+    facts = [
+        f"ranks: {world_size}, {ranks_per_node} on each node; layout: {layout}",
+        f"engines: {len(hosts)} x {settings.engine.gpus} rank(s), hosted by ranks {hosts}",
+        f"train prompts: {len(inputs.train)} ({inputs.train.left_out} longer than the limit left out); eval: "
+        f"{', '.join(evals) or 'none'}",
+        *inputs.overlaps(),
+        describe_step(settings),
+        f"longest sequence: {rollout.max_prompt_tokens} + {rollout.max_response_tokens} tokens; "
+        f"micro-batches of up to {training.max_tokens_per_microbatch} tokens",
+        *(f"warning: {text}" for text in inputs.warnings),
+        f"run folder: {settings.run.folder}; nothing was started",
+    ]
+    return dump_settings(settings) + "\n" + "\n".join(facts)

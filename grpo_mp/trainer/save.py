@@ -16,7 +16,7 @@ from grpo_mp.checkpoint.run_state import (
     prune_checkpoints,
     write_manifest,
 )
-from grpo_mp.config import RunConfig
+from grpo_mp.config.sections import RunConfig
 from grpo_mp.policy.checkpoint import save_policy, save_reference
 from grpo_mp.policy.policy import Policy
 from grpo_mp.weight_sync.reshard import Resharder

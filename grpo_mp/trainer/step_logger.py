@@ -14,15 +14,15 @@ from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.evaluation.files import step_file, write_scores
 from grpo_mp.evaluation.plot import plot_pass_at_k, write_svg
 from grpo_mp.evaluation.score import EvalScore
+from grpo_mp.monitor.loggers import open_loggers, write_metrics
 from grpo_mp.monitor.metrics import RangeWatch, fill
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import drop_samples, markdown, spread, write_samples
 from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars, summarise
 from grpo_mp.monitor.timeline import Timeline
-from grpo_mp.monitor.writer import MetricWriter
 from grpo_mp.policy.expert_load import ExpertLoad, heat_map, load_ratios, max_load_ratio
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.scheduler.memory_tracker import MemoryTracker
+from grpo_mp.scheduler.memory import MemoryTracker
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.metrics import (
     collect_metrics,
@@ -73,12 +73,9 @@ class StepLogger:
         self._scorer, self._memory_tracker, self._expert_load = inputs.scorer, memory_tracker, expert_load
         self._samples_per_step = settings.monitor.samples_per_step
         first_step = steps_done + 1 if steps_done else 0
-        self._writer = (
-            MetricWriter(self._folder, first_step, inputs.extensions.make_loggers, settings.model_dump(mode="json"))
-            if parallel.rank == 0
-            else None
-        )
-        if self._writer and self._samples_per_step:
+        make_loggers = inputs.extensions.make_loggers if parallel.rank == 0 else ()
+        self._loggers = open_loggers(make_loggers, self._folder, first_step, settings.model_dump(mode="json"))
+        if parallel.rank == 0 and self._samples_per_step:
             drop_samples(self._folder, first_step)
         self._ranges, self._complained = RangeWatch(), set[str]()
         self._start_ns = timeline.now_ns()
@@ -136,13 +133,9 @@ class StepLogger:
 
     def write(self, step: int, record: StepRecord) -> None:
         """Write a step, and note metrics that left their healthy range on the screen."""
-        if not self._writer:
+        if self._parallel.rank:
             return
-        self._writer.scalars(step, record.scalars)
-        for name, values in record.histograms.items():
-            self._writer.histogram(step, name, values)
-        for name, text in record.texts.items():
-            self._writer.text(step, name, text)
+        write_metrics(self._loggers, step, record.scalars, record.histograms, record.texts)
         if record.groups:
             write_samples(self._folder, step, record.groups)
         for sentence in self._ranges.new_warnings(record.scalars):
@@ -150,19 +143,20 @@ class StepLogger:
 
     def write_scores(self, step: int, initial: Mapping[str, EvalScore], scores: Mapping[str, EvalScore]) -> None:
         """Show and write the scores after a step, and draw them beside the initial ones, those before training."""
-        if not (self._writer and scores):
+        if self._parallel.rank or not scores:
             return
         self._progress.evaluated(step, scores)
         write_scores(step_file(self._folder, step), scores, step=step)
         figure = plot_pass_at_k(initial if step else {}, scores)
         if figure:
             write_svg(figure, self._folder / PICTURE)
-            self._writer.image(step, "eval/pass_at_k", figure)
+            for logger in self._loggers:
+                logger.image(step, "eval/pass_at_k", figure)
 
     def close(self) -> None:
         """Close the metric files."""
-        if self._writer:
-            self._writer.close()
+        for logger in self._loggers:
+            logger.close()
 
     def _speed_metrics(
         self, rollouts: RolloutBatch, batch: StepBatch, summary: StepSummary, logprob_token_count: float

@@ -22,12 +22,11 @@ def train_step(
     algorithm: AlgorithmConfig,
     epochs: int,
     controls: Mapping[str, float],
-    policy_loss: PolicyLoss | None = None,
+    policy_loss: PolicyLoss,
 ) -> tuple[list[UpdateReport], dict[str, float]]:
     """Update the policy, `epochs` times over the step's parts, unless it drifts too far from its samples.
 
-    Adaptive weights, `controls`, move after every update and are returned; `policy_loss`: None takes that of the
-    settings. Every rank must call this.
+    Adaptive weights, `controls`, move after every update and are returned. Every rank must call this.
     """
     reports, controls = list[UpdateReport](), dict(controls)
     reduce = context_reduction(policy.parallel)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from grpo_mp.config import Settings
 from grpo_mp.errors import UserError
 from grpo_mp.phases import Phase
 from grpo_mp.policy.policy import Policy
+from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.types import Sample
 from grpo_mp.weight_sync.compare import (
@@ -38,31 +38,6 @@ class EngineDisagreesError(UserError):
     """An engine's logprobs are not the policy's."""
 
 
-class CheckClient(Protocol):
-    """The calls of an engine's client that the check makes."""
-
-    async def score(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]: ...
-
-    async def checksums(self) -> dict[str, str]: ...
-
-    async def overwrite_weights(self) -> None: ...
-
-
-class Engines(Protocol):
-    """The engines of the job as one rank sees them."""
-
-    @property
-    def hosts(self) -> tuple[int, ...]:
-        """Return the first rank of each engine."""
-
-    @property
-    def client(self) -> CheckClient | None:
-        """Return the client of this rank's engine; None where the rank hosts none."""
-
-    def call(self, coroutine: Any) -> Any:
-        """Run one of the client's coroutines to its end."""
-
-
 @dataclass(frozen=True)
 class EngineCheck:
     """Compares every engine's logprobs with the policy's."""
@@ -70,7 +45,7 @@ class EngineCheck:
     settings: Settings
     policy: Policy
     weight_sync: WeightSync
-    engines: Engines
+    engines: Rollout
     scheduler: PhaseManager
     prompts: Sequences  # real prompts, scored beside the random sequences
 

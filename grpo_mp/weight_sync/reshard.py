@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from grpo_mp.models.fp8 import SCALE, quantise_at_once
 from grpo_mp.models.mapping import Param, join, unfuse
+from grpo_mp.rollout.shared_memory import NamedTensors
 from grpo_mp.weight_sync.plan import Bucket
-from grpo_mp.weight_sync.shared_memory import NamedTensors
 
 
 @dataclass(frozen=True)

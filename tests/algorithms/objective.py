@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_mp.algorithms.advantages import outcome_advantages
-from grpo_mp.algorithms.aggregation import token_weights
+from grpo_mp.algorithms.losses import LossCoefficients, LossFunction, load_policy_loss, make_loss, token_weights
+from grpo_mp.algorithms.policy_losses import PolicyLoss
+from grpo_mp.algorithms.sequences import Reduce
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.microbatches import plan_microbatches
 from grpo_mp.batching.packing import pack
-from grpo_mp.types import MicroBatch, Sample
+from grpo_mp.types import MicroBatch, Sample, SampleInfo
 
 Values = NDArray[np.float32]
 PROMPT_TOKENS, LIMIT = 3, 50  # LIMIT: max_response_tokens
@@ -204,6 +206,35 @@ def _advantage(update: UpdateData, sample: int, algorithm: AlgorithmConfig) -> f
     std = {"none": None, "group_std": group, "batch_std": rewards}[settings.scale]
     ddof = 1 if settings.std == "sample" else 0
     return float(centred if std is None else centred / (std.std(ddof=ddof) + settings.eps))
+
+
+def loss_of(
+    algorithm: AlgorithmConfig,
+    coefficients: LossCoefficients | None = None,
+    reduce: Reduce = lambda values: values,
+    policy_loss: PolicyLoss | None = None,
+) -> LossFunction:
+    """Return the loss with the coefficients and the policy loss of the settings; sequences are whole."""
+    coefficients = coefficients or LossCoefficients(algorithm.kl.coef, algorithm.entropy.coef)
+    return make_loss(algorithm, coefficients, reduce, policy_loss or load_policy_loss(algorithm))
+
+
+def sample_infos(
+    ids: Sequence[int],
+    parts: Sequence[dict[str, float]] | None = None,
+    rewards: Sequence[float] | None = None,
+    steps: Sequence[tuple[tuple[int, float], ...]] | None = None,
+    lengths: Sequence[int] | None = None,
+) -> list[SampleInfo]:
+    """Return the infos of samples that differ in these alone."""
+    count = len(ids)
+    rows = zip(
+        ids, lengths or [5] * count, rewards or [0.0] * count, parts or [{}] * count, steps or [()] * count, strict=True
+    )
+    return [
+        SampleInfo(group, i, 0, 3, length, reward, False, 0, reward_parts, step_rewards)
+        for i, (group, length, reward, reward_parts, step_rewards) in enumerate(rows)
+    ]
 
 
 def to_microbatches(

@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mp.algorithms.advantages import (
-    decoupled_advantages,
+    estimate_decoupled,
+    estimate_outcome,
+    estimate_process,
     groups_without_difference,
     outcome_advantages,
-    process_advantages,
 )
 from grpo_mp.algorithms.settings import AdvantageConfig
+from tests.algorithms.objective import sample_infos
 
 EPS = 1e-4
 GROUPED_REWARDS = st.lists(
@@ -113,17 +115,15 @@ def test_groups_without_difference() -> None:
     assert groups_without_difference([0.1] * 6, [0, 1, 0, 1, 0, 1]) == (0, 1)
 
 
-def test_empty_input_and_lists_of_unequal_length() -> None:
+def test_empty_input() -> None:
     assert advantages([], []) == ()
-    with pytest.raises(ValueError, match="2 samples but 1 group ids"):
-        advantages([1.0, 2.0], [0])
 
 
 def test_rewards_normalised_apart_before_they_are_summed() -> None:
     """GDPO: a reward of large spread does not drown one of small spread; the sum is normalised over the batch."""
     right, style, ids = [0.0, 1.0, 1.0, 0.0, 0.0, 1.0], [0.01, 0.02, 0.01, 0.02, 0.01, 0.03], [0, 0, 0, 1, 1, 1]
     parts = [{"right": a, "style": b} for a, b in zip(right, style, strict=True)]
-    actual = decoupled_advantages(parts, {"right": 2.0, "style": 0.5}, ids, AdvantageConfig(eps=EPS))
+    actual = estimate_decoupled(sample_infos(ids, parts), AdvantageConfig(eps=EPS), {"right": 2.0, "style": 0.5})
 
     def normal(values: list[float]) -> np.ndarray:
         groups = np.array(values).reshape(2, 3)
@@ -135,14 +135,15 @@ def test_rewards_normalised_apart_before_they_are_summed() -> None:
 
 def test_a_part_that_does_not_apply_counts_nothing_and_no_difference_is_zero() -> None:
     parts = [{"a": 1.0}, {"a": 0.0}, {"a": 1.0, "b": 3.0}]
-    only_a = decoupled_advantages(parts, {"a": 1.0}, [0, 0, 0], AdvantageConfig(eps=EPS))
-    assert decoupled_advantages(parts, {"a": 1.0, "b": 1.0}, [0, 0, 0], AdvantageConfig(eps=EPS)) == only_a
-    assert decoupled_advantages([{"a": 1.0}] * 3, {"a": 1.0}, [0, 0, 0], AdvantageConfig(eps=EPS)) == (0.0, 0.0, 0.0)
+    samples, config = sample_infos([0, 0, 0], parts), AdvantageConfig(eps=EPS)
+    only_a = estimate_decoupled(samples, config, {"a": 1.0})
+    assert estimate_decoupled(samples, config, {"a": 1.0, "b": 1.0}) == only_a
+    assert estimate_decoupled(sample_infos([0, 0, 0], [{"a": 1.0}] * 3), config, {"a": 1.0}) == (0.0, 0.0, 0.0)
 
 
 def test_a_token_gains_from_every_step_that_ends_after_it() -> None:
-    steps = [[(1, 0.0), (3, 1.0)], [(2, 0.5)]]
-    actual = process_advantages(steps, [5, 3], [4, 4], AdvantageConfig(level="process", eps=EPS))
+    samples = sample_infos([4, 4], steps=[((1, 0.0), (3, 1.0)), ((2, 0.5),)], lengths=[5, 3])
+    actual = estimate_process(samples, AdvantageConfig(level="process", eps=EPS), {})
     rewards = np.array([0.0, 1.0, 0.5])
     first, second, third = (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPS)
     np.testing.assert_allclose(actual[0], [first + second] * 2 + [second] * 2 + [0.0])
@@ -150,9 +151,8 @@ def test_a_token_gains_from_every_step_that_ends_after_it() -> None:
 
 
 def test_steps_of_one_reward_and_samples_without_steps_give_zeros() -> None:
-    actual = process_advantages(
-        [[(0, 1.0), (1, 1.0)], [], [(1, 1.0)]], [2, 4, 2], [0, 0, 0], AdvantageConfig(level="process")
-    )
+    samples = sample_infos([0, 0, 0], steps=[((0, 1.0), (1, 1.0)), (), ((1, 1.0),)], lengths=[2, 4, 2])
+    actual = estimate_process(samples, AdvantageConfig(level="process"), {})
     assert [values.tolist() for values in actual] == [[0.0] * 2, [0.0] * 4, [0.0] * 2]
 
 
@@ -160,7 +160,8 @@ def test_steps_of_one_reward_and_samples_without_steps_give_zeros() -> None:
 def test_one_step_at_the_end_is_the_outcome_advantage(samples: list[tuple[int, int, float]]) -> None:
     ids, lengths, rewards = (list(column) for column in zip(*samples, strict=True))
     settings = AdvantageConfig(level="process", eps=EPS)
-    steps = [[(length - 1, reward)] for length, reward in zip(lengths, rewards, strict=True)]
-    actual = process_advantages(steps, lengths, ids, settings)
-    for values, single in zip(actual, outcome_advantages(rewards, ids, settings), strict=True):
+    steps = [((length - 1, reward),) for length, reward in zip(lengths, rewards, strict=True)]
+    infos = sample_infos(ids, rewards=rewards, steps=steps, lengths=lengths)
+    singles = estimate_outcome(infos, settings, {})
+    for values, single in zip(estimate_process(infos, settings, {}), singles, strict=True):
         assert set(values.tolist()) == {single}

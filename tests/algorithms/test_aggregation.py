@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mp.algorithms.aggregation import token_weights
+from grpo_mp.algorithms.losses import token_weights
 from grpo_mp.algorithms.settings import AlgorithmConfig
 
 SAMPLES = st.lists(st.tuples(st.integers(1, 5000), st.booleans()), min_size=1, max_size=50)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mp.algorithms.losses import LossCoefficients, make_loss
+from grpo_mp.algorithms.losses import LossCoefficients
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.types import MicroBatch
-from tests.algorithms.objective import UpdateData, draw_update, objective, to_microbatches
+from tests.algorithms.objective import UpdateData, draw_update, loss_of, objective, to_microbatches
 
 ONE_MICROBATCH = 10_000  # tokens: more than any update here has
 LENGTHS = (1, 9, 2, 30, 17, 4, 4, 1)
@@ -75,7 +75,7 @@ def run(
     algorithm: AlgorithmConfig, batches: list[MicroBatch], logprobs: list[Tensor]
 ) -> tuple[float, list[Tensor], Any]:
     """Loss summed over micro-batches, gradient [T] of each, and the reports."""
-    loss = make_loss(algorithm)
+    loss = loss_of(algorithm)
     total, gradients, reports = 0.0, [], []
     for batch, values in zip(batches, logprobs, strict=True):
         leaf = values.clone().requires_grad_()
@@ -154,7 +154,7 @@ def test_a_token_without_rollout_logprob_does_not_learn_and_is_counted() -> None
         _, (gradient,), (report,) = run(algorithm, [damaged], [logprobs])
         _, (clean,), _ = run(algorithm, [batch], [logprobs])
         assert torch.equal(gradient, clean.where(~no_logprob, 0.0))
-        assert report["no_rollout_logprob"] == no_logprob.sum()
+        assert report["mismatch/unheard_tokens"] == no_logprob.sum()
         assert all(bool(value.isfinite()) for value in report.values())
 
 
@@ -167,15 +167,13 @@ def test_entropy_bonus_and_quantile_mask() -> None:
     entropy_mask = batch.mask.bool() & (entropy >= 0.5)
     batch = replace(batch, entropy_floor=0.5, entropy_weight=1.0 / int(entropy_mask.sum()))
     leaf, entropy_leaf = logprobs.clone().requires_grad_(), entropy.clone().requires_grad_()
-    loss, _ = make_loss(algorithm)(leaf, entropy_leaf, batch)
+    loss, _ = loss_of(algorithm)(leaf, entropy_leaf, batch)
     gradient, entropy_gradient = torch.autograd.grad(loss, (leaf, entropy_leaf))
     expected = torch.where(entropy_mask, -0.3 / int(entropy_mask.sum()), 0.0)
     torch.testing.assert_close(entropy_gradient, expected, rtol=1e-6, atol=0)
-    unmasked, _ = make_loss(algorithm)(leaf, entropy, replace(batch, entropy_floor=-torch.inf, entropy_weight=0.0))
+    unmasked, _ = loss_of(algorithm)(leaf, entropy, replace(batch, entropy_floor=-torch.inf, entropy_weight=0.0))
     (unmasked_gradient,) = torch.autograd.grad(unmasked, leaf)
-    only_kl, _ = make_loss(algorithm)(
-        leaf, entropy, replace(batch, advantages=batch.advantages * 0, entropy_weight=0.0)
-    )
+    only_kl, _ = loss_of(algorithm)(leaf, entropy, replace(batch, advantages=batch.advantages * 0, entropy_weight=0.0))
     (kl_gradient,) = torch.autograd.grad(only_kl, leaf)
     torch.testing.assert_close(
         gradient, torch.where(entropy_mask, unmasked_gradient, kl_gradient), rtol=1e-6, atol=1e-12
@@ -186,7 +184,7 @@ def test_coefficients_replace_those_of_the_settings() -> None:
     algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 0.1}})
     update = draw_update(LENGTHS, PAIRS, seed=4)
     (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
-    actual, _ = make_loss(algorithm, LossCoefficients(kl=0.7, entropy=0.0))(logprobs, torch.ones_like(logprobs), batch)
+    actual, _ = loss_of(algorithm, LossCoefficients(kl=0.7, entropy=0.0))(logprobs, torch.ones_like(logprobs), batch)
     heavier = AlgorithmConfig.model_validate({"kl": {"coef": 0.7}})
     assert actual.item() == pytest.approx(objective(update, heavier).loss, rel=1e-6)
 
@@ -212,7 +210,7 @@ def test_values_at_prompts_and_padding_do_not_matter(garbage: float, first_updat
     assert dirty[0] == clean[0]
     assert torch.equal(dirty[1][0], clean[1][0])
     entropy = torch.full_like(logprobs, garbage).where(~batch.mask.bool(), 1.0)
-    _, report = make_loss(algorithm)(damage(logprobs), entropy, damaged)
+    _, report = loss_of(algorithm)(damage(logprobs), entropy, damaged)
     assert report == clean[2][0]
 
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics, mismatch_band
 from grpo_mp.algorithms.settings import AlgorithmConfig
-from tests.algorithms.objective import UpdateData, draw_update, objective, to_microbatches
+from tests.algorithms.objective import UpdateData, draw_update, loss_of, objective, to_microbatches
 
 ALGORITHM = AlgorithmConfig.model_validate({"kl": {"coef": 0.3}, "clip": {"low": 0.1, "high": 0.25}})
 GROUPS = (0, 0, 0, 0, 1, 1, 1, 1)
@@ -20,7 +19,7 @@ def report(
 ) -> dict[str, float]:
     """Compute the metrics of an update on one rank."""
     batches, logprobs = to_microbatches(update, algorithm, max_tokens)
-    loss = make_loss(algorithm)
+    loss = loss_of(algorithm)
     reports = [
         loss(values, torch.full_like(values, entropy), batch)[1]
         for batch, values in zip(batches, logprobs, strict=True)

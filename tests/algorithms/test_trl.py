@@ -22,13 +22,20 @@ from pydantic import ValidationError
 from torch import Tensor
 
 import grpo_mp.platform
-from grpo_mp.algorithms.advantages import decoupled_advantages, outcome_advantages
-from grpo_mp.algorithms.losses import make_loss
+from grpo_mp.algorithms.advantages import estimate_decoupled, outcome_advantages
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics
 from grpo_mp.algorithms.settings import AdvantageConfig, AlgorithmConfig
 from grpo_mp.batching.packing import gather_responses
-from tests.algorithms.objective import LIMIT, UpdateData, draw_update, scatter_responses, to_microbatches
+from tests.algorithms.objective import (
+    LIMIT,
+    UpdateData,
+    draw_update,
+    loss_of,
+    sample_infos,
+    scatter_responses,
+    to_microbatches,
+)
 
 pytest.importorskip("trl")
 if not torch.cuda.is_available():
@@ -207,7 +214,7 @@ def compare(parts: dict[str, Any], first_update: bool = False, seed: int = 3, **
     batch.entropy_floor, batch.entropy_weight = floor, 1 / len(token_entropies)
     entropy = scatter_responses([entropies[i] for i in batch.sample_ids], batch)
     leaf = logprobs.requires_grad_()
-    loss, report = make_loss(algorithm)(leaf, entropy, batch)
+    loss, report = loss_of(algorithm)(leaf, entropy, batch)
     (gradient,) = torch.autograd.grad(loss, leaf)
     assert loss.item() == pytest.approx(expected, rel=1e-5, abs=1e-7)
     by_sample = dict(zip(batch.sample_ids, gather_responses(gradient, batch), strict=True))
@@ -345,5 +352,5 @@ def test_rewards_normalised_before_they_are_summed(missing: float) -> None:
     weights, ids = torch.tensor([2.0, 0.5], dtype=torch.float64), [number // GROUP_SIZE for number in range(24)]
     expected = trl_advantages(rewards, weights, "group", "normalize_then_sum")
     parts = [{n: v for n, v in zip("ab", row, strict=True) if not math.isnan(v)} for row in rewards.tolist()]
-    actual = decoupled_advantages(parts, {"a": 2.0, "b": 0.5}, ids, AdvantageConfig())
+    actual = estimate_decoupled(sample_infos(ids, parts), AdvantageConfig(), {"a": 2.0, "b": 0.5})
     torch.testing.assert_close(torch.tensor(actual, dtype=torch.float64), expected, rtol=1e-5, atol=1e-9)

@@ -9,6 +9,7 @@ from grpo_mp.batching.group_filters import (
     PromptCurriculum,
     groups_to_launch,
     length_bias,
+    load_group_filter,
     select_groups,
 )
 from grpo_mp.types import SampleInfo
@@ -27,17 +28,21 @@ def rule(**values: Any) -> FilterConfig:
     return FilterConfig.model_validate(values)
 
 
+def select(infos: list[SampleInfo], count: int, rule: FilterConfig) -> GroupSelection:
+    return select_groups(infos, count, rule, load_group_filter(rule))
+
+
 SAME, MIXED = (1.0, 1.0), (0.0, 1.0)
 
 
 def test_everything_is_kept_by_default_in_launch_order() -> None:
-    selection = select_groups(make_infos(SAME, MIXED, SAME), count=3, rule=rule())
+    selection = select(make_infos(SAME, MIXED, SAME), count=3, rule=rule())
     assert (selection.admitted, selection.zero_std, selection.surplus) == ((10, 11, 12), 0, 0)
 
 
 @pytest.mark.parametrize("kind", ["drop", "refill"])
 def test_groups_without_difference_are_left_out_and_counted(kind: str) -> None:
-    selection = select_groups(make_infos(SAME, MIXED, SAME, MIXED), count=4, rule=rule(zero_std=kind))
+    selection = select(make_infos(SAME, MIXED, SAME, MIXED), count=4, rule=rule(zero_std=kind))
     assert (selection.admitted, selection.zero_std, selection.missing(4)) == ((11, 13), 2, 2)
 
 
@@ -51,21 +56,19 @@ def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
         for group, (rewards, parts_of_group) in enumerate([((cut_reward, 0.0), right), ((-0.5, 0.0), wrong)])
         for index, (reward, parts) in enumerate(zip(rewards, parts_of_group, strict=True))
     ]
-    by_reward = select_groups(groups, count=2, rule=rule(zero_std="drop"))
-    by_accuracy = select_groups(groups, count=2, rule=rule(zero_std="drop", metric="accuracy"))
+    by_reward = select(groups, count=2, rule=rule(zero_std="drop"))
+    by_accuracy = select(groups, count=2, rule=rule(zero_std="drop", metric="accuracy"))
     assert (by_reward.admitted, by_accuracy.admitted) == ((1,), (0,))
 
 
 def test_group_without_verdicts_is_dropped_by_its_rewards() -> None:
     infos = [replace(info, right=None) for info in make_infos(SAME, MIXED)]
-    selection = select_groups(infos, count=2, rule=rule(zero_std="drop", metric="accuracy"))
+    selection = select(infos, count=2, rule=rule(zero_std="drop", metric="accuracy"))
     assert (selection.admitted, selection.zero_std) == ((11,), 1)
 
 
 def test_the_first_launched_are_taken_and_the_rest_is_surplus() -> None:
-    selection = select_groups(
-        list(reversed(make_infos(MIXED, SAME, MIXED, MIXED))), count=2, rule=rule(zero_std="refill")
-    )
+    selection = select(list(reversed(make_infos(MIXED, SAME, MIXED, MIXED))), count=2, rule=rule(zero_std="refill"))
     assert (selection.admitted, selection.zero_std, selection.surplus) == ((10, 12), 1, 1)
 
 
@@ -86,9 +89,9 @@ def test_the_first_to_finish_are_taken_where_the_rule_says_so() -> None:
     launched = make_infos(MIXED, MIXED, MIXED, MIXED)
     order = {10: 3, 11: 0, 12: 1, 13: 2}  # 11 was aborted
     finished = [replace(info, finished=order[info.group_id]) for info in launched]
-    selection = select_groups(finished, count=2, rule=rule(select_by="finish"))
+    selection = select(finished, count=2, rule=rule(select_by="finish"))
     assert (selection.admitted, selection.surplus, selection.unfinished) == ((12, 13), 1, 1)
-    assert select_groups(finished, count=2, rule=rule()).admitted == (10, 12)
+    assert select(finished, count=2, rule=rule()).admitted == (10, 12)
 
 
 def test_the_length_bias_of_what_is_admitted() -> None:

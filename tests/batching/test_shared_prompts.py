@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.batching.shared_prompts import SamplePrompt, make_units
 from grpo_mp.batching.updates import microbatches, plan_updates
-from grpo_mp.config import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.types import MicroBatch, Sample
 
 HIDDEN = 64

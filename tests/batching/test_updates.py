@@ -7,7 +7,7 @@ import pytest
 
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.batching.updates import Update, alignment, microbatches, padded_size, plan_updates
-from grpo_mp.config import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.types import MicroBatch, Sample
 from tests.batching.helpers import join_context
 

@@ -20,6 +20,7 @@ from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
 from tests.bench import workload as w
 from tests.bench.our_side import ExactLengths
+from tests.engines import started_engine
 
 START_LIMIT_S, REQUEST_LIMIT_S = 300.0, 600.0
 ENGINES = 2  # of the comparison: this is one of them
@@ -36,7 +37,7 @@ def main() -> None:
         folder = Path(name)
         lengths = list(w.make_workload(folder, given.family, 0).values())[: w.PROMPTS // ENGINES]
         spec = EngineSpec(0, 0, folder / w.MODEL, "float32", w.PROMPT_TOKENS + w.LONGEST, cpu=True)
-        with EngineProcess(spec, folder / "engine.log") as process:
+        with started_engine(spec, folder / "engine.log") as process:
             process.wait_ready(START_LIMIT_S)
             try:
                 asyncio.run(measure(process, w.read_questions(folder), lengths, given.rounds, given.hold))

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from grpo_mp.checkpoint.run_state import latest_checkpoint
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.rollout.client import EngineClient, Generated, Sampling
 from grpo_mp.train import train
-from grpo_mp.trainer.context import local_ranks, newest_checkpoint, open_train_context
+from grpo_mp.trainer.context import local_ranks, open_train_context
 from grpo_mp.trainer.preflight import check_and_read
 from tests.bench import workload as w
 
@@ -65,7 +66,7 @@ def main() -> None:
     settings = make_settings(given.folder, given.run_folder, given.steps)
     inputs = check_and_read(settings, *local_ranks())
     lengths = w.read_lengths(given.folder)
-    with open_train_context(settings, inputs, newest_checkpoint(settings)) as ctx:
+    with open_train_context(settings, inputs, latest_checkpoint(settings.run.folder)) as ctx:
         if ctx.rollout.client:
             by_tokens = {prompt.tokens: lengths[prompt.text] for prompt in inputs.train}
             ctx.rollout.client = ExactLengths(ctx.rollout.client, by_tokens)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
-from grpo_mp.rollout.server import EngineProcess
+from tests.engines import started_engine
 
 APART, LENGTH, BATCH = 1e-3, 64, 64
 
@@ -62,7 +62,7 @@ def engine_scores(folder: Path, tokens: Tensor) -> list[list[float]]:
 
     with tempfile.TemporaryDirectory() as scratch:
         spec = EngineSpec(index=0, rank=0, model=folder, dtype="float32", context_tokens=LENGTH + 1, cpu=True)
-        with EngineProcess(spec, Path(scratch) / "engine.log") as engine:
+        with started_engine(spec, Path(scratch) / "engine.log") as engine:
             engine.wait_ready(300.0)
             return asyncio.run(score(engine.url, engine.headers))
 

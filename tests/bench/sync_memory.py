@@ -32,11 +32,11 @@ from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
-from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.rollout.shared_memory import open_tensors
 from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.shared_memory import open_tensors
-from grpo_mp.weight_sync.transport import HostTransport, WeightClient
+from grpo_mp.weight_sync.transport import HostTransport
 from grpo_mp.weight_sync.update import WeightSync, make_plan
+from tests.engines import started_engine
 
 RANKS, PUSHES, LIMIT_S = 2, 3, 300.0
 LAYOUTS = ("expert", "tensor")
@@ -145,10 +145,10 @@ class StandIn:
 
 
 @contextmanager
-def running_engine(folder: Path, rank: int) -> Iterator[tuple[psutil.Process, WeightClient]]:
+def running_engine(folder: Path, rank: int) -> Iterator[tuple[psutil.Process, EngineClient]]:
     """An SGLang server: the process that holds its weights, and a client."""
     spec = EngineSpec(rank, rank, folder / "model", "float32", context_tokens=64, cpu=not platform.on_cuda())
-    with EngineProcess(spec, folder / f"engine_{rank}.log") as engine:
+    with started_engine(spec, folder / f"engine_{rank}.log") as engine:
         engine.wait_ready(LIMIT_S)
         family = psutil.Process().children(recursive=True)
         scheduler = next(process for process in family if "scheduler" in " ".join(process.cmdline()))

@@ -9,7 +9,7 @@ import pytest
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import describe_hf
 from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
-from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, write_manifest
+from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, latest_checkpoint, own_checksums, write_manifest
 from grpo_mp.checkpoint.to_hf import to_hf
 from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
@@ -17,7 +17,7 @@ from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.errors import UserError
 from grpo_mp.policy.checkpoint import save_policy
-from grpo_mp.trainer.context import build_policy, newest_checkpoint
+from grpo_mp.trainer.context import build_policy
 from tests.checkpoint.helpers import flip_bit, no_progress, policy_of
 from tests.least import LEAST
 
@@ -32,7 +32,7 @@ def start_policy(model: Path, run: Path) -> None:
     with single_process_group():
         parallel = start_parallel(settings.layout, 0, 600.0)
         try:
-            build_policy(settings, parallel, TrainState(), newest_checkpoint(settings))
+            build_policy(settings, parallel, TrainState(), latest_checkpoint(run))
         finally:
             stop_parallel()
 
@@ -108,7 +108,7 @@ def test_a_run_does_not_resume_from_a_changed_checkpoint(model: Path, tmp_path: 
     (step / "policy").mkdir(parents=True)
     with policy_of(model, "float32") as policy:
         save_policy(policy, step / "policy")
-    write_manifest(step, TrainState(step=20))
+    write_manifest(step, TrainState(step=20), own_checksums(step, 0, 1))
     assert "policy/.metadata" in json.loads((step / "manifest.json").read_text())["files"]
     start_policy(model, tmp_path / "run")
     file = largest_file(step, "*.distcp")

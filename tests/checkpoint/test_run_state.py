@@ -45,7 +45,7 @@ def save(run: Path, step: int, complete: bool = True) -> Path:
     (folder / "policy").mkdir()
     (folder / "policy" / "weights").write_bytes(b"w" * 100)
     if complete:
-        write_manifest(folder, make_state(step))
+        write_manifest(folder, make_state(step), own_checksums(folder, 0, 1))
     return folder
 
 
@@ -53,7 +53,7 @@ def test_the_state_is_read_back(tmp_path: Path) -> None:
     assert read_manifest(save(tmp_path, 7)) == make_state(7)
     folder = checkpoint_folder(tmp_path, 8)
     begin_checkpoint(folder)
-    write_manifest(folder, TrainState())
+    write_manifest(folder, TrainState(), own_checksums(folder, 0, 1))
     assert read_manifest(folder) == TrainState()
 
 
@@ -75,9 +75,9 @@ def test_a_killed_write_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", killed)
         with pytest.raises(KeyboardInterrupt):
-            write_manifest(folder, make_state(3))
+            write_manifest(folder, make_state(3), own_checksums(folder, 0, 1))
     assert latest_checkpoint(tmp_path) is None
-    write_manifest(folder, make_state(3))
+    write_manifest(folder, make_state(3), own_checksums(folder, 0, 1))
     assert read_manifest(folder) == make_state(3)
     assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, "policy"]
 

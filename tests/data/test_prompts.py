@@ -11,7 +11,7 @@ from pyarrow import parquet
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from grpo_mp.config import DataConfig
+from grpo_mp.config.sections import DataConfig
 from grpo_mp.data.prompts import PromptSet, final_answer, load_prompts
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer

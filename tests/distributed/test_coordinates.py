@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 from megatron.core.parallel_state import RankGenerator, initialize_model_parallel
 
-from grpo_mp.config import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates, coordinates, data_parallel, model_parallel_ranks
 
 WORLD_SIZES = (1, 2, 4, 6, 8, 12)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from megatron.core.transformer import TransformerConfig
 
-from grpo_mp.config import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.layout import (
     PLACEMENT_FIELDS,
     ModelShape,

@@ -27,6 +27,7 @@ from grpo_mp.weight_sync.engine_check import sequence_logprobs
 from tests.conftest import TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun, finished_settings
 from tests.e2e.jobs import read_jsonl
+from tests.engines import started_engine
 
 STEPS = list(range(1, LAST_STEP + 1))
 
@@ -158,7 +159,7 @@ def test_sglang_serves_the_final_folder_and_agrees_with_the_policy(
         async with aclosing(EngineClient(0, engine.url, engine.headers, 60.0)) as client:
             return await client.score(sequences)
 
-    with EngineProcess(spec, tmp_path / "engine.log") as engine:
+    with started_engine(spec, tmp_path / "engine.log") as engine:
         engine.wait_ready(300.0)
         found = asyncio.run(ask(engine))
     for sequence, expected in zip(found, scores, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from grpo_mp.algorithms.aggregation import token_weights
+from grpo_mp.algorithms.losses import token_weights
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import Update, microbatches, plan_updates

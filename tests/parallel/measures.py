@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mp import platform
-from grpo_mp.algorithms.losses import make_loss
+from grpo_mp.algorithms.advantages import load_estimator
 from grpo_mp.algorithms.report import metrics
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
@@ -31,6 +31,7 @@ from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from grpo_mp.weight_sync.engine_check import sequence_logprobs
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import make_plan
+from tests.algorithms.objective import loss_of
 from tests.parallel.cases import SMALL, Case
 from tests.parallel.inputs import FAMILY, Given, step_microbatches
 from tests.policy.by_megatron import copies, load_by_megatron, unequal
@@ -146,11 +147,11 @@ def gradient(bench: Bench) -> Result:
     """The whole gradient of this rank's parameters, the sum of its losses; the metrics and loads of the whole job."""
     policy, parallel = bench.policy, bench.parallel
     policy.expert_load.take(parallel.cpu_group)
-    losses = policy.gradients(bench.updates[0], make_loss(bench.settings.algorithm))
+    losses = policy.gradients(bench.updates[0], loss_of(bench.settings.algorithm))
     return {
         "shards": _gradients(policy),
         "held": _held(policy),
-        "loss": sum(float(report["loss"]) for report in losses),
+        "loss": sum(float(report["train/loss"]) for report in losses),
         "metrics": metrics(reduce_report(UpdateReport(losses, 0.0, 0.0, skipped=False), parallel)),
         "load": policy.expert_load.take(parallel.cpu_group),
     }
@@ -165,7 +166,7 @@ def updates(bench: Bench) -> Result:
     """Weights after every update of the step; and is the reference then still the policy before it, exactly?"""
     policy, loss = (
         Policy(bench.settings, bench.parallel, with_reference=True),
-        make_loss(bench.settings.algorithm),
+        loss_of(bench.settings.algorithm),
     )
     weights, reports = [], []
     for number, batches in enumerate(bench.updates, start=1):
@@ -194,7 +195,7 @@ def resumed(bench: Bench) -> Result:
     policy = Policy(bench.settings, bench.parallel, with_reference=False)
     load_policy(policy, bench.checkpoints / bench.case.loads)
     weights = [_copy(policy.tensors)]
-    report = policy.update(bench.updates[2], make_loss(bench.settings.algorithm))
+    report = policy.update(bench.updates[2], loss_of(bench.settings.algorithm))
     return _updated(policy, [*weights, _copy(policy.tensors)], [report])
 
 
@@ -227,6 +228,7 @@ def exchange(bench: Bench) -> Result:
         parallel,
         SMALL["hidden_size"],
         1,
+        load_estimator(bench.settings.algorithm.advantage),
     )
     packed = [list(update) for update in batch.updates]
     return {"packed": packed, "expected": bench.updates, "data": parallel.coords.data}
@@ -251,10 +253,11 @@ def family(bench: Bench) -> Result:
         algorithm = AlgorithmConfig.model_validate(tree)
         training = bench.settings.training.model_copy(update={"updates_per_step": 1})
         settings = bench.settings.model_copy(update={"algorithm": algorithm, "training": training})
-        batch = assemble_step_batch(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1)
+        estimator = load_estimator(algorithm.advantage)
+        batch = assemble_step_batch(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1, estimator)
         (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, controls={}, seed="0/0")
         update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]
-        policy.gradients(update, make_loss(algorithm, reduce=context_reduction(parallel)))
+        policy.gradients(update, loss_of(algorithm, reduce=context_reduction(parallel)))
         gradients[name] = {"shards": _gradients(policy), "held": _held(policy)}
     return gradients
 

@@ -6,7 +6,7 @@ from statistics import fmean, median
 import pytest
 
 from grpo_mp.batching.updates import padded_size, plan_updates
-from grpo_mp.config import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.planner.packing import AssumedLengths, pack_update, response_lengths
 from tests.planner.jobs import job_of
 

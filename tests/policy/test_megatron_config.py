@@ -11,19 +11,16 @@ from grpo_mp.models.families import family_of
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.platform import fused_fields
 from grpo_mp.policy.megatron_config import check_overrides, overrides_for
-from tests.planner.jobs import settings_of
 
 
 def test_unknown_dtype_is_an_error() -> None:
-    settings = settings_of(training={"megatron_args": {"exp_avg_dtype": "bf17"}})
     with pytest.raises(UserError, match=r"training\.megatron_args.exp_avg_dtype: 'bf17' is no dtype"):
-        check_overrides(settings)
+        check_overrides({"exp_avg_dtype": "bf17"})
 
 
 def test_dtype_is_given_by_name() -> None:
     megatron = {"exp_avg_dtype": "bfloat16", "clip_grad": 2.0, "moe_permute_fusion": True}
-    settings = settings_of(training={"megatron_args": megatron})
-    assert overrides_for(settings, OptimizerConfig) == {"exp_avg_dtype": torch.bfloat16, "clip_grad": 2.0}
+    assert overrides_for(megatron, OptimizerConfig) == {"exp_avg_dtype": torch.bfloat16, "clip_grad": 2.0}
 
 
 @pytest.mark.parametrize(

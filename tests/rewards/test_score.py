@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from grpo_mp.errors import UserError
-from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.score import Scorer, Tally, total
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rewards.tally import Tally, total
 from grpo_mp.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
@@ -309,7 +308,7 @@ def test_threads_may_score_at_once(scorer: Callable[..., Scorer], make_group: Ma
 def test_a_program_with_a_hanging_reward_still_ends(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import time\ndef hangs(**columns): time.sleep(600)\n")
     program = (
-        "from grpo_mp.rewards.timeouts import RewardError, run_with_timeout\n"
+        "from grpo_mp.rewards.base import RewardError, run_with_timeout\n"
         "import mine\n"
         "try:\n    run_with_timeout(mine.hangs, 0.1)\nexcept RewardError as error:\n    print(error)\n"
     )

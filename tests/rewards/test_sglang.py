@@ -15,6 +15,7 @@ from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.types import SampleGroup
+from tests.engines import started_engine
 
 pytestmark = pytest.mark.slow
 START_TIMEOUT_S = 300.0
@@ -48,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     args = {"is_embedding": True}
     spec = EngineSpec(index=0, rank=0, model=model, dtype="float32", context_tokens=128, cpu=True, args=args)
-    with EngineProcess(spec, tmp_path_factory.mktemp("reward_log") / "engine.log") as engine:
+    with started_engine(spec, tmp_path_factory.mktemp("reward_log") / "engine.log") as engine:
         engine.wait_ready(START_TIMEOUT_S)
         yield engine
 

@@ -15,6 +15,7 @@ from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
+from tests.engines import started_engine
 
 START_TIMEOUT_S = 300.0  # a limit for a busy machine: alone it takes ten seconds
 REQUEST_TIMEOUT_S = 60.0
@@ -58,7 +59,7 @@ def make_spec(model_folder: Path) -> Callable[..., EngineSpec]:
 @pytest.fixture(scope="session")
 def engine(make_spec: Callable[..., EngineSpec], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """A running server. A test that changes its weights puts them back."""
-    with EngineProcess(make_spec(), tmp_path_factory.mktemp("run") / "logs" / "engine_3.log") as process:
+    with started_engine(make_spec(), tmp_path_factory.mktemp("run") / "logs" / "engine_3.log") as process:
         process.wait_ready(START_TIMEOUT_S)
         yield process
 

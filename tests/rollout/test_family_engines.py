@@ -14,6 +14,7 @@ from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.rollout.client import EngineClient, Generated, Sampling
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
+from tests.engines import started_engine
 from tests.rollout.conftest import REQUEST_TIMEOUT_S, START_TIMEOUT_S, Logprobs
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ def test_scores_are_those_of_transformers(
     family, shape = FAMILIES[name]
     folder = tmp_path / "model"
     make_tiny(folder, family, make_tokenizer(["apples"]), num_hidden_layers=2, initializer_range=0.1, **shape)
-    with EngineProcess(make_spec(model=folder), tmp_path / "engine.log") as process:
+    with started_engine(make_spec(model=folder), tmp_path / "engine.log") as process:
         process.wait_ready(START_TIMEOUT_S)
         (scores,), generated = asyncio.run(score_and_generate(process))
 

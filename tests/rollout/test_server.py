@@ -17,6 +17,7 @@ import pytest
 from grpo_mp.errors import PhaseTimeout, UserError
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess, last_lines
+from tests.engines import started_engine
 
 START_TIMEOUT_S = 300.0
 GONE_LIMIT_S = 30.0
@@ -93,7 +94,7 @@ def test_nothing_outlives_a_killed_trainer(model_folder: Path, tmp_path: Path, s
 
 
 def test_nothing_outlives_a_killed_watcher(make_spec: SpecFactory, tmp_path: Path) -> None:
-    with EngineProcess(make_spec(), tmp_path / "engine.log") as engine:
+    with started_engine(make_spec(), tmp_path / "engine.log") as engine:
         time.sleep(1.0)
         os.kill(engine.session_id, signal.SIGKILL)
         wait_until_gone(engine.session_id)
@@ -107,7 +108,7 @@ def test_a_server_that_cannot_come_up_shows_why(make_spec: SpecFactory, tmp_path
     model_folder.mkdir()
     (model_folder / "config.json").write_text('{"model_type": "no_such"}')
     log = tmp_path / "logs" / "engine_3.log"
-    with EngineProcess(make_spec(model=model_folder), log) as engine:
+    with started_engine(make_spec(model=model_folder), log) as engine:
         with pytest.raises(UserError, match=r"(?s)engine 3 \(rank 1, .*\) ended while starting.*engine_3.log.*no_such"):
             engine.wait_ready(START_TIMEOUT_S)
         wait_until_gone(engine.session_id)
@@ -149,7 +150,7 @@ def other_server() -> Iterator[Callable[[int], None]]:
 def test_engine_restarts_on_another_port_where_another_server_answers(
     make_spec: SpecFactory, tmp_path: Path, other_server: Callable[[int], None]
 ) -> None:
-    with EngineProcess(make_spec(), tmp_path / "engine.log") as engine:
+    with started_engine(make_spec(), tmp_path / "engine.log") as engine:
         first_url = engine.url
         other_server(httpx.URL(first_url).port or 0)
         engine.wait_ready(START_TIMEOUT_S)
@@ -169,7 +170,7 @@ def test_last_lines(tmp_path: Path) -> None:
 def test_replicas_of_attention_answer_control_requests_at_once(make_spec: SpecFactory, tmp_path: Path) -> None:
     """Replicas meet at ports of the claim. Were they to sleep, each request would wait for them, up to a second."""
     spec = make_spec(gpus=2, args={"attn_dp_size": 2, "max_running_requests": 4})
-    with EngineProcess(spec, tmp_path / "engine.log") as engine:
+    with started_engine(spec, tmp_path / "engine.log") as engine:
         engine.wait_ready(START_TIMEOUT_S)
         with httpx.Client(base_url=engine.url, headers=engine.headers, trust_env=False, timeout=60) as client:
             elapsed = [client.post("/flush_cache").elapsed.total_seconds() for _ in range(5)]

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from grpo_mp.phases import Phase, Residency
-from grpo_mp.scheduler.phase_manager import Move, plan_moves
+from grpo_mp.scheduler.phase_manager import plan_moves
 
 NAMES = [field.name for field in fields(Residency)]
 RESIDENCIES = [Residency(*flags) for flags in product((False, True), repeat=len(NAMES))]
@@ -21,12 +21,12 @@ def test_moves_end_at_the_target_and_make_room_first(current: Residency) -> None
     for target in RESIDENCIES:
         resident = names(current)
         moves = plan_moves(current, target)
-        for move in moves:
-            assert (move.item in resident) != move.wake
-            (resident.add if move.wake else resident.remove)(move.item)
+        for item, comes in moves:
+            assert (item in resident) != comes
+            (resident.add if comes else resident.remove)(item)
         assert resident == names(target)
-        assert [move.wake for move in moves] == sorted(move.wake for move in moves)
-        assert len({move.item for move in moves}) == len(moves)
+        assert [comes for _, comes in moves] == sorted(comes for _, comes in moves)
+        assert len({item for item, _ in moves}) == len(moves)
 
 
 def test_every_phase_has_a_description_and_something_resident() -> None:
@@ -45,13 +45,13 @@ def test_policy_and_engine_share_the_device_only_during_sync() -> None:
 
 
 def test_train_to_sync_to_generate_by_hand() -> None:
-    assert plan_moves(Phase.TRAIN.resident, Phase.SYNC.resident) == (
-        Move("gradients", wake=False),
-        Move("optimizer", wake=False),
-        Move("engine_weights", wake=True),
-    )
-    assert plan_moves(Phase.SYNC.resident, Phase.GENERATE.resident) == (
-        Move("policy_weights", wake=False),
-        Move("engine_cache", wake=True),
-    )
-    assert plan_moves(Phase.GENERATE.resident, Phase.EVAL.resident) == ()
+    assert plan_moves(Phase.TRAIN.resident, Phase.SYNC.resident) == [
+        ("gradients", False),
+        ("optimizer", False),
+        ("engine_weights", True),
+    ]
+    assert plan_moves(Phase.SYNC.resident, Phase.GENERATE.resident) == [
+        ("policy_weights", False),
+        ("engine_cache", True),
+    ]
+    assert plan_moves(Phase.GENERATE.resident, Phase.EVAL.resident) == []

@@ -13,13 +13,13 @@ from grpo_mp.algorithms.report import MAXIMA, SUMS, metrics
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.batching.updates import microbatches, plan_updates
-from grpo_mp.config import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.monitor.metrics import find
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.rewards.tally import Tally
-from grpo_mp.scheduler.memory_tracker import MemoryUsage
+from grpo_mp.rewards.score import Tally
+from grpo_mp.scheduler.memory import MemoryUsage
 from grpo_mp.trainer.metrics import (
     distributions,
     eval_reward_metrics,

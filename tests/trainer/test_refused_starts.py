@@ -16,6 +16,7 @@ from grpo_mp.checkpoint.run_state import (
     begin_checkpoint,
     checkpoint_folder,
     claim_run_folder,
+    own_checksums,
     write_manifest,
 )
 from grpo_mp.config import dump_settings, load_settings
@@ -170,7 +171,7 @@ def test_an_engine_on_gpus_that_do_not_divide_the_model(
 ) -> None:
     settings = settings_of(engine={"gpus": gpus, "args": args})
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
-        check_engine(settings, published_config(model), cpu=False)
+        check_engine(settings.engine, published_config(model), cpu=False)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +365,7 @@ def saved_run(tiny_run: TinyRun, tmp_path: Path) -> Path:
     begin_checkpoint(checkpoint)
     (checkpoint / "policy").mkdir()
     (checkpoint / "policy" / "__0_0.distcp").write_bytes(b"weights")
-    write_manifest(checkpoint, TrainState(step=2))
+    write_manifest(checkpoint, TrainState(step=2), own_checksums(checkpoint, 0, 1))
     return run
 
 

@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from grpo_mp.algorithms.advantages import load_estimator
+from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import StepBatch, assemble_step_batch
+from grpo_mp.batching.step_batch import StepBatch, Updates, assemble_step_batch
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
 from grpo_mp.policy.expert_load import heat_map, load_ratios, max_load_ratio
 from grpo_mp.policy.policy import Policy, UpdateReport
-from grpo_mp.trainer.logprobs import Updates, compute_logprobs, sample_microbatches
+from grpo_mp.trainer.logprobs import compute_logprobs, sample_microbatches
 from grpo_mp.trainer.metrics import logprob_tokens, update_metrics
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.trainer.update import train_step
@@ -60,7 +62,8 @@ class Step:
 
     def train(self, updates: Updates) -> list[UpdateReport]:
         epochs = self.settings.training.epochs
-        reports, _ = train_step(self.policy, updates, self.settings.algorithm, epochs, controls={})
+        policy_loss = load_policy_loss(self.settings.algorithm)
+        reports, _ = train_step(self.policy, updates, self.settings.algorithm, epochs, {}, policy_loss)
         return reports
 
 
@@ -73,7 +76,16 @@ def make_step(tiny_run: TinyRun, parallel: Parallel) -> Callable[..., Step]:
         prompt = Prompt(0, "", samples[0].prompt_tokens)
         groups = [SampleGroup(prompt, tuple(samples[i : i + SIZE])) for i in range(0, len(samples), SIZE)]
         infos = all_gather_sample_info(groups, parallel.cpu_group)
-        batch = assemble_step_batch(groups, infos, {}, settings, parallel, policy.config.hidden_size, step=1)
+        batch = assemble_step_batch(
+            groups,
+            infos,
+            {},
+            settings,
+            parallel,
+            policy.config.hidden_size,
+            1,
+            load_estimator(settings.algorithm.advantage),
+        )
         return Step(settings, policy, batch, samples)
 
     return make

@@ -9,19 +9,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_mp.algorithms.losses import make_loss
+from grpo_mp.algorithms.advantages import load_estimator
+from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import StepBatch, assemble_step_batch
+from grpo_mp.batching.step_batch import StepBatch, Updates, assemble_step_batch
 from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, write_manifest
-from grpo_mp.config import LayoutConfig, Settings, load_settings
+from grpo_mp.config import Settings, load_settings
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
 from grpo_mp.policy.checkpoint import save_policy
 from grpo_mp.policy.policy import Policy, UpdateReport
-from grpo_mp.trainer.context import build_policy, newest_checkpoint
-from grpo_mp.trainer.logprobs import Updates, compute_logprobs
+from grpo_mp.trainer.context import build_policy
+from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.update import train_step
 from grpo_mp.types import Prompt, Sample, SampleGroup
+from tests.algorithms.objective import loss_of
 from tests.conftest import TinyRun
 
 SETTINGS = ("layout={}", "training.updates_per_step=2", "algorithm.kl.coef=0.0", "optimizer.warmup_updates=0")
@@ -58,7 +61,8 @@ class Trainer:
 
     def make_batch(self) -> StepBatch:
         infos = all_gather_sample_info(groups(), dist.group.WORLD)
-        return assemble_step_batch(groups(), infos, {}, self.settings, self.policy.parallel, 64, step=1)
+        estimator = load_estimator(self.settings.algorithm.advantage)
+        return assemble_step_batch(groups(), infos, {}, self.settings, self.policy.parallel, 64, 1, estimator)
 
     def compute_logprobs(self) -> Updates:
         epochs = self.settings.training.epochs
@@ -66,7 +70,8 @@ class Trainer:
 
     def train(self, updates: Updates) -> list[UpdateReport]:
         epochs = self.settings.training.epochs
-        reports, _ = train_step(self.policy, updates, self.settings.algorithm, epochs, {})
+        policy_loss = load_policy_loss(self.settings.algorithm)
+        reports, _ = train_step(self.policy, updates, self.settings.algorithm, epochs, {}, policy_loss)
         return reports
 
 
@@ -93,7 +98,7 @@ def test_epochs_pass_over_the_same_samples_with_the_old_logprobs_of_the_first(
     by_hand = make_trainer(tiny_run, parallel, "training.epochs=2")
     first, second = by_hand.compute_logprobs()
     for update in (first, second, first, second):
-        by_hand.policy.update(update, make_loss(by_hand.settings.algorithm))
+        by_hand.policy.update(update, loss_of(by_hand.settings.algorithm))
     for ours, theirs in zip(weights(trainer.policy), weights(by_hand.policy), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -155,7 +160,9 @@ def test_shuffled_samples_are_spread_over_the_updates_alike_on_every_rank(
     infos = all_gather_sample_info(groups(), dist.group.WORLD)
 
     def parts(step: int, settings: Settings) -> list[set[int]]:
-        batch = assemble_step_batch(groups(), infos, {}, settings, parallel, 64, step)
+        batch = assemble_step_batch(
+            groups(), infos, {}, settings, parallel, 64, step, load_estimator(settings.algorithm.advantage)
+        )
         return [set(update.samples) for update in batch.plan]
 
     in_order = shuffled.settings.model_copy(
@@ -171,7 +178,7 @@ def test_shuffled_samples_are_spread_over_the_updates_alike_on_every_rank(
 
 def test_a_resumed_run_has_the_weights_of_its_checkpoint(parallel: Parallel, tiny_run: TinyRun, tmp_path: Path) -> None:
     settings = load_settings(tiny_run.config, [*SETTINGS, f"run.folder={tmp_path}"])
-    assert newest_checkpoint(settings) is None
+    assert latest_checkpoint(settings.run.folder) is None
     policy = build_policy(settings, parallel, TrainState(), None)
     with torch.no_grad():
         for tensor in policy.tensors.values():
@@ -182,7 +189,7 @@ def test_a_resumed_run_has_the_weights_of_its_checkpoint(parallel: Parallel, tin
         save_policy(policy, folder / "policy")
         write_manifest(folder, TrainState(step=step))
         saved = {name: tensor.detach().clone() for name, tensor in policy.tensors.items()}
-        resumed = build_policy(settings, parallel, TrainState(step=step), newest_checkpoint(settings))
+        resumed = build_policy(settings, parallel, TrainState(step=step), latest_checkpoint(settings.run.folder))
         assert all(torch.equal(tensor, saved[name]) for name, tensor in resumed.tensors.items())
         with torch.no_grad():
             for tensor in policy.tensors.values():

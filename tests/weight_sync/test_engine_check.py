@@ -8,9 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from grpo_mp.config import LayoutConfig, Settings, load_settings
+from grpo_mp.config import Settings, load_settings
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
+from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.weight_sync.compare import RECHECK_SETS
 from grpo_mp.weight_sync.engine_check import EngineCheck, EngineDisagreesError, sequence_logprobs
@@ -76,7 +78,7 @@ def make_check(settings: Settings, policy: Policy, engine: Engine) -> EngineChec
         WeightSync, SimpleNamespace(resharder=SimpleNamespace(fp8=False), update_weights=engine.update_weights)
     )
     scheduler = cast(PhaseManager, SimpleNamespace(phase=phase))
-    return EngineCheck(settings, policy, weight_sync, engine, scheduler, PROMPTS)
+    return EngineCheck(settings, policy, weight_sync, cast(Rollout, engine), scheduler, PROMPTS)
 
 
 def test_an_engine_with_the_policys_weights_passes_on_one_set_with_real_prompts(

@@ -9,7 +9,7 @@ from math import prod
 
 import pytest
 
-from grpo_mp.config import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.models.mapping import Param, Rule, expand
 from grpo_mp.platform import gc_frozen

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mp.weight_sync.shared_memory import LOADER, export_tensors, load_bucket, open_tensors
+from grpo_mp.rollout.shared_memory import LOADER, export_tensors, load_bucket, open_tensors
 from grpo_mp.weight_sync.transport import HostTransport
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mp.weight_sync.shared_memory import export_tensors
+from grpo_mp.rollout.shared_memory import export_tensors
 
 READER = """
 import json, sys, torch
-from grpo_mp.weight_sync.shared_memory import open_tensors
+from grpo_mp.rollout.shared_memory import open_tensors
 metadata = torch.tensor(json.loads(sys.stdin.read()), dtype=torch.uint8)
 print(json.dumps({name: [str(x.dtype), list(x.shape), x.double().sum().item()] for name, x in open_tensors(metadata)}))
 """

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_mp import platform
-from grpo_mp.scheduler.memory_tracker import MemoryTracker, MemoryUsage, largest
+from grpo_mp.scheduler.memory import MemoryTracker, MemoryUsage, largest
 
 
 def test_largest_field_by_field() -> None:
