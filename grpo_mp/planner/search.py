@@ -12,7 +12,7 @@ from grpo_mp.distributed.coordinates import data_parallel
 from grpo_mp.distributed.layout import layout_violations, model_shape
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
-from grpo_mp.planner.feasibility import check_fits
+from grpo_mp.planner.plan import check_fits
 from grpo_mp.planner.job import Job, make_job
 from grpo_mp.planner.memory import SubPhase, total
 from grpo_mp.planner.parameter_count import parameter_table

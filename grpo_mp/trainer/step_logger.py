@@ -11,8 +11,8 @@ from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.evaluation.files import step_file, write_scores
-from grpo_mp.evaluation.plot import plot_pass_at_k, write_svg
+from grpo_mp.evaluation.score import step_file, write_scores
+from grpo_mp.evaluation.score import plot_pass_at_k, write_svg
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import RangeWatch, fill
 from grpo_mp.monitor.progress import Progress

@@ -6,10 +6,10 @@ import pytest
 
 from grpo_mp.config import load_settings
 from grpo_mp.planner.activations import layer_bytes, logits_bytes
-from grpo_mp.planner.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
+from grpo_mp.planner.job import BytesPerParameter, bytes_per_parameter
 from grpo_mp.planner.clusters import GIB, read_cluster
-from grpo_mp.planner.engine_memory import engine_memory
-from grpo_mp.planner.feasibility import check_fits
+from grpo_mp.planner.memory import engine_memory
+from grpo_mp.planner.plan import check_fits
 from grpo_mp.planner.job import Job, make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import published_config
