@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint.aux_files import copy_aux_files
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader, has_hf_weights
-from grpo_mp.checkpoint.hf_writer import shard_name, write_index
+from grpo_mp.checkpoint.hf_writer import copy_aux_files, shard_name, write_index
 from grpo_mp.checkpoint.non_policy_tensors import is_non_policy_tensor, open_non_policy_tensors
 from grpo_mp.checkpoint.resumable_writer import (
     PART_BYTES,

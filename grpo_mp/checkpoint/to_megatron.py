@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint.aux_files import copy_aux_files
 from grpo_mp.checkpoint.hf_reader import HfReader, check_tensors
+from grpo_mp.checkpoint.hf_writer import copy_aux_files
 from grpo_mp.checkpoint.non_policy_tensors import NON_POLICY, check_layers, is_non_policy_tensor
 from grpo_mp.checkpoint.resumable_writer import (
     PART_BYTES,

@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from grpo_mp.checkpoint.compare import compare
-from grpo_mp.checkpoint.describe import describe_hf, is_torch_dist
+from grpo_mp.checkpoint.describe import compare, describe_hf, is_torch_dist
 from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback
 from grpo_mp.checkpoint.worker_group import WorkerGroup
 from grpo_mp.errors import USER_STATUS, UserError

@@ -1,23 +1,16 @@
 """The score of one eval set: made of its samples, written to a file, plotted over k."""
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from grpo_mp.errors import UserError
 from grpo_mp.evaluation.pass_at_k import Estimate, k_values, maj_at_k, mean_over_problems, pass_at_k
 from grpo_mp.types import SampleInfo
-import json
-from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
-from grpo_mp.errors import UserError
-from grpo_mp.evaluation.pass_at_k import Estimate
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
-from grpo_mp.evaluation.pass_at_k import Estimate
-
 
 Votes = Mapping[tuple[int, int], int | None]  # sample -> number of its answer, unique in its problem; None: no answer
 

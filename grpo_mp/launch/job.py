@@ -1,16 +1,22 @@
 """What batch scripts ask: `python -m grpo_mp.launch.job show | folder | unfinished | failure | ended ...`."""
 
 import argparse
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_mp.checkpoint.run_state import latest_checkpoint, read_manifest
 from grpo_mp.config import Settings, dump_settings, exit_with, load_settings
 from grpo_mp.distributed.exit_marks import ranks_without_mark, silent_exit_message
+from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.errors import UserError
-from grpo_mp.launch.failure import first_failure
-from grpo_mp.launch.node_map import node_map
+from grpo_mp.rollout.placement import EnginePlacement, engine_placements
 
 FINISHED_STATUS = 1  # of `unfinished`
+NUM_LAST_LINES = 15
+SRUN_TASK_ENDED = re.compile(r"error: (?P<node>\S+): tasks? (?P<rank>\d+)\S*: (?P<how>.+)")
 
 
 def main() -> None:
@@ -81,6 +87,71 @@ def _parser() -> argparse.ArgumentParser:
     ended.add_argument("ranks", type=int)
     ended.set_defaults(run=_ended)
     return parser
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first failure of an attempt. `rank` is None where it is unknown."""
+
+    rank: int | None
+    reason: str
+    last_lines: tuple[str, ...]  # of the rank's log
+
+    def text(self) -> str:
+        """Return what to print first."""
+        failed = "the job" if self.rank is None else f"rank {self.rank}"
+        return "\n".join([f"{failed} failed: {self.reason}", *(f"  {line}" for line in self.last_lines)])
+
+
+def first_failure(attempt: Path) -> Failure:
+    """Return a signal's death that srun saw first, else the oldest error file of a rank, else the end of srun's log.
+
+    srun ends the other ranks after the first that fails: what they report then is only a consequence.
+    """
+    srun_log = attempt / "srun.log"
+    ended = SRUN_TASK_ENDED.search(srun_log.read_text()) if srun_log.exists() else None
+    if ended and not ended["how"].startswith("Exited"):
+        rank = int(ended["rank"])
+        return Failure(rank, f"{ended['how']} on {ended['node']}", _last_lines(attempt / f"rank_{rank}.log"))
+    errors = [(file.stat().st_mtime, file) for file in attempt.glob("rank_*.error.json")]
+    if errors:
+        _, file = min(errors)
+        rank = int(file.name.split("_")[1].split(".")[0])
+        message = json.loads(file.read_text())["message"]["message"]
+        return Failure(rank, message, _last_lines(attempt / f"rank_{rank}.log"))
+    return Failure(None, f"no rank said why; the end of {srun_log}:", _last_lines(srun_log))
+
+
+def _last_lines(log: Path) -> tuple[str, ...]:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return tuple([line for line in lines if line.strip()][-NUM_LAST_LINES:])
+
+
+def node_map(settings: Settings, nodes: Sequence[str], ranks_per_node: int) -> str:
+    """Return a line for the layout, then one for each node.
+
+    Raises UserError where the job is too small for the settings.
+    """
+    world_size = len(nodes) * ranks_per_node
+    layout = settings.layout
+    model_parallel = layout.tensor * layout.context * layout.pipeline
+    if model_parallel > world_size:
+        raise UserError(
+            f"layout: tensor x context x pipeline = {model_parallel} needs {-(-model_parallel // ranks_per_node)} "
+            f"nodes of {ranks_per_node} ranks, the allocation has {len(nodes)}: ask for more with sbatch --nodes"
+        )
+    placements = engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
+    lines = [f"{world_size} ranks; layout: {describe_parallelism(layout, world_size)}"]
+    for index, name in enumerate(nodes):
+        ranks = range(index * ranks_per_node, (index + 1) * ranks_per_node)
+        engines = [_describe_engine(placement) for placement in placements if placement.rank in ranks]
+        lines.append(f"  {name}: ranks {ranks[0]}-{ranks[-1]}; {', '.join(engines) or 'no engine'}")
+    return "\n".join(lines)
+
+
+def _describe_engine(placement: EnginePlacement) -> str:
+    part = f", part {placement.node_rank} of {placement.nodes}" if placement.nodes > 1 else ""
+    return f"engine {placement.engine} (started by rank {placement.rank}{part})"
 
 
 if __name__ == "__main__":

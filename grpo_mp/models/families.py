@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from grpo_mp.errors import nearest
-from grpo_mp.models import deepseek_v2, deepseek_v3, glm4_moe, gqa, llama, mixtral, qwen3
+from grpo_mp.models import deepseek, glm4_moe, gqa, llama_qwen, mixtral
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
 from grpo_mp.registry import Registry
@@ -28,14 +29,19 @@ class Family:
 
 
 FAMILIES = {
-    "qwen3": Family("Qwen3ForCausalLM", qwen3.dense_config, qwen3.dense_rules),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3.moe_config, qwen3.moe_rules, older_names=(qwen3.NUM_EXPERTS,)),
-    "qwen2": Family("Qwen2ForCausalLM", llama.qwen2_config, llama.qwen2_rules),
-    "llama": Family("LlamaForCausalLM", llama.llama_config, llama.llama_rules),
+    "qwen3": Family("Qwen3ForCausalLM", llama_qwen.qwen3_config, partial(gqa.dense_rules, norms=True)),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        llama_qwen.qwen3_moe_config,
+        llama_qwen.qwen3_moe_rules,
+        older_names=(llama_qwen.NUM_EXPERTS,),
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", llama_qwen.qwen2_config, partial(gqa.dense_rules, bias=True)),
+    "llama": Family("LlamaForCausalLM", llama_qwen.llama_config, gqa.dense_rules),
     "mixtral": Family("MixtralForCausalLM", mixtral.config, mixtral.rules, mixtral.rotary),
-    "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek_v2.config, deepseek_v2.rules, ranking_experts=1),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek_v3.config, deepseek_v3.rules),
-    "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek_v3.config, deepseek_v3.rules, transformers_type="deepseek_v3"),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.v2_config, deepseek.v2_rules, ranking_experts=1),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.v3_config, deepseek.v3_rules),
+    "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.v3_config, deepseek.v3_rules, transformers_type="deepseek_v3"),
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.config, glm4_moe.rules, glm4_moe.rotary),
 }
 

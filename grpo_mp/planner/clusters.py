@@ -4,10 +4,10 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
-import yaml
-from grpo_mp.errors import UserError, nearest
-from dataclasses import dataclass
 
+import yaml
+
+from grpo_mp.errors import UserError, nearest
 
 PROFILES = Path(__file__).with_name("clusters.yaml")
 GIB = 2**30

@@ -1,30 +1,24 @@
 """What a plan is made for: settings, the model's dimensions, the machines; what follows from these alone."""
 
-from dataclasses import dataclass
-from grpo_mp.config import Settings
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import exp
 from statistics import NormalDist, fmean
+from typing import Any
+
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import padded_size, plan_update
-from grpo_mp.config import LayoutConfig
-from grpo_mp.planner.clusters import OVERHEADS
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
-from grpo_mp.config import Settings
+from grpo_mp.config import LayoutConfig, Settings
 from grpo_mp.distributed.coordinates import data_parallel
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.planner.clusters import Cluster
+from grpo_mp.planner.clusters import OVERHEADS, Cluster
 from grpo_mp.planner.parameter_count import ParameterCount, local_parameter_counts
 from grpo_mp.planner.pipeline_layout import StageLayers, layers_of_stages
 from grpo_mp.rollout.engine_parallelism import EngineParallelism, check_engine_parallelism
 from grpo_mp.rollout.placement import engine_placements
 from grpo_mp.rollout.precision import in_fp8
-
 
 DTYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "uint8": 1, "fp8": 1}
 

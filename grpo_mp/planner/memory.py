@@ -1,20 +1,16 @@
 """Bytes on one rank's device and on one node's host in every phase of this trainer, by kind."""
 
-from dataclasses import dataclass
-from grpo_mp.models.families import family_of
-from grpo_mp.planner.job import DTYPE_BYTES
-from grpo_mp.planner.job import Job
-from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.parameter_count import rule_parameters
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
 from grpo_mp.distributed.coordinates import coordinates
+from grpo_mp.models.families import family_of
 from grpo_mp.phases import Phase, Residency
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
-from grpo_mp.planner.job import Job
 from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.parameter_count import ParameterCount
+from grpo_mp.planner.job import DTYPE_BYTES, Job
+from grpo_mp.planner.parameter_count import ParameterCount, rule_parameters
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from grpo_mp.algorithms.settings import needs_old_logprobs
-from grpo_mp.planner.resource_use import GenerationPlan, generation_use, plan_generation
-from grpo_mp.planner.job import Job
-from grpo_mp.planner.memory import CHECKPOINT_BYTES, MemoryPlan, SubPhase, plan_memory
-from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.resource_use import ResourceUse, TimeEstimate, estimate_time
-from grpo_mp.planner.resource_use import logprob_use, optimizer_use, train_use
-from dataclasses import dataclass
-from grpo_mp.planner.clusters import GIB
-from grpo_mp.planner.memory import BytesByKind, SubPhase, total
 
+from grpo_mp.algorithms.settings import needs_old_logprobs
+from grpo_mp.planner.clusters import GIB, OVERHEADS
+from grpo_mp.planner.job import Job
+from grpo_mp.planner.memory import CHECKPOINT_BYTES, BytesByKind, MemoryPlan, SubPhase, plan_memory, total
+from grpo_mp.planner.resource_use import (
+    GenerationPlan,
+    ResourceUse,
+    TimeEstimate,
+    estimate_time,
+    generation_use,
+    logprob_use,
+    optimizer_use,
+    plan_generation,
+    train_use,
+)
 
 ONCE_PER_RUN = (SubPhase.START, SubPhase.LOAD)
 

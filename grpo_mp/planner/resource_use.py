@@ -1,15 +1,11 @@
 """What one GPU computes and moves in a step, and how long that takes at best and as expected."""
 
 from dataclasses import dataclass, replace
-from grpo_mp.planner.clusters import Cluster
-from dataclasses import replace
-from grpo_mp.models.families import family_of
-from grpo_mp.planner.job import Job
-from dataclasses import dataclass
-from grpo_mp.planner.memory import EngineMemory
-from grpo_mp.planner.job import Job
-from grpo_mp.planner.clusters import OVERHEADS
 
+from grpo_mp.models.families import family_of
+from grpo_mp.planner.clusters import OVERHEADS, Cluster
+from grpo_mp.planner.job import Job
+from grpo_mp.planner.memory import EngineMemory
 
 GIGA = 1e9
 

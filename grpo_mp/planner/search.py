@@ -12,7 +12,6 @@ from grpo_mp.distributed.coordinates import data_parallel
 from grpo_mp.distributed.layout import layout_violations, model_shape
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
-from grpo_mp.planner.plan import check_fits
 from grpo_mp.planner.job import Job, make_job
 from grpo_mp.planner.memory import SubPhase, total
 from grpo_mp.planner.parameter_count import parameter_table
@@ -23,7 +22,7 @@ from grpo_mp.planner.pipeline_layout import (
     balance_layers,
     format_pipeline_layout,
 )
-from grpo_mp.planner.plan import Plan, make_plan
+from grpo_mp.planner.plan import Plan, check_fits, make_plan
 from grpo_mp.rollout.engine_parallelism import divisors
 
 LAYOUTS_WITH_EVERY_ENGINE = 12

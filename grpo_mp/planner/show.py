@@ -1,18 +1,18 @@
 """Plan a job or search its layouts, and print the result as tables on a terminal."""
 
-from dataclasses import dataclass
-from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
-from grpo_mp.planner.plan import Plan
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
 from rich.console import Console, Group
 from rich.table import Table
+
 from grpo_mp.distributed.layout import describe_parallelism
+from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.clusters import GIB, describe_rates
-from grpo_mp.planner.plan import Feasibility, check_fits
 from grpo_mp.planner.job import Job
 from grpo_mp.planner.memory import BytesByKind, SubPhase, total
 from grpo_mp.planner.meta_model import check_parameter_counts
-from grpo_mp.planner.plan import Plan, make_plan
+from grpo_mp.planner.plan import Feasibility, Plan, check_fits, make_plan
 from grpo_mp.planner.resource_use import GIGA
 from grpo_mp.planner.search import SearchResult, plan_to_yaml, search_layouts
 

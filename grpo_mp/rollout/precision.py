@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_mp.checkpoint.aux_files import QUANTISED
+from grpo_mp.checkpoint.hf_writer import QUANTISED
 from grpo_mp.errors import UserError
 from grpo_mp.models.fp8 import BLOCK
 from grpo_mp.models.hf_config import HfConfig

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from grpo_mp.checkpoint.aux_files import QUANTISED
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import count_parameters
 from grpo_mp.checkpoint.hf_reader import HfReader, has_hf_weights
+from grpo_mp.checkpoint.hf_writer import QUANTISED
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.errors import UserError

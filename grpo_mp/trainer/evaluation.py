@@ -9,8 +9,7 @@ import torch.distributed as dist
 from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.evaluation.score import read_scores, step_file
-from grpo_mp.evaluation.score import EvalScore, Votes, score
+from grpo_mp.evaluation.score import EvalScore, Votes, read_scores, score, step_file
 from grpo_mp.monitor.metrics import fill
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import markdown, spread

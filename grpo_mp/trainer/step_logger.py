@@ -11,9 +11,7 @@ from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.evaluation.score import step_file, write_scores
-from grpo_mp.evaluation.score import plot_pass_at_k, write_svg
-from grpo_mp.evaluation.score import EvalScore
+from grpo_mp.evaluation.score import EvalScore, plot_pass_at_k, step_file, write_scores, write_svg
 from grpo_mp.monitor.metrics import RangeWatch, fill
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import drop_samples, markdown, spread, write_samples

@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_mp.checkpoint.compare import compare
 from grpo_mp.checkpoint.converted_reader import open_weights
-from grpo_mp.checkpoint.describe import describe_hf
+from grpo_mp.checkpoint.describe import compare, describe_hf
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
 from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
 from grpo_mp.checkpoint.to_hf import to_hf

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_mp.checkpoint.compare import compare
 from grpo_mp.checkpoint.converted_reader import open_weights
+from grpo_mp.checkpoint.describe import compare
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.checkpoint.to_hf import to_hf
 from grpo_mp.checkpoint.to_megatron import to_megatron

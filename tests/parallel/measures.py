@@ -16,7 +16,7 @@ from grpo_mp.algorithms.report import metrics
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import assemble_step_batch
-from grpo_mp.checkpoint.compare import compare
+from grpo_mp.checkpoint.describe import compare
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.checkpoint.to_hf import to_hf
 from grpo_mp.checkpoint.to_megatron import to_megatron

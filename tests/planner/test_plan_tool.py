@@ -15,14 +15,13 @@ from grpo_mp.examples.tiny_tokenizer import make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.planner.clusters import cluster_names, read_cluster
 from grpo_mp.planner.explain import explain
-from grpo_mp.planner.plan import check_fits
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.model_configs import find_config
-from grpo_mp.planner.plan import make_plan
-from grpo_mp.planner.show import grpo_models, ppo_models
+from grpo_mp.planner.plan import check_fits, make_plan
 from grpo_mp.planner.search import plan_to_yaml, search_layouts
+from grpo_mp.planner.show import grpo_models, ppo_models
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from tests.cli.command import Result, run_command
 from tests.planner.jobs import job_of
