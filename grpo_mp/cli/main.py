@@ -10,8 +10,8 @@ from grpo_mp.errors import UserError, nearest
 
 # What runs a command, and its line in the help. Functions take the arguments and return the exit status.
 COMMANDS = {
-    "train": ("grpo_mp.cli.run:train", "train a policy; --ranks N starts N ranks on this machine"),
-    "evaluate": ("grpo_mp.cli.run:evaluate", "score a model or a checkpoint on held-out problems"),
+    "train": ("grpo_mp.cli.launch:train", "train a policy; --ranks N starts N ranks on this machine"),
+    "evaluate": ("grpo_mp.cli.launch:evaluate", "score a model or a checkpoint on held-out problems"),
     "launch": ("grpo_mp.cli.launch:main", "submit a run to Slurm, or show what would be submitted"),
     "plan": ("grpo_mp.cli.plan:main", "memory and time of a run, before the machines are booked"),
     "convert": ("grpo_mp.cli.convert:main", "convert checkpoints, look at them, compare them"),
