@@ -1,12 +1,11 @@
 """Run `grpo-mp COMMAND ...`; a command's module is imported only when it runs, since torch is slow to import."""
 
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 
 import grpo_mp
-from grpo_mp.errors import UserError, nearest
+from grpo_mp.errors import INTERRUPT_STATUS, UserError, nearest
 
 # What runs a command, and its line in the help. Functions take the arguments and return the exit status.
 COMMANDS = {
@@ -18,7 +17,6 @@ COMMANDS = {
     "make-tiny": ("grpo_mp.cli.make_tiny:main", "make a tiny model and its task, as the quickstart does"),
 }
 MORE = "`grpo-mp COMMAND --help` says more, `grpo-mp --version` says which this is."
-INTERRUPT_STATUS = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, one_line
 from grpo_mp.registry import Registry
 
 Columns = dict[str, Any]
@@ -53,7 +53,7 @@ def _rows_of_user(read: DataSource, name: str, label: str) -> Iterator[Columns]:
                 raise TypeError(f"a row is a dictionary of columns, this is a {type(columns).__name__}")
             yield columns
     except Exception as error:
-        raise UserError(f"{label}: reading {name!r} failed: {type(error).__name__}: {_one_line(error)}") from error
+        raise UserError(f"{label}: reading {name!r} failed: {type(error).__name__}: {one_line(error)}") from error
 
 
 def _json_rows(name: str) -> Iterator[Columns]:
@@ -82,7 +82,7 @@ def _parquet_rows(name: str) -> Iterable[Columns]:
     try:
         return parquet.read_table(name).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{name}: not readable as Parquet: {_one_line(error)}") from error
+        raise UserError(f"{name}: not readable as Parquet: {one_line(error)}") from error
 
 
 def _dataset_rows(source: str) -> Iterable[Columns]:
@@ -104,13 +104,9 @@ def _load_dataset(name: str, config: str | None, split: str, source: str) -> Ite
         return datasets.load_dataset(name, config, split=split)
     except (ValueError, KeyError, OSError, ConnectionError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"{source}: no such file, and `datasets` cannot load it: {_one_line(error)}: "
+            f"{source}: no such file, and `datasets` cannot load it: {one_line(error)}: "
             "give an existing file or name:split"
         ) from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 SOURCE_BY_SUFFIX = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.pass_at_k import Estimate, k_values, maj_at_k, mean_over_problems, pass_at_k
+from grpo_mp.files import write_atomically
 from grpo_mp.types import SampleInfo
 
 Votes = Mapping[tuple[int, int], int | None]  # sample -> number of its answer, unique in its problem; None: no answer
@@ -86,11 +87,8 @@ def step_file(run_folder: Path, step: int) -> Path:
 
 def write_scores(file: Path, scores: Mapping[str, EvalScore], **metadata: Any) -> None:
     """Write the scores of all sets with their metadata; a reader never sees half a file."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".json.new")
     tree = {**metadata, "sets": {name: asdict(score) for name, score in scores.items()}}
-    temporary.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(file)
+    write_atomically(file, json.dumps(tree, indent=2) + "\n")
 
 
 def read_scores(file: Path) -> dict[str, EvalScore]:

@@ -12,6 +12,7 @@ from grpo_mp.config import Settings, dump_settings, exit_with, load_settings
 from grpo_mp.distributed.exit_marks import ranks_without_mark, silent_exit_message
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.errors import UserError
+from grpo_mp.files import last_lines
 from grpo_mp.rollout.placement import EnginePlacement, engine_placements
 
 FINISHED_STATUS = 1  # of `unfinished`
@@ -110,21 +111,17 @@ def first_failure(attempt: Path) -> Failure:
     """
     srun_log = attempt / "srun.log"
     ended = SRUN_TASK_ENDED.search(srun_log.read_text()) if srun_log.exists() else None
-    if ended and not ended["how"].startswith("Exited"):
-        rank = int(ended["rank"])
-        return Failure(rank, f"{ended['how']} on {ended['node']}", _last_lines(attempt / f"rank_{rank}.log"))
     errors = [(file.stat().st_mtime, file) for file in attempt.glob("rank_*.error.json")]
-    if errors:
+    if ended and not ended["how"].startswith("Exited"):
+        rank, reason = int(ended["rank"]), f"{ended['how']} on {ended['node']}"
+    elif errors:
         _, file = min(errors)
         rank = int(file.name.split("_")[1].split(".")[0])
-        message = json.loads(file.read_text())["message"]["message"]
-        return Failure(rank, message, _last_lines(attempt / f"rank_{rank}.log"))
-    return Failure(None, f"no rank said why; the end of {srun_log}:", _last_lines(srun_log))
-
-
-def _last_lines(log: Path) -> tuple[str, ...]:
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return tuple([line for line in lines if line.strip()][-NUM_LAST_LINES:])
+        reason = json.loads(file.read_text())["message"]["message"]
+    else:
+        reason = f"no rank said why; the end of {srun_log}:"
+        return Failure(None, reason, last_lines(srun_log, NUM_LAST_LINES))
+    return Failure(rank, reason, last_lines(attempt / f"rank_{rank}.log", NUM_LAST_LINES))
 
 
 def node_map(settings: Settings, nodes: Sequence[str], ranks_per_node: int) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from grpo_mp.files import write_atomically
 from grpo_mp.registry import Registry
 
 if TYPE_CHECKING:
@@ -104,9 +104,7 @@ def cut_lines(path: Path, first_step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in read_lines(path) if (line["step"] or 0) < first_step]
-    rewritten = path.with_suffix(".jsonl.new")
-    rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    os.replace(rewritten, path)
+    write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 LOGGERS: Registry[MakeLogger] = Registry(

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from grpo_mp import platform
 from grpo_mp.config import Settings
+from grpo_mp.distributed.process_groups import megatron_sizes
 from grpo_mp.errors import UserError, nearest
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
@@ -110,13 +111,7 @@ def check_overrides(settings: Settings) -> None:
 def _layout(settings: Settings) -> dict[str, Any]:
     layout = settings.layout
     interleaved = layout.virtual_pipeline is not None
-    return {
-        "tensor_model_parallel_size": layout.tensor,
-        "pipeline_model_parallel_size": layout.pipeline,
-        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
-        "context_parallel_size": layout.context,
-        "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": layout.expert_tensor,
+    return megatron_sizes(layout) | {
         "sequence_parallel": layout.tensor > 1,
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,

@@ -12,7 +12,7 @@ from grpo_mp.checkpoint.run_state import FINAL, check_run_folder
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.data.overlap import find_overlaps
 from grpo_mp.data.prompts import PromptSet, load_prompts
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.score import Scorer
@@ -96,8 +96,7 @@ def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path))
     except (OSError, ValueError, KeyError) as error:
-        message = " ".join(str(error).split())[:200]
-        raise UserError(f"{settings.model.path}: the tokenizer cannot be read ({message})") from error
+        raise UserError(f"{settings.model.path}: the tokenizer cannot be read ({one_line(error, 200)})") from error
     _check_sizes(settings, hf, len(tokenizer))
     return tokenizer
 
