@@ -84,7 +84,7 @@ def _check_logits(args: argparse.Namespace, console: Console) -> int:
 def _to_megatron(args: argparse.Namespace, console: Console) -> int:
     from torch.serialization import set_crc32_options
 
-    from grpo_mp.checkpoint.to_megatron import to_megatron
+    from grpo_mp.checkpoint.convert import to_megatron
 
     set_crc32_options(False)  # slow; conversion.json has a checksum of every file
     with _workers() as workers, _progress(console, args.destination, workers) as report_progress:
@@ -93,7 +93,7 @@ def _to_megatron(args: argparse.Namespace, console: Console) -> int:
 
 
 def _to_hf(args: argparse.Namespace, console: Console) -> int:
-    from grpo_mp.checkpoint.to_hf import to_hf
+    from grpo_mp.checkpoint.convert import to_hf
 
     with _workers() as workers, _progress(console, args.destination, workers) as report_progress:
         to_hf(args.source, args.destination, args.like, args.fp8, report_progress, args.part_bytes, workers)

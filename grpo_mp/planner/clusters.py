@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 from grpo_mp.errors import UserError, nearest
+from grpo_mp.phases import GIB
 
 PROFILES = Path(__file__).with_name("clusters.yaml")
-GIB = 2**30
 
 
 @dataclass(frozen=True)

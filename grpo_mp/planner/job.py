@@ -4,14 +4,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import exp
 from statistics import NormalDist, fmean
-from typing import Any
 
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import padded_size, plan_update
 from grpo_mp.config import LayoutConfig, Settings
 from grpo_mp.distributed.coordinates import data_parallel
-from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
-from grpo_mp.models.families import family_of
+from grpo_mp.distributed.layout import ModelShape, check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
 from grpo_mp.planner.parameter_count import ParameterCount, local_parameter_counts
@@ -116,39 +114,12 @@ def response_lengths(lengths: AssumedLengths) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class ModelDims:
-    """Sizes of the model from which FLOPs, activations and caches follow."""
-
-    hidden_size: int
-    vocab_size: int
-    num_heads: int
-    qk_head_dim: int
-    v_head_dim: int
-    num_kv_heads: int
-    mla_cache_dim: int  # elements of a token's latent cache in one layer; 0 without latent attention
-    ffn_hidden_size: int
-    is_moe_layer: tuple[bool, ...]  # by layer
-    num_experts: int
-    experts_per_token: int
-    moe_ffn_hidden_size: int  # of one routed expert
-    shared_expert_size: int  # of all shared experts together
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.is_moe_layer)
-
-    @property
-    def num_moe_layers(self) -> int:
-        return sum(self.is_moe_layer)
-
-
-@dataclass(frozen=True)
 class Job:
     """Settings on machines. `parameter_counts`: of one rank of each pipeline stage."""
 
     settings: Settings
     hf: HfConfig
-    model: ModelDims
+    model: ModelShape
     cluster: Cluster
     nodes: int
     gpus_per_node: int
@@ -264,15 +235,15 @@ def make_job(
     gpus_per_node = gpus_per_node or cluster.gpus_per_node
     world_size, layout, engine = nodes * gpus_per_node, settings.layout, settings.engine
     hf = replace(hf, family=settings.model.family)
-    config = family_of(hf).config(hf)
     megatron = settings.training.megatron_args
-    check_layout(layout, model_shape(config), world_size, sets_pipeline_layout(megatron))
+    model = model_shape(hf)
+    check_layout(layout, model, world_size, sets_pipeline_layout(megatron))
     engine_placements(world_size, gpus_per_node, engine.gpus, engine.count)
-    stage_layers = layers_of_stages(config["num_layers"], layout, megatron)
+    stage_layers = layers_of_stages(model.num_layers, layout, megatron)
     return Job(
         settings=settings,
         hf=hf,
-        model=_model_dims(hf, config),
+        model=model,
         cluster=cluster,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
@@ -280,25 +251,4 @@ def make_job(
         parameter_counts=local_parameter_counts(hf, layout, stage_layers),
         mean_response_tokens=mean_response_tokens or settings.rollout.max_response_tokens / 2,
         per_parameter=bytes_per_parameter(settings),
-    )
-
-
-def _model_dims(hf: HfConfig, config: dict[str, Any]) -> ModelDims:
-    mla, num_experts = config.get("multi_latent_attention", False), config.get("num_moe_experts") or 0
-    qk_head_dim = config["qk_head_dim"] + config["qk_pos_emb_head_dim"] if mla else config["kv_channels"]
-    moe_layer_freq = config["moe_layer_freq"] if num_experts else [0] * config["num_layers"]
-    return ModelDims(
-        hidden_size=config["hidden_size"],
-        vocab_size=hf.int("vocab_size"),
-        num_heads=config["num_attention_heads"],
-        qk_head_dim=qk_head_dim,
-        v_head_dim=config["v_head_dim"] if mla else qk_head_dim,
-        num_kv_heads=config["num_query_groups"],
-        mla_cache_dim=config["kv_lora_rank"] + config["qk_pos_emb_head_dim"] if mla else 0,
-        ffn_hidden_size=config.get("ffn_hidden_size") or 0,
-        is_moe_layer=tuple(map(bool, moe_layer_freq)),
-        num_experts=num_experts,
-        experts_per_token=config.get("moe_router_topk") or 0,
-        moe_ffn_hidden_size=config.get("moe_ffn_hidden_size") or 0,
-        shared_expert_size=config.get("moe_shared_expert_intermediate_size") or 0,
     )

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo_mp.algorithms.settings import needs_old_logprobs
-from grpo_mp.planner.clusters import GIB, OVERHEADS
+from grpo_mp.phases import GIB
+from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import Job
 from grpo_mp.planner.memory import CHECKPOINT_BYTES, BytesByKind, MemoryPlan, SubPhase, plan_memory, total
 from grpo_mp.planner.resource_use import (

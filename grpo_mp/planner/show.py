@@ -7,8 +7,9 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from grpo_mp.distributed.layout import describe_parallelism
+from grpo_mp.phases import GIB
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
-from grpo_mp.planner.clusters import GIB, describe_rates
+from grpo_mp.planner.clusters import describe_rates
 from grpo_mp.planner.job import Job
 from grpo_mp.planner.memory import BytesByKind, SubPhase, total
 from grpo_mp.planner.meta_model import check_parameter_counts

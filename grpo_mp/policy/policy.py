@@ -125,7 +125,7 @@ def check_policy(settings: Settings, world_size: int) -> None:
     hf = HfConfig.read(settings.model.path, settings.model.family)
     family = family_of(hf)
     uneven_pipeline = sets_pipeline_layout(settings.training.megatron_args)
-    check_layout(settings.layout, model_shape(family.config(hf)), world_size, uneven_pipeline)
+    check_layout(settings.layout, model_shape(hf), world_size, uneven_pipeline)
     check_overrides(settings)
     transformer_config(settings, hf)
     with open_weights(settings.model.path) as reader:

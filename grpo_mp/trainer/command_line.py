@@ -12,9 +12,8 @@ from grpo_mp.log import log_to_terminal
 from grpo_mp.options import train_parser
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.trainer.context import local_ranks
-from grpo_mp.trainer.dry_run import describe_run
 from grpo_mp.trainer.exit import exit_on_error
-from grpo_mp.trainer.preflight import Inputs, check_and_read
+from grpo_mp.trainer.preflight import Inputs, check_and_read, describe_run
 
 
 def run_command(train: Callable[[Settings, Inputs], None], arguments: Sequence[str] | None = None) -> None:

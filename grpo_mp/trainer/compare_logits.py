@@ -18,6 +18,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.hf_versions import TRANSFORMERS_NAMES
+from grpo_mp.phases import GIB
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import build_chunks
@@ -25,7 +26,6 @@ from grpo_mp.policy.weights import load_hf, local_tensors
 
 SEQUENCES, LENGTH = 4, 32
 WEIGHT_COPIES = 2  # as read, and in the model
-GIB = 2**30
 TIMEOUT_S = 600.0  # of the process group of one rank
 
 

@@ -12,13 +12,15 @@ from grpo_mp.checkpoint.run_state import FINAL, check_run_folder
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.data.overlap import find_overlaps
 from grpo_mp.data.prompts import PromptSet, load_prompts
+from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.planner.explain import describe_step
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
-from grpo_mp.rollout.placement import engine_placements
+from grpo_mp.rollout.placement import engine_hosts, engine_placements
 from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.trainer.extensions import Extensions, load_extensions
 from grpo_mp.weight_sync.transport import uses_cuda_ipc
@@ -192,3 +194,28 @@ def _warn_without_effect(settings: Settings) -> Iterator[str]:
             f"algorithm.preset={algorithm.preset}: with one update a step (training.updates_per_step and "
             f"training.epochs are 1) every importance ratio is 1, and {', '.join(idle)} does nothing: set 2 or more"
         )
+
+
+def describe_run(settings: Settings, inputs: Inputs, world_size: int, ranks_per_node: int) -> str:
+    """Return the resolved settings as YAML, then the facts that follow from them."""
+    rollout, training = settings.rollout, settings.training
+    hosts = engine_hosts(engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count))
+    layout = describe_parallelism(settings.layout, world_size)
+    samples = {name: eval_set.samples for name, eval_set in settings.data.eval.items()}
+    evals = [
+        f"{len(prompts)} of {name}" + (f" x {samples[name]} samples" if samples[name] > 1 else "")
+        for name, prompts in inputs.evals.items()
+    ]
+    facts = [
+        f"ranks: {world_size}, {ranks_per_node} on each node; layout: {layout}",
+        f"engines: {len(hosts)} x {settings.engine.gpus} rank(s), hosted by ranks {hosts}",
+        f"train prompts: {len(inputs.train)} ({inputs.train.left_out} longer than the limit left out); eval: "
+        f"{', '.join(evals) or 'none'}",
+        *inputs.overlaps(),
+        describe_step(settings),
+        f"longest sequence: {rollout.max_prompt_tokens} + {rollout.max_response_tokens} tokens; "
+        f"micro-batches of up to {training.max_tokens_per_microbatch} tokens",
+        *(f"warning: {text}" for text in inputs.warnings),
+        f"run folder: {settings.run.folder}; nothing was started",
+    ]
+    return dump_settings(settings) + "\n" + "\n".join(facts)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.checkpoint.hf_writer import copy_aux_files
 from grpo_mp.checkpoint.non_policy_tensors import check_layers
-from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import SHAPES, make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer

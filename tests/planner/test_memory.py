@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.config import load_settings
+from grpo_mp.phases import GIB
 from grpo_mp.planner.activations import layer_bytes, logits_bytes
-from grpo_mp.planner.clusters import GIB, read_cluster
+from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import BytesPerParameter, Job, bytes_per_parameter, make_job
 from grpo_mp.planner.memory import SubPhase, engine_memory, plan_memory
 from grpo_mp.planner.model_configs import published_config

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.config import load_settings
-from grpo_mp.distributed.layout import layout_violations, model_shape
+from grpo_mp.distributed.layout import layout_violations
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.examples.tiny_tokenizer import make_tokenizer
-from grpo_mp.models.families import family_of
 from grpo_mp.planner.clusters import cluster_names, read_cluster
 from grpo_mp.planner.explain import explain
 from grpo_mp.planner.job import make_job
@@ -132,7 +131,7 @@ def test_search_finds_valid_layouts_fastest_first() -> None:
     assert len(result.best) == 5
     assert result.fitting <= result.valid
     assert [plan.step_s for plan in result.best] == sorted(plan.step_s for plan in result.best)
-    shape = model_shape(family_of(job.hf).config(job.hf))
+    shape = job.model
     for plan in result.best:
         assert check_fits(plan).fits
         assert not list(layout_violations(plan.job.settings.layout, shape, 16, uneven_pipeline=True))

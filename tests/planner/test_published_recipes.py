@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_mp.planner.clusters import GIB
+from grpo_mp.phases import GIB
 from grpo_mp.planner.job import BytesPerParameter
 from grpo_mp.planner.memory import SubPhase, total
 from grpo_mp.planner.plan import check_fits, make_plan
