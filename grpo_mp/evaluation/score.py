@@ -13,7 +13,13 @@ from grpo_mp.evaluation.pass_at_k import Estimate, k_values, maj_at_k, mean_over
 from grpo_mp.files import write_atomically
 from grpo_mp.types import SampleInfo
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 Votes = Mapping[tuple[int, int], int | None]  # sample -> number of its answer, unique in its problem; None: no answer
+INCHES = (6.0, 4.0)  # of a set's plot
+COLOURS = {"before": "tab:gray", "after": "tab:blue"}
 
 
 @dataclass(frozen=True)
@@ -95,24 +101,12 @@ def read_scores(file: Path) -> dict[str, EvalScore]:
     """Read what `write_scores` wrote. Raises UserError for another file."""
     try:
         sets = json.loads(file.read_text(encoding="utf-8"))["sets"]
-        return {name: _score_from_json(tree) for name, tree in sets.items()}
+        for tree in sets.values():
+            for kind in ("pass_at", "maj_at"):
+                tree[kind] = {int(k): Estimate(**estimate) for k, estimate in tree[kind].items()}
+        return {name: EvalScore(**tree) for name, tree in sets.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file}: no scores of an evaluation ({error!r}): remove it") from error
-
-
-def _score_from_json(tree: Mapping[str, Any]) -> EvalScore:
-    estimates = {
-        kind: {int(k): Estimate(**estimate) for k, estimate in tree[kind].items()} for kind in ("pass_at", "maj_at")
-    }
-    return EvalScore(**{**tree, **estimates})
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-INCHES = (6.0, 4.0)  # of one set
-COLOURS = {"before": "tab:gray", "after": "tab:blue"}
 
 
 def plot_pass_at_k(before: Mapping[str, EvalScore], after: Mapping[str, EvalScore]) -> "Figure | None":

@@ -13,7 +13,7 @@ from grpo_mp.distributed.exit_marks import ranks_without_mark, silent_exit_messa
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.errors import UserError
 from grpo_mp.files import last_lines
-from grpo_mp.rollout.placement import EnginePlacement, engine_placements
+from grpo_mp.rollout.placement import engine_placements
 
 FINISHED_STATUS = 1  # of `unfinished`
 NUM_LAST_LINES = 15
@@ -141,14 +141,14 @@ def node_map(settings: Settings, nodes: Sequence[str], ranks_per_node: int) -> s
     lines = [f"{world_size} ranks; layout: {describe_parallelism(layout, world_size)}"]
     for index, name in enumerate(nodes):
         ranks = range(index * ranks_per_node, (index + 1) * ranks_per_node)
-        engines = [_describe_engine(placement) for placement in placements if placement.rank in ranks]
+        engines = [
+            f"engine {placement.engine} (started by rank {placement.rank}"
+            + (f", part {placement.node_rank} of {placement.nodes})" if placement.nodes > 1 else ")")
+            for placement in placements
+            if placement.rank in ranks
+        ]
         lines.append(f"  {name}: ranks {ranks[0]}-{ranks[-1]}; {', '.join(engines) or 'no engine'}")
     return "\n".join(lines)
-
-
-def _describe_engine(placement: EnginePlacement) -> str:
-    part = f", part {placement.node_rank} of {placement.nodes}" if placement.nodes > 1 else ""
-    return f"engine {placement.engine} (started by rank {placement.rank}{part})"
 
 
 if __name__ == "__main__":

@@ -11,26 +11,44 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from grpo_mp import platform
 from grpo_mp.config import exit_with
 from grpo_mp.distributed.rendezvous import rendezvous
 from grpo_mp.errors import UserError
-from grpo_mp.launch.rates import measure_rates
 from grpo_mp.launch.task import rank_environment
 
+BAD_NODES = "bad_nodes"
+BAD_NODES_STATUS = 3
+TIMEOUT_S = 60.0
+TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "transformer-engine")
 MAX_CLOCK_OFFSET_S = 5.0  # logs and traces of nodes are read side by side
 MIN_FREE_SHARE = 0.5  # of host memory
 MIN_RATE_SHARE = 0.5  # of the median rate
+REPEATS = 3  # of a measured collective
+CUDA_BYTES, CPU_BYTES = 2**28, 2**22  # that it moves
+
+
+def main() -> None:
+    """Run the command line."""
+    attempt, nodes = Path(sys.argv[1]), sys.argv[2].split(",")
+    try:
+        os.environ.update(rank_environment(os.environ))
+        store, rank, world_size = rendezvous(TIMEOUT)
+        status = NodeCheck(attempt, nodes, store, rank, world_size, int(os.environ["LOCAL_WORLD_SIZE"])).run()
+    except UserError as error:
+        exit_with(error)
+    sys.stdout.flush()
+    os._exit(status)  # without waiting for groups whose other ends may be the very ones that hang
 
 
 @dataclass(frozen=True)
@@ -46,19 +64,76 @@ class NodeReport:
     all_reduce: float | None = None  # inside the node
     all_to_all: float | None = None  # with other nodes
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return asdict(self)
 
-    def with_rates(self, all_reduce: float | None, all_to_all: float | None) -> "NodeReport":
-        """Add measured rates."""
-        return replace(self, all_reduce=all_reduce, all_to_all=all_to_all)
+@dataclass(frozen=True)
+class NodeCheck:
+    """One rank's part in the check."""
+
+    attempt: Path
+    nodes: Sequence[str]  # names
+    store: dist.Store
+    rank: int
+    world_size: int
+    ranks_per_node: int
+
+    def run(self) -> int:
+        """Report to rank 0, and where all nodes are fit so far, measure rates; return the exit status."""
+        if self.rank == 0:
+            self.store.set("clock", str(time.time()))
+        self._wait(["clock"])
+        offset = time.time() - float(self.store.get("clock"))
+        report = inspect_node(self._node_of(self.rank), self.attempt, offset)
+        self.store.set(f"inspected/{self.rank}", json.dumps(asdict(report)))
+        if self.rank == 0:
+            self.store.set("fit", str(self._check_reports(self._reports("inspected"))))
+        self._wait(["fit"])
+        if status := int(self.store.get("fit")):
+            return status
+        store, size = dist.PrefixStore("rates", self.store), self.world_size
+        dist.init_process_group(platform.backend(), store=store, rank=self.rank, world_size=size, timeout=TIMEOUT)
+        all_reduce, all_to_all = measure_rates([rank // self.ranks_per_node for rank in range(size)], self.rank)
+        report = replace(report, all_reduce=all_reduce, all_to_all=all_to_all)
+        self.store.set(f"measured/{self.rank}", json.dumps(asdict(report)))
+        return self._check_reports(self._reports("measured")) if self.rank == 0 else 0
+
+    def _check_reports(self, reports: list[NodeReport]) -> int:
+        silent = {self._node_of(rank) for rank in range(self.world_size)} - {report.node for report in reports}
+        bad = dict.fromkeys(silent, f"no answer in {TIMEOUT_S:g} s")
+        missing = [report.node for report in reports if not (self.attempt / f"here_{report.node}").exists()]
+        bad |= bad_nodes(reports, missing)
+        for node, reason in bad.items():
+            print(f"bad node {node}: {reason}")
+        (self.attempt / BAD_NODES).write_text("\n".join(bad))
+        return BAD_NODES_STATUS if bad else 0
+
+    def _reports(self, stage: str) -> list[NodeReport]:
+        """Return the reports of the ranks that answer in time."""
+        keys = [f"{stage}/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self.store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        answered = [key for key in keys if self.store.check([key])]
+        return [NodeReport(**json.loads(text)) for text in self.store.multi_get(answered)]
+
+    def _wait(self, keys: list[str]) -> None:
+        try:
+            self.store.wait(keys, TIMEOUT * 2)
+        except dist.DistError as error:
+            raise UserError(f"node check: rank {self.rank} heard nothing from rank 0 in time") from error
+
+    def _node_of(self, rank: int) -> str:
+        return self.nodes[rank // self.ranks_per_node]
 
 
 def inspect_node(node: str, attempt: Path, clock_offset_s: float) -> NodeReport:
     """Report on this node; leaves a file in the shared folder, so that rank 0 sees who reaches it."""
     memory = psutil.virtual_memory()
-    return NodeReport(node, _versions(), clock_offset_s, memory.total, memory.available, _node_problem(node, attempt))
+    versions = []
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    problem = _node_problem(node, attempt)
+    return NodeReport(node, ", ".join(versions), clock_offset_s, memory.total, memory.available, problem)
 
 
 def bad_nodes(reports: Sequence[NodeReport], missing: Iterable[str] = ()) -> dict[str, str]:
@@ -98,14 +173,6 @@ def _slow_rate(report: NodeReport, reports: Sequence[NodeReport]) -> str | None:
     return None
 
 
-def _versions() -> str:
-    versions = []
-    for name in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-    return ", ".join(versions)
-
-
 def _node_problem(node: str, attempt: Path) -> str | None:
     from grpo_mp.platform.device_check import check_device
 
@@ -119,90 +186,57 @@ def _node_problem(node: str, attempt: Path) -> str | None:
     return None
 
 
-BAD_NODES = "bad_nodes"
-BAD_NODES_STATUS = 3
-TIMEOUT_S = 60.0
-TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
+def measure_rates(node_of_rank: Sequence[int], rank: int) -> tuple[float | None, float | None]:
+    """Return bytes per second of all-reduce and of all-to-all, None where a rank has no peer.
+
+    Every rank must call this. All-to-all is measured with both neighbours of a node, and the better counts: a node is
+    slow where it is slow with everybody.
+    """
+    ranks_of_node: dict[int, list[int]] = {}
+    for peer, node in enumerate(node_of_rank):
+        ranks_of_node.setdefault(node, []).append(peer)
+    pairs = [[*ranks_of_node[left], *ranks_of_node[right]] for left, right in neighbour_pairs(len(ranks_of_node))]
+    all_reduce = _best_rate(list(ranks_of_node.values()), _all_reduce_rate, rank)
+    return all_reduce, _best_rate(pairs, _all_to_all_rate, rank)
 
 
-def main() -> None:
-    """Run the command line."""
-    attempt, nodes = Path(sys.argv[1]), sys.argv[2].split(",")
-    try:
-        os.environ.update(rank_environment(os.environ))
-        status = NodeCheck.join(attempt, nodes).run()
-    except UserError as error:
-        exit_with(error)
-    sys.stdout.flush()
-    os._exit(status)  # without waiting for groups whose other ends may be the very ones that hang
+def neighbour_pairs(nodes: int) -> list[tuple[int, int]]:
+    """Return each pair of neighbours in a ring of nodes once."""
+    pairs = [(node, (node + 1) % nodes) for node in range(nodes)]
+    return pairs[: max(0, nodes - 1)] if nodes < 3 else pairs
 
 
-@dataclass(frozen=True)
-class NodeCheck:
-    """One rank's part in the check."""
+def _best_rate(groups: list[list[int]], measure: Callable[[dist.ProcessGroup], float], rank: int) -> float | None:
+    process_groups = [(ranks, dist.new_group(ranks)) for ranks in groups if len(ranks) > 1]
+    return max((measure(group) for ranks, group in process_groups if rank in ranks), default=None)
 
-    attempt: Path
-    nodes: Sequence[str]  # names
-    store: dist.Store
-    rank: int
-    world_size: int
-    ranks_per_node: int
 
-    @classmethod
-    def join(cls, attempt: Path, nodes: Sequence[str]) -> "NodeCheck":
-        """Join the other ranks. Raises UserError where that fails."""
-        store, rank, world_size = rendezvous(TIMEOUT)
-        return cls(attempt, nodes, store, rank, world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
+def _all_reduce_rate(group: dist.ProcessGroup) -> float:
+    data = _buffer()
+    return _rate(data, lambda: dist.all_reduce(data, group=group))
 
-    def run(self) -> int:
-        """Report to rank 0, and where all nodes are fit so far, measure rates; return the exit status."""
-        if self.rank == 0:
-            self.store.set("clock", str(time.time()))
-        self._wait(["clock"])
-        offset = time.time() - float(self.store.get("clock"))
-        report = inspect_node(self._node_of(self.rank), self.attempt, offset)
-        self.store.set(f"inspected/{self.rank}", json.dumps(report.as_dict()))
-        if self.rank == 0:
-            self.store.set("fit", str(self._check_reports(self._reports("inspected"))))
-        self._wait(["fit"])
-        if status := int(self.store.get("fit")):
-            return status
-        self._measure_rates(report)
-        return self._check_reports(self._reports("measured")) if self.rank == 0 else 0
 
-    def _measure_rates(self, report: NodeReport) -> None:
-        store, size = dist.PrefixStore("rates", self.store), self.world_size
-        dist.init_process_group(platform.backend(), store=store, rank=self.rank, world_size=size, timeout=TIMEOUT)
-        rates = measure_rates([rank // self.ranks_per_node for rank in range(size)], self.rank)
-        self.store.set(f"measured/{self.rank}", json.dumps(report.with_rates(**rates).as_dict()))
+def _all_to_all_rate(group: dist.ProcessGroup) -> float:
+    size = dist.get_world_size(group)
+    data = _buffer()
+    data = data[: data.numel() // size * size]
+    out = torch.empty_like(data)
+    return _rate(data, lambda: dist.all_to_all_single(out, data, group=group))
 
-    def _check_reports(self, reports: list[NodeReport]) -> int:
-        silent = {self._node_of(rank) for rank in range(self.world_size)} - {report.node for report in reports}
-        bad = dict.fromkeys(silent, f"no answer in {TIMEOUT_S:g} s")
-        missing = [report.node for report in reports if not (self.attempt / f"here_{report.node}").exists()]
-        bad |= bad_nodes(reports, missing)
-        for node, reason in bad.items():
-            print(f"bad node {node}: {reason}")
-        (self.attempt / BAD_NODES).write_text("\n".join(bad))
-        return BAD_NODES_STATUS if bad else 0
 
-    def _reports(self, stage: str) -> list[NodeReport]:
-        """Return the reports of the ranks that answer in time."""
-        keys = [f"{stage}/{rank}" for rank in range(self.world_size)]
-        deadline = time.monotonic() + TIMEOUT_S
-        while not self.store.check(keys) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        answered = [key for key in keys if self.store.check([key])]
-        return [NodeReport(**json.loads(text)) for text in self.store.multi_get(answered)]
+def _buffer() -> torch.Tensor:
+    size = CUDA_BYTES if platform.on_cuda() else CPU_BYTES
+    return torch.zeros(size // 4, device=platform.device())
 
-    def _wait(self, keys: list[str]) -> None:
-        try:
-            self.store.wait(keys, TIMEOUT * 2)
-        except dist.DistError as error:
-            raise UserError(f"node check: rank {self.rank} heard nothing from rank 0 in time") from error
 
-    def _node_of(self, rank: int) -> str:
-        return self.nodes[rank // self.ranks_per_node]
+def _rate(data: torch.Tensor, collective: Callable[[], object]) -> float:
+    collective()  # connections are made at first use
+    platform.synchronize()
+    start = time.perf_counter()
+    for _ in range(REPEATS):
+        collective()
+    platform.synchronize()
+    return REPEATS * data.nbytes / (time.perf_counter() - start)
 
 
 if __name__ == "__main__":

@@ -149,10 +149,7 @@ def sequence_logprobs(policy: Policy, sequences: Sequences) -> list[list[float]]
     """
     parallel, layout = policy.parallel, policy.parallel.layout
     align = alignment(layout)
-    samples = {}
-    for i, (first, *response) in enumerate(sequences):
-        zeros = (0,) * len(response)
-        samples[i] = Sample(i, 0, (first,), tuple(response), tuple(map(float, zeros)), zeros, truncated=False)
+    samples = {i: Sample.from_tokens(i, tokens[:1], tokens[1:]) for i, tokens in enumerate(sequences)}
     lengths = tuple(round_up(len(tokens), align) for tokens in sequences)
     unused = [0.0] * len(sequences)
     batch = pack(samples, unused, unused, MicroBatchPlan(tuple(samples), lengths), align)
