@@ -56,7 +56,7 @@ class EvaluationJob:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: `grpo-mp evaluate --help`."""
+    """Run the command line, see `grpo-mp evaluate --help`. Raises SystemExit where it fails."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with exit_on_error():
         log_to_terminal()
@@ -87,7 +87,7 @@ def read_command(args: argparse.Namespace) -> EvaluationJob:
 
 
 def run(job: EvaluationJob, inputs: Inputs) -> None:
-    """Evaluate as one rank of a started job, and leave the results. Raises UserError for what a user can mend."""
+    """Evaluate as one rank of a started job, and leave the results. Raises UserError for what a user can fix."""
     settings = job.settings
     problems = ", ".join(
         f"{len(inputs.evals[name])} problems of {name} x {eval_set.samples}"

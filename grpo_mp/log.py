@@ -19,6 +19,9 @@ KNOWN_WARNINGS = (
     # Megatron reads checkpoints with a function and a tensor class that torch has deprecated.
     (r"`load_state_dict` is deprecated", r"megatron\.core\.dist_checkpointing\."),
     (r"Please use DTensor instead", r"torch\.distributed\.checkpoint\."),
+    # Megatron-Core 0.19 reads checkpoints by itself on every rank, and passes arguments in an order that torch changed.
+    (r"torch\.distributed is disabled, unavailable or uninitialized", r"torch\.distributed\.checkpoint\."),
+    (r"The argument order of load has been changed", r"torch\.distributed\.checkpoint\."),
 )
 # (logger, beginning of a message)
 KNOWN_MESSAGES = (
@@ -38,7 +41,7 @@ class TerminalHandler(logging.Handler):
         self.addFilter(lambda record: not is_known_notice(record))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record's message to what is stderr now."""
+        """Write the record's message to the current stderr."""
         sys.stderr.write(self.format(record).rstrip() + "\n")
 
 
@@ -64,7 +67,7 @@ def is_known_notice(record: logging.LogRecord) -> bool:
 
 
 def log_file(run_folder: Path, rank: int) -> Path:
-    """Return where a rank's log lies."""
+    """Return the path of a rank's log."""
     return run_folder / "logs" / f"rank_{rank}.log"
 
 

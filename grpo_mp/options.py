@@ -1,4 +1,4 @@
-"""Command-line parsers that are quick to import; those of training and evaluation stand here, too."""
+"""Command-line parsers that are quick to import; those of training and evaluation are here, too."""
 
 import argparse
 from collections.abc import Sequence

@@ -70,13 +70,13 @@ def algorithms_page() -> str:
 
 
 def _group_sizes() -> str:
-    """Return the table of group sizes with the computed shares of groups that teach."""
+    """Return the table of group sizes with the computed shares of informative groups."""
     chances = [f"p = {p:g}" for p in CHANCES]
     rows = (
         (str(size), *(f"{1 - p**size - (1 - p) ** size:.0%}" for p in CHANCES), f"{size / (size - 1):.2f}", f"{use}.")
         for size, use in GROUP_SIZES.items()
     )
-    return table(("G", f"groups that teach at {chances[0]}", *chances[1:], "variance", "take it when"), rows)
+    return table(("G", f"informative groups at {chances[0]}", *chances[1:], "variance", "take it when"), rows)
 
 
 def _constants(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:

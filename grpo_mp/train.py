@@ -42,7 +42,7 @@ def train(ctx: TrainContext) -> None:
 
         rollouts = ctx.collector.collect(ctx.state, step)  # generate and score
         if ctx.should_stop():
-            break  # the step is done anew after a restart
+            break  # the step is repeated after a restart
         batch = compute_advantages(ctx, rollouts, step)
         updates = compute_old_and_reference_logprobs(ctx, batch)
         reports = update_policy(ctx, rollouts, updates, step)
@@ -125,7 +125,7 @@ def sync_weights(ctx: TrainContext) -> tuple[SyncReport, CheckReport]:
 
 
 def save(ctx: TrainContext) -> None:
-    """Save a checkpoint of the run as it stands."""
+    """Save a checkpoint of the current state."""
     with ctx.scheduler.phase(Phase.SAVE):
         save_checkpoint(ctx.settings.run, ctx.policy, ctx.state)
 
@@ -151,13 +151,13 @@ def finish(ctx: TrainContext, first: Evaluation, last: Evaluation) -> None:
 
 
 def run(settings: Settings, inputs: Inputs) -> None:
-    """Train as one rank of a started job. Raises UserError for what a user can mend."""
+    """Train as one rank of a started job. Raises UserError for what a user can fix."""
     with open_train_context(settings, inputs, newest_checkpoint(settings)) as ctx:
         train(ctx)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: `grpo-mp train --help`."""
+    """Run the command line, see `grpo-mp train --help`. Raises SystemExit where it fails."""
     run_command(run, arguments)
 
 

@@ -14,11 +14,11 @@ PerToken = float | torch.Tensor  # one number for all response tokens of a sampl
 class Prompt:
     """One prompt x, rendered by the chat template and tokenized."""
 
-    index: int  # row in the prompt set, stable over the whole run
+    index: int  # row in the prompt set, stable over the run
     text: str  # as the user wrote it, before the chat template
     tokens: tuple[int, ...]
     answer: str | None = None
-    columns: dict[str, Any] = field(default_factory=dict)  # the whole data row, for reward functions
+    columns: dict[str, Any] = field(default_factory=dict)  # the full data row, for reward functions
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class SampleGroup:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
-    finished: int = 1  # the how-manieth of its step to be complete; 0: broken off, its samples are not scored
+    finished: int = 1  # order in which its group finished in the step, from 1; 0: aborted, its samples are not scored
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SampleInfo:
     reward_parts: dict[str, float] = field(default_factory=dict)
     step_rewards: tuple[tuple[int, float], ...] = ()
     prompt: int = 0  # index in the prompt set
-    finished: int = 1  # place of its group in the order of finishing; 0: broken off
+    finished: int = 1  # order in which its group finished in the step, from 1; 0: aborted
     versions_sum: int = 0  # over its response tokens
     right: bool | None = None  # by the term that `reward.correct` names; None: that term says nothing about it
 
@@ -130,7 +130,7 @@ class MicroBatch:
         return self.tokens.numel()
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same micro-batch with every tensor on `device`; itself where it is there already."""
+        """Return the micro-batch with every tensor on `device`."""
         if self.tokens.device == device:
             return self
         moved: dict[str, Any] = {

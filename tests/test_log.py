@@ -12,6 +12,7 @@ from grpo_mp.log import TerminalHandler, log_file, log_to_terminal, logging_to
 
 @pytest.fixture(autouse=True)
 def _terminal() -> Iterator[None]:
+    logging.captureWarnings(False)  # what another test left: pytest restores showwarning, not what logging knows of it
     root, show = logging.getLogger(), warnings.showwarning
     before = list(root.handlers)
     log_to_terminal()
@@ -51,6 +52,8 @@ def test_a_warning_is_shown_and_kept(file: Path, capsys: pytest.CaptureFixture[s
         ("The .grad attribute of a Tensor that is not a leaf Tensor is", "megatron.core.optimizer.optimizer"),
         ("`load_state_dict` is deprecated and will be", "megatron.core.dist_checkpointing.strategies.torch"),
         ("Please use DTensor instead and we are", "torch.distributed.checkpoint.planner_helpers"),
+        ("torch.distributed is disabled, unavailable or uninitialized, assuming", "torch.distributed.checkpoint.utils"),
+        ("The argument order of load has been changed. Please check", "torch.distributed.checkpoint.logger"),
     ],
 )
 def test_a_known_notice_is_kept_and_not_shown(

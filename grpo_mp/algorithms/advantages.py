@@ -89,13 +89,16 @@ class Groups:
 
     @staticmethod
     def by_id(group_ids: Sequence[int]) -> "Groups":
+        """Make groups of the ids [N] of the values, in ascending order of id."""
         ids, index = torch.tensor(group_ids, dtype=torch.int64).unique(return_inverse=True)
         return Groups(index, len(ids))
 
     def sizes(self) -> Tensor:
+        """Return the number of values of each group, float64 [count]."""
         return self.sums(torch.ones(len(self.index), dtype=torch.float64))
 
     def sums(self, values: Tensor) -> Tensor:
+        """Sum float64 values [N] over each group: [count]."""
         return torch.zeros(self.count, dtype=torch.float64).index_add(0, self.index, values)
 
     def differ(self, values: Tensor) -> Tensor:
@@ -169,7 +172,7 @@ def process_advantages(
 
 
 def groups_without_difference(rewards: Sequence[float], group_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the ids of the groups whose samples all have the same reward: they teach nothing."""
+    """Return the ids of the groups whose samples all have the same reward."""
     groups = Groups.by_id(group_ids)
     same = ~groups.differ(torch.tensor(rewards, dtype=torch.float64))
     ids = sorted(set(group_ids))

@@ -1,6 +1,6 @@
 """Loss aggregation: the weight of each response token in the update's loss.
 
-Weights are computed from the lengths of the whole update, so the denominator is global before the first
+Weights are computed from the lengths of the full update, so the denominator is global before the first
 backward, whatever the layout, micro-batch size or packing.
 """
 

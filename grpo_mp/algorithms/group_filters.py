@@ -1,4 +1,4 @@
-"""Which groups teach: what `algorithm.filter.metric` names. Pure."""
+"""Which groups are informative: what `algorithm.filter.metric` names. Pure."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -104,22 +104,22 @@ def _token_terms(new: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig, seq
 
 
 def _token_ratio(log_ratio: Tensor, sequences: Sequences) -> Tensor:
-    """r_t = pi / pi_old of the token (PPO; DeepSeekMath, eq. 3)."""
+    """Return log r, [T] -> [T], with r = pi / pi_old of the token (PPO; DeepSeekMath, eq. 3)."""
     return log_ratio
 
 
 def _sequence_ratio(log_ratio: Tensor, sequences: Sequences) -> Tensor:
-    """s = (pi / pi_old of the sequence)^(1 / tokens) (GSPO, arXiv 2507.18071, eq. 7)."""
+    """Return log s, [T] -> [T], with s = (pi / pi_old of the sequence)^(1 / tokens) (GSPO, arXiv 2507.18071, eq. 7)."""
     return sequences.means(log_ratio)
 
 
 def _sequence_token_ratio(log_ratio: Tensor, sequences: Sequences) -> Tensor:
-    """sg(s) pi / sg(pi): the sequence's value, the token's gradient (GSPO-token, eq. 14)."""
+    """Return log(sg(s) pi / sg(pi)), [T] -> [T]: the sequence's value, the token's gradient (GSPO-token, eq. 14)."""
     return sequences.means(log_ratio.detach()) + log_ratio - log_ratio.detach()
 
 
 def _product_ratio(log_ratio: Tensor, sequences: Sequences) -> Tensor:
-    """pi / pi_old of the whole sequence (DeepSeek-R1, arXiv 2501.12948, eq. 1; RLOO, arXiv 2402.14740)."""
+    """Return log(pi / pi_old) of the sequence, [T] -> [T] (R1, arXiv 2501.12948, eq. 1; RLOO, arXiv 2402.14740)."""
     return sequences.sums(log_ratio)
 
 
@@ -142,7 +142,7 @@ def _kl(terms: TokenTerms, batch: MicroBatch, algorithm: AlgorithmConfig, level:
 
 
 def _masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Return float64 values, 0 at prompts and padding: what stands there reaches neither loss nor gradient."""
+    """Return float64 values, 0 at prompts and padding: what is there reaches neither loss nor gradient."""
     return values.double().where(mask.bool(), 0.0)
 
 

@@ -34,7 +34,7 @@ class PolicyLoss(Protocol):
 
 
 def ppo_clip(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, eq. 7; separate bounds: DAPO, eq. 8).
+    """Compute -min(r A, clip(r, 1 - low, 1 + high) A), [T] -> [T] (PPO, eq. 7; separate bounds: DAPO, eq. 8).
 
     With `dual_clip` the unclipped r is at most that (two-sided clipping, INTELLECT-2, arXiv 2505.07291; for A < 0 the
     dual clip of Ye et al., arXiv 1912.09729).
@@ -47,20 +47,23 @@ def ppo_clip(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def cispo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
-    """-sg(clip(r, 1 - low, 1 + high)) A log pi: no token loses its gradient (MiniMax-M1, eq. 4)."""
+    """Compute -sg(clip(r, 1 - low, 1 + high)) A log pi, [T] -> [T]: no token loses its gradient (MiniMax-M1, eq. 4)."""
     weight = terms.log_ratio.detach().exp().clamp(1 - algorithm.clip.low, 1 + algorithm.clip.high)
     return -weight * terms.advantages * terms.new
 
 
 def sapo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
-    """-sigmoid(tau (r - 1)) 4 / tau A, tau by the sign of A (SAPO, arXiv 2511.20347)."""
+    """Compute -sigmoid(tau (r - 1)) 4 / tau A, [T] -> [T], tau by the sign of A (SAPO, arXiv 2511.20347)."""
     positive, negative = algorithm.sapo.temperature_positive, algorithm.sapo.temperature_negative
     tau = torch.where(terms.advantages > 0, positive, negative).double()
     return -torch.sigmoid(tau * (terms.log_ratio.exp() - 1)) * 4 / tau * terms.advantages
 
 
 def gmpo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
-    """-A times the geometric mean over the sequence of the ratios, each clipped on its bad side (GMPO, eq. 4)."""
+    """Compute -A x geometric mean over the sequence of the ratios, [T] -> [T]; each is clipped on its bad side.
+
+    GMPO, eq. 4.
+    """
     low = torch.tensor(1 - algorithm.clip.low, dtype=torch.float64).clamp(min=1e-300).log()
     high = torch.tensor(1 + algorithm.clip.high, dtype=torch.float64).log()
     log_ratio = terms.token_log_ratio
@@ -69,9 +72,10 @@ def gmpo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def vespo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
-    """-phi(w) A log pi, phi(w) = w^k e^(lambda (1 - w)), w the ratio of whole sequences (VESPO, arXiv 2602.10693).
+    """Compute -phi(w) A log pi, [T] -> [T], phi(w) = w^k e^(lambda (1 - w)), w the ratio of the full sequence.
 
-    As in TRL w is clamped to [1e-8, e^20], and the correction for the engine is part of it (registries.py).
+    VESPO, arXiv 2602.10693. As in TRL w is clamped to [1e-8, e^20], and the correction for the engine is part of it
+    (registries.py).
     """
     gamma, low, high = algorithm.vespo, torch.tensor(1e-8).log().item(), 20.0
     log_correction = terms.correction.log().clamp(low, high)
@@ -86,5 +90,5 @@ def vespo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def policy_gradient(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
-    """-r A, without a clip."""
+    """Compute -r A, [T] -> [T], without a clip."""
     return -terms.log_ratio.exp() * terms.advantages

@@ -123,7 +123,7 @@ PRESETS: dict[str, Preset] = {
         aggregation="token_mean",
     ),
     "rloo": _algorithm(
-        "Ahmadian et al., Back to basics, arXiv 2402.14740, eq. 8; as in TRL the ratio of whole answers, clipped at "
+        "Ahmadian et al., Back to basics, arXiv 2402.14740, eq. 8; as in TRL the ratio of full answers, clipped at "
         "0.2, and KL in the reward, weight 0.05",
         "Small groups; few updates per step; a reward model.",
         advantage={"baseline": "leave_one_out", "scale": "none"},

@@ -1,4 +1,4 @@
-"""Sums over whole sequences inside a packed micro-batch, also where context parallelism divides them."""
+"""Sums over full sequences inside a packed micro-batch, also where context parallelism divides them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

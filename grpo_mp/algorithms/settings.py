@@ -15,7 +15,7 @@ class AdvantageConfig(Section):
     """How rewards become advantages."""
 
     estimator: Annotated[str, AfterValidator(ADVANTAGE_ESTIMATORS.check_name)] | None = Field(
-        None, description="your own: 'module:function' or 'file.py:function'; null: by level and combine"
+        None, description="your own estimator: 'module:function' or 'file.py:function'; null: by level and combine"
     )
     args: dict[str, Any] = Field({}, description="arguments of your own estimator, by name")
     level: Literal["outcome", "process"] = Field(
@@ -23,13 +23,13 @@ class AdvantageConfig(Section):
     )
     baseline: Literal["group_mean", "leave_one_out", "none"] = Field(
         "group_mean",
-        description="subtracted from a reward; leave_one_out: mean of the group's others (RLOO)",
+        description="mean that is subtracted from a reward; leave_one_out: mean of the group's others (RLOO)",
     )
     scale: Literal["group_std", "batch_std", "none"] = Field(
         "group_std", description="what the difference is divided by (TRL scale_rewards); none: Dr. GRPO"
     )
     combine: Literal["sum", "normalise"] = Field(
-        "sum", description="several rewards: summed by weight, or each normalised in its group first (GDPO)"
+        "sum", description="how several rewards combine: summed by weight, or each normalised in its group first (GDPO)"
     )
     std: Literal["sample", "population"] = Field(
         "sample", description="standard deviation over n - 1, as torch and TRL, or over n, as numpy"
@@ -37,7 +37,7 @@ class AdvantageConfig(Section):
     whiten: bool = Field(
         False, description="normalise over all response tokens of the step, after all else (REINFORCE++)"
     )
-    eps: float = Field(1e-4, gt=0, description="added to the standard deviation that scale divides by")
+    eps: float = Field(1e-4, gt=0, description="number added to the standard deviation that scale divides by")
 
     @property
     def built_in(self) -> str:
@@ -66,9 +66,9 @@ class ClipConfig(Section):
 class SapoConfig(Section):
     """Temperatures of the gates of `policy_loss: sapo`; other losses do not read them."""
 
-    temperature_positive: float = Field(1.0, gt=0, description="for tokens with a positive advantage")
+    temperature_positive: float = Field(1.0, gt=0, description="tau of tokens with a positive advantage")
     temperature_negative: float = Field(
-        1.05, gt=0, description="for tokens with a negative advantage; larger damps more"
+        1.05, gt=0, description="tau of tokens with a negative advantage; larger damps more"
     )
 
 
@@ -101,10 +101,10 @@ class KLConfig(Section):
         "k3", description="Schulman's estimators by name (verl kl_loss_type); k3 is that of DeepSeekMath"
     )
     apply_to: Literal["loss", "reward"] = Field(
-        "loss", description="add it to the loss, or subtract it from the reward (verl use_kl_in_reward)"
+        "loss", description="where it acts: added to the loss, or subtracted from the reward (verl use_kl_in_reward)"
     )
     level: Literal["token", "sequence"] = Field(
-        "token", description="estimate from the log ratio of each token, or of the whole response (R1, eq. 2)"
+        "token", description="estimate from the log ratio of each token, or of the full response (R1, eq. 2)"
     )
     target: float | None = Field(
         None, gt=0, description="nats per token that an adaptive coef aims at (verl target_kl); null: coef is constant"
@@ -151,7 +151,7 @@ class RolloutCorrectionConfig(Section):
         description="truncate: weights are clamped (TIS); mask: tokens outside the limits do not learn (MIS, IcePop)",
     )
     level: Literal["token", "sequence"] = Field(
-        "token", description="a weight of each token, or their product over the response"
+        "token", description="level of the weights: of each token, or their product over the response"
     )
     low: float | None = Field(None, ge=0, description="lower limit of the weight; null: none")
     high: float | None = Field(None, gt=0, description="upper limit of the weight, 2 to 5 as a rule; null: none")
@@ -184,7 +184,7 @@ class FilterConfig(Section):
     )
     metric: Annotated[str, AfterValidator(GROUP_FILTERS.check_name)] = Field(
         "reward",
-        description="what must differ in a group: the whole reward, or with accuracy whether samples are right (DAPO); "
+        description="what must differ in a group: the full reward, or with accuracy whether samples are right (DAPO); "
         "or your own 'file.py:function', which says whether to keep it",
     )
     args: dict[str, Any] = Field({}, description="arguments of your own metric, by name")
@@ -199,7 +199,7 @@ class FilterConfig(Section):
     )
     select_by: Literal["launch", "finish"] = Field(
         "launch",
-        description="which of them are taken: first launched, or first finished, which prefers short ones",
+        description="which launched groups are taken: first launched, or first finished, which prefers short ones",
     )
 
 
@@ -222,8 +222,8 @@ class AlgorithmConfig(Section):
     advantage: AdvantageConfig = Field(AdvantageConfig(), description="how rewards become advantages")
     ratio: Literal["token", "sequence", "sequence_token", "product"] = Field(
         "token",
-        description="importance ratio: of a token, a sequence (GSPO: geometric mean), GSPO-token, or the whole product "
-        "(TRL importance_sampling_level)",
+        description="importance ratio: of a token, of a sequence (GSPO: geometric mean), of GSPO-token, or the "
+        "product over the tokens (TRL importance_sampling_level)",
     )
     policy_loss: Annotated[str, AfterValidator(POLICY_LOSSES.check_name)] = Field(
         "clip",
@@ -239,7 +239,7 @@ class AlgorithmConfig(Section):
         description="how token losses are averaged (verl loss_agg_mode); token_mean: DAPO; constant: Dr. GRPO",
     )
     control_token_weight: float = Field(
-        1e-3, gt=0, description="of a response's first token in aggregation decoupled (Thinkless)"
+        1e-3, gt=0, description="weight of a response's first token in aggregation decoupled (Thinkless)"
     )
     old_logprobs: Literal["recomputed", "engine"] = Field(
         "recomputed",

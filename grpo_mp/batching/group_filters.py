@@ -19,7 +19,7 @@ class GroupSelection:
     """How many of the groups launched so far for a step were selected, and why others were not."""
 
     admitted: tuple[int, ...]  # group ids in launch order
-    zero_std: int  # groups dropped because they teach nothing, by filter.metric
+    zero_std: int  # groups dropped as uninformative, by filter.metric
     surplus: int  # groups that were not needed
     unfinished: int  # groups that were aborted
 
@@ -36,7 +36,7 @@ def load_group_filter(rule: FilterConfig) -> GroupFilter:
 def select_groups(
     infos: Sequence[SampleInfo], count: int, rule: FilterConfig, keeps: GroupFilter | None = None
 ) -> GroupSelection:
-    """Select the first `count` groups by launch or by finish; with the rule, those that `keeps` says teach.
+    """Select the first `count` groups by launch or by finish; with the rule, those that pass `keeps`.
 
     keeps: None takes the filter of the settings.
     """
@@ -73,17 +73,17 @@ def groups_to_launch(missing: int, launched: int, selection: GroupSelection, rul
 
 @dataclass(frozen=True)
 class PromptCurriculum:
-    """By prompt: for how many steps in a row all samples were right, and the last step that it rests."""
+    """Steps in a row in which all samples were right, and the last step to skip; both by prompt."""
 
     solve_streak: Mapping[int, int]
     resting: Mapping[int, int]
 
     def rests(self, prompt: int, step: int) -> bool:
-        """Check whether a prompt is left out of `step`."""
+        """Tell whether a prompt is skipped in `step`."""
         return self.resting.get(prompt, 0) >= step
 
     def after(self, infos: Sequence[SampleInfo], step: int, rule: CurriculumConfig) -> "PromptCurriculum":
-        """Return the state after a step. A prompt that returns from its rest starts at zero."""
+        """Return the curriculum after a step; the streak of a prompt that was skipped starts at zero."""
         if not rule.solved_streak:
             return self
         all_right: dict[int, bool] = {}

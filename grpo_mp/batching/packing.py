@@ -62,7 +62,7 @@ def pack(
 
 @dataclass(frozen=True)
 class _Sequence:
-    """A packed sequence: where it lies, which of the plan's samples it is (-1: none), its shared prompt."""
+    """A packed sequence: where it is, which of the plan's samples it is (-1: none), its shared prompt."""
 
     start: int
     length: int
@@ -109,7 +109,7 @@ def _write_sample(batch: MicroBatch, sequence: _Sequence, sample: Sample, prompt
 
 
 def gather_responses(values: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-    """Gather per-token values [T] of a whole micro-batch as [response tokens] for each of `sample_ids`."""
+    """Gather per-token values [T] of a full micro-batch as [response tokens] for each of `sample_ids`."""
     counts = torch.bincount(batch.sequence[batch.mask.bool()], minlength=len(batch.sample_ids))
     return values[batch.mask.bool()].split(counts.tolist()) if batch.sample_ids else ()
 
@@ -118,7 +118,7 @@ def slice_context(batch: MicroBatch, context: int, rank: int) -> MicroBatch:
     """Slice out the part of a micro-batch that context-parallel rank `rank` of `context` holds.
 
     Each sequence is cut into 2 * context chunks; the rank holds chunk `rank` and its mirror, which evens out causal
-    attention. `lengths` stay those of the whole sequences.
+    attention. `lengths` stay those of the full sequences.
     Raises ValueError where a length is no multiple of 2 * context.
     """
     if context == 1:

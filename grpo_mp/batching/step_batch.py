@@ -39,7 +39,7 @@ def assemble_step_batch(
 ) -> StepBatch:
     """Plan the updates, the same on every rank, and send each sample to the rank that trains on it.
 
-    groups: of this rank's engine; infos: of the whole step, the same on every rank; step: seeds the shuffle;
+    groups: of this rank's engine; infos: of the full step, the same on every rank; step: seeds the shuffle;
     estimator: None takes that of the settings.
     """
     advantage = settings.algorithm.advantage
@@ -83,7 +83,7 @@ def with_reference_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torc
 
 
 def with_old_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor]) -> list[MicroBatch]:
-    """Add the logprobs of the policy before the step's first update, in the same way."""
+    """Add the policy's logprobs before the step's first update; leave them on stages that computed none."""
     if not outputs:
         return list(update)
     return [replace(batch, old_logprobs=out[0].cpu()) for batch, out in zip(update, outputs, strict=True)]

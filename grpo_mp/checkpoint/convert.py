@@ -47,7 +47,7 @@ class ModelMapping:
 
     @classmethod
     def of(cls, folder: Path) -> "ModelMapping":
-        """Make it from the folder's config.json. Raises UserError where that is missing or not supported."""
+        """Make the mapping by the folder's config.json. Raises UserError where that is missing or not supported."""
         hf = HfConfig.read(folder)
         family = family_of(hf)
         params = {name: param for name, param in family.params(hf).items() if not param.alias}
@@ -146,7 +146,7 @@ class HfExporter:
 
     @cached_property
     def fp8_names(self) -> frozenset[str]:
-        """Tensors to write as FP8: those of the policy that `original` has in FP8, or else that releases quantise."""
+        """Return the tensors to write as FP8: those that `original` has in FP8, else those that releases quantise."""
         if not self.fp8:
             return frozenset()
         names = {name for name, reader in self.non_policy.items() if reader.dtype(name) == FP8}

@@ -17,7 +17,7 @@ from grpo_mp.models.mapping import unfuse
 
 
 class ConvertedReader:
-    """Reads whole tensors, as HfReader does."""
+    """Reads full tensors, as HfReader does."""
 
     def __init__(self, folder: Path, verify: bool = False) -> None:
         """Open a folder; raises UserError where a file is missing or torn, and where config.json is of another model.
@@ -49,7 +49,7 @@ class ConvertedReader:
         return self._dtypes[self._params[name].name] if name in self._params else self._non_policy[name].dtype(name)
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
-        """Return the whole tensor, or [start, stop) along `axis`."""
+        """Return the full tensor, or [start, stop) along `axis`."""
         tensor = self.read_stored(name)
         return tensor if axis is None else tensor.narrow(axis, start, stop - start)
 

@@ -25,13 +25,17 @@ class Weights(Protocol):
     names: frozenset[str]  # tensors of the model
     stored_names: frozenset[str]  # and those beside them
 
-    def dtype(self, name: str) -> torch.dtype: ...
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the stored dtype."""
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the full tensor."""
 
-    def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor: ...
+    def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
+        """Return the full tensor, or [start, stop) along `axis` (0 or 1); FP8 dequantised."""
 
-    def read_stored(self, name: str) -> torch.Tensor: ...
+    def read_stored(self, name: str) -> torch.Tensor:
+        """Return the full tensor in its stored dtype."""
 
 
 class HfReader:
@@ -86,7 +90,7 @@ class HfReader:
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
-        """Return the whole tensor, or [start, stop) along `axis` (0 or 1).
+        """Return the full tensor, or [start, stop) along `axis` (0 or 1).
 
         Raises UserError for an FP8 tensor whose factors are missing or not those of 128 x 128 blocks.
         """
@@ -105,7 +109,7 @@ class HfReader:
         return dequantise(stored, self.read_stored(scale), self.fp8_as, origin)
 
     def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
-        """Return the same as the file stores it: FP8 stays FP8."""
+        """Return the full tensor, or a slice, in its stored dtype: FP8 stays FP8."""
         if name in self._file_of:
             self.checksums.check(self._file_of[name])
         if axis is None:

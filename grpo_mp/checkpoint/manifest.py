@@ -23,7 +23,7 @@ class Checksums:
     """Compares a folder's files with the recorded sizes and checksums, each once. Threads may share it."""
 
     def __init__(self, folder: Path, files: Files, hint: str = "") -> None:
-        """`hint`: what a user can do instead of copying a file again; ends the error message."""
+        """Take checksums by file; `hint` ends the error message: what a user can do instead of copying a file again."""
         self._folder, self._files, self._hint = folder, files, hint
         self._checked: set[str] = set()
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class Checksums:
 
     @property
     def summary(self) -> str:
-        """What to tell people once all files were checked."""
+        """Return what to tell people once all files were checked."""
         return f"{len(self._files)} files agree" if self._files else "none are recorded"
 
     def check(self, file: Path) -> None:
@@ -61,14 +61,14 @@ class Checksums:
             self._checked.add(name)
 
     def check_share(self, rank: int = 0, size: int = 1) -> None:
-        """`check` a rank's share of the files, dealt out by size; every one of `size` ranks must call this."""
+        """Apply `check` to a rank's share of the files, dealt out by size. Each of `size` ranks must call this."""
         by_size = sorted(self._files, key=lambda name: (-int(self._files[name]["bytes"]), name))
         for name in by_size[rank::size]:
             self.check(self._folder / name)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; returns an empty one where the file is missing or torn."""
+    """Read a JSON object; return an empty one where the file is missing or torn."""
     try:
         values: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError):

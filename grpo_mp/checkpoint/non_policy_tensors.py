@@ -35,7 +35,7 @@ def check_layers(names: Iterable[str], hf: HfConfig) -> None:
 
 
 def open_non_policy_tensors(folder: Path, verify: bool = False) -> HfReader | None:
-    """Open them in a Hugging Face folder or in a converted one; returns None where there are no such files."""
+    """Open the tensors outside the policy in a Hugging Face or converted folder; None where it has none."""
     if has_hf_weights(folder):
         return HfReader(folder, verify=verify)
     files = sorted(folder.glob(f"{NON_POLICY}*.safetensors"))

@@ -100,7 +100,7 @@ def parts_of_rank(parts: Sequence[Part], rank: int, size: int) -> list[Part]:
 
 
 def _prepare(destination: Path, folder: Path, source: str, parts: Sequence[Part]) -> list[str] | None:
-    """Create or clean the incomplete folder. Returns names of the parts to write; None where all is done."""
+    """Create or clean the incomplete folder. Return the names of the parts to write; None where all is done."""
     if destination.exists():
         _check_source(destination, source, "holds something else: choose another destination")
         shutil.rmtree(destination / PART_RECORDS, ignore_errors=True)  # an earlier start was killed at the very end

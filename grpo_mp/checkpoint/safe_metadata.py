@@ -79,7 +79,7 @@ def read_metadata(folder: Path) -> Metadata:
 def restrict_unpickling(folder: Path) -> Iterator[None]:
     """Let Megatron load from `folder` without running what its files name.
 
-    Raises UserError as `read_metadata`, which Megatron then unpickles anew; objects beside tensors, which Megatron
+    Raises UserError as `read_metadata`, which Megatron then unpickles again; objects beside tensors, which Megatron
     reads by torch.load, are read as weights are.
     """
     read_metadata(folder)

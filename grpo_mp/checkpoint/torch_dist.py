@@ -1,7 +1,7 @@
 """Megatron's torch_dist format without a model: a parameter's slot in it, and writing it part by part.
 
 A checkpoint is a `.metadata` of torch.distributed.checkpoint that names every chunk's file, Megatron's metadata.json
-and common.pt. Tensors are whole-model tensors, so any layout reads its shards of them.
+and common.pt. Tensors are full-model tensors, so any layout reads its shards of them.
 """
 
 import re
@@ -26,7 +26,7 @@ from grpo_mp.checkpoint.safe_metadata import read_metadata
 from grpo_mp.models.mapping import Param
 
 COMMON = "common.pt"
-GLOBAL_FILES = (TORCH_DIST, COMMON, CONFIG_FNAME)  # of the whole checkpoint
+GLOBAL_FILES = (TORCH_DIST, COMMON, CONFIG_FNAME)  # of the checkpoint
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.weight)\d+$")
 
@@ -49,7 +49,7 @@ class CheckpointSlot:
 
 
 def slot_of(param: Param, config: Mapping[str, Any]) -> CheckpointSlot:
-    """Return where Megatron keeps the whole parameter; `config`: the family's Megatron settings.
+    """Return where Megatron keeps the full parameter; `config`: the family's Megatron settings.
 
     Homogeneous layers are stacked into one tensor with the layer as its first axis; so are the experts of a layer.
     """
@@ -73,7 +73,7 @@ def write_part(folder: Path, tensors: Iterable[tuple[CheckpointSlot, Tensor]]) -
     planner, writer = DefaultSavePlanner(flatten_state_dict=False), _Writer(folder, sync_files=False)
     planner.set_up_planner({key: LocalShardsContainer(chunks) for key, chunks in by_key.items()}, is_coordinator=True)
     writer.set_up_storage_writer(True)
-    # The planner's own global plan would demand whole tensors.
+    # The planner's own global plan would demand full tensors.
     plans, metadata = create_default_global_save_plan([writer.prepare_local_plan(planner.create_local_plan())])
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
     writer.finish(metadata, [writer.write_data(plan, planner).wait()])

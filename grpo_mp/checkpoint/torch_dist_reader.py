@@ -1,4 +1,4 @@
-"""Read a checkpoint in Megatron's torch_dist format, one whole parameter at a time, without a model."""
+"""Read a checkpoint in Megatron's torch_dist format, one full parameter at a time, without a model."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -22,7 +22,7 @@ OPTIMIZER = "optimizer."
 
 
 class TorchDistReader:
-    """Reads whole parameters, one at a time."""
+    """Reads full parameters, one at a time."""
 
     def __init__(self, folder: Path, verify: bool = False) -> None:
         """Open a checkpoint, or a run's step; `verify`: compare each file with its checksum before it is used.
@@ -72,7 +72,7 @@ class TorchDistReader:
         return dtype
 
     def read(self, slot: CheckpointSlot) -> Tensor:
-        """Return the whole parameter, without vocabulary padding."""
+        """Return the full parameter, without vocabulary padding."""
         metadata = self._tensor_metadata(slot)
         chunks = self._chunks_of(slot, metadata)
         stored = [self.metadata.storage_data[MetadataIndex(slot.key, chunk.offsets)] for chunk in chunks]

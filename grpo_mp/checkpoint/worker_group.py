@@ -22,7 +22,7 @@ class WorkerGroup:
     """This process's view of the group."""
 
     def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
-        """`store`: needed for more than one rank."""
+        """Take this rank and the number of ranks; more than one need the job's `store`."""
         self.rank, self.size, self._store, self._bytes = rank, size, store, 0
 
     @classmethod
@@ -44,12 +44,12 @@ class WorkerGroup:
         return json.loads(self._store.get("broadcast"))
 
     def add_bytes(self, size: int) -> int:
-        """Add to the bytes written by all ranks; returns their sum."""
+        """Add to the bytes written by all ranks; return their sum."""
         self._bytes = self._store.add("bytes", size) if self._store else self._bytes + size
         return self._bytes
 
     def wait_until(self, total: int) -> Iterator[int]:
-        """Wait until all ranks have written `total` bytes; yields each new sum. Raises PhaseTimeout after a pause."""
+        """Wait until all ranks have written `total` bytes; yield each new sum. Raises PhaseTimeout after a pause."""
         written, since = self._bytes, time.monotonic()
         while written < total:
             time.sleep(POLL_S)

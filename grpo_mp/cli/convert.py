@@ -11,7 +11,7 @@ or converted: names, shapes, dtypes and values, one line per difference, the wor
 one. With --logits it runs both on the same tokens in float32, by transformers or by Megatron, and compares the logits.
 `to-megatron` writes the torch_dist format that any layout loads, with config and tokenizer beside the weights.
 `to-hf` takes such a folder, or a step of a run with --like for config and tokenizer. Both go on where an earlier
-start was stopped; DST appears under its name only when it is whole. torchrun --nproc-per-node 4 -m grpo_mp convert
+start was stopped; DST appears under its name only when it is complete. torchrun --nproc-per-node 4 -m grpo_mp convert
 ... divides the work over processes.
 """
 

@@ -4,7 +4,7 @@
 
 With --cold-start P the random model gets supervised steps on worked examples until it answers held-out problems
 with probability P. Half of the examples (--slips) contain a careless slip, so the policy learns the method and the
-carelessness with it: that is what rewards can mend. Without --cold-start the weights stay random.
+carelessness with it: that is what rewards can fix. Without --cold-start the weights stay random.
 """
 
 import argparse

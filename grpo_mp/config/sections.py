@@ -13,7 +13,7 @@ class RunConfig(Section):
     """The run: its folder, length, checkpoints and evaluations."""
 
     folder: Path = Field(description="where everything of the run is written (TRL output_dir)")
-    seed: int = Field(0, description="of data order, sampling and initialisation")
+    seed: int = Field(0, description="seed of data order, sampling and initialisation")
     steps: int = Field(gt=0, description="steps in all; each generates, scores, trains and syncs; may be raised later")
     save_every: int = Field(20, ge=0, description="steps between checkpoints; 0 saves only at the end")
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 evaluates only before and after")
@@ -31,7 +31,7 @@ class ModelConfig(Section):
     family: str | None = Field(
         None, description="a built-in family's name or your own 'file.py:FAMILY'; null: by model_type of config.json"
     )
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of weights and activations")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="precision of weights and activations")
 
 
 class LayoutConfig(Section):
@@ -55,13 +55,13 @@ class EvalSetConfig(Section):
         1, ge=1, le=MOST_SAMPLES, description="responses to each problem: avg@n, pass@k and maj@k up to n"
     )
     temperature: float | None = Field(
-        None, ge=0, description="of sampling; 0: the likeliest token; null: rollout.temperature"
+        None, ge=0, description="sampling temperature; 0: the likeliest token; null: rollout.temperature"
     )
-    top_p: float | None = Field(None, gt=0, le=1, description="nucleus of sampling; null: rollout.top_p")
+    top_p: float | None = Field(None, gt=0, le=1, description="mass of nucleus sampling; null: rollout.top_p")
     max_response_tokens: int | None = Field(
         None, gt=0, description="tokens at which a response is cut; null: rollout.max_response_tokens"
     )
-    prompts: int | None = Field(None, gt=0, description="take only the first that many; null: data.eval_prompts")
+    prompts: int | None = Field(None, gt=0, description="number of prompts, the first ones; null: data.eval_prompts")
     source: str | None = Field(None, description="what reads `path`; null: as data.source")
 
     @model_validator(mode="after")
@@ -89,7 +89,7 @@ class DataConfig(Section):
     answer_column: str | None = Field("answer", description="column of the expected answer; null: there is none")
     system_prompt: str | None = Field(None, description="system message before every prompt; null: none")
     shuffle: bool = Field(True, description="new order of the train prompts in each epoch; false: order of the file")
-    eval_prompts: int | None = Field(None, gt=0, description="take only the first that many of each set; null: all")
+    eval_prompts: int | None = Field(None, gt=0, description="number of prompts of each set, the first ones; null: all")
 
     @field_validator("eval", mode="before")
     @classmethod
@@ -106,8 +106,8 @@ class RolloutConfig(Section):
     group_size: int = Field(gt=0, description="samples for each prompt (TRL num_generations, verl rollout.n)")
     max_prompt_tokens: int = Field(gt=0, description="longer prompts are left out, never cut (verl max_prompt_length)")
     max_response_tokens: int = Field(gt=0, description="tokens at which a response is cut (TRL max_completion_length)")
-    temperature: float = Field(1.0, gt=0, description="of sampling; logprobs in training are taken at it, too")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus of sampling; logprobs are of the whole distribution")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; logprobs in training are taken at it, too")
+    top_p: float = Field(1.0, gt=0, le=1, description="mass of nucleus sampling; logprobs are of the full distribution")
     stop: tuple[str, ...] = Field((), description="texts that end a response, beside the model's end token")
     group_timeout_s: float = Field(600.0, gt=0, description="seconds that a group may take; more for long responses")
 
@@ -132,13 +132,13 @@ class OptimizerConfig(Section):
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the schedule")
     warmup_updates: int = Field(0, ge=0, description="updates over which the learning rate rises to lr")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="from lr to min_lr over the run (TRL lr_scheduler_type, Megatron lr_decay_style)"
+        "constant", description="course of the rate from lr to min_lr (TRL lr_scheduler_type, Megatron lr_decay_style)"
     )
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of AdamW")
     betas: tuple[float, float] = Field((0.9, 0.98), description="decay rates of Adam's first and second moments")
-    eps: float = Field(1e-8, gt=0, description="added to the root of Adam's second moment")
+    eps: float = Field(1e-8, gt=0, description="number added to the root of Adam's second moment")
     clip_grad: float = Field(
-        1.0, ge=0, description="norm to which the whole gradient is clipped (TRL max_grad_norm); 0 does not clip"
+        1.0, ge=0, description="norm to which the full gradient is clipped (TRL max_grad_norm); 0 does not clip"
     )
 
 
@@ -153,7 +153,7 @@ class TrainingConfig(Section):
     epochs: int = Field(
         1, ge=1, description="passes over a step's samples: mu of GRPO, TRL num_iterations, verl ppo_epochs"
     )
-    shuffle: bool = Field(False, description="samples go to the step's updates at random; false: whole groups in order")
+    shuffle: bool = Field(False, description="samples go to the updates at random; false: complete groups in order")
     max_tokens_per_microbatch: int = Field(
         4096,
         gt=0,
@@ -181,7 +181,7 @@ class SyncConfig(Section):
     transport: Literal["auto", "host", "ipc"] = Field(
         "auto", description="host: shared host memory; ipc: CUDA IPC; auto: ipc on GPUs"
     )
-    bucket_bytes: int = Field(2**30, gt=0, description="weights sent at one time; lower it when memory is short")
+    bucket_bytes: int = Field(2**30, gt=0, description="bytes sent at one time; lower it when memory is short")
     check_tolerance: float | None = Field(
         None, gt=0, description="nats by which engine and policy may differ after a sync; null: by dtype"
     )
@@ -199,7 +199,7 @@ class MonitorConfig(Section):
         "list of them (TRL report_to, verl trainer.logger)",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="of RUN/logs/rank_N.log; warnings go to the terminal, too"
+        "info", description="level of RUN/logs/rank_N.log; warnings go to the terminal, too"
     )
     samples_per_step: int = Field(4, ge=0, description="sample texts written at each step")
     phase_timeout_s: float = Field(

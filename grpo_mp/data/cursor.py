@@ -21,7 +21,7 @@ class Cursor:
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> "Cursor":
-        """Restore a cursor. Raises TypeError for a dictionary that `to_dict` did not make."""
+        """Restore a cursor. Raises KeyError or TypeError for a dictionary that `to_dict` did not make."""
         return cls(**{**state, "deferred": tuple(state["deferred"])})
 
 

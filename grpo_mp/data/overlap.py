@@ -21,7 +21,7 @@ class Overlap:
 
     @property
     def sentence(self) -> str:
-        """The line that a run prints."""
+        """Return the line that a run prints."""
         near_verb = "shares" if self.near == 1 else "share"
         near_text = f"; {self.near} more {near_verb} {NGRAM_WORDS} words in a row with one" if self.near else ""
         exact_text = f"{self.exact} of {self.problems}" if self.exact else f"none of {self.problems}"

@@ -72,7 +72,7 @@ def model_shape(hf: HfConfig) -> ModelShape:
 
 
 def sets_pipeline_layout(megatron: Mapping[str, Any]) -> bool:
-    """Whether training.megatron_args places the layers on pipeline stages itself."""
+    """Tell whether training.megatron_args places the layers on pipeline stages itself."""
     return any("pipeline" in name for name in megatron)
 
 

@@ -31,7 +31,7 @@ class PortClaim:
 
     @property
     def port(self) -> int:
-        """The first of the ports."""
+        """Return the first of the ports."""
         return self.ports[0]
 
     def release(self) -> None:

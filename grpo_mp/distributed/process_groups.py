@@ -32,7 +32,7 @@ class Parallel:
     data_parallel: int
     replica: dist.ProcessGroup  # gloo group of the ranks that train on the same samples
     cpu_group: dist.ProcessGroup  # gloo group of all ranks
-    store: dist.Store  # key-value store of the whole job
+    store: dist.Store  # key-value store of the job
 
     @property
     def replica_source(self) -> int:

@@ -55,7 +55,7 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """The answer column of GSM8K: worked reasoning, then the result."""
+        """Return the answer column as in GSM8K: worked reasoning, then the result."""
         working, result = solve(self.kind, self.operands)
         return f"{working}\n#### {result}"
 

@@ -1,4 +1,4 @@
-"""Supervised steps on worked examples: what a policy needs before rewards can teach it anything (R1, section 2.3.1)."""
+"""Supervised steps on worked examples: what a policy needs before rewards can improve it (R1, section 2.3.1)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class ColdStartStep:
 
     step: int
     loss: float  # nats per response token
-    right: float | None  # probability of the whole worked response, mean over the held-out examples; None: not measured
+    right: float | None  # probability of the full worked response, mean over the held-out examples; None: not measured
 
 
 def cold_start(

@@ -126,7 +126,7 @@ class NodeCheck:
 
 
 def inspect_node(node: str, attempt: Path, clock_offset_s: float) -> NodeReport:
-    """Report on this node; leaves a file in the shared folder, so that rank 0 sees who reaches it."""
+    """Report on this node; leave a file in the shared folder, so that rank 0 sees who reaches it."""
     memory = psutil.virtual_memory()
     versions = []
     for name in PACKAGES:

@@ -4,7 +4,7 @@ What comes back bit for bit. Let a block be bytes w with factor s, and x = dequa
 
 - Bytes: x / s is w within 2**-8, half the distance to the next e4m3 value is 2**-5 or more, so rounding with a factor
   within 2**-8 of s finds w again. `quantise` takes max|x| / 448, which is such a factor exactly where the largest
-  byte of the block stands for 448; there, and in blocks of zeros, quantise(dequantise(w)) has the bytes of w. A block
+  byte of the block encodes 448; there, and in blocks of zeros, quantise(dequantise(w)) has the bytes of w. A block
   whose largest byte is m < 448 is stretched to 448 and its bytes change.
 - Factor: max|x| / 448 is s only up to the rounding of x. It is s itself where s was made by `quantise` from values
   of the same dtype bfloat16: 448 * s then rounds back to the bfloat16 it came from. In float32 it may miss by one
@@ -97,10 +97,10 @@ def _float32(weight: Tensor) -> Tensor:
 
 
 def _pad_to_blocks(columns: Tensor, padding: float) -> Tensor:
-    """[C] -> [C / 128, 128], the last block padded."""
+    """Pad columns [C] and reshape to [ceil(C / 128), 128]."""
     return functional.pad(columns, (0, -columns.shape[0] % BLOCK), value=padding).view(-1, BLOCK)
 
 
 def _per_column(blocks: Tensor, columns: int) -> Tensor:
-    """[C / 128] -> [C]."""
+    """Repeat block values [ceil(C / 128)] to columns [C]."""
     return blocks.repeat_interleave(BLOCK)[:columns]

@@ -42,14 +42,14 @@ class HfConfig:
 
     @property
     def head_dim(self) -> int:
-        """Head size of grouped-query attention; by default the heads divide the hidden size."""
+        """Return the head size of grouped-query attention; by default hidden size / number of heads."""
         return int(self.values.get("head_dim") or self.int("hidden_size") // self.int("num_attention_heads"))
 
     @property
     def rope(self) -> dict[str, Any]:
-        """Rotary settings with `rope_theta`, as transformers 4 or 5 writes them; where a file has both, those 5 uses.
+        """Return the rotary settings with `rope_theta`, as transformers 4 or 5 writes them.
 
-        Raises UserError where kinds of layers have rotations of their own.
+        Where a file has both, those that 5 uses win. Raises UserError where kinds of layers have different rotations.
         """
         nested = self.values.get("rope_scaling") or self.values.get("rope_parameters") or {}
         if any(isinstance(value, dict) for value in nested.values()):

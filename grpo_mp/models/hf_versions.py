@@ -11,7 +11,7 @@ from grpo_mp.models.families import FAMILIES
 
 # Model types that transformers computes under another name.
 TRANSFORMERS_NAMES = {name: family.transformers_type for name, family in FAMILIES.items() if family.transformers_type}
-TOP_LEVEL_ROPE = ("rope_theta", "partial_rotary_factor")  # stand beside rope_scaling in 4, in rope_parameters in 5
+TOP_LEVEL_ROPE = ("rope_theta", "partial_rotary_factor")  # beside rope_scaling in 4, in rope_parameters in 5
 
 
 def add_transformers_4_names(config: Mapping[str, Any]) -> dict[str, Any]:

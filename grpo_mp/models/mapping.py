@@ -1,7 +1,7 @@
 """The parameter mapping: how each Megatron parameter relates to Hugging Face tensors, as data.
 
-A family states `Rule`s once; `expand` turns them into one `Param` per Megatron parameter of the whole model.
-Loading, export and weight sync read the same statement. Nothing here touches files, ranks or Megatron.
+A family states `Rule`s once; `expand` turns them into one `Param` per Megatron parameter of the full model.
+Loading, export and weight sync use the same rules. Nothing here touches files, ranks or Megatron.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ class Rule:
     hf: tuple[str, ...]
     shapes: tuple[Shape, ...]  # of the Hugging Face tensors
     fuse: Fuse = "none"
-    tp_dim: int | None = None  # dimension that tensor parallelism divides; None: every rank has the whole tensor
+    tp_dim: int | None = None  # dimension that tensor parallelism divides; None: every rank has the full tensor
     layers: Sequence[int] | None = None
     experts: int = 0
     head_dim: int = 0  # for qkv
@@ -32,17 +32,22 @@ class Rule:
     keep_float32: bool = False  # must not be cast (the router's expert bias)
     alias: bool = False  # a second Megatron copy of tensors that another rule owns: loaded, never sent or saved
 
+    @property
+    def in_no_layer(self) -> bool:
+        """Return whether the rule is about layers of a kind that the model lacks."""
+        return self.layers is not None and not self.layers
+
 
 @dataclass(frozen=True)
 class Param(Rule):
-    """One Megatron parameter (or buffer) of the whole model: a rule, filled in for one layer and expert."""
+    """One Megatron parameter (or buffer) of the full model: a rule, filled in for one layer and expert."""
 
     layer: int | None = None
     expert: int | None = None
 
     @property
     def is_projection(self) -> bool:
-        """Whether FP8 releases quantise it: matrices but for the embedding, the output layer and the router."""
+        """Return whether FP8 releases quantise it: matrices but for the embedding, the output layer and the router."""
         return len(self.shapes[0]) == 2 and not self.vocabulary and not self.name.endswith("router.weight")
 
     @property
@@ -50,7 +55,7 @@ class Param(Rule):
         return sum(prod(shape) for shape in self.shapes)
 
     def shard_shape(self, shape: Shape, tp_size: int) -> Shape:
-        """Shape of a tensor-parallel rank's shard of a Hugging Face tensor; raises ValueError if it does not divide."""
+        """Return one tensor-parallel rank's shape of a Hugging Face tensor. Raises ValueError if it does not divide."""
         if self.tp_dim is None:
             return shape
         size = shape[self.tp_dim]
@@ -59,13 +64,13 @@ class Param(Rule):
         return (*shape[: self.tp_dim], -(-size // tp_size), *shape[self.tp_dim + 1 :])
 
     def local_shape(self, tp_size: int) -> Shape:
-        """Shape of the Megatron parameter on one tensor-parallel rank."""
+        """Return the shape of the Megatron parameter on one tensor-parallel rank."""
         shards = [self.shard_shape(shape, tp_size) for shape in self.shapes]
         return (sum(shape[0] for shape in shards), *shards[0][1:])
 
 
 def expand(rules: Iterable[Rule]) -> dict[str, Param]:
-    """One `Param` per Megatron name; raises ValueError where two rules make the same name."""
+    """Expand rules to one `Param` per Megatron name. Raises ValueError where two rules make the same name."""
     params: dict[str, Param] = {}
     for rule in rules:
         for layer in rule.layers if rule.layers is not None else (None,):
@@ -78,7 +83,7 @@ def expand(rules: Iterable[Rule]) -> dict[str, Param]:
 
 
 def fuse(param: Param, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Hugging Face shards of one tensor-parallel rank -> the Megatron shard.
+    """Fuse one tensor-parallel rank's Hugging Face shards into its Megatron shard.
 
     qkv: rows are ordered by query group, [queries of the group, its key, its value], so that
     tensor parallelism divides groups; gate_up: gate rows, then up rows.
@@ -93,7 +98,7 @@ def fuse(param: Param, shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unfuse(param: Param, shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Invert `fuse`: a Megatron shard -> the shards of its Hugging Face tensors."""
+    """Invert `fuse`: split a Megatron shard into the shards of its Hugging Face tensors."""
     if param.fuse == "none":
         return (shard,)
     if param.fuse == "gate_up":
@@ -108,7 +113,7 @@ def unfuse(param: Param, shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def join(param: Param, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-    """Unfused shards of all tensor-parallel ranks (outer) -> whole Hugging Face tensors, without padding."""
+    """Join unfused shards, by tensor-parallel rank, into full Hugging Face tensors without padding."""
     tensors = []
     for index, shape in enumerate(param.shapes):
         by_rank = [rank_shards[index] for rank_shards in shards]
@@ -131,7 +136,7 @@ def split_by_bytes(sizes: Mapping[Name, int], max_bytes: int) -> list[tuple[tupl
 
 
 def shard_range(param: Param, shape: Shape, tp_size: int, tp_rank: int) -> tuple[int, int]:
-    """[start, stop) along `param.tp_dim` of a Hugging Face tensor that a tensor-parallel rank has."""
+    """Return the [start, stop) of a Hugging Face tensor along `param.tp_dim` that a tensor-parallel rank has."""
     assert param.tp_dim is not None
     size = param.shard_shape(shape, tp_size)[param.tp_dim]
     start = tp_rank * size

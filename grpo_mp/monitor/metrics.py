@@ -37,7 +37,7 @@ class Metric:
 
     @property
     def group(self) -> str:
-        """The part of the name before the first slash."""
+        """Return the part of the name before the first slash."""
         return self.name.split("/", 1)[0]
 
     @property
@@ -52,7 +52,7 @@ class Metric:
         return re.fullmatch(r"[\w.\-]+".join(literal), name) is not None
 
     def is_healthy(self, value: float) -> bool:
-        """Check whether `value` lies in the healthy range; NaN never does where there is one."""
+        """Check whether `value` is in the healthy range; NaN never is where there is one."""
         above_low = self.low is None or value >= self.low
         below_high = self.high is None or value <= self.high
         return above_low and below_high

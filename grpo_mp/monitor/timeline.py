@@ -46,7 +46,7 @@ class Timeline:
         self._file = path.open("a", encoding="utf-8")
 
     def now_ns(self) -> int:
-        """Nanoseconds since the epoch, never going back within this process."""
+        """Return nanoseconds since the epoch, never going back within this process."""
         return self._offset_ns + time.perf_counter_ns()
 
     @contextmanager

@@ -138,17 +138,17 @@ class Job:
 
     @property
     def dense_shards(self) -> int:
-        """Ranks over which the optimizer of a dense parameter is sharded."""
+        """Return the number of ranks that shard the optimizer state of a dense parameter."""
         return self.dp_size * self.settings.layout.context
 
     @property
     def expert_shards(self) -> int:
-        """Ranks over which the optimizer of a routed expert's parameter is sharded."""
+        """Return the number of ranks that shard the optimizer state of a routed expert's parameter."""
         layout = self.settings.layout
         return self.world_size // (layout.expert * layout.expert_tensor * layout.pipeline)
 
     def sharded_parameters(self, count: ParameterCount) -> float:
-        """Of the parameters that a rank holds, those whose optimizer state it keeps."""
+        """Return the number of parameters whose optimizer state one rank keeps; `count`: those that it holds."""
         return count.dense / self.dense_shards + count.expert / self.expert_shards
 
     @property
@@ -158,7 +158,10 @@ class Job:
 
     @cached_property
     def engine_parallelism(self) -> EngineParallelism:
-        """Raises UserError where engine.gpus and engine.args do not divide each other, the model or an FP8 block."""
+        """Return how an engine divides the model.
+
+        Raises UserError where engine.gpus and engine.args do not divide each other, the model or an FP8 block.
+        """
         engine = self.settings.engine
         return check_engine_parallelism(engine.gpus, engine.args, self.hf)
 
@@ -168,7 +171,7 @@ class Job:
 
     @property
     def offload_enabled(self) -> bool:
-        """Whether policy and engine leave the device for each other; a float32 policy stays."""
+        """Tell whether policy and engine leave the device for each other; a float32 policy stays."""
         return self.settings.model.dtype == "bfloat16"
 
     @property
@@ -177,30 +180,30 @@ class Job:
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens of the longest training sample."""
+        """Return the tokens of the longest training sample."""
         rollout = self.settings.rollout
         return rollout.max_prompt_tokens + rollout.max_response_tokens
 
     @property
     def max_request_len(self) -> int:
-        """Tokens of the longest sequence of an engine, which answers the eval sets too."""
+        """Return the tokens of the longest sequence of an engine, which answers the eval sets too."""
         return self.settings.rollout.max_prompt_tokens + self.settings.longest_response
 
     @property
     def mean_seq_len(self) -> float:
-        """Mean tokens of a sample; prompts are taken as half of their limit."""
+        """Return the mean tokens of a sample; prompts are taken as half of their limit."""
         return self.settings.rollout.max_prompt_tokens / 2 + self.mean_response_tokens
 
     @property
     def microbatch_tokens(self) -> int:
-        """The most tokens of one micro-batch: a longer sequence gets one of its own."""
+        """Return the most tokens of one micro-batch; a longer sequence gets one of its own."""
         training = self.settings.training
         update_tokens = self.settings.samples_per_step // training.updates_per_step * self.max_seq_len
         return min(max(training.max_tokens_per_microbatch, self.max_seq_len), update_tokens)
 
     @property
     def expanded_keys(self) -> float:
-        """Keys that the attention gets per packed token where prompts are shared, for the longest prompts; else 0."""
+        """Return the keys per packed token that attention gets with shared prompts, for the longest prompts; else 0."""
         rollout = self.settings.rollout
         if not self.settings.training.share_prompts:
             return 0.0
@@ -210,7 +213,7 @@ class Job:
 
     @property
     def packing(self) -> Packing:
-        """Micro-batches of an update as the trainer packs them, for lognormal responses of the assumed mean."""
+        """Pack an update's micro-batches as the trainer does, for lognormal responses of the assumed mean."""
         rollout, training = self.settings.rollout, self.settings.training
         lengths = AssumedLengths(
             num_samples=max(1, self.settings.samples_per_step // training.updates_per_step),

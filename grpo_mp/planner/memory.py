@@ -15,7 +15,7 @@ from grpo_mp.planner.parameter_count import ParameterCount, rule_parameters
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one GPU; `kv_cache_tokens` is what the KV caches of the whole engine hold."""
+    """Bytes on one GPU; `kv_cache_tokens` is what the KV caches of the engine hold."""
 
     weights: float
     kv_cache: float
@@ -60,7 +60,7 @@ def engine_weight_bytes(job: Job) -> float:
     layer_bytes = 1 + 4 / 128**2 if job.engine_in_fp8 else dtype_bytes  # with a float32 scale for each block
     size = 0.0
     for rule in family_of(job.hf).rules(job.hf):
-        if rule.alias or (rule.layers is not None and not rule.layers):
+        if rule.in_no_layer or rule.alias:
             continue
         # Outside the layers only the embedding follows attention, and with its own option the output layer.
         like_layers = "layers" in rule.name or rule.name.startswith("embedding") or args.get("enable_dp_lm_head")

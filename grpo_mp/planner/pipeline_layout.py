@@ -1,4 +1,4 @@
-"""Which layers stand on which pipeline stage: as the settings say, and balanced by size."""
+"""Which layers are on which pipeline stage: as the settings say, and balanced by size."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def costliest(self) -> tuple[SubPhase, str, float]:
-        """The sub-phase and the resource in it that take most of a step, and their seconds."""
+        """Return the sub-phase and its resource that take most of a step, and their seconds."""
         seconds = [
             (sub_phase, name, part_s * self.times_per_step(sub_phase))
             for sub_phase in SubPhase
@@ -96,7 +96,7 @@ def _resource_uses(job: Job, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
 
 
 def _sync_use(job: Job, weight_bytes: float) -> ResourceUse:
-    """Every GPU of every engine receives the whole model, bucket by bucket, from the ranks that hold it."""
+    """Return the use of one GPU: every engine GPU receives the full model, in buckets, from the ranks that hold it."""
     own_share = 1 / job.world_size
     node_share = (min(job.gpus_per_node, job.world_size) - 1) / job.world_size
     buckets = -(-weight_bytes // job.settings.sync.bucket_bytes)
@@ -121,7 +121,7 @@ class MemoryPeak:
 
     @classmethod
     def of(cls, place: str, sub_phase: SubPhase, sizes: BytesByKind, capacity: float) -> "MemoryPeak":
-        """Sum the sizes and find the largest."""
+        """Make the peak from the bytes of each kind: their sum and the largest."""
         kind = max(sizes, key=lambda name: sizes[name])
         return cls(place, sub_phase, total(sizes), capacity, kind, sizes[kind])
 
@@ -135,7 +135,7 @@ class MemoryPeak:
 
     @property
     def sentence(self) -> str:
-        """As a user reads it."""
+        """Return one sentence: place, bytes needed and available, largest item."""
         spare = f"{self.headroom / GIB:.1f} GiB to spare" if self.fits else f"{-self.headroom / GIB:.1f} GiB too much"
         return (
             f"{self.place}: {self.needed / GIB:.1f} of {self.capacity / GIB:.1f} GiB in {self.sub_phase}, {spare}; "
@@ -157,7 +157,7 @@ class Feasibility:
 
     @property
     def sentence(self) -> str:
-        """The verdict and its reasons, as a user reads them."""
+        """Return the verdict, and its reasons, in sentences."""
         if self.fits:
             return f"fits. {self.device.sentence}. {self.host.sentence}."
         problems = [peak.sentence for peak in (self.device, self.host) if not peak.fits]

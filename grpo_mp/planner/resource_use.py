@@ -12,7 +12,7 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class ResourceUse:
-    """Of one GPU in one sub-phase of a step: FLOPs, bytes by link, and seconds that follow from no rate.
+    """What one GPU does in one sub-phase of a step: FLOPs, bytes by link, and seconds that follow from no rate.
 
     `bubble`: seconds that a pipeline waits for each second of work. The roofline leaves out latency and bubble.
     """
@@ -24,17 +24,17 @@ class ResourceUse:
     network_bytes: float = 0.0
     host_link_bytes: float = 0.0
     host_copy_bytes: float = 0.0
-    disk_bytes: float = 0.0  # of the whole node
+    disk_bytes: float = 0.0  # of the node
     latency_s: float = 0.0
     bubble: float = 0.0
 
     def scaled(self, factor: float) -> "ResourceUse":
-        """Return the same, `factor` times over."""
+        """Return this use `factor` times over."""
         amounts = {name: value * factor for name, value in vars(self).items() if name not in ("fp8", "bubble")}
         return replace(self, **amounts)
 
     def __add__(self, other: "ResourceUse") -> "ResourceUse":
-        """Return both, one after the other; `fp8` and `bubble` are those of the first."""
+        """Add up two uses, one after the other; `fp8` and `bubble` are those of the first."""
         names = [name for name in vars(self) if name not in ("fp8", "bubble")]
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
@@ -179,7 +179,7 @@ def _bubble(job: Job) -> float:
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """Of one engine, in one step."""
+    """Decoding work of one engine in one step."""
 
     samples: float
     running_per_replica: float  # sequences at a time

@@ -23,7 +23,7 @@ class Bucket:
     capacity: int  # tokens per sequence
     rows: list[int]
     lengths: list[int]  # tokens, the newest included
-    batch_indices: Tensor | None  # [b] positions in the batch; None: the whole batch, in its order
+    batch_indices: Tensor | None  # [b] positions in the batch; None: the full batch, in its order
     slots: Tensor  # [b, longest] slots of all tokens in the paged cache
     mask: Tensor  # [b, 1, 1, longest] 0, or minus infinity past a sequence's end
     kept: Tensor  # [k] indices of the first k sequences in the previous step's bucket; the others must be gathered

@@ -33,6 +33,7 @@ def register() -> None:
         sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
         _use_absorbed_mla()
         _allocate_routed_experts_without_cuda()
+        _use_cpu_device_module()
         hooks += CPU_HOOKS
     for target, kind, hook in hooks:
         HookRegistry.register(f"sglang.srt.{target}", hook, HookType(kind))
@@ -57,6 +58,12 @@ def _allocate_routed_experts_without_cuda() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
+
+
+def _use_cpu_device_module() -> None:
+    # To release and resume memory, SGLang waits for the device that torch was built for, be it there or not.
+    get_device_module = torch.get_device_module
+    torch.get_device_module = lambda device="cpu": get_device_module(device)  # type: ignore[assignment]
 
 
 def _get_rope_cpu(original: Callable[..., Any], *args: Any) -> Any:

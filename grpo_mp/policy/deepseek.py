@@ -64,7 +64,7 @@ class MLAWithoutQueryNorm(MLASelfAttention):
 
 
 def use_mla_without_query_norm(config: TransformerConfig, block: ModuleSpec) -> None:
-    """Put that attention into the block's spec if the model has no low-rank queries."""
+    """Use MLAWithoutQueryNorm in the block's spec if the model has no low-rank queries."""
     if config.multi_latent_attention and config.q_lora_rank is None:
         for layer in block.layer_specs:
             layer.submodules.self_attention.module = MLAWithoutQueryNorm

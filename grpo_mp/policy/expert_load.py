@@ -12,7 +12,7 @@ class ExpertLoad:
     """Counts on the device in every training forward of this rank, padding included."""
 
     def __init__(self, models: Iterable[nn.Module], layers: int, experts: int) -> None:
-        """Hook the routers of this rank's model chunks. `layers`, `experts`: of the full model; 0 experts: dense."""
+        """Observe the routers of this rank's model chunks. `layers`, `experts`: of the full model; 0 experts: dense."""
         self._layers, self._experts = layers, experts
         self._counts: dict[int, Tensor] = {}  # by layer, from 1
         for module in (module for model in models for module in model.modules()):

@@ -35,7 +35,7 @@ class UpdateReport:
     grad_norm: float
     lr: float
     skipped: bool  # the gradient was not finite
-    measured: Mapping[str, float] = field(default_factory=dict)  # metrics over the whole job
+    measured: Mapping[str, float] = field(default_factory=dict)  # metrics over the job
 
 
 class Policy:

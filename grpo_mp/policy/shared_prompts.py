@@ -85,7 +85,7 @@ class PerTokenRotaryEmbedding(torch.nn.Module):
         return angles.index_select(0, max_seq_len.positions)
 
     def get_cached_cos_sin(self, seq_len: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine in the same way, for the fused kernel of latent attention."""
+        """Return cosine and sine, per token with shared prompts, for the fused kernel of latent attention."""
         if not isinstance(seq_len, SharedPromptParams):
             return self.rotary.get_cached_cos_sin(seq_len, **options)
         cos, sin = self.rotary.get_cached_cos_sin(seq_len.max_positions, **options)

@@ -104,8 +104,9 @@ def _pivot_root(folder: Path, visible: list[str], size: int) -> None:
 
 
 def _bind_read_only(source: str, target: str) -> None:
-    """Mount a file or folder at another path, read-only; a link is copied."""
-    if os.path.islink(source):
+    """Mount a file or folder at another path, read-only. A relative link, as /lib of usr/lib, is copied."""
+    if os.path.islink(source) and not os.path.isabs(os.readlink(source)):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
         os.symlink(os.readlink(source), target)
         return
     os.makedirs(target if os.path.isdir(source) else os.path.dirname(target), exist_ok=True)

@@ -39,7 +39,7 @@ def same_answer(expected: str, predicted: str, verifier: MathVerifier) -> bool:
 
 
 def answer_numbers(responses: Sequence[str], verifier: MathVerifier, which: BoxChoice = "last") -> list[int | None]:
-    """Number the answers of responses: equal answers have the same number; None: no boxed answer.
+    """Give each response's answer a number: equal answers have the same number; None: no boxed answer.
 
     An answer gets the number of the first one that it equals. One that cannot be compared in time gets its own.
     """

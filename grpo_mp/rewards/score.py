@@ -81,7 +81,7 @@ class Scorer:
         return self._correctness_rule is not None and self._correctness_rule.term == "answer"
 
     def answer_numbers(self, group: SampleGroup) -> list[int | None]:
-        """Number the answers of the samples: equal answers have the same number; None: no answer."""
+        """Give each sample's answer a number: equal answers have the same number; None: no answer."""
         responses = [sample.text for sample in group.samples]
         return answer_numbers(responses, self._built_in.verifier, self._settings.boxed_answer)
 

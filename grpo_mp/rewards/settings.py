@@ -13,7 +13,8 @@ class OverlongConfig(Section):
     weight: float = Field(
         0.0,
         ge=0,
-        description="of half the reward's range (reward.range): 1 as in DAPO, whose rewards are -1 and 1; 0: off",
+        description="largest penalty in halves of the reward's range (reward.range): 1 as in DAPO, whose rewards are "
+        "-1 and 1; 0: off",
     )
     buffer_tokens: int | None = Field(
         None,
@@ -26,7 +27,7 @@ class OverlongConfig(Section):
 class RepetitionConfig(Section):
     """A penalty of repeated n-grams."""
 
-    weight: float = Field(0.0, ge=0, description="of the share of n-grams that repeat an earlier one; 0: off")
+    weight: float = Field(0.0, ge=0, description="weight of the share of n-grams that repeat an earlier one; 0: off")
     ngram: int = Field(4, gt=0, description="tokens of an n-gram")
 
 
@@ -34,7 +35,7 @@ class RewardModelConfig(Section):
     """A reward model behind an SGLang server."""
 
     url: str = Field(pattern="^https?://", description="an SGLang server with a reward head and the policy's tokenizer")
-    weight: float = Field(1.0, description="of its score in the reward")
+    weight: float = Field(1.0, description="weight of its score in the reward")
     api_key_env: str | None = Field(
         None, description="environment variable that holds the server's API key; null: none"
     )
@@ -51,7 +52,7 @@ class StepModelConfig(RewardModelConfig):
 class CodeConfig(Section):
     """Tests that the Python code of a response must pass; it runs in Linux namespaces of its own."""
 
-    weight: float = Field(1.0, description="of the tests' result in the reward")
+    weight: float = Field(1.0, description="weight of the tests' result in the reward")
     tests: str = Field("tests", description="data column: asserts, a list of them, or a list of {input, output}")
     partial: bool = Field(False, description="true: score the share of passed tests; false: 1 if all pass, else 0")
     isolation: Literal["required", "best_effort"] = Field(
@@ -70,7 +71,7 @@ class CorrectnessRule(Section):
     """The rule for correct answers: those whose value of one term of the reward reaches a threshold."""
 
     term: str = Field(description="answer, code, model, another built-in term, or the name of a function")
-    min_value: float = Field(1.0, description="of the term, before its weight, from which an answer is correct")
+    min_value: float = Field(1.0, description="value of the term, before its weight, from which an answer is correct")
 
 
 class RewardConfig(Section):
@@ -83,13 +84,15 @@ class RewardConfig(Section):
     boxed: float = Field(0.0, description="weight of the format: 1 where the response has a \\boxed{} answer, else 0")
     boxed_answer: Literal["last", "first"] = Field("last", description="which \\boxed{} of a response is its answer")
     tolerance: float = Field(
-        0.01, ge=0, description="between numbers that are equal answers; below 1, relative to the expected number"
+        0.01,
+        ge=0,
+        description="difference between numbers that count as equal answers; below 1, relative to the expected number",
     )
     length: float = Field(0.0, description="weight of min(1, tokens / max_response_tokens); negative punishes length")
     range: tuple[float, float] | None = Field(
         None,
         description="lowest and highest reward without penalties, which overlong is measured by; null: from 0 to the "
-        "sum of the weights of answer, boxed, model, code and functions, each of which is taken to lie in 0 to 1",
+        "sum of the weights of answer, boxed, model, code and functions, each of which is taken to be in 0 to 1",
     )
     overlong: OverlongConfig = Field(OverlongConfig(), description="penalty of responses near the length limit")
     repetition: RepetitionConfig = Field(RepetitionConfig(), description="penalty of repeated n-grams")
@@ -97,7 +100,7 @@ class RewardConfig(Section):
     code: CodeConfig | None = Field(None, description="run the response's code against tests; null: do not")
     functions: dict[str, float] = Field(
         {},
-        description="your own: 'module:function' or 'file.py:function' to its weight (TRL reward_funcs)",
+        description="your own functions: 'module:function' or 'file.py:function' to its weight (TRL reward_funcs)",
     )
     steps: str | StepModelConfig | None = Field(
         None,
@@ -127,7 +130,7 @@ class RewardConfig(Section):
 
     @property
     def has_outcome(self) -> bool:
-        """Say whether anything rewards whole responses."""
+        """Say whether anything rewards complete responses."""
         sections = (self.overlong, self.repetition, self.model, self.code)
         weights = [section.weight for section in sections if section]
         return any((self.answer, self.boxed, self.length, *weights, self.functions))

@@ -87,7 +87,7 @@ def overlong_penalty(tokens: int, max_response_tokens: int, buffer_tokens: int) 
 
 
 def repetition_penalty(tokens: Sequence[int], ngram: int) -> float:
-    """Return -(share of n-grams that stood in the response before): 0 without repetition or below n tokens, above -1.
+    """Return -(share of n-grams that occurred before in `tokens`): 0 without repetition or below n tokens, above -1.
 
     Counts the same n-grams as the penalty of Yeo et al. (arXiv 2502.03373, appendix), who give it to the tokens of
     each repeated n-gram; as one number for the whole response it is this project's definition.

@@ -37,7 +37,7 @@ class Capabilities:
 
     @property
     def sentence(self) -> str:
-        """The line that a run prints at its start."""
+        """Return the line that a run prints at its start."""
         return f"engines: SGLang {self.version}, weights {'in' if self.weight_update_session else 'without'} sessions"
 
 
@@ -78,7 +78,7 @@ class Sampling:
 class Generated:
     """One response of the engine.
 
-    `logprobs` are of log_softmax(logits / temperature) over the whole vocabulary: SGLang applies top-p
+    `logprobs` are of log_softmax(logits / temperature) over the full vocabulary: SGLang applies top-p
     after it, so with top_p < 1 they are not of the truncated distribution. The policy computes the same.
     """
 
@@ -97,7 +97,7 @@ class EngineClient:
     """
 
     def __init__(self, index: int, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
-        """`timeout_s` limits one call; `headers` come from EngineProcess."""
+        """Open the client; `timeout_s` limits one call, `headers` come from EngineProcess."""
         self.index = index
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_LIMIT_S)
         # trust_env is off: the environment's proxies would also be used for loopback.

@@ -102,7 +102,7 @@ def engine_arguments(
     host:port of the rendezvous of an engine over several nodes.
     """
     if dist_init_addr is None and _needs_rendezvous(spec):
-        dist_init_addr = f"127.0.0.1:{port + 1}"  # SGLang's own choice may lie outside the job's port range
+        dist_init_addr = f"127.0.0.1:{port + 1}"  # SGLang's own choice may be outside the job's port range
     context_tokens = spec.context_tokens + CONTEXT_SLACK_TOKENS
     # SGLang would size the cache by the host's memory, where the trainer and other engines live too.
     running_requests = int(spec.args.get("max_running_requests", CPU_DEFAULTS["max_running_requests"]))

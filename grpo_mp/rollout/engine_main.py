@@ -1,7 +1,7 @@
 """The process that an engine host starts: `python -m grpo_mp.rollout.engine_main`, arguments in the environment.
 
 It forks before anything heavy is imported. The child becomes the SGLang server, in a process group of its own. The
-parent watches it: on SIGTERM, when the server ends, or when the trainer that started it is gone, it kills the whole
+parent watches it: on SIGTERM, when the server ends, or when the trainer that started it is gone, it kills the entire
 group, removes the engine's temporary files and exits with the server's status.
 """
 

@@ -93,7 +93,7 @@ def check_engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -
 
 def _first_misaligned_matrix(parallelism: EngineParallelism, hf: HfConfig) -> str | None:
     """Describe the first tensor whose part on a GPU is not whole blocks."""
-    # The first layer and expert of each rule stand for all.
+    # The first layer and expert of each rule are like the others.
     rules = [
         replace(rule, layers=rule.layers[:1], experts=min(rule.experts, 1))
         for rule in family_of(hf).rules(hf)

@@ -56,7 +56,7 @@ class Rollout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that an engine spans."""
+        """Return all ranks that an engine spans."""
         size = self._settings.engine.gpus
         return tuple(rank for host in self.hosts for rank in range(host, host + size))
 

@@ -87,7 +87,7 @@ class EngineProcess:
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers that every request to this engine needs."""
+        """Return the HTTP headers that every request to this engine needs."""
         return {"Authorization": f"Bearer {self.api_key}"}
 
     def check_alive(self, phase: str = "") -> None:

@@ -16,10 +16,10 @@ POLL_S = 0.02
 
 
 class WorkQueue:
-    """Numbers 0 .. size-1, each given to exactly one caller in the whole job, so that fast engines take more."""
+    """Numbers 0 .. size-1, each given to exactly one caller in the job, so that fast engines take more."""
 
     def __init__(self, store: dist.Store, name: str, size: int) -> None:
-        """`name` must be new in the job: a counter is never reset."""
+        """Open the counter `name`, which must be new in the job: a counter is never reset."""
         self._store, self._key, self._size = store, f"queue/{name}", size
 
     def next(self) -> int | None:
@@ -32,7 +32,7 @@ class WorkQueue:
         return int(self._store.add(f"{self._key}/finished", 1))
 
     def finished_count(self) -> int:
-        """Count the groups that are finished in the whole job."""
+        """Count the groups that are finished in the job."""
         return int(self._store.add(f"{self._key}/finished", 0))
 
 
@@ -45,7 +45,7 @@ class RolloutTask:
     first_group_id: int
     step: int
     sampling: Sampling
-    target_groups: int | None = None  # finished groups of the whole job, after which the others are aborted
+    target_groups: int | None = None  # finished groups of the job, after which the others are aborted
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from grpo_mp.weight_sync.update import WeightSync, make_plan
 
 @dataclass
 class TrainContext:
-    """The parts of a training job on this rank. `state` is where the run stands."""
+    """The parts of a training job on this rank. `state` is that of the run."""
 
     settings: Settings
     inputs: Inputs

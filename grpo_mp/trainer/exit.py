@@ -1,4 +1,4 @@
-"""How a rank ends: on a signal after a save, on a user's mistake with one message of the whole job and a status."""
+"""How a rank ends: on a signal after a save, on a user's mistake with one message of the job and a status."""
 
 import json
 import os

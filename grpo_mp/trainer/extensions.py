@@ -22,7 +22,7 @@ class Extensions:
 
 
 def load_extensions(settings: Settings) -> Extensions:
-    """Load them. Raises UserError, which names the setting, where one cannot be loaded or called."""
+    """Load the parts that the settings name. Raises UserError where one cannot be loaded or called."""
     algorithm = settings.algorithm
     return Extensions(
         load_policy_loss(algorithm),

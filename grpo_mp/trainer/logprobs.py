@@ -99,7 +99,7 @@ def _with_kl_in_reward(
 ) -> Updates:
     """Replace advantages by those of rewards from which the KL to the reference was taken.
 
-    With a group baseline the whole KL of a response counts against its reward; without one each token bears the KL
+    With a group baseline the full KL of a response counts against its reward; without one each token bears the KL
     of itself and of the tokens after it (REINFORCE++, arXiv 2501.03262, eq. 7).
     """
 

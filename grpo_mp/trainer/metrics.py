@@ -129,7 +129,7 @@ def packed_tokens(batch: StepBatch) -> int:
 
 
 def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) -> float:
-    """Count the tokens of the whole job, without padding, that went through a forward pass of the LOGPROB phase.
+    """Count the tokens of the job, without padding, that went through a forward pass of the LOGPROB phase.
 
     Every rank must call this.
     """
@@ -193,7 +193,7 @@ def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 def reduce_report(report: UpdateReport, parallel: Parallel) -> dict[str, float]:
-    """Reduce sums and maxima of one update over the whole job. Every rank must call this."""
+    """Reduce sums and maxima of one update over the job. Every rank must call this."""
     reports_losses = bool(report.losses) and parallel.coords.tensor == 0  # tensor ranks report the same tokens
     sums, maxima = merge(report.losses if reports_losses else [])
     dist.all_reduce(sums, group=parallel.cpu_group)

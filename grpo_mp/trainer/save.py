@@ -24,7 +24,7 @@ from grpo_mp.weight_sync.update import make_plan
 
 
 def save_checkpoint(run: RunConfig, policy: Policy, state: TrainState) -> None:
-    """Save the run as it stands between two steps; the checkpoint counts once its manifest is written.
+    """Save the state of the run between two steps; the checkpoint counts once its manifest is written.
 
     Every rank must call this.
     """

@@ -43,7 +43,7 @@ def train_step(
 
 
 def refresh_reference(reference: Reference | None, kl: KLConfig, step: int) -> bool:
-    """Where it is due, set the reference to mix x policy + (1 - mix) x reference; return whether it was due."""
+    """Set the reference, where that is due, to mix x policy + (1 - mix) x reference; return whether it was due."""
     if not (reference and kl.ref_update_every and step % kl.ref_update_every == 0):
         return False
     reference.refresh(kl.ref_update_mix)

@@ -18,7 +18,7 @@ class Resharder:
 
     plan: Sequence[Bucket]
     params: Mapping[str, Param]
-    tensors: Mapping[str, torch.Tensor]  # this rank's shards by whole-model name
+    tensors: Mapping[str, torch.Tensor]  # this rank's shards by full-model name
     tp_sizes: Mapping[str, int]  # how many parts each parameter has
     is_target: bool
     fp8: bool = False  # the targets take projections in blockwise FP8

@@ -132,7 +132,7 @@ def test_a_recipe_is_sharded_and_quantised_as_planned(rehearsed: Facts, name: st
     assert facts["moe_ep_size"] == parallelism.expert
     assert (facts["fp8_matrices"] > 0) == in_fp8(settings.engine.args, hf, cpu=False)
     batch_script = (CONFIGS.parent / "launch" / f"{name}.sh").read_text()
-    nodes = int(re.findall(r"#SBATCH --nodes=(\d+)", batch_script)[0])
+    nodes = int(re.findall(r"#SBATCH .*--nodes=(\d+)", batch_script)[0])
     job = make_job(settings, hf, read_cluster("h100-80"), nodes)
     assert facts["bytes"] == pytest.approx(engine_weight_bytes(job), rel=0.01)
 

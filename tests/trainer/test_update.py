@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import StepBatch, assemble_step_batch
+from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, write_manifest
 from grpo_mp.config import LayoutConfig, Settings, load_settings
 from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
+from grpo_mp.policy.checkpoint import save_policy
 from grpo_mp.policy.policy import Policy, UpdateReport
+from grpo_mp.trainer.context import build_policy, newest_checkpoint
 from grpo_mp.trainer.logprobs import Updates, compute_logprobs
 from grpo_mp.trainer.update import train_step
 from grpo_mp.types import Prompt, Sample, SampleGroup
@@ -163,3 +167,23 @@ def test_shuffled_samples_are_spread_over_the_updates_alike_on_every_rank(
         first, second = parts(step, shuffled.settings)
         assert len(first) == len(second) == 8
         assert first | second == set(range(16))
+
+
+def test_a_resumed_run_has_the_weights_of_its_checkpoint(parallel: Parallel, tiny_run: TinyRun, tmp_path: Path) -> None:
+    settings = load_settings(tiny_run.config, [*SETTINGS, f"run.folder={tmp_path}"])
+    assert newest_checkpoint(settings) is None
+    policy = build_policy(settings, parallel, TrainState(), None)
+    with torch.no_grad():
+        for tensor in policy.tensors.values():
+            tensor.mul_(1.5)
+    for step in (2, 3):  # the weights of the second are those of the first, doubled
+        folder = checkpoint_folder(tmp_path, step)
+        (folder / "policy").mkdir(parents=True)
+        save_policy(policy, folder / "policy")
+        write_manifest(folder, TrainState(step=step))
+        saved = {name: tensor.detach().clone() for name, tensor in policy.tensors.items()}
+        resumed = build_policy(settings, parallel, TrainState(step=step), newest_checkpoint(settings))
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in resumed.tensors.items())
+        with torch.no_grad():
+            for tensor in policy.tensors.values():
+                tensor.mul_(2.0)

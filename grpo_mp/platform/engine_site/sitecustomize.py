@@ -16,7 +16,7 @@ STAND_INS = ("sgl_kernel", "torchvision", "IPython")
 
 
 class _Missing:
-    """Something that is not here: importable, and an error that names it when it is called."""
+    """Stub that raises NotImplementedError when called."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name

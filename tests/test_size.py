@@ -1,0 +1,33 @@
+"""Functions and files stay small enough to read at once."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MOST_LINES_OF_FUNCTION, MOST_LINES_OF_FILE = 60, 500
+
+
+def too_long(file: Path) -> list[str]:
+    """Describe the file, and each of its functions, that has too many lines."""
+    source = file.read_text()
+    lengths = [
+        (f"{file.name}:{node.lineno} {node.name}", (node.end_lineno or 0) - node.lineno + 1, MOST_LINES_OF_FUNCTION)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    lengths.append((file.name, len(source.splitlines()), MOST_LINES_OF_FILE))
+    return [f"{name} has {lines} lines" for name, lines, most in lengths if lines > most]
+
+
+def test_no_function_and_no_file_is_too_long() -> None:
+    files = [file for folder in ("grpo_mp", "tools", "tests") for file in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 300
+    assert not [message for file in files for message in too_long(file)]
+
+
+def test_a_line_too_many_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "long.py"
+    file.write_text("def most():\n" + "    pass\n" * 59 + "async def longer():\n" + "    pass\n" * 60 + "\n" * 379)
+    assert too_long(file) == ["long.py:61 longer has 61 lines"]
+    file.write_text("\n" * 501)
+    assert too_long(file) == ["long.py has 501 lines"]
