@@ -10,18 +10,22 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint.hf_reader import INDEX, HfReader, check_tensors, has_hf_weights
-from grpo_mp.checkpoint.hf_writer import copy_aux_files, shard_name, write_index
-from grpo_mp.checkpoint.non_policy_tensors import (
+from grpo_mp.checkpoint.hf_reader import (
+    INDEX,
     NON_POLICY,
+    HfReader,
     check_layers,
+    check_tensors,
+    has_hf_weights,
     is_non_policy_tensor,
     open_non_policy_tensors,
 )
+from grpo_mp.checkpoint.hf_writer import copy_aux_files, shard_name, write_index
 from grpo_mp.checkpoint.resumable_writer import (
     PART_BYTES,
     Part,
     ProgressCallback,
+    WorkerGroup,
     check_destination,
     fingerprint,
     map_in_threads,
@@ -29,7 +33,6 @@ from grpo_mp.checkpoint.resumable_writer import (
 )
 from grpo_mp.checkpoint.torch_dist import GLOBAL_FILES, CheckpointSlot, merge_parts, slot_of, write_part
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
-from grpo_mp.checkpoint.worker_group import WorkerGroup
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, quantise, requantise, scale_shape

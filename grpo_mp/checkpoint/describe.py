@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_mp.checkpoint.hf_reader import HfReader, Weights
-from grpo_mp.checkpoint.non_policy_tensors import check_layers
+from grpo_mp.checkpoint.hf_reader import HfReader, Weights, check_layers
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE
 from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
+from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import BLOCK
-from grpo_mp.models.hf_versions import add_transformers_4_names
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".incomplete")
 CHECKPOINT_FILES = (".metadata", "metadata.json", "common.pt", "manifest.json", CONVERSION_RECORD)

@@ -25,8 +25,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from grpo_mp.checkpoint.describe import compare, describe_hf, is_torch_dist
-from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback
-from grpo_mp.checkpoint.worker_group import WorkerGroup
+from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback, WorkerGroup
 from grpo_mp.errors import USER_STATUS, UserError
 from grpo_mp.log import log_to_terminal
 from grpo_mp.options import Parser

@@ -8,6 +8,7 @@ from grpo_mp.planner.job import Job
 from grpo_mp.planner.memory import EngineMemory
 
 GIGA = 1e9
+ACTIVATION_BYTES = 2  # of an element that is sent
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,6 @@ def estimate_time(use: ResourceUse, cluster: Cluster) -> TimeEstimate:
     parts |= {"waiting in the pipeline": busy * use.bubble} if use.bubble else {}
     parts |= {"latency": use.latency_s} if use.latency_s else {}
     return TimeEstimate(max(at_peak.values()), parts)
-
-
-ACTIVATION_BYTES = 2  # of an element that is sent
 
 
 def forward_flops_per_token(job: Job, context_tokens: float) -> float:

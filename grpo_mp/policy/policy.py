@@ -9,9 +9,8 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from grpo_mp.checkpoint.converted_reader import open_weights
-from grpo_mp.checkpoint.hf_reader import check_tensors
+from grpo_mp.checkpoint.hf_reader import check_layers, check_tensors
 from grpo_mp.checkpoint.manifest import Checksums
-from grpo_mp.checkpoint.non_policy_tensors import check_layers
 from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel

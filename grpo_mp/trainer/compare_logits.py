@@ -15,9 +15,8 @@ from grpo_mp.checkpoint.hf_writer import QUANTISED
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.errors import UserError
-from grpo_mp.models.families import family_of
+from grpo_mp.models.families import TRANSFORMERS_NAMES, family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.hf_versions import TRANSFORMERS_NAMES
 from grpo_mp.phases import GIB
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.megatron_config import transformer_config

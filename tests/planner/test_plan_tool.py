@@ -10,8 +10,7 @@ import pytest
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.layout import layout_violations
 from grpo_mp.errors import UserError
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.planner.clusters import cluster_names, read_cluster
 from grpo_mp.planner.explain import explain
 from grpo_mp.planner.job import make_job

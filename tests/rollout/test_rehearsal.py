@@ -14,8 +14,7 @@ from grpo_mp.checkpoint.hf_reader import INDEX
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.errors import UserError
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job

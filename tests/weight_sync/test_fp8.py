@@ -11,8 +11,7 @@ from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.policy import Policy
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import make_plan
