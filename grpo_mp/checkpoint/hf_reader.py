@@ -169,7 +169,7 @@ def _open(file: Path):  # type: ignore[no-untyped-def]
 
 
 def is_non_policy_tensor(name: str, hf: HfConfig) -> bool:
-    """Tell whether a tensor is no part of the policy, multi-token prediction or a rotary table; it is carried unchanged.
+    """Tell whether a tensor is no part of the policy (multi-token prediction, rotary table): it is carried unchanged.
 
     A conversion keeps them as files beside its parts; an export takes them from the folder that the policy came from.
     """

@@ -44,19 +44,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _info(args: argparse.Namespace, console: Console) -> int:
+    if is_torch_dist(args.path):
+        from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist  # Megatron is slow to import
+
+        rows = describe_torch_dist(args.path)
+    else:
+        rows = describe_hf(args.path).rows()
     table = Table.grid(padding=(0, 2))
-    for row in _describe(args.path).items():
+    for row in rows.items():
         table.add_row(*row)
     console.print(table)
     return 0
-
-
-def _describe(path: Path) -> dict[str, str]:
-    if not is_torch_dist(path):
-        return describe_hf(path).rows()
-    from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist  # Megatron is slow to import
-
-    return describe_torch_dist(path)
 
 
 def _check(args: argparse.Namespace, console: Console) -> int:
@@ -140,11 +138,6 @@ def _parser() -> Parser:
     check.add_argument("--logits", action="store_true", help="run both on the same tokens and compare what they say")
     check.add_argument("--tolerance", type=float, help=f"largest difference that passes: {TOLERANCES}")
     check.set_defaults(run=_check)
-    _conversions(commands)
-    return parser
-
-
-def _conversions(commands: "argparse._SubParsersAction[Parser]") -> None:
     megatron = commands.add_parser("to-megatron", help="Hugging Face folder -> torch_dist")
     megatron.set_defaults(run=_to_megatron)
     hf = commands.add_parser("to-hf", help="torch_dist -> Hugging Face folder")
@@ -155,3 +148,4 @@ def _conversions(commands: "argparse._SubParsersAction[Parser]") -> None:
         command.add_argument("source", type=Path)
         command.add_argument("destination", type=Path)
         command.add_argument("--part-bytes", type=int, default=PART_BYTES, help="written at once, a file each")
+    return parser

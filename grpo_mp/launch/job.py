@@ -24,69 +24,52 @@ def main() -> None:
     """Run the command line."""
     args = _parser().parse_args()
     try:
-        status: int = args.run(args)
+        status = run_command(args)
     except UserError as error:
         exit_with(error)
     raise SystemExit(status)
 
 
-def steps_left(settings: Settings) -> int:
-    """Return how many steps the run's newest checkpoint lacks."""
-    checkpoint = latest_checkpoint(settings.run.folder)
-    return settings.run.steps - (read_manifest(checkpoint).step if checkpoint else 0)
-
-
-def _show(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
+    """Answer one question of a batch script; return the exit status. Raises UserError."""
+    if args.command == "failure":
+        print(first_failure(args.attempt).text())
+        return 0
+    if args.command == "ended":
+        if vanished := ranks_without_mark(args.attempt, args.ranks):
+            raise UserError(silent_exit_message(vanished[0]))
+        return 0
     settings = load_settings(args.config, args.overrides)
-    lines = [node_map(settings, args.nodes.split(","), args.per_node)]
-    if not (settings.model.path / "config.json").is_file():
-        lines.append(f"model: {settings.model.path} is not on this machine; layout and data are checked where it is")
+    if args.command == "unfinished":
+        checkpoint = latest_checkpoint(settings.run.folder)
+        steps_done = read_manifest(checkpoint).step if checkpoint else 0
+        return 0 if settings.run.steps > steps_done else FINISHED_STATUS
+    if args.command == "folder":
+        print(settings.run.folder)
+        return 0
+    text = node_map(settings, args.nodes.split(","), args.per_node)
     if args.settings:
-        lines.insert(0, dump_settings(settings))
-    print("\n".join(lines))
-    return 0
-
-
-def _folder(args: argparse.Namespace) -> int:
-    print(load_settings(args.config, args.overrides).run.folder)
-    return 0
-
-
-def _unfinished(args: argparse.Namespace) -> int:
-    return 0 if steps_left(load_settings(args.config, args.overrides)) > 0 else FINISHED_STATUS
-
-
-def _failure(args: argparse.Namespace) -> int:
-    print(first_failure(args.attempt).text())
-    return 0
-
-
-def _ended(args: argparse.Namespace) -> int:
-    vanished = ranks_without_mark(args.attempt, args.ranks)
-    if vanished:
-        raise UserError(silent_exit_message(vanished[0]))
+        print(dump_settings(settings))
+    print(text)
+    if not (settings.model.path / "config.json").is_file():
+        print(f"model: {settings.model.path} is not on this machine; layout and data are checked where it is")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="grpo_mp.launch.job", description=__doc__)
-    commands = parser.add_subparsers(required=True)
-    for name, run in (("show", _show), ("folder", _folder), ("unfinished", _unfinished)):
-        command = commands.add_parser(name)
+    commands = parser.add_subparsers(required=True, dest="command")
+    show, *others = (commands.add_parser(name) for name in ("show", "folder", "unfinished"))
+    for command in (show, *others):
         command.add_argument("config", type=Path)
         command.add_argument("overrides", nargs="*")
-        command.set_defaults(run=run)
-        if run is _show:
-            command.add_argument("--nodes", required=True, help="names, separated by commas")
-            command.add_argument("--per-node", type=int, required=True, help="ranks on each")
-            command.add_argument("--settings", action="store_true", help="print the resolved settings first")
-    failure = commands.add_parser("failure")
-    failure.add_argument("attempt", type=Path)
-    failure.set_defaults(run=_failure)
+    show.add_argument("--nodes", required=True, help="names, separated by commas")
+    show.add_argument("--per-node", type=int, required=True, help="ranks on each")
+    show.add_argument("--settings", action="store_true", help="print the resolved settings first")
+    commands.add_parser("failure").add_argument("attempt", type=Path)
     ended = commands.add_parser("ended")
     ended.add_argument("attempt", type=Path)
     ended.add_argument("ranks", type=int)
-    ended.set_defaults(run=_ended)
     return parser
 
 
