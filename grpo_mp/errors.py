@@ -3,7 +3,9 @@
 import difflib
 import signal
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
+Number = TypeVar("Number", int, float)
 USER_STATUS = 2  # exit status of a process that ended with a UserError
 INTERRUPT_STATUS = 128 + signal.SIGINT  # of one that ended by Ctrl-C
 
@@ -14,6 +16,15 @@ class UserError(Exception):
 
 class PhaseTimeout(UserError):  # noqa: N818
     """A wait timed out; the message names rank, engine and phase."""
+
+
+def read_number(kind: type[Number], value: Any, where: str) -> Number:
+    """Return the value as `int` or `float`. Raises UserError, which begins with `where`, for what is no such number."""
+    try:
+        return kind(value)
+    except (TypeError, ValueError) as error:
+        noun = "an integer" if kind is int else "a number"
+        raise UserError(f"{where}: expected {noun}, found {value!r}") from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

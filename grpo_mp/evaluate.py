@@ -73,7 +73,7 @@ def read_command(args: argparse.Namespace) -> EvaluationJob:
     if not settings.data.eval:
         raise UserError(f"{args.config}: data.eval names no set: add one, as data.eval.NAME=FILE")
     if checkpoint and not (checkpoint / MANIFEST).is_file():
-        raise UserError(f"{checkpoint}: no whole checkpoint, {MANIFEST} is missing: give RUN/checkpoints/step_N")
+        raise UserError(f"{checkpoint}: incomplete checkpoint, {MANIFEST} is missing: give RUN/checkpoints/step_N")
     model = args.model or settings.model.path
     out = args.out or settings.run.folder / "evaluate" / (checkpoint or model).absolute().name
     updates = {

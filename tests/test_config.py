@@ -164,7 +164,35 @@ def test_settings_do_not_change(file: Path) -> None:
         (of_eval(temperature=-1), "data.eval.a.temperature: Input should be greater than or equal to 0"),
         (of_eval(top_p=0), "data.eval.a.top_p: Input should be greater than 0"),
         ({"data": {"train": "x", "eval": {"a": {}}}}, "here: setting data.eval.a.path is missing"),
-        ({"data": {"train": "x", "eval": {"a": 3}}}, "here: data.eval.a: Input should be a valid dictionary"),
+        (
+            {"data": {"train": "x", "eval": {"a": 3}}},
+            "here: data.eval.a: expected settings below it, as data.eval.a.KEY=VALUE, found 3",
+        ),
+        (
+            {"rollout": LEAST["rollout"] | {"group_size": "four"}},
+            "group_size: expected an integer, found 'four'",
+        ),
+        ({"rollout": LEAST["rollout"] | {"group_size": 1.5}}, "rollout.group_size: expected an integer, found 1.5"),
+        ({"reward": {"answer": "much"}}, "here: reward.answer: expected a number, found 'much'"),
+        ({"run": {"folder": "x", "steps": 1, "export": "maybe"}}, "run.export: expected true or false, found 'maybe'"),
+        ({"model": {"path": 5}}, "here: model.path: expected text, found 5"),
+        ({"reward": 5}, "here: reward: expected settings below it, as reward.KEY=VALUE, found 5"),
+        (
+            {"monitor": {"loggers": "wandb"}},
+            "here: monitor.loggers: unknown logger 'wandb': there are tensorboard, jsonl; or",
+        ),
+        ({"monitor": {"loggers": [{"jsonl": {}}]}}, "as monitor.loggers.KEY=VALUE, found [{'jsonl'"),
+        ({"data": {"train": "x", "source": "jason"}}, "data.source: unknown data source 'jason' (did you mean jsonl?)"),
+        (of_eval(source="jason"), "data.eval.a.source: unknown data source 'jason' (did you mean jsonl?)"),
+        (
+            {"model": {"path": "x", "family": "lama"}},
+            "here: model.family: unknown model family 'lama' (did you mean llama?)",
+        ),
+        (
+            {"reward": {"answer": 1, "functions": {"mine.py:even": 1}, "correct": "evn"}},
+            "reward.correct: no term of the reward is named 'evn' (did you mean even?); there are: answer, even",
+        ),
+        ({"reward": {"answer": 1, "correct": "code"}}, "reward.correct: no term of the reward is named 'code'"),
         (
             {"rollout": LEAST["rollout"] | {"group_timeout_s": 900}},
             "engine.request_timeout_s=600 is shorter than rollout.group_timeout_s=900, a wait inside it: raise it",
@@ -182,7 +210,7 @@ def test_settings_do_not_change(file: Path) -> None:
             "training.share_prompts needs sequences that are whole on a rank, and layout.context=2 cuts them",
         ),
         ({"sync": {"timeout_s": 4000}}, "monitor.phase_timeout_s=3600 is shorter than sync.timeout_s=4000"),
-        ({"rollout": 3}, "here: rollout: Input should be a valid dictionary"),
+        ({"rollout": 3}, "here: rollout: expected settings below it, as rollout.KEY=VALUE, found 3"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], sentence: str) -> None:

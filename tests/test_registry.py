@@ -12,10 +12,9 @@ import pytest
 import grpo_mp
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.registries import ADVANTAGE_ESTIMATORS, GROUP_FILTERS, POLICY_LOSSES
-from grpo_mp.data.rows import DATA_SOURCES
+from grpo_mp.config.registries import DATA_SOURCES, LOGGERS
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import FAMILIES, MODEL_FAMILIES
-from grpo_mp.monitor.loggers import LOGGERS
 from grpo_mp.registry import Registry
 from grpo_mp.rewards.base import REWARDS, STEP_REWARDS
 
@@ -81,7 +80,7 @@ def test_a_file_is_relative_to_the_working_directory_and_loaded_once(file: str) 
         ("logger", "tensorbord", {}, "x.y: unknown logger 'tensorbord' (did you mean tensorboard?): there are "),
         ("data source", "jason", {}, "x.y: unknown data source 'jason' (did you mean jsonl?): there are jsonl, "),
         ("model family", "lama", {}, "x.y: unknown model family 'lama' (did you mean llama?): there are qwen3, "),
-        ("advantage estimator", "outcom", {}, "x.y: unknown advantage estimator 'outcom' (did you mean outcome?)"),
+        ("advantage estimator", "outcom", {}, "x.y: 'outcom' is no advantage estimator: write module:function"),
         ("group filter", "rewards", {}, "x.y: unknown group filter 'rewards' (did you mean reward?)"),
         ("reward function", "boxed", {}, "x.y: 'boxed' is no reward function: write module:function or path/file.py:"),
         ("group filter", "own.py:kep", {}, "x.y 'own.py:kep': own.py has no kep (did you mean keep?)"),

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from grpo_mp.algorithms.group_filters import GroupFilter
     from grpo_mp.algorithms.policy_losses import PolicyLoss
 
-LOSSES, ADVANTAGES, FILTERS = (f"grpo_mp.algorithms.{m}:" for m in ("policy_losses", "advantages", "group_filters"))
+LOSSES, FILTERS = (f"grpo_mp.algorithms.{module}:" for module in ("policy_losses", "group_filters"))
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,7 @@ POLICY_LOSSES: "Registry[PolicyLoss]" = Registry(
     parameters=("terms", "algorithm"),
 )
 ADVANTAGE_ESTIMATORS: "Registry[AdvantageEstimator]" = Registry(
-    "advantage estimator",
-    {
-        "outcome": Entry(ADVANTAGES + "estimate_outcome"),
-        "decoupled": Entry(ADVANTAGES + "estimate_decoupled"),
-        "process": Entry(ADVANTAGES + "estimate_process"),
-    },
-    parameters=("samples", "advantage", "weights"),
+    "advantage estimator", parameters=("samples", "advantage", "weights")
 )
 GROUP_FILTERS: "Registry[GroupFilter]" = Registry(
     "group filter",

@@ -41,10 +41,9 @@ class AdvantageConfig(Section):
 
     @property
     def built_in(self) -> str:
-        """Return the name of the built-in estimator that level and combine choose."""
-        if self.level == "process":
-            return "process"
-        return "decoupled" if self.combine == "normalise" else "outcome"
+        """Return the path of the built-in estimator that level and combine choose."""
+        outcome = "decoupled" if self.combine == "normalise" else "outcome"
+        return f"grpo_mp.algorithms.advantages:estimate_{'process' if self.level == 'process' else outcome}"
 
 
 class ClipConfig(Section):
@@ -314,8 +313,6 @@ def contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _advantage_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
     advantage = algorithm.advantage
-    if advantage.estimator in ADVANTAGE_ESTIMATORS.built_in and advantage.estimator != advantage.built_in:
-        yield f"advantage.estimator={advantage.estimator}: level and combine choose {advantage.built_in}: leave it out"
     if advantage.estimator and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
         yield "advantage.estimator knows no KL among its rewards: set kl.apply_to=loss"
     if advantage.level == "process" and algorithm.ratio in ("sequence", "product"):

@@ -49,9 +49,9 @@ class ModelMapping:
     slots: Mapping[str, CheckpointSlot]
 
     @classmethod
-    def of(cls, folder: Path) -> "ModelMapping":
+    def of(cls, folder: Path, family_name: str | None = None) -> "ModelMapping":
         """Make the mapping by the folder's config.json. Raises UserError where that is missing or not supported."""
-        hf = HfConfig.read(folder)
+        hf = HfConfig.read(folder, family_name)
         family = family_of(hf)
         params = {name: param for name, param in family.params(hf).items() if not param.alias}
         config = family.config(hf)

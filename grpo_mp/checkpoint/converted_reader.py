@@ -18,13 +18,13 @@ from grpo_mp.models.mapping import unfuse
 class ConvertedReader:
     """Reads full tensors, as HfReader does."""
 
-    def __init__(self, folder: Path, verify: bool = False) -> None:
+    def __init__(self, folder: Path, verify: bool = False, family: str | None = None) -> None:
         """Open a folder; raises UserError where a file is missing or torn, and where config.json is of another model.
 
         `verify`: compare each file with its checksum before it is used.
         """
         self.folder = folder
-        self._model, self._reader = ModelMapping.of(folder), TorchDistReader(folder, verify)
+        self._model, self._reader = ModelMapping.of(folder, family), TorchDistReader(folder, verify)
         self._reader.check_layers(self._model.hf.int("num_hidden_layers"))
         extra = open_non_policy_tensors(folder, verify)
         self._non_policy = dict.fromkeys(extra.stored_names, extra) if extra else {}
@@ -62,10 +62,10 @@ class ConvertedReader:
         return self._cached[name]
 
 
-def open_weights(folder: Path, verify: bool = False) -> HfReader | ConvertedReader:
+def open_weights(folder: Path, verify: bool = False, family: str | None = None) -> HfReader | ConvertedReader:
     """Open a Hugging Face folder or a converted one. Raises UserError where it is neither, or torn.
 
-    `verify`: compare each file that has a checksum with it before it is used.
+    `verify`: compare each file that has a checksum with it before it is used. `family`: as in `HfConfig`.
     """
     converted = is_torch_dist(folder) and not has_hf_weights(folder)
-    return ConvertedReader(folder, verify) if converted else HfReader(folder, verify=verify)
+    return ConvertedReader(folder, verify, family) if converted else HfReader(folder, verify=verify)

@@ -63,7 +63,10 @@ def _run(module: str, ranks: int | None, arguments: Sequence[str]) -> int:
 def _submit(config: Path, overrides: list[str], nodes: int | None, options: list[str], dry_run: bool) -> int:
     """Submit a run, or show what would be submitted; `options`: of sbatch. Raises UserError."""
     if not (SCRIPTS / "common.sh").is_file():
-        raise UserError(f"{SCRIPTS / 'common.sh'} is not here: start from the root of the repository")
+        raise UserError(
+            f"{SCRIPTS / 'common.sh'}: no such file: jobs start by the repository's scripts: change to its root, "
+            "or start ranks on this machine with --ranks"
+        )
     from grpo_mp.config import load_settings  # pydantic is slow to import
 
     load_settings(config, overrides)  # a mistake is said now, not after the queue

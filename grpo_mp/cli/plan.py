@@ -56,5 +56,5 @@ def _parser() -> Parser:
     parser.add_argument("--search", action="store_true", help="rank the layouts that fit, print the best five")
     parser.add_argument("--ppo", action="store_true", help="what the four models of PPO would need beside it")
     parser.add_argument("--model-config", type=Path, help="config.json to plan with, where model.path is not here")
-    parser.add_argument("--response-tokens", type=float, help="mean response to plan for (default: half of the limit)")
+    parser.add_argument("--response-tokens", type=positive, help="mean to plan for (default: half of the limit)")
     return parser

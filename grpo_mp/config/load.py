@@ -19,23 +19,37 @@ from grpo_mp.errors import USER_STATUS, UserError, nearest
 from grpo_mp.rewards.settings import StepModelConfig
 from grpo_mp.section import Section, section_type
 
+EXPECTED = {  # by pydantic's error type
+    **dict.fromkeys(("model_type", "dict_type"), "settings below it, as {name}.KEY=VALUE"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "an integer"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("string_type", "path_type"), "text"),
+    "tuple_type": "a list",
+}
+
 
 def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
     """Read a YAML file, apply `section.key=value` overrides, and check every name and value.
 
     Raises UserError: file missing, not YAML, unknown setting (with the nearest known), bad value.
     """
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}: give an existing settings file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    tree = read_yaml(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected sections (run:, model:, ...), found {type(tree).__name__}")
     for override in overrides or []:
         _apply_override(tree, override)
     return check_settings(tree, str(path))
+
+
+def read_yaml(path: Path) -> Any:
+    """Read a YAML file. Raises UserError where it is missing or not YAML."""
+    try:
+        return yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}: give an existing file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def check_settings(tree: dict[str, Any], where: str) -> Settings:
@@ -84,7 +98,9 @@ def _format_error(where: str, item: Any) -> str:
         return f"{where}: unknown setting {name}{hint.replace('mean ', f'mean {name[: -len(names[-1])]}')}"
     if item["type"] == "missing":
         return f"{where}: setting {name} is missing"
-    message = item["msg"].removeprefix("Value error, ")
+    expected = EXPECTED.get(item["type"], "")
+    shown = f"expected {expected.format(name=name)}, found {item['input']!r}"
+    message = shown if expected else item["msg"].removeprefix("Value error, ")
     return f"{where}: {name}: {message}" if name else f"{where}: {message}"
 
 

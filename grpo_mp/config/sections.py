@@ -1,12 +1,16 @@
 """The sections of the settings that belong to no other package. Units are part of the names."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from grpo_mp.config.registries import DATA_SOURCES, LOGGERS
 from grpo_mp.evaluation.pass_at_k import MOST_SAMPLES
+from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.section import Section, as_bytes
+
+SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
 
 
 class RunConfig(Section):
@@ -28,7 +32,7 @@ class ModelConfig(Section):
     """The policy, which is also the reference."""
 
     path: Path = Field(description="a Hugging Face folder; the architecture comes from its config.json")
-    family: str | None = Field(
+    family: Annotated[str, AfterValidator(MODEL_FAMILIES.check_name)] | None = Field(
         None, description="a built-in family's name or your own 'file.py:FAMILY'; null: by model_type of config.json"
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="precision of weights and activations")
@@ -62,7 +66,7 @@ class EvalSetConfig(Section):
         None, gt=0, description="tokens at which a response is cut; null: rollout.max_response_tokens"
     )
     prompts: int | None = Field(None, gt=0, description="number of prompts, the first ones; null: data.eval_prompts")
-    source: str | None = Field(None, description="what reads `path`; null: as data.source")
+    source: SourceName | None = Field(None, description="what reads `path`; null: as data.source")
 
     @model_validator(mode="after")
     def _check_samples_can_differ(self) -> "EvalSetConfig":
@@ -80,7 +84,7 @@ class DataConfig(Section):
     eval: dict[str, EvalSetConfig] = Field(
         {}, description="held-out sets by name: a file or `datasets` name, or {path, samples, ...}"
     )
-    source: str | None = Field(
+    source: SourceName | None = Field(
         None,
         description="what reads `train` and `eval`: jsonl, parquet, datasets, or your own 'file.py:function', which is "
         "called with their text; null: by the file's suffix",
@@ -196,7 +200,7 @@ class MonitorConfig(Section):
     loggers: dict[str, dict[str, Any]] = Field(
         {"tensorboard": {}, "jsonl": {}},
         description="what writes the metrics: names, or your own 'file.py:Class', each with its arguments; or a "
-        "list of them (TRL report_to, verl trainer.logger)",
+        "name, or a list of them (TRL report_to, verl trainer.logger)",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="level of RUN/logs/rank_N.log; warnings go to the terminal, too"
@@ -208,5 +212,12 @@ class MonitorConfig(Section):
 
     @field_validator("loggers", mode="before")
     @classmethod
-    def _loggers_from_list(cls, value: Any) -> Any:
-        return {name: {} for name in value} if isinstance(value, list) else value
+    def _loggers_from_names(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) else value
+        is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        return {name: {} for name in names} if is_list else value
+
+    @field_validator("loggers")
+    @classmethod
+    def _loggers_exist(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        return {LOGGERS.check_name(name): arguments for name, arguments in value.items()}

@@ -78,9 +78,10 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _check_group_size(self) -> "Settings":
-        if self.rollout.group_size == 1 and self.algorithm.advantage.baseline != "none":
+        advantage = self.algorithm.advantage
+        if self.rollout.group_size == 1 and advantage.baseline != "none" and not advantage.estimator:
             raise ValueError(
-                f"rollout.group_size=1 leaves algorithm.advantage.baseline={self.algorithm.advantage.baseline} nothing "
+                f"rollout.group_size=1 leaves algorithm.advantage.baseline={advantage.baseline} nothing "
                 "to compare with: set 2 or more, or algorithm: reinforce_pp"
             )
         return self

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from grpo_mp.config.registries import DATA_SOURCES
 from grpo_mp.errors import UserError, one_line
-from grpo_mp.registry import Registry
 
 Columns = dict[str, Any]
 
@@ -40,7 +40,7 @@ def read_rows(name: str, source: str | None = None) -> Iterator[Row]:
         raise UserError(f"{name}: no such file: set data.train or data.eval to an existing one")
     read = DATA_SOURCES.resolve(source, "data.source")
     rows = read(name) if source in DATA_SOURCES.built_in else _rows_of_user(read, name, f"data.source {source!r}")
-    unit = "line" if read is _json_rows else "row"
+    unit = "line" if read is read_jsonl else "row"
     for number, columns in enumerate(rows, start=1):
         yield Row(f"{name}, {unit} {number}", columns)
 
@@ -56,7 +56,8 @@ def _rows_of_user(read: DataSource, name: str, label: str) -> Iterator[Columns]:
         raise UserError(f"{label}: reading {name!r} failed: {type(error).__name__}: {one_line(error)}") from error
 
 
-def _json_rows(name: str) -> Iterator[Columns]:
+def read_jsonl(name: str) -> Iterator[Columns]:
+    """Yield the rows of a file of JSON lines."""
     with Path(name).open("rb") as file:
         for number, line in enumerate(file, start=1):
             location = f"{name}, line {number}"
@@ -75,7 +76,8 @@ def _json_object(line: bytes, location: str) -> dict[str, Any]:
     return columns
 
 
-def _parquet_rows(name: str) -> Iterable[Columns]:
+def read_parquet(name: str) -> Iterable[Columns]:
+    """Read the rows of a Parquet file."""
     import pyarrow
     from pyarrow import parquet
 
@@ -85,7 +87,8 @@ def _parquet_rows(name: str) -> Iterable[Columns]:
         raise UserError(f"{name}: not readable as Parquet: {one_line(error)}") from error
 
 
-def _dataset_rows(source: str) -> Iterable[Columns]:
+def read_datasets(source: str) -> Iterable[Columns]:
+    """Load the rows of `name`, `name:split` or `name:config:split` by the library `datasets`."""
     name, *rest = source.split(":")
     if len(rest) > 2 or not name:
         raise UserError(f"{source!r}: write a .jsonl or .parquet file, name:split or name:config:split")
@@ -110,8 +113,3 @@ def _load_dataset(name: str, config: str | None, split: str, source: str) -> Ite
 
 
 SOURCE_BY_SUFFIX = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-DATA_SOURCES: Registry[DataSource] = Registry(
-    "data source",
-    {"jsonl": _json_rows, "parquet": _parquet_rows, "datasets": _dataset_rows},
-    parameters=("name",),
-)

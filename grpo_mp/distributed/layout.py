@@ -12,6 +12,18 @@ from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 
+FIRST_STAGE_LAYERS = "num_layers_in_first_pipeline_stage"
+LAST_STAGE_LAYERS = "num_layers_in_last_pipeline_stage"
+PIPELINE_LAYOUT = "pipeline_model_parallel_layout"
+# Fields of Megatron's TransformerConfig that place the layers.
+PLACEMENT_FIELDS = {
+    FIRST_STAGE_LAYERS,
+    LAST_STAGE_LAYERS,
+    PIPELINE_LAYOUT,
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+}
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -73,7 +85,7 @@ def model_shape(hf: HfConfig) -> ModelShape:
 
 def sets_pipeline_layout(megatron: Mapping[str, Any]) -> bool:
     """Tell whether training.megatron_args places the layers on pipeline stages itself."""
-    return any("pipeline" in name for name in megatron)
+    return not PLACEMENT_FIELDS.isdisjoint(megatron)
 
 
 def layout_violations(

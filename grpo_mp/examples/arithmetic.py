@@ -30,7 +30,7 @@ TEMPLATES = {
     ),
 }
 SMALLEST_OPERAND = 2
-DRAWS_PER_PROBLEM = 200
+MOST_DRAWS_IN_VAIN = 100_000  # in a row, until the operands count as used up
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,19 @@ def make_problems(
     """
     if unknown := set(kinds) - set(TEMPLATES):
         raise UserError(f"unknown kind of problem {sorted(unknown)}: choose from {', '.join(TEMPLATES)}")
+    if largest < SMALLEST_OPERAND:
+        raise UserError(f"operands begin at {SMALLEST_OPERAND}: the largest cannot be {largest}")
     held_out = max(0.1, count_eval / max(1, count_train + count_eval)) if count_eval else 0.0
     counts = {"train": count_train, "eval": count_eval}
     problems_of: dict[str, dict[str, Problem]] = {"train": {}, "eval": {}}
-    rng = random.Random(seed)
-    for _ in range(DRAWS_PER_PROBLEM * (count_train + count_eval)):
-        if all(len(problems_of[split]) == counts[split] for split in counts):
-            break
+    rng, in_vain = random.Random(seed), 0
+    while in_vain < MOST_DRAWS_IN_VAIN and any(len(problems_of[split]) < counts[split] for split in counts):
         problem = _draw_problem(rng, largest, kinds)
         split = _split_of(problem.operands, seed, held_out)
-        if len(problems_of[split]) < counts[split]:
-            problems_of[split].setdefault(problem.question, problem)
+        is_new = len(problems_of[split]) < counts[split] and problem.question not in problems_of[split]
+        in_vain = 0 if is_new else in_vain + 1
+        if is_new:
+            problems_of[split][problem.question] = problem
     for split, split_problems in problems_of.items():
         if len(split_problems) < counts[split]:
             raise UserError(

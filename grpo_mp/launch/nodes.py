@@ -25,6 +25,7 @@ from grpo_mp.config import exit_with
 from grpo_mp.distributed.rendezvous import rendezvous
 from grpo_mp.errors import UserError
 from grpo_mp.launch.task import rank_environment
+from grpo_mp.options import Parser
 
 BAD_NODES = "bad_nodes"
 BAD_NODES_STATUS = 3
@@ -40,11 +41,15 @@ CUDA_BYTES, CPU_BYTES = 2**28, 2**22  # that it moves
 
 def main() -> None:
     """Run the command line."""
-    attempt, nodes = Path(sys.argv[1]), sys.argv[2].split(",")
+    parser = Parser("python -m grpo_mp.launch.nodes", str(__doc__))
+    parser.add_argument("attempt", type=Path)
+    parser.add_argument("nodes")
     try:
+        args = parser.parse_args()
         os.environ.update(rank_environment(os.environ))
+        nodes, ranks_per_node = args.nodes.split(","), int(os.environ["LOCAL_WORLD_SIZE"])
         store, rank, world_size = rendezvous(TIMEOUT)
-        status = NodeCheck(attempt, nodes, store, rank, world_size, int(os.environ["LOCAL_WORLD_SIZE"])).run()
+        status = NodeCheck(args.attempt, nodes, store, rank, world_size, ranks_per_node).run()
     except UserError as error:
         exit_with(error)
     sys.stdout.flush()

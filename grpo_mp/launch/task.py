@@ -3,15 +3,16 @@
 A rank that fails leaves its error in the folder ATTEMPT: see job.py.
 """
 
+import argparse
 import os
 import re
 import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_mp.config import exit_with
 from grpo_mp.errors import UserError
+from grpo_mp.options import Parser
 
 TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x\d+\))?")
 
@@ -48,15 +49,18 @@ def error_file(attempt: str, rank: str) -> str:
 def main() -> None:
     """Run the command line."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # too early to be told to save; the run sets its own handler
-    attempt, *command = sys.argv[1:]
+    parser = Parser("python -m grpo_mp.launch.task", str(__doc__))
+    parser.add_argument("attempt")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
     try:
+        args = parser.parse_args()
         os.environ.update(rank_environment(os.environ))
     except UserError as error:
         exit_with(error)
-    os.environ["TORCHELASTIC_ERROR_FILE"] = error_file(attempt, os.environ["RANK"])
+    os.environ["TORCHELASTIC_ERROR_FILE"] = error_file(args.attempt, os.environ["RANK"])
     from grpo_mp import train  # after the environment is complete
 
-    train.main(command)
+    train.main(args.command)
 
 
 if __name__ == "__main__":

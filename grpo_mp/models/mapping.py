@@ -7,9 +7,10 @@ Loading, export and weight sync use the same rules. Nothing here touches files, 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Fuse = Literal["none", "gate_up", "qkv"]
 Shape = tuple[int, ...]
@@ -82,12 +83,14 @@ def expand(rules: Iterable[Rule]) -> dict[str, Param]:
     return params
 
 
-def fuse(param: Param, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+def fuse(param: Param, shards: "Sequence[torch.Tensor]") -> "torch.Tensor":
     """Fuse one tensor-parallel rank's Hugging Face shards into its Megatron shard.
 
     qkv: rows are ordered by query group, [queries of the group, its key, its value], so that
     tensor parallelism divides groups; gate_up: gate rows, then up rows.
     """
+    import torch  # slow to import, and settings check the names of families
+
     if param.fuse == "none":
         return shards[0]
     if param.fuse == "gate_up":
@@ -97,7 +100,7 @@ def fuse(param: Param, shards: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(by_group, dim=1).flatten(0, 1)
 
 
-def unfuse(param: Param, shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def unfuse(param: Param, shard: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
     """Invert `fuse`: split a Megatron shard into the shards of its Hugging Face tensors."""
     if param.fuse == "none":
         return (shard,)
@@ -112,8 +115,10 @@ def unfuse(param: Param, shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.flatten(0, 1) for tensor in qkv)
 
 
-def join(param: Param, shards: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+def join(param: Param, shards: "Sequence[Sequence[torch.Tensor]]") -> "tuple[torch.Tensor, ...]":
     """Join unfused shards, by tensor-parallel rank, into full Hugging Face tensors without padding."""
+    import torch
+
     tensors = []
     for index, shape in enumerate(param.shapes):
         by_rank = [rank_shards[index] for rank_shards in shards]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from grpo_mp.config.registries import LOGGERS
 from grpo_mp.files import write_atomically
-from grpo_mp.registry import Registry
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,13 +105,6 @@ def cut_lines(path: Path, first_step: int) -> None:
         return
     kept = [line for line in read_lines(path) if (line["step"] or 0) < first_step]
     write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
-
-
-LOGGERS: Registry[MakeLogger] = Registry(
-    "logger",
-    {"tensorboard": TensorBoardLogger, "jsonl": JsonLinesLogger},
-    parameters=("run_folder", "first_step", "settings"),
-)
 
 
 def load_loggers(loggers: Mapping[str, Mapping[str, Any]]) -> tuple[MakeLogger, ...]:

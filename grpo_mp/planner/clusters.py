@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from grpo_mp.config.load import read_yaml
 from grpo_mp.errors import UserError, nearest
 from grpo_mp.phases import GIB
 
@@ -69,7 +70,7 @@ def read_cluster(name: str) -> Cluster:
     file = Path(name)
     if file.suffix not in (".yaml", ".yml") or not file.is_file():
         raise UserError(f"cluster {name}: no such profile{nearest(name, profiles)}: {', '.join(profiles)}, or a file")
-    return _parse_profile(file.stem, yaml.safe_load(file.read_text()))
+    return _parse_profile(file.stem, read_yaml(file))
 
 
 def cluster_names() -> tuple[str, ...]:
@@ -106,7 +107,7 @@ def _check_numbers(
             raise UserError(f"cluster {name}: {key}={value!r} is not a number above 0")
     for key in values:
         if key not in required:
-            raise UserError(f"cluster {name}: unknown number {key}{nearest(key, required)}")
+            raise UserError(f"cluster {name}: unknown number {key}{nearest(str(key), required)}")
 
 
 @dataclass(frozen=True)

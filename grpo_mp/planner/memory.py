@@ -11,6 +11,7 @@ from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import DTYPE_BYTES, Job
 from grpo_mp.planner.parameter_count import ParameterCount, rule_parameters
+from grpo_mp.rollout.engine_parallelism import read_argument
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def engine_memory(job: Job) -> EngineMemory:
     Raises UserError where engine.gpus and engine.args do not divide each other, the model or a block of FP8.
     """
     args, weights = job.settings.engine.args, engine_weight_bytes(job)
-    fraction = float(args.get("mem_fraction_static", OVERHEADS.mem_fraction_static))
+    fraction = read_argument(args, "mem_fraction_static", OVERHEADS.mem_fraction_static)
     kv_cache, model = max(0.0, fraction * job.cluster.gpu_bytes - weights), job.model
     # Of one GPU; a latent cache is the same on every GPU of a replica.
     kv_heads = max(1, model.num_kv_heads / job.engine_parallelism.attention_tensor)

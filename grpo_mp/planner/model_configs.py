@@ -16,12 +16,9 @@ def find_config(model_path: Path, override: Path | None = None) -> tuple[HfConfi
     Raises UserError where neither has one and none is published under the name of `model_path`.
     """
     path = override or model_path
-    is_file = path.suffix == ".json" and path.is_file()
-    if is_file and path.name != "config.json":
-        return HfConfig(path.parent, json.loads(path.read_text())), str(path)
-    folder = path.parent if is_file else path
-    if override or (folder / "config.json").is_file():
-        return HfConfig.read(folder), str(folder / "config.json")
+    file = path if path.suffix == ".json" and path.is_file() else path / "config.json"
+    if override or file.is_file():
+        return HfConfig.read(file.parent, name=file.name), str(file)
     name, published = path.name.lower(), sorted(file.stem for file in PUBLISHED.glob("*.json"))
     while name.rpartition("-")[2] in VARIANTS:  # 'DeepSeek-R1-0528-BF16' is 'deepseek-r1'
         name = name.rpartition("-")[0]

@@ -6,11 +6,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from grpo_mp.config import LayoutConfig
-from grpo_mp.errors import UserError
+from grpo_mp.distributed.layout import FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS, PIPELINE_LAYOUT
+from grpo_mp.errors import UserError, read_number
 
-FIRST_STAGE_LAYERS = "num_layers_in_first_pipeline_stage"
-LAST_STAGE_LAYERS = "num_layers_in_last_pipeline_stage"
-PIPELINE_LAYOUT = "pipeline_model_parallel_layout"
 StageLayers = tuple[tuple[int, ...], ...]  # layers of every stage, over all its chunks
 
 
@@ -19,7 +17,11 @@ def layers_of_stages(num_layers: int, layout: LayoutConfig, megatron: Mapping[st
     if megatron.get(PIPELINE_LAYOUT):
         chunks = _parse_pipeline_layout(megatron[PIPELINE_LAYOUT])
     else:
-        chunks = _even_chunks(num_layers, layout, megatron.get(FIRST_STAGE_LAYERS), megatron.get(LAST_STAGE_LAYERS))
+        first, last = (
+            None if megatron.get(name) is None else read_number(int, megatron[name], f"training.megatron_args.{name}")
+            for name in (FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS)
+        )
+        chunks = _even_chunks(num_layers, layout, first, last)
     if len(chunks) % layout.pipeline or sum(chunks) != num_layers or min(chunks) < 0:
         raise UserError(
             f"training.megatron_args places {sum(chunks)} layers on {len(chunks)} stages {chunks}, the model has "
@@ -90,4 +92,9 @@ def _parse_pipeline_layout(value: Any) -> list[int]:
         for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
             value = re.sub(pattern, lambda match: match[1] * int(match[2]), value)
         return [chunk.count("t") for chunk in value.split("|")]
-    return [list(chunk).count("decoder") for chunk in value]
+    if not isinstance(value, list) or not all(isinstance(chunk, list) for chunk in value):
+        raise UserError(
+            f"training.megatron_args.{PIPELINE_LAYOUT}: expected text like Et*3|t*3L, or a list of lists of names, "
+            f"found {value!r}"
+        )
+    return [chunk.count("decoder") for chunk in value]

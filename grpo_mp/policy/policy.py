@@ -53,7 +53,7 @@ class Policy:
         self.chunks = wrap_for_training(settings, self.config, models)
         self.tensors = local_tensors(models, self.params, parallel.coords, settings.layout.expert)
         Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
-        with open_weights(settings.model.path) as reader:
+        with open_weights(settings.model.path, family=settings.model.family) as reader:
             load_hf(self.tensors, self.params, reader, parallel.coords, parallel.layout)
         for name, tensor in self.tensors.items():
             # Megatron marks a weight when it initialises it, and counts unmarked ones in the norm on one rank only.
@@ -127,6 +127,6 @@ def check_policy(settings: Settings, world_size: int) -> None:
     check_layout(settings.layout, model_shape(hf), world_size, uneven_pipeline)
     check_overrides(settings)
     transformer_config(settings, hf)
-    with open_weights(settings.model.path) as reader:
+    with open_weights(settings.model.path, family=settings.model.family) as reader:
         check_tensors(reader, family.params(hf).values())
         check_layers(reader.names, hf)

@@ -3,18 +3,17 @@
 import math
 import statistics
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from transformers import TrainerState
 
-from grpo_mp.errors import UserError, nearest
+from grpo_mp.errors import UserError
 from grpo_mp.rewards.base import REWARDS, STEP_REWARDS, Reward, call_arguments, call_reward, call_user
 from grpo_mp.rewards.math import answer_numbers
 from grpo_mp.rewards.model import Decode, StepModelClient
-from grpo_mp.rewards.settings import RewardConfig, StepModelConfig
+from grpo_mp.rewards.settings import STEPS, RewardConfig, StepModelConfig
 from grpo_mp.rewards.steps import Steps, validate_steps
 from grpo_mp.rewards.tally import Tally
 from grpo_mp.rewards.terms import BuiltInTerms
@@ -22,7 +21,6 @@ from grpo_mp.rewards.timeouts import RewardError, Values, run_with_timeout
 from grpo_mp.types import SampleGroup
 
 SHOWN_CHARACTERS = 300
-STEPS = "steps"  # the name under which step rewards are logged; no term of the reward
 T = TypeVar("T")
 Extras = dict[str, list[Any]]  # what functions gave to log_extra for one group, by column
 
@@ -55,17 +53,10 @@ class Scorer:
         self._terms = {term.name: term.values for term in self._built_in.terms}
         self.weights = {term.name: term.weight for term in self._built_in.terms}  # of all parts of the reward, by name
         self._functions: dict[str, Reward] = {}
-        short = {spec: spec.rpartition(":")[2] for spec in settings.functions}
-        counts = Counter([*short.values(), *self._terms, *[STEPS] * bool(settings.steps)])
         for spec, weight in settings.functions.items():
-            name = short[spec] if counts[short[spec]] == 1 else spec
+            name = settings.function_names[spec]
             self._functions[name], self.weights[name] = REWARDS.resolve(spec, "reward.functions"), weight
-        rule = self._correctness_rule = settings.correctness_rule
-        if rule and rule.term not in self.weights:
-            raise UserError(
-                f"reward.correct: no term of the reward is named {rule.term!r}{nearest(rule.term, self.weights)}; "
-                f"there are: {', '.join(self.weights)}"
-            )
+        self._correctness_rule = settings.correctness_rule
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -1,10 +1,14 @@
 """The `reward` section: terms of the reward, each with its weight."""
 
+from collections import Counter
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from grpo_mp.errors import nearest
 from grpo_mp.section import Section, as_bytes
+
+STEPS = "steps"  # the name under which step rewards are logged; no term of the reward
 
 
 class OverlongConfig(Section):
@@ -129,6 +133,28 @@ class RewardConfig(Section):
         return {"term": value} if isinstance(value, str) else value
 
     @property
+    def term_weights(self) -> dict[str, float]:
+        """Return the built-in terms by name: those with a weight, and the one that says what is correct."""
+        weights = {
+            "answer": self.answer,
+            "boxed": self.boxed,
+            "length": self.length,
+            "overlong": self.overlong.weight * self.span / 2,
+            "repetition": self.repetition.weight,
+            **({"model": self.model.weight} if self.model else {}),
+            **({"code": self.code.weight} if self.code else {}),
+        }
+        correct = self.correct.term if self.correct else None  # computed at weight 0, too
+        return {name: weight for name, weight in weights.items() if weight or name == correct}
+
+    @property
+    def function_names(self) -> dict[str, str]:
+        """Return the name of each function: what stands after its file, where nothing else has that name."""
+        short = {path: path.rpartition(":")[2] for path in self.functions}
+        counts = Counter([*short.values(), *self.term_weights, *[STEPS] * bool(self.steps)])
+        return {path: name if counts[name] == 1 else path for path, name in short.items()}
+
+    @property
     def has_outcome(self) -> bool:
         """Say whether anything rewards complete responses."""
         sections = (self.overlong, self.repetition, self.model, self.code)
@@ -154,6 +180,16 @@ class RewardConfig(Section):
     def _overlong_has_a_range(self) -> "RewardConfig":
         if self.overlong.weight and not self.span:
             raise ValueError("reward.overlong weighs by the range of the reward, which is 0 here: set reward.range")
+        return self
+
+    @model_validator(mode="after")
+    def _correct_names_a_term(self) -> "RewardConfig":
+        names = [*self.term_weights, *self.function_names.values()]
+        if self.correct and self.correct.term not in names:
+            raise ValueError(
+                f"reward.correct: no term of the reward is named {self.correct.term!r}"
+                f"{nearest(self.correct.term, names)}; there are: {', '.join(names)}"
+            )
         return self
 
     @model_validator(mode="after")

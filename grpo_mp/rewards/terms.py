@@ -13,6 +13,7 @@ from grpo_mp.rewards.timeouts import Values
 from grpo_mp.types import Sample, SampleGroup
 
 COMPARISON_LIMIT_S = 5.0
+GroupValues = Callable[[SampleGroup], Values]
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class RewardTerm:
 
     name: str
     weight: float
-    values: Callable[[SampleGroup], Values]
+    values: GroupValues
 
 
 class BuiltInTerms:
@@ -32,18 +33,17 @@ class BuiltInTerms:
         self.verifier = MathVerifier(min(COMPARISON_LIMIT_S, settings.timeout_s), settings.tolerance)
         self._boxed_choice = settings.boxed_answer
         self._model = ModelClient(settings.model) if settings.model else None
-        correctness_term = settings.correct.term if settings.correct else None  # computed at weight 0, too
-        terms = [RewardTerm("answer", settings.answer, self._answers), *_rule_terms(settings, max_response_tokens)]
-        if settings.model and self._model:
-            terms.append(RewardTerm("model", settings.model.weight, self._model.values))
-        needs_code = settings.code and (settings.code.weight or correctness_term == "code")
+        weights = settings.term_weights
+        values = {"answer": self._answers, **_rules(settings, max_response_tokens)}
+        if self._model:
+            values["model"] = self._model.values
         self.warnings: tuple[str, ...] = ()
-        if settings.code and needs_code:
+        if settings.code and "code" in weights:
             code = CodeTests(settings.code)
-            terms.append(RewardTerm("code", settings.code.weight, code.values))
+            values["code"] = code.values
             if not code.sandbox.isolated:
                 self.warnings = ("reward.code: this kernel gives no namespaces, so programs run with limits only",)
-        self.terms = [term for term in terms if term.weight or term.name == correctness_term]
+        self.terms = [RewardTerm(name, weight, values[name]) for name, weight in weights.items()]
 
     def close(self) -> None:
         """End the process that compares answers and the connections to the reward model."""
@@ -58,24 +58,19 @@ class BuiltInTerms:
         return [answer_reward(sample.text, answer, self.verifier, self._boxed_choice) for sample in group.samples]
 
 
-def _rule_terms(settings: RewardConfig, max_response_tokens: int) -> list[RewardTerm]:
-    overlong, repetition, ngram = settings.overlong, settings.repetition, settings.repetition.ngram
-    buffer = overlong.buffer_tokens or max(1, max_response_tokens // 5)
-    return [
-        _sample_term("boxed", settings.boxed, lambda sample: float(boxed_answer(sample.text) is not None)),
-        _sample_term("length", settings.length, lambda sample: min(1.0, len(sample.tokens) / max_response_tokens)),
-        _sample_term(
-            "overlong",
-            overlong.weight * settings.span / 2,
-            lambda sample: overlong_penalty(len(sample.tokens), max_response_tokens, buffer),
-        ),
-        _sample_term("repetition", repetition.weight, lambda sample: repetition_penalty(sample.tokens, ngram)),
-    ]
+def _rules(settings: RewardConfig, max_response_tokens: int) -> dict[str, GroupValues]:
+    ngram, buffer = settings.repetition.ngram, settings.overlong.buffer_tokens or max(1, max_response_tokens // 5)
+    return {
+        "boxed": _by_sample(lambda sample: float(boxed_answer(sample.text) is not None)),
+        "length": _by_sample(lambda sample: min(1.0, len(sample.tokens) / max_response_tokens)),
+        "overlong": _by_sample(lambda sample: overlong_penalty(len(sample.tokens), max_response_tokens, buffer)),
+        "repetition": _by_sample(lambda sample: repetition_penalty(sample.tokens, ngram)),
+    }
 
 
-def _sample_term(name: str, weight: float, value: Callable[[Sample], float]) -> RewardTerm:
-    """Make a term of a function that scores one sample."""
-    return RewardTerm(name, weight, lambda group: [value(sample) for sample in group.samples])
+def _by_sample(value: Callable[[Sample], float]) -> GroupValues:
+    """Score a group by a function that scores one sample."""
+    return lambda group: [value(sample) for sample in group.samples]
 
 
 def overlong_penalty(tokens: int, max_response_tokens: int, buffer_tokens: int) -> float:

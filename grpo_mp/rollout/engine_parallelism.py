@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from grpo_mp.distributed.layout import divisors
-from grpo_mp.errors import UserError
+from grpo_mp.errors import Number, UserError, read_number
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import BLOCK
 from grpo_mp.models.hf_config import HfConfig
@@ -51,16 +51,22 @@ class EngineParallelism:
         return self.attention_tensor, "engine.gpus / engine.args.attn_dp_size"
 
 
+def read_argument(args: Mapping[str, Any], name: str, default: Number) -> Number:
+    """Read an argument of the type of its default. Raises UserError for what is no such number."""
+    value = args.get(name)
+    return default if value is None else read_number(type(default), value, f"engine.args.{name}")
+
+
 def attention_replicas(args: Mapping[str, Any]) -> int:
     """Read `attn_dp_size`, or `dp_size` with `enable_dp_attention`, its deprecated spelling."""
-    deprecated = int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
-    return int(args.get("attn_dp_size", deprecated))
+    deprecated = read_argument(args, "dp_size", 1) if args.get("enable_dp_attention") else 1
+    return read_argument(args, "attn_dp_size", deprecated)
 
 
 def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:
     """Read engine.gpus and engine.args. Raises UserError where they do not divide each other or the model."""
-    replicas, expert = attention_replicas(args), int(args.get("ep_size", 1))
-    if int(args.get("dp_size", 1)) > 1 and not args.get("enable_dp_attention"):
+    replicas, expert = attention_replicas(args), read_argument(args, "ep_size", 1)
+    if read_argument(args, "dp_size", 1) > 1 and not args.get("enable_dp_attention"):
         raise UserError(
             f"engine.args.dp_size={args['dp_size']} would start whole copies of the engine on other GPUs: set "
             "engine.count for more engines, or attn_dp_size for replicas of attention inside one"
@@ -79,7 +85,7 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
                 f"engine.args.{name}: {size} does not divide {total}, the {meaning}: the nearest is {nearest}"
             )
     shared = 1 if args.get("moe_a2a_backend") in REPLICATING_A2A_BACKENDS else gpus
-    return EngineParallelism(gpus, replicas, expert, int(args.get("moe_dense_tp_size") or gpus), shared)
+    return EngineParallelism(gpus, replicas, expert, read_argument(args, "moe_dense_tp_size", gpus), shared)
 
 
 def check_engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:
@@ -138,7 +144,7 @@ def _remedy(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> str:
 def _nearby_settings(gpus: int, args: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield other settings, the nearest first: as many GPUs, then fewer; of each the fewest settings changed."""
     name = "dp_size" if args.get("enable_dp_attention") and "attn_dp_size" not in args else "attn_dp_size"
-    requested = {name: attention_replicas(args), "ep_size": int(args.get("ep_size", 1))}
+    requested = {name: attention_replicas(args), "ep_size": read_argument(args, "ep_size", 1)}
     dense = args.get("moe_dense_tp_size")
 
     def distance(count: int, dense_tensor: int | None, expert: int, replicas: int) -> tuple[int, int]:

@@ -9,18 +9,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_mp.checkpoint.hf_writer import QUANTISED
+from grpo_mp.checkpoint.hf_writer import FP8_CONFIG, QUANTISED
 from grpo_mp.errors import UserError
-from grpo_mp.models.fp8 import BLOCK
 from grpo_mp.models.hf_config import HfConfig
 
 OVERRIDES = "json_model_override_args"
-BLOCKWISE = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [BLOCK, BLOCK],
-}
 
 
 def in_fp8(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> bool:
@@ -49,5 +42,5 @@ def precision_arguments(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> dic
     fp8 = in_fp8(args, hf, cpu)
     if fp8 == folder_in_fp8(hf):
         return {}
-    overrides = json.loads(args.get(OVERRIDES) or "{}") | {QUANTISED: BLOCKWISE if fp8 else None}
+    overrides = json.loads(args.get(OVERRIDES) or "{}") | {QUANTISED: FP8_CONFIG if fp8 else None}
     return {OVERRIDES: json.dumps(overrides)}

@@ -116,7 +116,7 @@ class RolloutCollector:
         settings, rule = self.settings, self.settings.algorithm.filter
         return (
             f"step {step}: of {launched} groups in {rule.max_rounds} rounds only "
-            f"{len(selection.admitted)} teach by algorithm.filter.metric={rule.metric}, "
+            f"{len(selection.admitted)} pass algorithm.filter.metric={rule.metric}, "
             f"{settings.rollout.prompts_per_step} are needed: take data that is neither too easy nor too hard, "
             "raise algorithm.filter.max_rounds or rollout.group_size, or set algorithm.filter.zero_std=keep"
         )

@@ -205,7 +205,8 @@ def test_a_group_of_one_needs_no_baseline() -> None:
     single = {"rollout": BASE["rollout"] | {"group_size": 1}}
     with pytest.raises(UserError, match="nothing to compare with: set 2 or more, or algorithm: reinforce_pp"):
         check_settings(BASE | single, "test.yaml")
-    assert check_settings(BASE | single | {"algorithm": "reinforce_pp"}, "test.yaml").rollout.group_size == 1
+    for algorithm in ("reinforce_pp", {"advantage": {"estimator": "my.py:own"}}):
+        assert check_settings(BASE | single | {"algorithm": algorithm}, "test.yaml").rollout.group_size == 1
 
 
 def test_step_rewards_and_process_advantages_need_each_other() -> None:

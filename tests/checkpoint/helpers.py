@@ -18,11 +18,11 @@ def no_progress(written: int, total: int) -> None:
 
 
 @contextmanager
-def policy_of(model: Path, dtype: str, with_reference: bool = False) -> Iterator[Policy]:
+def policy_of(model: Path, dtype: str, with_reference: bool = False, family: str | None = None) -> Iterator[Policy]:
     """Load a folder as a run of one rank does."""
     tree = {
         "run": {"folder": model.parent, "steps": 1},
-        "model": {"path": model, "dtype": dtype},
+        "model": {"path": model, "dtype": dtype, "family": family},
         "data": {"train": "nothing"},
         "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 64, "max_response_tokens": 64},
         "reward": {"answer": 1.0},

@@ -1,5 +1,6 @@
 """The policy loads converted checkpoints, and its own checkpoints are converted."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -82,6 +83,17 @@ def test_a_converted_checkpoint_equals_its_export(model: Path, tmp_path: Path) -
     assert rows["format"] == "Megatron torch_dist, with optimizer"
     to_megatron(model, tmp_path / "megatron", no_progress)
     assert describe_torch_dist(tmp_path / "megatron")["parameters"] == rows["parameters"]
+
+
+def test_a_converted_folder_is_read_by_the_family_of_the_settings(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "model", "qwen3", make_tokenizer(["apples"]), **SMALL)
+    to_megatron(tmp_path / "model", tmp_path / "megatron", no_progress)
+    with policy_of(tmp_path / "model", "float32") as policy:
+        direct = copies(policy)
+    file = tmp_path / "megatron" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "no_family_has_this"}))
+    with policy_of(tmp_path / "megatron", "float32", family="qwen3") as policy:
+        assert unequal(policy, direct) == []
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 import os
 import shlex
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from grpo_mp.launch import nodes, task
 from tests.cli.command import run_command
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +85,7 @@ def test_launch_outside_of_the_repository(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = run_command(capsys, "launch", ROOT / "configs" / "tiny_moe.yaml")
-    assert (result.status, "start from the root of the repository" in result.err) == (2, True)
+    assert (result.status, "launch/common.sh: no such file: jobs start by the repository" in result.err) == (2, True)
 
 
 def test_launch_without_slurm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,3 +93,15 @@ def test_launch_without_slurm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setenv("PATH", "")
     result = run_command(capsys, "launch", "configs/tiny_moe.yaml")
     assert (result.status, result.err.startswith("error: sbatch is not on this machine")) == (2, True)
+
+
+@pytest.mark.parametrize("module", [nodes, task])
+def test_a_task_without_arguments(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [module.__name__])
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # of this process
+    with pytest.raises(SystemExit) as raised:
+        module.main()
+    assert raised.value.code == 2
+    assert "the following arguments are required: attempt" in capsys.readouterr().err

@@ -1,13 +1,22 @@
 """Each rule's message; over all small layouts, which are valid and which valid one is nearest."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
 import pytest
+from megatron.core.transformer import TransformerConfig
 
 from grpo_mp.config import LayoutConfig
-from grpo_mp.distributed.layout import ModelShape, check_layout, describe, layout_violations, nearest_layout
+from grpo_mp.distributed.layout import (
+    PLACEMENT_FIELDS,
+    ModelShape,
+    check_layout,
+    describe,
+    layout_violations,
+    nearest_layout,
+    sets_pipeline_layout,
+)
 from grpo_mp.errors import UserError
 
 
@@ -125,6 +134,19 @@ def test_uneven_pipeline_need_not_divide_layers() -> None:
     check_layout(layout, SPARSE, 8, uneven_pipeline=True)
     with pytest.raises(UserError, match="does not divide the 4 layers"):
         check_layout(layout, SPARSE, 8)
+
+
+@pytest.mark.parametrize(
+    ("field", "places"),
+    [
+        ("pipeline_model_parallel_layout", True),
+        ("num_layers_in_first_pipeline_stage", True),
+        ("deallocate_pipeline_outputs", False),
+    ],
+)
+def test_only_fields_that_place_layers_allow_an_uneven_pipeline(field: str, places: bool) -> None:
+    assert sets_pipeline_layout({field: 1}) is places
+    assert {config_field.name for config_field in fields(TransformerConfig)} >= PLACEMENT_FIELDS
 
 
 def test_valid_layout_passes_and_is_described_as_in_settings_file() -> None:

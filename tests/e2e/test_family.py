@@ -80,7 +80,7 @@ def test_data_that_cannot_fill_a_step_ends_the_run_with_a_sentence(start_job: St
     parts = "algorithm={filter: {zero_std: refill, max_rounds: 2}}"
     result = outcome(start_job(f"run.folder={tmp_path / 'run'}", "data.eval={}", reward, parts))
     assert result.status == 2
-    assert "error: step 1: of 44 groups in 2 rounds only 0 teach by algorithm.filter.metric=reward, 4 are" in result.err
+    assert "error: step 1: of 44 groups in 2 rounds only 0 pass algorithm.filter.metric=reward, 4 are" in result.err
     assert result.left == []
 
 

@@ -173,8 +173,14 @@ def change_config(folder: Path, **values: Any) -> None:
     ("arguments", "sentence"),
     [
         (["data.eval={}"], "data.eval names no set: add one, as data.eval.NAME=FILE"),
-        (["--checkpoint", "nowhere"], "nowhere: no whole checkpoint, manifest.json is missing: give RUN/checkpoints/"),
-        (["--model", "nowhere"], "nowhere/config.json does not exist: model.path must be a Hugging Face folder"),
+        (
+            ["--checkpoint", "nowhere"],
+            "nowhere: incomplete checkpoint, manifest.json is missing: give RUN/",
+        ),
+        (
+            ["--model", "nowhere"],
+            "nowhere/config.json does not exist: give a Hugging Face folder or a conv",
+        ),
         (["--model", "a", "--checkpoint", "b"], "not allowed with argument --model: see `grpo-mp evaluate -"),
         (["data.eval.arithmetic.path=none.jsonl"], "none.jsonl: no such file"),
     ],

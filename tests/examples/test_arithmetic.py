@@ -146,8 +146,10 @@ def test_equal_seeds_repeat_and_other_seeds_differ() -> None:
 
 
 def test_too_many_problems_or_an_unknown_kind() -> None:
-    with pytest.raises(UserError, match="operands up to 2 gave only"):
-        make_problems(50, 10, 0, 2)
+    with pytest.raises(UserError, match="operands up to 3 gave only"):
+        make_problems(10**9, 10, 0, 3)  # soon, not after draws in proportion to what was asked for
+    with pytest.raises(UserError, match="operands begin at 2: the largest cannot be 1"):
+        make_problems(50, 10, 0, 1)
     with pytest.raises(UserError, match="unknown kind"):
         make_problems(1, 1, 0, 9, ("divide",))
 

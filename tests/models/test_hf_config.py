@@ -45,7 +45,7 @@ def test_expect_counts_an_absent_key_as_the_first_choice() -> None:
 
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"config.json does not exist: model.path must be a Hugging Face folder"):
+    with pytest.raises(UserError, match=r"config.json does not exist: give a Hugging Face folder"):
         HfConfig.read(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"')
     with pytest.raises(UserError, match=r"config.json: not valid JSON"):

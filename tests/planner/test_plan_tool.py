@@ -1,22 +1,24 @@
 """`grpo-mp plan`: every recipe fits its machines; bad input is one sentence; a search finds what fits."""
 
+import json
 import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.layout import layout_violations
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
-from grpo_mp.planner.clusters import cluster_names, read_cluster
+from grpo_mp.planner.clusters import PROFILES, cluster_names, read_cluster
 from grpo_mp.planner.explain import explain
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.meta_model import check_parameter_counts
-from grpo_mp.planner.model_configs import find_config
+from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.planner.plan import check_fits, make_plan
 from grpo_mp.planner.search import plan_to_yaml, search_layouts
 from grpo_mp.planner.show import grpo_models, ppo_models
@@ -108,9 +110,34 @@ def test_explain_command(plan: Plan) -> None:
         (["--cluster", "h100-81"], r"no such profile \(did you mean h100-80\?\)"),
         (["--cluster", "a100-80"], "the plan needs fp8_tflops, which the profile lacks"),
         (["--nodes", "0"], "--nodes: give at least one, not 0"),
+        (["--response-tokens", "-5"], "--response-tokens: give at least one, not -5"),
+        (["--cluster", "{tmp}/broken.yaml"], r"broken\.yaml: not valid YAML"),
+        (["--cluster", "{tmp}/number.yaml"], "cluster number: unknown number 1"),
+        (["--model-config", "{tmp}/broken.json"], r"broken\.json: not valid JSON"),
+        (["--model-config", "{tmp}/text.json"], r"text\.json: num_hidden_layers: expected an integer, found 'x'"),
+        (["engine.args={ep_size: foo}"], "engine.args.ep_size: expected an integer, found 'foo'"),
+        (["engine.args.mem_fraction_static=abc"], "engine.args.mem_fraction_static: expected a number, found 'abc'"),
+        (
+            ["training.megatron_args.pipeline_model_parallel_layout=5"],
+            r"training\.megatron_args\.pipeline_model_parallel_layout: expected text like .* found 5",
+        ),
+        (
+            ["training.megatron_args={num_layers_in_first_pipeline_stage: a}"],
+            r"training\.megatron_args\.num_layers_in_first_pipeline_stage: expected an integer, found 'a'",
+        ),
     ],
 )
-def test_bad_input_ends_with_one_sentence(plan: Plan, arguments: list[str], sentence: str) -> None:
+def test_bad_input_ends_with_one_sentence(plan: Plan, tmp_path: Path, arguments: list[str], sentence: str) -> None:
+    profile = yaml.safe_load(PROFILES.read_text())["h100-80"]
+    values = published_config("deepseek-r1").values | {"num_hidden_layers": "x"}
+    for name, text in (
+        ("broken.yaml", "a: ["),
+        ("number.yaml", yaml.safe_dump(profile | {1: 2})),
+        ("broken.json", "{"),
+        ("text.json", json.dumps(values)),
+    ):
+        (tmp_path / name).write_text(text)
+    arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
     result = plan("configs/moe_671b.yaml", *(["--nodes", "16"] if "--nodes" not in arguments else []), *arguments)
     assert result.status == 2
     assert re.search(sentence, result.err), result.err

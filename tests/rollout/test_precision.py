@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from grpo_mp.checkpoint.hf_writer import FP8_CONFIG
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.engine_args import ENGINE_SITE
-from grpo_mp.rollout.precision import BLOCKWISE, OVERRIDES, in_fp8, precision_arguments
+from grpo_mp.rollout.precision import OVERRIDES, in_fp8, precision_arguments
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, HfConfig]:
         folder = tmp_path_factory.mktemp("fp8" if fp8 else "wide")
         make_tiny(folder, "qwen3_moe", make_tokenizer(["apples"]), num_hidden_layers=1)
         if fp8:
-            config = json.loads((folder / "config.json").read_text()) | {"quantization_config": BLOCKWISE}
+            config = json.loads((folder / "config.json").read_text()) | {"quantization_config": FP8_CONFIG}
             (folder / "config.json").write_text(json.dumps(config))
         folders[fp8] = HfConfig.read(folder)
     return folders

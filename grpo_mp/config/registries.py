@@ -1,0 +1,22 @@
+"""Data sources and loggers by name. No torch: a launcher checks names on a login node."""
+
+from collections.abc import Callable
+from typing import Any
+
+from grpo_mp.registry import Entry, Registry
+
+Extension = Callable[..., Any]  # DataSource of data/rows.py, MakeLogger of monitor/loggers.py
+
+DATA_SOURCES: Registry[Extension] = Registry(
+    "data source",
+    {name: Entry(f"grpo_mp.data.rows:read_{name}") for name in ("jsonl", "parquet", "datasets")},
+    parameters=("name",),
+)
+LOGGERS: Registry[Extension] = Registry(
+    "logger",
+    {
+        "tensorboard": Entry("grpo_mp.monitor.loggers:TensorBoardLogger"),
+        "jsonl": Entry("grpo_mp.monitor.loggers:JsonLinesLogger"),
+    },
+    parameters=("run_folder", "first_step", "settings"),
+)
