@@ -1,11 +1,13 @@
 """Errors that a user can act on: printed as one sentence, never as a stack trace."""
 
 import difflib
+import signal
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
 Number = TypeVar("Number", int, float)
 USER_STATUS = 2  # exit status of a process that ended with a UserError
+INTERRUPT_STATUS = 128 + signal.SIGINT  # of one that ended by Ctrl-C
 
 
 class UserError(Exception):
@@ -29,3 +31,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return ' (did you mean X?)' for the known name closest to `name`, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {matches[0]}?)" if matches else ""
+
+
+def one_line(error: object, limit: int = 300) -> str:
+    """Return an error's message as one line of at most `limit` characters."""
+    return " ".join(str(error).split())[:limit]

@@ -20,8 +20,7 @@ from grpo_mp.algorithms.settings import KLConfig
 from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.errors import UserError
-from grpo_mp.evaluation.files import write_scores
-from grpo_mp.evaluation.plot import plot_pass_at_k, write_svg
+from grpo_mp.evaluation.score import plot_pass_at_k, write_scores, write_svg
 from grpo_mp.log import log_to_terminal
 from grpo_mp.monitor.samples import add_samples
 from grpo_mp.options import evaluate_parser

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+GIB = 2**30  # bytes
 WAIT = "WAIT"  # span in which a rank only waits for other ranks, inside a phase or between phases
 MOVE = "MOVE"  # span in which weights and states are offloaded and onloaded at the start of a phase
 

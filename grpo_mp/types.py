@@ -1,6 +1,7 @@
 """What flows through one step: prompts, samples, groups and packed micro-batches."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +44,12 @@ class Sample:
             raise ValueError(f"sample {self.group_id}/{self.index} has no tokens")
         if not len(self.tokens) == len(self.rollout_logprobs) == len(self.weight_versions):
             raise ValueError(f"sample {self.group_id}/{self.index}: tokens, logprobs and versions differ in length")
+
+    @classmethod
+    def from_tokens(cls, number: int, prompt: Sequence[int], response: Sequence[int]) -> "Sample":
+        """Make a sample that no engine generated: its rollout logprobs and weight versions are 0."""
+        zeros = (0,) * len(response)
+        return cls(number, 0, tuple(prompt), tuple(response), tuple(map(float, zeros)), zeros, truncated=False)
 
     @property
     def total_tokens(self) -> int:

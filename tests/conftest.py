@@ -11,8 +11,7 @@ import torch
 import yaml
 
 from grpo_mp.examples.arithmetic import make_problems, vocabulary_words, write_jsonl
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 
 # A loaded machine is slow, not wrong. A test that passes here passes everywhere: it draws the same cases.
 PATIENT = hypothesis.settings(

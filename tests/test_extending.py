@@ -21,8 +21,7 @@ from grpo_mp.batching.packing import gather_responses
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.data.prompts import load_prompts
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.loggers import open_loggers, read_lines, write_metrics
 from grpo_mp.planner.clusters import read_cluster

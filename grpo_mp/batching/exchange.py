@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.types import Sample, SampleGroup, SampleInfo
 
 
@@ -17,9 +18,8 @@ def all_gather_sample_info(groups: Iterable[SampleGroup], process_group: dist.Pr
     """All-gather the infos of all samples, in the order of (group id, index): the same on every rank."""
     rank = dist.get_rank(process_group)
     local_infos = [_sample_info(sample, group, rank) for group in groups for sample in group.samples]
-    gathered: list[list[SampleInfo]] = [[] for _ in range(dist.get_world_size(process_group))]
-    dist.all_gather_object(gathered, local_infos, group=process_group)
-    return sorted((info for infos in gathered for info in infos), key=lambda info: info.key)
+    by_rank = all_gather(local_infos, process_group)
+    return sorted((info for infos in by_rank for info in infos), key=lambda info: info.key)
 
 
 def gather_groups(

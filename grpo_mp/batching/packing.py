@@ -6,11 +6,13 @@ p prompt and r response tokens has its r values at positions p-1 .. p+r-2 of its
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from grpo_mp.batching.microbatches import MicroBatchPlan, SharedPrompt
+from grpo_mp.platform.packed_attention import zigzag_positions
 from grpo_mp.types import MicroBatch, PerToken, Rows, Sample
 
 NO_PROMPT = Rows()
@@ -134,9 +136,5 @@ def context_index(lengths: Sequence[int], context: int, rank: int) -> torch.Tens
         return torch.arange(sum(lengths))
     if any(length % (2 * context) for length in lengths):
         raise ValueError(f"lengths {tuple(lengths)} are not multiples of 2 x context = {2 * context}")
-    pieces, start = [], 0
-    for length in lengths:
-        chunks = torch.arange(start, start + length).chunk(2 * context)
-        pieces += [chunks[rank], chunks[2 * context - 1 - rank]]
-        start += length
-    return torch.cat(pieces)
+    starts = accumulate(lengths, initial=0)
+    return torch.cat([zigzag_positions(n, context, rank) + start for n, start in zip(lengths, starts, strict=False)])

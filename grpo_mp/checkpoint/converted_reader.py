@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from grpo_mp.checkpoint.convert import ModelMapping
 from grpo_mp.checkpoint.describe import is_torch_dist
-from grpo_mp.checkpoint.hf_reader import HfReader, has_hf_weights
-from grpo_mp.checkpoint.non_policy_tensors import open_non_policy_tensors
-from grpo_mp.checkpoint.to_megatron import ModelMapping
+from grpo_mp.checkpoint.hf_reader import HfReader, has_hf_weights, open_non_policy_tensors
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
 from grpo_mp.models.mapping import unfuse
 

@@ -1,13 +1,14 @@
-"""Summary of a Hugging Face folder, from its config and the headers of its files."""
+"""Describe a Hugging Face folder from its config and its files' headers, and compare two folders tensor by tensor."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from grpo_mp.checkpoint.hf_reader import HfReader
-from grpo_mp.checkpoint.non_policy_tensors import check_layers
+import torch
+
+from grpo_mp.checkpoint.hf_reader import HfReader, Weights, check_layers
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
@@ -82,3 +83,56 @@ def count_parameters(params: Iterable[Param], experts_per_token: int | None = No
         for param in params
         if not param.alias and (experts_per_token is None or param.expert is None or param.expert < experts_per_token)
     )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One way in which a tensor differs; `size` orders them: infinite, or the largest difference of values."""
+
+    name: str
+    description: str
+    size: float
+
+
+def compare(left: Weights, right: Weights, tolerance: float = 0.0) -> list[Difference]:
+    """Return every difference, the worst first; values count from a largest difference above `tolerance`.
+
+    Tolerance 0 compares what is stored bit for bit. Holds one tensor of each side at a time.
+    """
+    differences = [
+        Difference(name, f"only in {reader.folder}", float("inf"))
+        for reader, other in ((left, right), (right, left))
+        for name in reader.stored_names - other.stored_names
+    ]
+    for name in sorted(left.stored_names & right.stored_names):
+        differences += _compare_tensor(name, left, right, tolerance)
+    return sorted(differences, key=lambda difference: (-difference.size, difference.name))
+
+
+def _compare_tensor(name: str, left: Weights, right: Weights, tolerance: float) -> Iterator[Difference]:
+    shapes = [list(reader.shape(name)) for reader in (left, right)]
+    if shapes[0] != shapes[1]:
+        yield Difference(name, f"shape {shapes[0]} and {shapes[1]}", float("inf"))
+        return
+    dtypes = [reader.dtype(name) for reader in (left, right)]
+    same_dtype = dtypes[0] == dtypes[1]
+    if not same_dtype:
+        yield Difference(name, f"dtype {dtypes[0]} and {dtypes[1]}", float("inf"))
+    a, b = (reader.read_stored(name) if same_dtype else reader.read(name) for reader in (left, right))
+    if same_dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)):
+        return
+    largest, count = _largest_difference(a, b)
+    if largest > tolerance or (tolerance == 0 and same_dtype):
+        yield Difference(name, f"{count} of {a.numel()} values differ, by {largest:.3g} at most", largest)
+
+
+def _largest_difference(a: torch.Tensor, b: torch.Tensor, chunk_size: int = 2**22) -> tuple[float, int]:
+    """Return the largest difference of values (infinite for NaN), and how many differ, a chunk at a time."""
+    largest, count = 0.0, 0
+    for x, y in zip(a.flatten().split(chunk_size), b.flatten().split(chunk_size), strict=True):
+        difference = (x.double() - y.double()).abs()
+        unequal = x.double().ne(y.double()) | x.double().signbit().ne(y.double().signbit())
+        count += int(unequal.sum())
+        if bool(unequal.any()):
+            largest = max(largest, float(difference[unequal].nan_to_num(nan=float("inf")).amax()))
+    return largest, count

@@ -1,21 +1,26 @@
 """The safetensors files of a Hugging Face folder: read any slice."""
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
+from torch import Tensor
 
 from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.errors import UserError
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # of a folder without an index
+NON_POLICY = "extra_"  # prefix of a conversion's files of them
+LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 class Weights(Protocol):
@@ -161,3 +166,41 @@ def _open(file: Path):  # type: ignore[no-untyped-def]
         return safe_open(file, framework="pt", backend="pread")  # mapped pages would count as memory
     except SafetensorError as error:
         raise UserError(f"{file} is torn or not a safetensors file ({error}): copy it again") from error
+
+
+def is_non_policy_tensor(name: str, hf: HfConfig) -> bool:
+    """Tell whether a tensor is no part of the policy (multi-token prediction, rotary table): it is carried unchanged.
+
+    A conversion keeps them as files beside its parts; an export takes them from the folder that the policy came from.
+    """
+    layer = LAYER.match(name)
+    return (layer is not None and int(layer.group(1)) >= hf.int("num_hidden_layers")) or name.endswith(".inv_freq")
+
+
+def check_layers(names: Iterable[str], hf: HfConfig) -> None:
+    """Raise UserError where there are more layers than config.json counts, multi-token prediction among them."""
+    layers, mtp = hf.int("num_hidden_layers"), int(hf.get("num_nextn_predict_layers") or 0)
+    excess = {int(layer[1]): name for name in names if (layer := LAYER.match(name)) and int(layer[1]) >= layers + mtp}
+    if excess:
+        raise hf.error(
+            f"num_hidden_layers={layers} and num_nextn_predict_layers={mtp} do not cover {excess[min(excess)]}: set "
+            "them as the weights have them"
+        )
+
+
+def open_non_policy_tensors(folder: Path, verify: bool = False) -> HfReader | None:
+    """Open the tensors outside the policy in a Hugging Face or converted folder; None where it has none."""
+    if has_hf_weights(folder):
+        return HfReader(folder, verify=verify)
+    files = sorted(folder.glob(f"{NON_POLICY}*.safetensors"))
+    return HfReader(folder, files=files, verify=verify) if files else None
+
+
+def read_non_policy_tensors(folder: Path, hf: HfConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and values, FP8 dequantised, one at a time."""
+    reader = open_non_policy_tensors(folder)
+    if reader is None:
+        return
+    with reader:
+        for name in sorted(name for name in reader.names if is_non_policy_tensor(name, hf)):
+            yield name, reader.read(name)

@@ -4,12 +4,20 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from grpo_mp.checkpoint.aux_files import copy_aux_files
 from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE
+from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
+from grpo_mp.models.families import add_transformers_4_names
+from grpo_mp.models.fp8 import BLOCK
+
+WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".incomplete")
+CHECKPOINT_FILES = (".metadata", "metadata.json", "common.pt", "manifest.json", CONVERSION_RECORD)
+QUANTISED = "quantization_config"
+FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 
 def write_hf(
@@ -62,3 +70,24 @@ def _split_by_bytes(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int)
         shard[name] = tensor.contiguous()
     if shard:
         yield shard
+
+
+def copy_aux_files(like: Path, folder: Path, fp8: bool = False) -> None:
+    """Copy every file that is neither weights nor a record of a checkpoint.
+
+    config.json then says whether the weights are blockwise FP8, and uses the names of transformers 4 beside those of
+    5; it is copied as it is where it does so already.
+    """
+    for file in like.iterdir():
+        if file.is_file() and not file.name.endswith(WEIGHTS) and file.name not in CHECKPOINT_FILES:
+            shutil.copy2(file, folder / file.name)
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        return
+    original: dict[str, Any] = json.loads(config_file.read_text())
+    config = add_transformers_4_names(original)
+    if fp8 != (QUANTISED in config):
+        config.pop(QUANTISED, None)
+        config |= {QUANTISED: FP8_CONFIG} if fp8 else {}
+    if config != original:
+        config_file.write_text(json.dumps(config, indent=2))

@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from grpo_mp.errors import UserError
+from grpo_mp.files import write_atomically
 
 CONVERSION_RECORD = "conversion.json"  # the source's fingerprint, and size and checksum of every file of every part
 SHARED_FILES = "joint"  # key of the record: files that belong to no single part
@@ -77,12 +78,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:
     """Write a file atomically: it is complete and on disk, or absent."""
-    temporary = file.with_name(file.name + ".incomplete")
-    with temporary.open("w") as stream:
-        json.dump(values, stream, indent=2)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.rename(file)
+    write_atomically(file, json.dumps(values, indent=2))
 
 
 def checksums(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:

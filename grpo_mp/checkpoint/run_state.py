@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums, write_json
 from grpo_mp.errors import UserError
+from grpo_mp.files import write_atomically
 
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
@@ -118,10 +119,7 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
 
 def claim_run_folder(run_folder: Path, resolved: str) -> None:
     """Write the resolved settings into the folder, which `check_run_folder` has passed."""
-    run_folder.mkdir(parents=True, exist_ok=True)
-    temporary = run_folder / (SETTINGS + ".incomplete")
-    temporary.write_text(resolved)
-    temporary.rename(run_folder / SETTINGS)
+    write_atomically(run_folder / SETTINGS, resolved)
 
 
 def _settings_difference(old: str, new: str) -> str:

@@ -24,10 +24,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from grpo_mp.checkpoint.compare import compare
-from grpo_mp.checkpoint.describe import describe_hf, is_torch_dist
-from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback
-from grpo_mp.checkpoint.worker_group import WorkerGroup
+from grpo_mp.checkpoint.describe import compare, describe_hf, is_torch_dist
+from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback, WorkerGroup
 from grpo_mp.errors import USER_STATUS, UserError
 from grpo_mp.log import log_to_terminal
 from grpo_mp.options import Parser
@@ -46,19 +44,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _info(args: argparse.Namespace, console: Console) -> int:
+    if is_torch_dist(args.path):
+        from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist  # Megatron is slow to import
+
+        rows = describe_torch_dist(args.path)
+    else:
+        rows = describe_hf(args.path).rows()
     table = Table.grid(padding=(0, 2))
-    for row in _describe(args.path).items():
+    for row in rows.items():
         table.add_row(*row)
     console.print(table)
     return 0
-
-
-def _describe(path: Path) -> dict[str, str]:
-    if not is_torch_dist(path):
-        return describe_hf(path).rows()
-    from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist  # Megatron is slow to import
-
-    return describe_torch_dist(path)
 
 
 def _check(args: argparse.Namespace, console: Console) -> int:
@@ -85,7 +81,7 @@ def _check_logits(args: argparse.Namespace, console: Console) -> int:
 def _to_megatron(args: argparse.Namespace, console: Console) -> int:
     from torch.serialization import set_crc32_options
 
-    from grpo_mp.checkpoint.to_megatron import to_megatron
+    from grpo_mp.checkpoint.convert import to_megatron
 
     set_crc32_options(False)  # slow; conversion.json has a checksum of every file
     with _workers() as workers, _progress(console, args.destination, workers) as report_progress:
@@ -94,7 +90,7 @@ def _to_megatron(args: argparse.Namespace, console: Console) -> int:
 
 
 def _to_hf(args: argparse.Namespace, console: Console) -> int:
-    from grpo_mp.checkpoint.to_hf import to_hf
+    from grpo_mp.checkpoint.convert import to_hf
 
     with _workers() as workers, _progress(console, args.destination, workers) as report_progress:
         to_hf(args.source, args.destination, args.like, args.fp8, report_progress, args.part_bytes, workers)
@@ -142,11 +138,6 @@ def _parser() -> Parser:
     check.add_argument("--logits", action="store_true", help="run both on the same tokens and compare what they say")
     check.add_argument("--tolerance", type=float, help=f"largest difference that passes: {TOLERANCES}")
     check.set_defaults(run=_check)
-    _conversions(commands)
-    return parser
-
-
-def _conversions(commands: "argparse._SubParsersAction[Parser]") -> None:
     megatron = commands.add_parser("to-megatron", help="Hugging Face folder -> torch_dist")
     megatron.set_defaults(run=_to_megatron)
     hf = commands.add_parser("to-hf", help="torch_dist -> Hugging Face folder")
@@ -157,3 +148,4 @@ def _conversions(commands: "argparse._SubParsersAction[Parser]") -> None:
         command.add_argument("source", type=Path)
         command.add_argument("destination", type=Path)
         command.add_argument("--part-bytes", type=int, default=PART_BYTES, help="written at once, a file each")
+    return parser

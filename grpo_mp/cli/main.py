@@ -1,24 +1,22 @@
 """Run `grpo-mp COMMAND ...`; a command's module is imported only when it runs, since torch is slow to import."""
 
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 
 import grpo_mp
-from grpo_mp.errors import UserError, nearest
+from grpo_mp.errors import INTERRUPT_STATUS, UserError, nearest
 
 # What runs a command, and its line in the help. Functions take the arguments and return the exit status.
 COMMANDS = {
-    "train": ("grpo_mp.cli.run:train", "train a policy; --ranks N starts N ranks on this machine"),
-    "evaluate": ("grpo_mp.cli.run:evaluate", "score a model or a checkpoint on held-out problems"),
+    "train": ("grpo_mp.cli.launch:train", "train a policy; --ranks N starts N ranks on this machine"),
+    "evaluate": ("grpo_mp.cli.launch:evaluate", "score a model or a checkpoint on held-out problems"),
     "launch": ("grpo_mp.cli.launch:main", "submit a run to Slurm, or show what would be submitted"),
     "plan": ("grpo_mp.cli.plan:main", "memory and time of a run, before the machines are booked"),
     "convert": ("grpo_mp.cli.convert:main", "convert checkpoints, look at them, compare them"),
     "make-tiny": ("grpo_mp.cli.make_tiny:main", "make a tiny model and its task, as the quickstart does"),
 }
 MORE = "`grpo-mp COMMAND --help` says more, `grpo-mp --version` says which this is."
-INTERRUPT_STATUS = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,8 +27,7 @@ from grpo_mp.examples.arithmetic import (
     write_jsonl,
 )
 from grpo_mp.examples.cold_start import ColdStartStep, Recipe, cold_start
-from grpo_mp.examples.tiny_models import SHAPES, make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import SHAPES, make_tiny, make_tokenizer
 from grpo_mp.log import log_to_terminal
 from grpo_mp.options import Parser
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_mp.config.registries import DATA_SOURCES
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, one_line
 
 Columns = dict[str, Any]
 
@@ -53,7 +53,7 @@ def _rows_of_user(read: DataSource, name: str, label: str) -> Iterator[Columns]:
                 raise TypeError(f"a row is a dictionary of columns, this is a {type(columns).__name__}")
             yield columns
     except Exception as error:
-        raise UserError(f"{label}: reading {name!r} failed: {type(error).__name__}: {_one_line(error)}") from error
+        raise UserError(f"{label}: reading {name!r} failed: {type(error).__name__}: {one_line(error)}") from error
 
 
 def read_jsonl(name: str) -> Iterator[Columns]:
@@ -84,7 +84,7 @@ def read_parquet(name: str) -> Iterable[Columns]:
     try:
         return parquet.read_table(name).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{name}: not readable as Parquet: {_one_line(error)}") from error
+        raise UserError(f"{name}: not readable as Parquet: {one_line(error)}") from error
 
 
 def read_datasets(source: str) -> Iterable[Columns]:
@@ -107,13 +107,9 @@ def _load_dataset(name: str, config: str | None, split: str, source: str) -> Ite
         return datasets.load_dataset(name, config, split=split)
     except (ValueError, KeyError, OSError, ConnectionError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"{source}: no such file, and `datasets` cannot load it: {_one_line(error)}: "
+            f"{source}: no such file, and `datasets` cannot load it: {one_line(error)}: "
             "give an existing file or name:split"
         ) from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 SOURCE_BY_SUFFIX = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}

@@ -9,6 +9,8 @@ from typing import Any
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel
 from grpo_mp.errors import UserError
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
 
 FIRST_STAGE_LAYERS = "num_layers_in_first_pipeline_stage"
 LAST_STAGE_LAYERS = "num_layers_in_last_pipeline_stage"
@@ -25,30 +27,59 @@ PLACEMENT_FIELDS = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Hold the sizes of the model that a layout divides."""
+    """Sizes of the model: a layout divides them, FLOPs, activations and caches follow from them."""
 
-    layers: int
-    attention_heads: int
-    query_groups: int
-    ffn_widths: tuple[int, ...]  # widths that tensor parallelism divides
-    experts: int = 0
-    expert_width: int = 0
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    num_kv_heads: int
+    mla_cache_dim: int  # elements of a token's latent cache in one layer; 0 without latent attention
+    ffn_hidden_size: int
+    is_moe_layer: tuple[bool, ...]  # by layer
+    num_experts: int
+    experts_per_token: int
+    moe_ffn_hidden_size: int  # of one routed expert
+    shared_expert_size: int  # of all shared experts together
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.is_moe_layer)
+
+    @property
+    def num_moe_layers(self) -> int:
+        return sum(self.is_moe_layer)
+
+    @property
+    def ffn_widths(self) -> tuple[int, ...]:
+        """Widths of MLPs that tensor parallelism divides."""
+        dense = () if all(self.is_moe_layer) else (self.ffn_hidden_size,)
+        return (*dense, self.shared_expert_size) if self.shared_expert_size else dense
 
 
-def model_shape(family: dict[str, Any]) -> ModelShape:
-    """Return the model's sizes from its family's Megatron config fields."""
-    experts = family.get("num_moe_experts") or 0
-    dense = not experts or 0 in family["moe_layer_freq"]
-    widths = [family["ffn_hidden_size"]] if dense else []
-    if family.get("moe_shared_expert_intermediate_size"):
-        widths.append(family["moe_shared_expert_intermediate_size"])
+def model_shape(hf: HfConfig) -> ModelShape:
+    """Read the model's sizes from its family's Megatron config."""
+    config = family_of(hf).config(hf)
+    mla, num_experts = config.get("multi_latent_attention", False), config.get("num_moe_experts") or 0
+    qk_head_dim = config.get("kv_channels") or config["hidden_size"] // config["num_attention_heads"]
+    if mla:
+        qk_head_dim = config["qk_head_dim"] + config["qk_pos_emb_head_dim"]
+    moe_layer_freq = config["moe_layer_freq"] if num_experts else [0] * config["num_layers"]
     return ModelShape(
-        layers=family["num_layers"],
-        attention_heads=family["num_attention_heads"],
-        query_groups=family["num_query_groups"],
-        ffn_widths=tuple(widths),
-        experts=experts,
-        expert_width=family.get("moe_ffn_hidden_size") or 0,
+        hidden_size=config["hidden_size"],
+        vocab_size=hf.int("vocab_size"),
+        num_heads=config["num_attention_heads"],
+        qk_head_dim=qk_head_dim,
+        v_head_dim=config["v_head_dim"] if mla else qk_head_dim,
+        num_kv_heads=config["num_query_groups"],
+        mla_cache_dim=config["kv_lora_rank"] + config["qk_pos_emb_head_dim"] if mla else 0,
+        ffn_hidden_size=config.get("ffn_hidden_size") or 0,
+        is_moe_layer=tuple(map(bool, moe_layer_freq)),
+        num_experts=num_experts,
+        experts_per_token=config.get("moe_router_topk") or 0,
+        moe_ffn_hidden_size=config.get("moe_ffn_hidden_size") or 0,
+        shared_expert_size=config.get("moe_shared_expert_intermediate_size") or 0,
     )
 
 
@@ -70,25 +101,25 @@ def layout_violations(
     sparse = layout.expert_tensor * layout.expert * layout.pipeline
     if world_size % sparse:
         yield f"expert_tensor x expert x pipeline = {sparse} does not divide the {world_size} ranks"
-    for name, size in (("attention heads", model.attention_heads), ("query groups", model.query_groups)):
+    for name, size in (("attention heads", model.num_heads), ("query groups", model.num_kv_heads)):
         if size % layout.tensor:
             yield f"tensor={layout.tensor} does not divide the {size} {name}"
     for width in model.ffn_widths:
         if width % layout.tensor:
             yield f"tensor={layout.tensor} does not divide the MLP width {width}"
     chunks = layout.pipeline * (layout.virtual_pipeline or 1)
-    if not uneven_pipeline and model.layers % chunks:
-        yield f"pipeline x virtual_pipeline = {chunks} does not divide the {model.layers} layers"
+    if not uneven_pipeline and model.num_layers % chunks:
+        yield f"pipeline x virtual_pipeline = {chunks} does not divide the {model.num_layers} layers"
     if layout.virtual_pipeline and layout.pipeline == 1:
         yield "virtual_pipeline needs pipeline > 1"
-    if not model.experts:
+    if not model.num_experts:
         if layout.expert > 1 or layout.expert_tensor > 1:
             yield "expert and expert_tensor must be 1: the model has no experts"
         return
-    if model.experts % layout.expert:
-        yield f"expert={layout.expert} does not divide the {model.experts} experts"
-    if model.expert_width % layout.expert_tensor:
-        yield f"expert_tensor={layout.expert_tensor} does not divide the expert width {model.expert_width}"
+    if model.num_experts % layout.expert:
+        yield f"expert={layout.expert} does not divide the {model.num_experts} experts"
+    if model.moe_ffn_hidden_size % layout.expert_tensor:
+        yield f"expert_tensor={layout.expert_tensor} does not divide the expert width {model.moe_ffn_hidden_size}"
 
 
 def check_layout(layout: LayoutConfig, model: ModelShape, world_size: int, uneven_pipeline: bool = False) -> None:
@@ -125,6 +156,11 @@ def nearest_layout(layout: LayoutConfig, model: ModelShape, world_size: int) -> 
     return min(valid, key=distance, default=None)
 
 
+def divisors(number: int) -> list[int]:
+    """List the divisors, the smallest first."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
 def describe(layout: LayoutConfig) -> str:
     """Return 'tensor=2, pipeline=1, ...', as in the settings file."""
     return ", ".join(f"{name}={value}" for name, value in layout.model_dump().items() if value is not None)
@@ -136,9 +172,9 @@ def describe_parallelism(layout: LayoutConfig, world_size: int) -> str:
 
 
 def _candidates(layout: LayoutConfig, model: ModelShape, world_size: int) -> Iterator[LayoutConfig]:
-    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    experts = sizes if model.experts else [1]
-    virtual = [None, *(chunks for chunks in range(2, model.layers + 1) if model.layers % chunks == 0)]
+    sizes = divisors(world_size)
+    experts = sizes if model.num_experts else [1]
+    virtual = [None, *divisors(model.num_layers)[1:]]
     dense = [triple for triple in product(sizes, repeat=3) if world_size % prod(triple) == 0]
     for (tensor, pipeline, context), expert, expert_tensor, chunks in product(dense, experts, experts, virtual):
         yield LayoutConfig(

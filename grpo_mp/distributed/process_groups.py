@@ -2,11 +2,11 @@
 
 import datetime
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,10 @@ from megatron.core import parallel_state, tensor_parallel
 from grpo_mp import platform
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates, coordinates, data_parallel, model_parallel_ranks
+from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.distributed.rendezvous import rendezvous
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,13 @@ def start_parallel(layout: LayoutConfig, seed: int, timeout_s: float, name: str 
     )
 
 
+def all_gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
+    """Return the values of all ranks of a group, by rank; they are pickled. Every rank of it must call this."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def sum_over_context(values: torch.Tensor, parallel: Parallel) -> torch.Tensor:
     """Sum `values` over the context-parallel group; every rank of it must call this."""
     if parallel.layout.context == 1:
@@ -107,10 +117,9 @@ def context_reduction(parallel: Parallel) -> Callable[[torch.Tensor], torch.Tens
 @contextmanager
 def single_process_group() -> Iterator[None]:
     """Set the environment of a job of one rank while the body runs; restore it afterwards."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    claim = claim_ports()
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(claim.port)}
     saved = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -120,6 +129,7 @@ def single_process_group() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+        claim.release()
 
 
 def stop_parallel() -> None:

@@ -1,14 +1,25 @@
-"""The score of one eval set, made of its samples. Pure."""
+"""The score of one eval set: made of its samples, written to a file, plotted over k."""
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
+from grpo_mp.errors import UserError
 from grpo_mp.evaluation.pass_at_k import Estimate, k_values, maj_at_k, mean_over_problems, pass_at_k
+from grpo_mp.files import write_atomically
 from grpo_mp.types import SampleInfo
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 Votes = Mapping[tuple[int, int], int | None]  # sample -> number of its answer, unique in its problem; None: no answer
+INCHES = (6.0, 4.0)  # of a set's plot
+COLOURS = {"before": "tab:gray", "after": "tab:blue"}
 
 
 @dataclass(frozen=True)
@@ -73,3 +84,72 @@ def _maj_at(problems: Sequence[Sequence[SampleInfo]], samples: int, votes: Votes
         for k, value in zip(ks, maj_at_k(right, wrong.values(), abstaining, ks), strict=True):
             values[k].append(value)
     return {k: mean_over_problems(problem_values) for k, problem_values in values.items() if problem_values}
+
+
+def step_file(run_folder: Path, step: int) -> Path:
+    """Return where a run keeps its scores after a step; 0 is before training."""
+    return run_folder / "eval" / f"step_{step:06d}.json"
+
+
+def write_scores(file: Path, scores: Mapping[str, EvalScore], **metadata: Any) -> None:
+    """Write the scores of all sets with their metadata; a reader never sees half a file."""
+    tree = {**metadata, "sets": {name: asdict(score) for name, score in scores.items()}}
+    write_atomically(file, json.dumps(tree, indent=2) + "\n")
+
+
+def read_scores(file: Path) -> dict[str, EvalScore]:
+    """Read what `write_scores` wrote. Raises UserError for another file."""
+    try:
+        sets = json.loads(file.read_text(encoding="utf-8"))["sets"]
+        for tree in sets.values():
+            for kind in ("pass_at", "maj_at"):
+                tree[kind] = {int(k): Estimate(**estimate) for k, estimate in tree[kind].items()}
+        return {name: EvalScore(**tree) for name, tree in sets.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file}: no scores of an evaluation ({error!r}): remove it") from error
+
+
+def plot_pass_at_k(before: Mapping[str, EvalScore], after: Mapping[str, EvalScore]) -> "Figure | None":
+    """Plot one panel for each set with several samples of a problem; None where no set has them.
+
+    A line is a mean over problems, its band one standard error to either side.
+    """
+    sets = [name for name, score in after.items() if score.pass_at]
+    if not sets:
+        return None
+    from matplotlib.figure import Figure  # takes half a second, which most processes need not spend
+
+    figure = Figure(figsize=(INCHES[0] * len(sets), INCHES[1]), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(sets), squeeze=False)[0], sets, strict=True):
+        scores = {"before": before.get(name), "after": after[name]} if before else {"after": after[name]}
+        for when, score in scores.items():
+            if score:
+                prefix = f"{when}: " if before else ""
+                _plot_line(axes, score.pass_at, f"{prefix}pass@k", COLOURS[when], "-")
+                _plot_line(axes, score.maj_at, f"{prefix}maj@k", COLOURS[when], "--")
+        ks = list(after[name].pass_at)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ks, list(map(str, ks)))
+        axes.set(ylim=(0.0, 1.0), xlabel="k, samples of a problem", ylabel="share of problems")
+        axes.set_title(f"{name}: {after[name].problems} problems x {after[name].samples} samples, ± standard error")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
+    return figure
+
+
+def write_svg(figure: "Figure", file: Path) -> None:
+    """Write a figure whose text stays text; the same figure gives the same bytes."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "grpo_mp"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+
+
+def _plot_line(axes: "Axes", estimates: Mapping[int, Estimate], label: str, colour: str, style: str) -> None:
+    if not estimates:
+        return
+    ks, means = list(estimates), [estimate.value for estimate in estimates.values()]
+    errors = [estimate.error or 0.0 for estimate in estimates.values()]
+    axes.plot(ks, means, style, color=colour, marker="o", markersize=3, label=label)
+    low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
+    axes.fill_between(ks, low, high, color=colour, alpha=0.15, linewidth=0)

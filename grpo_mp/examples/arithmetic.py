@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import random
 import re
 from collections.abc import Iterable, Iterator
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_mp.errors import UserError
+from grpo_mp.files import write_atomically
 
 NAMES = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva")
 OBJECTS = ("apples", "books", "coins", "pens", "eggs", "cards")
@@ -119,11 +119,8 @@ def solve(kind: str, operands: tuple[int, ...], slip: Slip | None = None) -> tup
 
 def write_jsonl(problems: Iterable[Problem], path: Path) -> None:
     """Write one {"question", "answer"} object per line, atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     lines = (json.dumps({"question": problem.question, "answer": problem.answer}) for problem in problems)
-    temporary.write_text("".join(f"{line}\n" for line in lines))
-    temporary.replace(path)
+    write_atomically(path, "".join(f"{line}\n" for line in lines))
 
 
 def vocabulary_words() -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp.batching.packing import gather_responses
-from grpo_mp.batching.updates import Update, microbatches, plan_updates
+from grpo_mp.batching.updates import microbatches, plan_updates
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.data.cursor import Cursor, take
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
@@ -75,15 +75,7 @@ def make_example(number: int, prompt: str, response: str, tokenizer: PreTrainedT
     chat = [{"role": "user", "content": prompt}]
     prompt_tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     response_tokens = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
-    return Sample(
-        number,
-        0,
-        tuple(prompt_tokens),
-        tuple(response_tokens),
-        (0.0,) * len(response_tokens),
-        (0,) * len(response_tokens),
-        truncated=False,
-    )
+    return Sample.from_tokens(number, prompt_tokens, response_tokens)
 
 
 def supervise(
@@ -124,12 +116,7 @@ def _settings(model: Path, seed: int, recipe: Recipe) -> Settings:
         "data": {"train": "worked examples"},
         "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 64, "max_response_tokens": 64},
         "reward": {"answer": 1.0},
-        "optimizer": {
-            "lr": recipe.lr,
-            "min_lr": recipe.lr / 10,
-            "lr_schedule": "linear",
-            "warmup_updates": 5,
-        },
+        "optimizer": {"lr": recipe.lr, "min_lr": recipe.lr / 10, "lr_schedule": "linear", "warmup_updates": 5},
         "training": {"max_tokens_per_microbatch": 8192},
     }
     return check_settings(values, "cold start")
@@ -148,13 +135,7 @@ def _response_probability(policy: Policy, settings: Settings, held_out: Sequence
 
 
 def _microbatches(policy: Policy, settings: Settings, samples: Sequence[Sample]) -> list[MicroBatch]:
-    update: Update = plan_updates(
-        [sample.total_tokens for sample in samples],
-        1,
-        settings.layout,
-        1,
-        settings.training.max_tokens_per_microbatch,
-        policy.config.hidden_size,
-    )[0]
+    lengths, max_tokens = [sample.total_tokens for sample in samples], settings.training.max_tokens_per_microbatch
+    (update,) = plan_updates(lengths, 1, settings.layout, 1, max_tokens, policy.config.hidden_size)
     weights = [1.0 / sum(len(sample.tokens) for sample in samples)] * len(samples)
     return microbatches(update, dict(enumerate(samples)), [1.0] * len(samples), weights, settings.layout, 0, 0)

@@ -5,29 +5,38 @@ compares the reports, prints the bad nodes, and writes their names to ATTEMPT/ba
 """
 
 import datetime
+import importlib.metadata
 import json
 import os
+import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import psutil
+import torch
 import torch.distributed as dist
 
 from grpo_mp import platform
 from grpo_mp.config import exit_with
 from grpo_mp.distributed.rendezvous import rendezvous
 from grpo_mp.errors import UserError
-from grpo_mp.launch.node_report import NodeReport, bad_nodes, inspect_node
-from grpo_mp.launch.rates import measure_rates
-from grpo_mp.launch.slurm import rank_environment
+from grpo_mp.launch.task import rank_environment
 from grpo_mp.options import Parser
 
 BAD_NODES = "bad_nodes"
 BAD_NODES_STATUS = 3
 TIMEOUT_S = 60.0
 TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
+PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "transformer-engine")
+MAX_CLOCK_OFFSET_S = 5.0  # logs and traces of nodes are read side by side
+MIN_FREE_SHARE = 0.5  # of host memory
+MIN_RATE_SHARE = 0.5  # of the median rate
+REPEATS = 3  # of a measured collective
+CUDA_BYTES, CPU_BYTES = 2**28, 2**22  # that it moves
 
 
 def main() -> None:
@@ -38,11 +47,27 @@ def main() -> None:
     try:
         args = parser.parse_args()
         os.environ.update(rank_environment(os.environ))
-        status = NodeCheck.join(args.attempt, args.nodes.split(",")).run()
+        nodes, ranks_per_node = args.nodes.split(","), int(os.environ["LOCAL_WORLD_SIZE"])
+        store, rank, world_size = rendezvous(TIMEOUT)
+        status = NodeCheck(args.attempt, nodes, store, rank, world_size, ranks_per_node).run()
     except UserError as error:
         exit_with(error)
     sys.stdout.flush()
     os._exit(status)  # without waiting for groups whose other ends may be the very ones that hang
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """One rank's report. Rates in bytes per second, None where they were not measured."""
+
+    node: str
+    versions: str
+    clock_offset_s: float  # to rank 0
+    host_total_bytes: int
+    host_free_bytes: int
+    problem: str | None  # what makes the node unfit by itself
+    all_reduce: float | None = None  # inside the node
+    all_to_all: float | None = None  # with other nodes
 
 
 @dataclass(frozen=True)
@@ -56,12 +81,6 @@ class NodeCheck:
     world_size: int
     ranks_per_node: int
 
-    @classmethod
-    def join(cls, attempt: Path, nodes: Sequence[str]) -> "NodeCheck":
-        """Join the other ranks. Raises UserError where that fails."""
-        store, rank, world_size = rendezvous(TIMEOUT)
-        return cls(attempt, nodes, store, rank, world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
-
     def run(self) -> int:
         """Report to rank 0, and where all nodes are fit so far, measure rates; return the exit status."""
         if self.rank == 0:
@@ -69,20 +88,18 @@ class NodeCheck:
         self._wait(["clock"])
         offset = time.time() - float(self.store.get("clock"))
         report = inspect_node(self._node_of(self.rank), self.attempt, offset)
-        self.store.set(f"inspected/{self.rank}", json.dumps(report.as_dict()))
+        self.store.set(f"inspected/{self.rank}", json.dumps(asdict(report)))
         if self.rank == 0:
             self.store.set("fit", str(self._check_reports(self._reports("inspected"))))
         self._wait(["fit"])
         if status := int(self.store.get("fit")):
             return status
-        self._measure_rates(report)
-        return self._check_reports(self._reports("measured")) if self.rank == 0 else 0
-
-    def _measure_rates(self, report: NodeReport) -> None:
         store, size = dist.PrefixStore("rates", self.store), self.world_size
         dist.init_process_group(platform.backend(), store=store, rank=self.rank, world_size=size, timeout=TIMEOUT)
-        rates = measure_rates([rank // self.ranks_per_node for rank in range(size)], self.rank)
-        self.store.set(f"measured/{self.rank}", json.dumps(report.with_rates(**rates).as_dict()))
+        all_reduce, all_to_all = measure_rates([rank // self.ranks_per_node for rank in range(size)], self.rank)
+        report = replace(report, all_reduce=all_reduce, all_to_all=all_to_all)
+        self.store.set(f"measured/{self.rank}", json.dumps(asdict(report)))
+        return self._check_reports(self._reports("measured")) if self.rank == 0 else 0
 
     def _check_reports(self, reports: list[NodeReport]) -> int:
         silent = {self._node_of(rank) for rank in range(self.world_size)} - {report.node for report in reports}
@@ -111,6 +128,120 @@ class NodeCheck:
 
     def _node_of(self, rank: int) -> str:
         return self.nodes[rank // self.ranks_per_node]
+
+
+def inspect_node(node: str, attempt: Path, clock_offset_s: float) -> NodeReport:
+    """Report on this node; leave a file in the shared folder, so that rank 0 sees who reaches it."""
+    memory = psutil.virtual_memory()
+    versions = []
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    problem = _node_problem(node, attempt)
+    return NodeReport(node, ", ".join(versions), clock_offset_s, memory.total, memory.available, problem)
+
+
+def bad_nodes(reports: Sequence[NodeReport], missing: Iterable[str] = ()) -> dict[str, str]:
+    """Return the bad nodes with the first reason of each. `missing`: nodes whose file rank 0 does not see. Pure."""
+    bad: dict[str, str] = {}
+    for report in reports:
+        reason = report.problem or _difference(report, reports)
+        if reason:
+            bad.setdefault(report.node, reason)
+    for node in missing:
+        bad.setdefault(node, "what it writes into the run's folder is not seen by the first node: share the folder")
+    return bad
+
+
+def _difference(report: NodeReport, reports: Sequence[NodeReport]) -> str | None:
+    first = reports[0]
+    if report.versions != first.versions:
+        return f"it has {report.versions}, {first.node} has {first.versions}: install the same"
+    if abs(report.clock_offset_s) > MAX_CLOCK_OFFSET_S:
+        return f"its clock is {report.clock_offset_s:+.1f} s off that of {first.node}"
+    if report.host_free_bytes < MIN_FREE_SHARE * report.host_total_bytes:
+        free, total = report.host_free_bytes / 2**30, report.host_total_bytes / 2**30
+        return f"only {free:.0f} of {total:.0f} GiB host memory are free: end what holds it"
+    return _slow_rate(report, reports)
+
+
+def _slow_rate(report: NodeReport, reports: Sequence[NodeReport]) -> str | None:
+    for name, rate, rates in (
+        ("all-reduce inside the node", report.all_reduce, [other.all_reduce for other in reports]),
+        ("all-to-all with other nodes", report.all_to_all, [other.all_to_all for other in reports]),
+    ):
+        if rate is None:
+            continue
+        median = statistics.median(other for other in rates if other is not None)
+        if rate < MIN_RATE_SHARE * median:
+            return f"{name} at {rate / 1e9:.2f} GB/s, the median is {median / 1e9:.2f}"
+    return None
+
+
+def _node_problem(node: str, attempt: Path) -> str | None:
+    from grpo_mp.platform.device_check import check_device
+
+    try:
+        check_device(int(os.environ.get("LOCAL_RANK", 0)))
+        (attempt / f"here_{node}").touch()
+    except UserError as error:
+        return str(error)
+    except OSError as error:
+        return f"the run's folder cannot be written to ({error.strerror})"
+    return None
+
+
+def measure_rates(node_of_rank: Sequence[int], rank: int) -> tuple[float | None, float | None]:
+    """Return bytes per second of all-reduce and of all-to-all, None where a rank has no peer.
+
+    Every rank must call this. All-to-all is measured with both neighbours of a node, and the better counts: a node is
+    slow where it is slow with everybody.
+    """
+    ranks_of_node: dict[int, list[int]] = {}
+    for peer, node in enumerate(node_of_rank):
+        ranks_of_node.setdefault(node, []).append(peer)
+    pairs = [[*ranks_of_node[left], *ranks_of_node[right]] for left, right in neighbour_pairs(len(ranks_of_node))]
+    all_reduce = _best_rate(list(ranks_of_node.values()), _all_reduce_rate, rank)
+    return all_reduce, _best_rate(pairs, _all_to_all_rate, rank)
+
+
+def neighbour_pairs(nodes: int) -> list[tuple[int, int]]:
+    """Return each pair of neighbours in a ring of nodes once."""
+    pairs = [(node, (node + 1) % nodes) for node in range(nodes)]
+    return pairs[: max(0, nodes - 1)] if nodes < 3 else pairs
+
+
+def _best_rate(groups: list[list[int]], measure: Callable[[dist.ProcessGroup], float], rank: int) -> float | None:
+    process_groups = [(ranks, dist.new_group(ranks)) for ranks in groups if len(ranks) > 1]
+    return max((measure(group) for ranks, group in process_groups if rank in ranks), default=None)
+
+
+def _all_reduce_rate(group: dist.ProcessGroup) -> float:
+    data = _buffer()
+    return _rate(data, lambda: dist.all_reduce(data, group=group))
+
+
+def _all_to_all_rate(group: dist.ProcessGroup) -> float:
+    size = dist.get_world_size(group)
+    data = _buffer()
+    data = data[: data.numel() // size * size]
+    out = torch.empty_like(data)
+    return _rate(data, lambda: dist.all_to_all_single(out, data, group=group))
+
+
+def _buffer() -> torch.Tensor:
+    size = CUDA_BYTES if platform.on_cuda() else CPU_BYTES
+    return torch.zeros(size // 4, device=platform.device())
+
+
+def _rate(data: torch.Tensor, collective: Callable[[], object]) -> float:
+    collective()  # connections are made at first use
+    platform.synchronize()
+    start = time.perf_counter()
+    for _ in range(REPEATS):
+        collective()
+    platform.synchronize()
+    return REPEATS * data.nbytes / (time.perf_counter() - start)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,49 @@
 """Run one rank as a Slurm task: `srun ... python -m grpo_mp.launch.task ATTEMPT CONFIG section.key=value ...`.
 
-A rank that fails leaves its error in the folder ATTEMPT: see failure.py.
+A rank that fails leaves its error in the folder ATTEMPT: see job.py.
 """
 
 import argparse
 import os
+import re
 import signal
+from collections.abc import Mapping
+from pathlib import Path
 
 from grpo_mp.config import exit_with
 from grpo_mp.errors import UserError
-from grpo_mp.launch.failure import error_file
-from grpo_mp.launch.slurm import rank_environment
 from grpo_mp.options import Parser
+
+TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x\d+\))?")
+
+
+def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return RANK, WORLD_SIZE and LOCAL_* of one task of `srun`; the script sets MASTER_ADDR and MASTER_PORT.
+
+    Raises UserError where srun did not start this process, or nodes have different numbers of tasks.
+    """
+    try:
+        return {
+            "RANK": environment["SLURM_PROCID"],
+            "LOCAL_RANK": environment["SLURM_LOCALID"],
+            "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+            "LOCAL_WORLD_SIZE": str(tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])),
+        }
+    except KeyError as error:
+        raise UserError(f"{error} is not set: start this with srun, as launch/common.sh does") from error
+
+
+def tasks_per_node(value: str) -> int:
+    """Parse SLURM_STEP_TASKS_PER_NODE: '8(x16)' is 8. Raises UserError for '8(x15),4'."""
+    counts = {int(match.group(1)) for match in TASKS_PER_NODE.finditer(value)}
+    if len(counts) != 1:
+        raise UserError(f"the nodes have different numbers of tasks ({value}): set --ntasks-per-node and --nodes")
+    return counts.pop()
+
+
+def error_file(attempt: str, rank: str) -> str:
+    """Return the file in which a rank leaves the message it ends with."""
+    return str(Path(attempt, f"rank_{rank}.error.json").absolute())
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
-"""Supported model families, by model_type of config.json."""
+"""Supported model families, by model_type of config.json, and the names that versions of transformers give them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from grpo_mp.errors import nearest
-from grpo_mp.models import deepseek_v2, deepseek_v3, glm4_moe, gqa, llama, mixtral, qwen3
+from grpo_mp.models import deepseek, glm4_moe, gqa, llama_qwen, mixtral
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
 from grpo_mp.registry import Registry
@@ -28,19 +29,25 @@ class Family:
 
 
 FAMILIES = {
-    "qwen3": Family("Qwen3ForCausalLM", qwen3.dense_config, qwen3.dense_rules),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3.moe_config, qwen3.moe_rules, older_names=(qwen3.NUM_EXPERTS,)),
-    "qwen2": Family("Qwen2ForCausalLM", llama.qwen2_config, llama.qwen2_rules),
-    "llama": Family("LlamaForCausalLM", llama.llama_config, llama.llama_rules),
+    "qwen3": Family("Qwen3ForCausalLM", llama_qwen.qwen3_config, partial(gqa.dense_rules, norms=True)),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        llama_qwen.qwen3_moe_config,
+        llama_qwen.qwen3_moe_rules,
+        older_names=(llama_qwen.NUM_EXPERTS,),
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", llama_qwen.qwen2_config, partial(gqa.dense_rules, bias=True)),
+    "llama": Family("LlamaForCausalLM", llama_qwen.llama_config, gqa.dense_rules),
     "mixtral": Family("MixtralForCausalLM", mixtral.config, mixtral.rules, mixtral.rotary),
-    "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek_v2.config, deepseek_v2.rules, ranking_experts=1),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek_v3.config, deepseek_v3.rules),
-    "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek_v3.config, deepseek_v3.rules, transformers_type="deepseek_v3"),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.v2_config, deepseek.v2_rules, ranking_experts=1),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.v3_config, deepseek.v3_rules),
+    "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.v3_config, deepseek.v3_rules, transformers_type="deepseek_v3"),
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.config, glm4_moe.rules, glm4_moe.rotary),
 }
-
-
 MODEL_FAMILIES: Registry[Family] = Registry("model family", FAMILIES, instance=Family)
+# Model types that transformers computes under another name.
+TRANSFORMERS_NAMES = {name: family.transformers_type for name, family in FAMILIES.items() if family.transformers_type}
+TOP_LEVEL_ROPE = ("rope_theta", "partial_rotary_factor")  # beside rope_scaling in 4, in rope_parameters in 5
 
 
 def family_of(hf: HfConfig) -> Family:
@@ -53,3 +60,23 @@ def family_of(hf: HfConfig) -> Family:
     family = MODEL_FAMILIES.resolve(hf.family or hf.model_type, "model.family")
     hf.expect("architectures", [family.architecture])
     return family
+
+
+def add_transformers_4_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with the names of transformers 4 beside those of 5; names that it has keep their values.
+
+    Except rope_theta and partial_rotary_factor: transformers 5 reads those of rope_parameters, so they win.
+    transformers 4 passes over names of 5 and takes its defaults without a word: a wrong rope_theta, 128 experts.
+    """
+    older: dict[str, Any] = {}
+    top_level: dict[str, Any] = {}
+    rope = None if config.get("rope_scaling") else config.get("rope_parameters")
+    if isinstance(rope, dict):
+        top_level = {name: rope[name] for name in TOP_LEVEL_ROPE if name in rope}
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            older["rope_scaling"] = {name: value for name, value in rope.items() if name not in TOP_LEVEL_ROPE}
+    family = FAMILIES.get(str(config.get("model_type")))
+    older |= {name: config[newer] for name, newer in (family.older_names if family else ()) if newer in config}
+    if "dtype" in config:
+        older["torch_dtype"] = config["dtype"]
+    return dict(config) | top_level | {name: value for name, value in older.items() if config.get(name) is None}

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -12,6 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from grpo_mp.config.registries import LOGGERS
 from grpo_mp.errors import UserError
+from grpo_mp.files import write_atomically
 from grpo_mp.monitor.metrics import find
 
 if TYPE_CHECKING:
@@ -106,9 +106,7 @@ def cut_lines(path: Path, first_step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in read_lines(path) if (line["step"] or 0) < first_step]
-    rewritten = path.with_suffix(".jsonl.new")
-    rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    os.replace(rewritten, path)
+    write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def load_loggers(loggers: Mapping[str, Mapping[str, Any]]) -> tuple[MakeLogger, ...]:

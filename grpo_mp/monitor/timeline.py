@@ -5,13 +5,14 @@ so a killed run leaves a trace that opens. In it pid is the rank; tid 0 is its o
 """
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from grpo_mp.files import write_atomically
 
 Event = dict[str, Any]
 
@@ -33,7 +34,6 @@ class Timeline:
 
     def __init__(self, run_folder: Path, rank: int) -> None:
         path = trace_path(run_folder, rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
         earlier = close_open_spans(read_trace(path)) if path.exists() else []
         self._rank = rank
         self._spans: list[Span] = []
@@ -42,9 +42,7 @@ class Timeline:
         process = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         lane = {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "policy"}}
         # The earlier trace is replaced in one go, so a kill during the rewrite loses nothing.
-        rewritten = path.with_suffix(".new")
-        rewritten.write_text("[\n" + _join_events([*earlier, process, lane]), encoding="utf-8")
-        os.replace(rewritten, path)
+        write_atomically(path, "[\n" + _join_events([*earlier, process, lane]))
         self._file = path.open("a", encoding="utf-8")
 
     def now_ns(self) -> int:

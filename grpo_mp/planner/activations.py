@@ -5,9 +5,8 @@ the dense MLP see the tokens of the context shard, norms and routed experts thos
 scores are never kept.
 """
 
-from grpo_mp.planner.bytes_per_parameter import DTYPE_BYTES
-from grpo_mp.planner.job import Job
-from grpo_mp.planner.overheads import OVERHEADS
+from grpo_mp.planner.clusters import OVERHEADS
+from grpo_mp.planner.job import DTYPE_BYTES, Job
 
 
 def activation_bytes(job: Job, stage: int) -> float:

@@ -1,49 +1,117 @@
-"""What a plan is made for: settings, the model's dimensions, and the machines."""
+"""What a plan is made for: settings, the model's dimensions, the machines; what follows from these alone."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from math import exp
+from statistics import NormalDist, fmean
 
+from grpo_mp.batching.shared_prompts import SamplePrompt
+from grpo_mp.batching.updates import padded_size, plan_update
 from grpo_mp.config import Settings
+from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel
-from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
-from grpo_mp.models.families import family_of
+from grpo_mp.distributed.layout import ModelShape, check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.planner.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
-from grpo_mp.planner.clusters import Cluster
-from grpo_mp.planner.packing import AssumedLengths, Packing, pack_update
+from grpo_mp.planner.clusters import OVERHEADS, Cluster
 from grpo_mp.planner.parameter_count import ParameterCount, local_parameter_counts
 from grpo_mp.planner.pipeline_layout import StageLayers, layers_of_stages
 from grpo_mp.rollout.engine_parallelism import EngineParallelism, check_engine_parallelism
 from grpo_mp.rollout.placement import engine_placements
 from grpo_mp.rollout.precision import in_fp8
 
+DTYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "uint8": 1, "fp8": 1}
+
 
 @dataclass(frozen=True)
-class ModelDims:
-    """Sizes of the model from which FLOPs, activations and caches follow."""
+class BytesPerParameter:
+    """Bytes per parameter. Optimizer state is sharded over data-parallel ranks; the rest is not."""
 
-    hidden_size: int
-    vocab_size: int
-    num_heads: int
-    qk_head_dim: int
-    v_head_dim: int
-    num_kv_heads: int
-    mla_cache_dim: int  # elements of a token's latent cache in one layer; 0 without latent attention
-    ffn_hidden_size: int
-    is_moe_layer: tuple[bool, ...]  # by layer
-    num_experts: int
-    experts_per_token: int
-    moe_ffn_hidden_size: int  # of one routed expert
-    shared_expert_size: int  # of all shared experts together
+    weights: int
+    gradients: int
+    optimizer: int  # main weights and moments on the device
+    fp32_gradients: int = 0  # copied for an update, of the rank's shard
+    host_optimizer: int = 0  # kept and updated on the host
+    host_copies: int = 0  # of weights (and gradients) kept on the host
+    fp32_moments: int = 0  # of one parameter at a time, copied on the device while they are saved
 
-    @property
-    def num_layers(self) -> int:
-        return len(self.is_moe_layer)
 
-    @property
-    def num_moe_layers(self) -> int:
-        return sum(self.is_moe_layer)
+def bytes_per_parameter(settings: Settings) -> BytesPerParameter:
+    """Return what this trainer keeps: distributed Adam, offloaded between phases; one host copy of the weights.
+
+    In float32 the optimizer works on the model's own weights, and nothing is offloaded.
+    """
+    megatron = settings.training.megatron_args
+    if settings.model.dtype == "float32":
+        return BytesPerParameter(weights=4, gradients=4, optimizer=8)
+    reduce_in_fp32 = megatron.get("grad_reduce_in_fp32", True)
+    precision_aware = bool(megatron.get("use_precision_aware_optimizer"))
+    # Transformer Engine's Adam keeps of a float32 main weight only the half that its bfloat16 weight lacks.
+    main_weight = DTYPE_BYTES[str(megatron.get("main_params_dtype", "float32"))]
+    main_weight = 2 if megatron.get("store_param_remainders", True) and main_weight == 4 else main_weight
+    moment_bytes = [DTYPE_BYTES[str(megatron.get(f"exp_avg{suffix}_dtype", "float32"))] for suffix in ("", "_sq")]
+    return BytesPerParameter(
+        weights=2,
+        gradients=4 if reduce_in_fp32 else 2,
+        optimizer=main_weight + sum(moment_bytes) if precision_aware else 12,
+        fp32_gradients=0 if reduce_in_fp32 or precision_aware else 4,  # Megatron hands Adam float32 gradients
+        host_copies=2,
+        fp32_moments=4 * sum(size < 4 for size in moment_bytes) if precision_aware else 0,
+    )
+
+
+@dataclass(frozen=True)
+class AssumedLengths:
+    """Tokens of the samples of an update: `mean` and `limit` are of the responses."""
+
+    num_samples: int
+    prompt_tokens: int
+    mean: float
+    limit: int
+    samples_per_prompt: int = 0  # that share one prompt; 0: each computes its own
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Micro-batches of one data-parallel rank.
+
+    `load_factor`: tokens that the busiest rank computes over its fair share of all samples' tokens. Padding and
+    imbalance raise it, shared prompts lower it.
+    """
+
+    microbatches: int
+    load_factor: float
+
+
+@lru_cache(maxsize=1024)
+def pack_update(
+    lengths: AssumedLengths, layout: LayoutConfig, dp_size: int, max_tokens: int, hidden_size: int
+) -> Packing:
+    """Plan one update of these lengths. Pure."""
+    tokens = [lengths.prompt_tokens + response for response in response_lengths(lengths)]
+    prompts: list[SamplePrompt] = []
+    if lengths.samples_per_prompt:  # every prompt gets short and long responses
+        num_prompts = -(-lengths.num_samples // lengths.samples_per_prompt)
+        prompts = [SamplePrompt(sample % num_prompts, lengths.prompt_tokens) for sample in range(lengths.num_samples)]
+    schedule = plan_update(tokens, layout, dp_size, max_tokens, hidden_size, prompts)
+    size = padded_size(schedule, layout)
+    busiest = size * schedule.microbatches or max(sum(plan.tokens for plan in rank) for rank in schedule.ranks)
+    return Packing(schedule.microbatches, busiest * dp_size / sum(tokens))
+
+
+@lru_cache(maxsize=64)
+def response_lengths(lengths: AssumedLengths) -> tuple[int, ...]:
+    """Return evenly spaced quantiles of a lognormal distribution, cut off at `limit`, with the mean `mean`."""
+    scores = [NormalDist().inv_cdf((number + 0.5) / lengths.num_samples) for number in range(lengths.num_samples)]
+    factors = [exp(OVERHEADS.response_log_std * score) for score in scores]
+
+    def responses(median: float) -> list[float]:
+        return [min(float(lengths.limit), max(1.0, median * factor)) for factor in factors]
+
+    low, high = 0.0, lengths.limit / factors[0]  # at the highest median all responses have the limit's length
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fmean(responses(middle)) < lengths.mean else (low, middle)
+    return tuple(round(length) for length in responses(high))
 
 
 @dataclass(frozen=True)
@@ -52,7 +120,7 @@ class Job:
 
     settings: Settings
     hf: HfConfig
-    model: ModelDims
+    model: ModelShape
     cluster: Cluster
     nodes: int
     gpus_per_node: int
@@ -171,15 +239,15 @@ def make_job(
     gpus_per_node = gpus_per_node or cluster.gpus_per_node
     world_size, layout, engine = nodes * gpus_per_node, settings.layout, settings.engine
     hf = replace(hf, family=settings.model.family)
-    config = family_of(hf).config(hf)
     megatron = settings.training.megatron_args
-    check_layout(layout, model_shape(config), world_size, sets_pipeline_layout(megatron))
+    model = model_shape(hf)
+    check_layout(layout, model, world_size, sets_pipeline_layout(megatron))
     engine_placements(world_size, gpus_per_node, engine.gpus, engine.count)
-    stage_layers = layers_of_stages(config["num_layers"], layout, megatron)
+    stage_layers = layers_of_stages(model.num_layers, layout, megatron)
     return Job(
         settings=settings,
         hf=hf,
-        model=_model_dims(hf, config),
+        model=model,
         cluster=cluster,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
@@ -187,25 +255,4 @@ def make_job(
         parameter_counts=local_parameter_counts(hf, layout, stage_layers),
         mean_response_tokens=mean_response_tokens or settings.rollout.max_response_tokens / 2,
         per_parameter=bytes_per_parameter(settings),
-    )
-
-
-def _model_dims(hf: HfConfig, config: dict[str, Any]) -> ModelDims:
-    mla, num_experts = config.get("multi_latent_attention", False), config.get("num_moe_experts") or 0
-    qk_head_dim = config["qk_head_dim"] + config["qk_pos_emb_head_dim"] if mla else config["kv_channels"]
-    moe_layer_freq = config["moe_layer_freq"] if num_experts else [0] * config["num_layers"]
-    return ModelDims(
-        hidden_size=config["hidden_size"],
-        vocab_size=hf.int("vocab_size"),
-        num_heads=config["num_attention_heads"],
-        qk_head_dim=qk_head_dim,
-        v_head_dim=config["v_head_dim"] if mla else qk_head_dim,
-        num_kv_heads=config["num_query_groups"],
-        mla_cache_dim=config["kv_lora_rank"] + config["qk_pos_emb_head_dim"] if mla else 0,
-        ffn_hidden_size=config.get("ffn_hidden_size") or 0,
-        is_moe_layer=tuple(map(bool, moe_layer_freq)),
-        num_experts=num_experts,
-        experts_per_token=config.get("moe_router_topk") or 0,
-        moe_ffn_hidden_size=config.get("moe_ffn_hidden_size") or 0,
-        shared_expert_size=config.get("moe_shared_expert_intermediate_size") or 0,
     )

@@ -10,10 +10,8 @@ import yaml
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel
-from grpo_mp.distributed.layout import layout_violations, model_shape
+from grpo_mp.distributed.layout import divisors, layout_violations
 from grpo_mp.errors import UserError
-from grpo_mp.models.families import family_of
-from grpo_mp.planner.feasibility import check_fits
 from grpo_mp.planner.job import Job, make_job
 from grpo_mp.planner.memory import SubPhase, total
 from grpo_mp.planner.parameter_count import parameter_table
@@ -24,8 +22,7 @@ from grpo_mp.planner.pipeline_layout import (
     balance_layers,
     format_pipeline_layout,
 )
-from grpo_mp.planner.plan import Plan, make_plan
-from grpo_mp.rollout.engine_parallelism import divisors
+from grpo_mp.planner.plan import Plan, check_fits, make_plan
 
 LAYOUTS_WITH_EVERY_ENGINE = 12
 ENGINES_WITH_EVERY_LAYOUT = 4
@@ -63,18 +60,18 @@ def valid_layouts(job: Job) -> Iterator[LayoutConfig]:
 
     Every data-parallel rank has a sample in every update.
     """
-    shape, world_size = model_shape(family_of(job.hf).config(job.hf)), job.world_size
+    shape, world_size = job.model, job.world_size
     samples = job.settings.samples_per_step // job.settings.training.updates_per_step
     sizes = divisors(world_size)
     tensors = [size for size in sizes if size <= job.gpus_per_node]
-    experts = sizes if shape.experts else [1]
+    experts = sizes if shape.num_experts else [1]
     for tensor, pipeline, context, expert in product(tensors, sizes, sizes, experts):
-        for expert_tensor in sorted({1, tensor} if shape.experts else {1}):
+        for expert_tensor in sorted({1, tensor} if shape.num_experts else {1}):
             layout = LayoutConfig(
                 tensor=tensor, pipeline=pipeline, context=context, expert=expert, expert_tensor=expert_tensor
             )
             valid = next(layout_violations(layout, shape, world_size, uneven_pipeline=True), None) is None
-            if valid and pipeline <= shape.layers and samples >= data_parallel(layout, world_size):
+            if valid and pipeline <= shape.num_layers and samples >= data_parallel(layout, world_size):
                 yield layout
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from grpo_mp import platform
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, one_line
 
 MAX_USED_SHARE = 0.2  # of the memory; a CUDA context or a display uses less
 CHOOSE_OTHER = "choose other GPUs (CUDA_VISIBLE_DEVICES)"
@@ -59,8 +59,7 @@ def check_requirements(environment: Mapping[str, str], load: Callable[[str], obj
         try:
             load(module)
         except (ImportError, OSError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{module} does not load ({reason}): {advice}") from error
+            raise UserError(f"{module} does not load ({one_line(error, 200)}): {advice}") from error
 
 
 def check_free(device: int, free_bytes: int, total_bytes: int) -> None:

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mp.checkpoint.safe_metadata import restrict_unpickling
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, one_line
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.te_adam import as_remainders, state_dict_without_copies, stores_param_remainders
@@ -88,8 +88,7 @@ def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     except (CheckpointException, CheckpointingException, OSError, KeyError, RuntimeError) as error:
         # torch gives the errors of all ranks with their stack traces: take the first rank's.
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        reason = " ".join(str(cause).split())[:300]
-        raise UserError(f"{folder}: the checkpoint cannot be read: {reason}") from error
+        raise UserError(f"{folder}: the checkpoint cannot be read: {one_line(cause)}") from error
 
 
 def _models(policy: Policy) -> dict[str, PolicyModel]:

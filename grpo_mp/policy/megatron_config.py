@@ -117,8 +117,7 @@ def check_overrides(megatron_args: Mapping[str, Any]) -> None:
 
 def _layout(layout: LayoutConfig) -> dict[str, Any]:
     interleaved = layout.virtual_pipeline is not None
-    return {
-        **megatron_sizes(layout),
+    return megatron_sizes(layout) | {
         "sequence_parallel": layout.tensor > 1,
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,

@@ -9,9 +9,8 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from grpo_mp.checkpoint.converted_reader import open_weights
-from grpo_mp.checkpoint.hf_reader import check_tensors
+from grpo_mp.checkpoint.hf_reader import check_layers, check_tensors
 from grpo_mp.checkpoint.manifest import Checksums
-from grpo_mp.checkpoint.non_policy_tensors import check_layers
 from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel
@@ -125,7 +124,7 @@ def check_policy(settings: Settings, world_size: int) -> None:
     hf = HfConfig.read(settings.model.path, settings.model.family)
     family = family_of(hf)
     uneven_pipeline = sets_pipeline_layout(settings.training.megatron_args)
-    check_layout(settings.layout, model_shape(family.config(hf)), world_size, uneven_pipeline)
+    check_layout(settings.layout, model_shape(hf), world_size, uneven_pipeline)
     check_overrides(settings.training.megatron_args)
     transformer_config(settings.layout, settings.training, settings.model.dtype, hf)
     with open_weights(settings.model.path, family=settings.model.family) as reader:

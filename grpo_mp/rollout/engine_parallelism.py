@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from grpo_mp.distributed.layout import divisors
 from grpo_mp.errors import Number, UserError, read_number
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import BLOCK
@@ -155,8 +156,3 @@ def _nearby_settings(gpus: int, args: Mapping[str, Any]) -> Iterator[dict[str, A
         for _, dense_tensor, expert, replicas in sorted(choices, key=lambda choice: distance(*choice)):
             sizes = {name: replicas, "ep_size": expert}
             yield {"gpus": count, "args": sizes | ({"moe_dense_tp_size": dense_tensor} if dense_tensor else {})}
-
-
-def divisors(number: int) -> list[int]:
-    """List the divisors, the smallest first."""
-    return [size for size in range(1, number + 1) if number % size == 0]

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_mp.checkpoint.aux_files import FP8_CONFIG, QUANTISED
+from grpo_mp.checkpoint.hf_writer import FP8_CONFIG, QUANTISED
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 

@@ -12,12 +12,12 @@ from grpo_mp import platform
 from grpo_mp.checkpoint.hf_reader import has_hf_weights
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import RolloutConfig
+from grpo_mp.distributed.ports import own_address
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.client import EngineClient, Sampling
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.placement import EnginePlacement, engine_hosts, engine_placements
-from grpo_mp.rollout.ports import own_address
 from grpo_mp.rollout.precision import precision_arguments
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, WorkQueue

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import httpx
 
+from grpo_mp.distributed.ports import PortClaim, claim_ports
 from grpo_mp.errors import PhaseTimeout, UserError
+from grpo_mp.files import last_lines
 from grpo_mp.rollout.engine_args import EngineSpec, engine_arguments, engine_environment, ports_needed
-from grpo_mp.rollout.ports import PortClaim, claim_ports
 
 COMMAND = [sys.executable, "-m", "grpo_mp.rollout.engine_main"]
 POLL_INTERVAL_S = 0.1
@@ -121,13 +122,8 @@ class EngineProcess:
         return f"engine {self.spec.index} (rank {self.spec.rank}, {self.spec.model})"
 
     def _with_log_lines(self, sentence: str) -> str:
-        return f"{sentence}; the last lines of {self.log}:\n{last_lines(self.log, LOG_LINES)}"
-
-
-def last_lines(log: Path, count: int) -> str:
-    """Return the last `count` lines of a log that are not blank, long ones cut."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return "\n".join([line[:LOG_COLUMNS] for line in lines if line.strip()][-count:]) or "(nothing)"
+        lines = "\n".join(line[:LOG_COLUMNS] for line in last_lines(self.log, LOG_LINES)) or "(nothing)"
+        return f"{sentence}; the last lines of {self.log}:\n{lines}"
 
 
 def _open_private(path: str, flags: int) -> int:

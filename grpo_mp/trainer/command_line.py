@@ -3,14 +3,14 @@
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from grpo_mp.config import Settings, load_settings
+from grpo_mp.distributed.process_groups import single_process_group
 from grpo_mp.errors import UserError
 from grpo_mp.log import log_to_terminal
 from grpo_mp.options import train_parser
 from grpo_mp.platform.device_check import check_device
-from grpo_mp.rollout.ports import claim_ports
 from grpo_mp.trainer.context import local_ranks
 from grpo_mp.trainer.exit import exit_on_error
 from grpo_mp.trainer.preflight import Inputs, check_and_read, describe_run
@@ -41,26 +41,9 @@ def started_job(ranks: int | None) -> Iterator[tuple[int, int]]:
 
     Raises UserError where `ranks` were asked for and others started, and for an unfit device.
     """
-    with _single_rank_environment():
+    with nullcontext() if "RANK" in os.environ else single_process_group():
         world_size, ranks_per_node = local_ranks()
         if ranks not in (None, world_size):
             raise UserError(f"--ranks {ranks}, but {world_size} started: start {ranks}, or leave it to `grpo-mp`")
         check_device(int(os.environ["LOCAL_RANK"]))
         yield world_size, ranks_per_node
-
-
-@contextmanager
-def _single_rank_environment() -> Iterator[None]:
-    """Set the variables of a launcher where there is none."""
-    if "RANK" in os.environ:
-        yield
-        return
-    claim = claim_ports()
-    environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": claim.port}
-    os.environ.update({name: str(value) for name, value in environment.items()} | {"MASTER_ADDR": "127.0.0.1"})
-    try:
-        yield
-    finally:
-        for name in (*environment, "MASTER_ADDR"):
-            del os.environ[name]
-        claim.release()

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from grpo_mp.checkpoint.aux_files import QUANTISED
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import count_parameters
 from grpo_mp.checkpoint.hf_reader import HfReader, has_hf_weights
+from grpo_mp.checkpoint.hf_writer import QUANTISED
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.errors import UserError
-from grpo_mp.models.families import family_of
+from grpo_mp.models.families import TRANSFORMERS_NAMES, family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.hf_versions import TRANSFORMERS_NAMES
+from grpo_mp.phases import GIB
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import build_chunks
@@ -25,7 +25,6 @@ from grpo_mp.policy.weights import load_hf, local_tensors
 
 SEQUENCES, LENGTH = 4, 32
 WEIGHT_COPIES = 2  # as read, and in the model
-GIB = 2**30
 TIMEOUT_S = 600.0  # of the process group of one rank
 
 

@@ -8,9 +8,8 @@ import torch.distributed as dist
 
 from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
 from grpo_mp.data.prompts import PromptSet
-from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.evaluation.files import read_scores, step_file
-from grpo_mp.evaluation.score import EvalScore, Votes, score
+from grpo_mp.distributed.process_groups import Parallel, all_gather
+from grpo_mp.evaluation.score import EvalScore, Votes, read_scores, score, step_file
 from grpo_mp.monitor.metrics import fill
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import markdown, spread
@@ -97,6 +96,4 @@ def _all_gather_votes(groups: Sequence[SampleGroup], scorer: Scorer, cpu_group: 
         for group in groups
         for sample, number in zip(group.samples, scorer.answer_numbers(group), strict=True)
     }
-    votes_by_rank: list[Votes] = [{}] * dist.get_world_size(cpu_group)
-    dist.all_gather_object(votes_by_rank, local_votes, group=cpu_group)
-    return {key: number for votes in votes_by_rank for key, number in votes.items()}
+    return {key: number for votes in all_gather(local_votes, cpu_group) for key, number in votes.items()}

@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from grpo_mp.config import exit_with
 from grpo_mp.distributed.exit_marks import mark_finished
-from grpo_mp.errors import UserError
+from grpo_mp.errors import INTERRUPT_STATUS, UserError
 
 PEER_FAILED_STATUS = 1
-INTERRUPT_STATUS = 128 + signal.SIGINT
 FIRST_RANK_LIMIT_S = 30.0  # the other ranks wait so long for rank 0 to report what every rank finds wrong
 # What gloo, NCCL and the store report when the process at the other end is gone.
 PEER_GONE = re.compile(r"Connection (was likely )?(closed|reset)|Broken pipe|remote process exited|failed to recv")

@@ -7,13 +7,11 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
-import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
 from grpo_mp.batching.step_batch import StepBatch, Updates, whiten, with_kl_in_reward, with_logprobs
-from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.policy.policy import Policy
 from grpo_mp.types import MicroBatch
 
@@ -50,10 +48,9 @@ def _with_old(
     if top_quantile == 1:
         return batches
     local = [out[1].cpu()[batch.mask.bool()].numpy() for batch, out in zip(update, outputs, strict=False)]
-    by_rank: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * parallel.world_size
     counts = parallel.is_reporting_rank and local
-    dist.all_gather_object(by_rank, np.concatenate(local) if counts else by_rank[0], group=parallel.cpu_group)
-    entropies = np.concatenate(by_rank)
+    own_entropies = np.concatenate(local) if counts else np.empty(0, np.float32)
+    entropies = np.concatenate(all_gather(own_entropies, parallel.cpu_group))
     floor = float(np.quantile(entropies, 1 - top_quantile))
     share = float((entropies >= floor).mean())
     return [replace(batch, entropy_floor=floor, entropy_weight=batch.entropy_weight / share) for batch in batches]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from grpo_mp.algorithms.advantages import groups_without_difference
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge
 from grpo_mp.batching.step_batch import StepBatch
-from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import fill
 from grpo_mp.policy.policy import UpdateReport
@@ -78,9 +78,7 @@ def reward_metrics(tally: Tally) -> dict[str, float]:
 
 def total_tally(local_tally: Tally, parallel: Parallel) -> Tally:
     """Sum the tallies of the rewards of all ranks. Every rank must call this."""
-    tallies = [local_tally] * parallel.world_size
-    dist.all_gather_object(tallies, local_tally, group=parallel.cpu_group)
-    return total(tallies)
+    return total(all_gather(local_tally, parallel.cpu_group))
 
 
 def distributions(infos: Sequence[SampleInfo], advantages: Sequence[PerToken]) -> dict[str, Sequence[float]]:
@@ -146,8 +144,7 @@ def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) 
 
 def memory_metrics(usages: Mapping[str, MemoryUsage], parallel: Parallel) -> dict[str, float]:
     """Take the largest usage of each phase over all ranks. Every rank must call this with the same phases."""
-    by_rank: list[Mapping[str, MemoryUsage]] = [{}] * parallel.world_size
-    dist.all_gather_object(by_rank, dict(usages), group=parallel.cpu_group)
+    by_rank = all_gather(dict(usages), parallel.cpu_group)
     return {
         fill(f"memory/{{phase}}/{kind}", phase=phase.lower()): float(value)
         for phase in usages

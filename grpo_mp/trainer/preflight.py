@@ -19,7 +19,7 @@ from grpo_mp.config.sections import EngineConfig
 from grpo_mp.data.overlap import find_overlaps
 from grpo_mp.data.prompts import PromptSet, load_prompts
 from grpo_mp.distributed.layout import describe_parallelism
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.planner.explain import describe_step
@@ -125,8 +125,7 @@ def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path))
     except (OSError, ValueError, KeyError) as error:
-        message = " ".join(str(error).split())[:200]
-        raise UserError(f"{settings.model.path}: the tokenizer cannot be read ({message})") from error
+        raise UserError(f"{settings.model.path}: the tokenizer cannot be read ({one_line(error, 200)})") from error
     _check_sizes(settings, hf, len(tokenizer))
     return tokenizer
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from grpo_mp.checkpoint.hf_reader import read_non_policy_tensors
 from grpo_mp.checkpoint.hf_writer import write_hf
 from grpo_mp.checkpoint.manifest import Files
-from grpo_mp.checkpoint.non_policy_tensors import read_non_policy_tensors
 from grpo_mp.checkpoint.run_state import (
     TrainState,
     begin_checkpoint,

@@ -4,16 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
 from grpo_mp.batching.exchange import gather_groups
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings
-from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.evaluation.files import step_file, write_scores
-from grpo_mp.evaluation.plot import plot_pass_at_k, write_svg
-from grpo_mp.evaluation.score import EvalScore
+from grpo_mp.distributed.process_groups import Parallel, all_gather
+from grpo_mp.evaluation.score import EvalScore, plot_pass_at_k, step_file, write_scores, write_svg
 from grpo_mp.monitor.loggers import open_loggers, write_metrics
 from grpo_mp.monitor.metrics import RangeWatch, fill
 from grpo_mp.monitor.progress import Progress
@@ -97,9 +94,8 @@ class StepLogger:
     ) -> StepRecord:
         """Collect all of the step but its evaluation; `state` is that after the step. Every rank must call this."""
         own_summary = summarise(self._timeline.take(), self._start_ns, self._timeline.now_ns())
-        summaries: list[StepSummary] = [own_summary] * self._parallel.world_size
-        dist.all_gather_object(summaries, own_summary, group=self._parallel.cpu_group)
-        summary, tally = reduce_over_ranks(summaries), total_tally(self._scorer.take_tally(), self._parallel)
+        summary = reduce_over_ranks(all_gather(own_summary, self._parallel.cpu_group))
+        tally = total_tally(self._scorer.take_tally(), self._parallel)
         for part, sentence in tally.complaints.items():
             if part not in self._complained:  # noted once, where a failing reward does not stop the run
                 self._progress.note(f"warning: {sentence}")

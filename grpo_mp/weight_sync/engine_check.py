@@ -10,6 +10,7 @@ from grpo_mp.batching.microbatches import MicroBatchPlan, round_up
 from grpo_mp.batching.packing import context_index, gather_responses, pack, slice_context
 from grpo_mp.batching.updates import alignment
 from grpo_mp.config import Settings
+from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import UserError
 from grpo_mp.phases import Phase
 from grpo_mp.policy.policy import Policy
@@ -112,8 +113,7 @@ class EngineCheck:
                 engines.call(engines.client.overwrite_weights())
             restored = sync_again()
         answer = describe_difference(before, again, restored) if engines.client else ""
-        answers: list[str] = [""] * parallel.world_size
-        dist.all_gather_object(answers, answer, group=parallel.cpu_group)
+        answers = all_gather(answer, parallel.cpu_group)
         return "; ".join(f"engine {engine}: {answers[rank]}" for engine, rank in enumerate(engines.hosts))
 
 
@@ -124,10 +124,7 @@ def sequence_logprobs(policy: Policy, sequences: Sequences) -> list[list[float]]
     """
     parallel, layout = policy.parallel, policy.parallel.layout
     align = alignment(layout)
-    samples = {}
-    for i, (first, *response) in enumerate(sequences):
-        zeros = (0,) * len(response)
-        samples[i] = Sample(i, 0, (first,), tuple(response), tuple(map(float, zeros)), zeros, truncated=False)
+    samples = {i: Sample.from_tokens(i, tokens[:1], tokens[1:]) for i, tokens in enumerate(sequences)}
     lengths = tuple(round_up(len(tokens), align) for tokens in sequences)
     unused = [0.0] * len(sequences)
     batch = pack(samples, unused, unused, MicroBatchPlan(tuple(samples), lengths), align)

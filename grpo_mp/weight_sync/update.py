@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.models.mapping import Param
 from grpo_mp.weight_sync.plan import Bucket, plan_sync
 from grpo_mp.weight_sync.reshard import Resharder
@@ -37,10 +38,8 @@ def make_plan(
 ) -> tuple[Bucket, ...]:
     """Return the plan, the same on all ranks; every rank must call this. `local_shards`: name -> part on this rank."""
     owned = {name: param for name, param in params.items() if not param.alias}
-    parts: list[dict[str, int]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(parts, dict(local_shards), group=group)
     itemsize = {name: 4 if param.keep_float32 else dtype.itemsize for name, param in owned.items()}
-    return plan_sync(owned, parts, targets, bucket_bytes, itemsize)
+    return plan_sync(owned, all_gather(dict(local_shards), group), targets, bucket_bytes, itemsize)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from typing import Any
 import torch
 
 from grpo_mp.checkpoint.hf_writer import write_hf
-from grpo_mp.examples.tiny_models import RELEASED, make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import RELEASED, make_tiny, make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, scale_shape
 from grpo_mp.models.hf_config import HfConfig

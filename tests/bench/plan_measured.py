@@ -22,13 +22,12 @@ from grpo_mp.batching.packing import pack
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.process_groups import (
     Parallel,
-    negative_log_likelihood,
     single_process_group,
     start_parallel,
     stop_parallel,
 )
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.cold_start import negative_log_likelihood
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from grpo_mp import platform
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient

@@ -4,8 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 
 PROMPTS, GROUP_SIZE = 16, 8
 PROMPT_TOKENS, SHORTEST, LONGEST = 256, 16, 512

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 
 
 @pytest.fixture(scope="session")

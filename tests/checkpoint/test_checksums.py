@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import describe_hf
 from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
 from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, latest_checkpoint, own_checksums, write_manifest
-from grpo_mp.checkpoint.to_hf import to_hf
-from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel

@@ -8,11 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint.compare import compare
-from grpo_mp.checkpoint.describe import describe_hf
+from grpo_mp.checkpoint.describe import compare, describe_hf
 from grpo_mp.checkpoint.hf_reader import HfReader
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.fp8 import quantise
 

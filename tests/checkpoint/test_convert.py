@@ -10,18 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_mp.checkpoint.compare import compare
+from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.converted_reader import open_weights
-from grpo_mp.checkpoint.describe import describe_hf
+from grpo_mp.checkpoint.describe import compare, describe_hf
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
 from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
-from grpo_mp.checkpoint.to_hf import to_hf
-from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.errors import UserError
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
+from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import FP8, SCALE, quantise
-from grpo_mp.models.hf_versions import add_transformers_4_names
 from tests.checkpoint.helpers import no_progress
 
 TINY: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from grpo_mp.checkpoint.to_hf import to_hf
-from grpo_mp.checkpoint.to_megatron import to_megatron
+from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from tests.bench.convert_kills import PART_BYTES, TOOL, contents, make_model, run_killed
 from tests.checkpoint.helpers import no_progress
 

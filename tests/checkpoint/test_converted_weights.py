@@ -8,15 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_mp.checkpoint.compare import compare
+from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.converted_reader import open_weights
+from grpo_mp.checkpoint.describe import compare
 from grpo_mp.checkpoint.hf_reader import HfReader
-from grpo_mp.checkpoint.to_hf import to_hf
-from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
 from grpo_mp.errors import UserError
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.checkpoint import save_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import export_policy

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.checkpoint.safe_metadata import read_metadata
-from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader, describe_torch_dist
 from grpo_mp.errors import UserError
 from grpo_mp.policy.checkpoint import load_policy, save_policy

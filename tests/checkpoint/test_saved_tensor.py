@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from grpo_mp.checkpoint.saved_tensor import read_into
+from grpo_mp.checkpoint.torch_dist_reader import read_into
 
 
 def save_all(folder: Path, *values: object) -> list[tuple[int, int]]:

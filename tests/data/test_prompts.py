@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from grpo_mp.config.sections import DataConfig
 from grpo_mp.data.prompts import PromptSet, final_answer, load_prompts
 from grpo_mp.errors import UserError
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tokenizer
 
 TOKENIZER = make_tokenizer(["How", "many", "apples"])
 ROWS = [

@@ -1,6 +1,6 @@
 """Each rule's message; over all small layouts, which are valid and which valid one is nearest."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
@@ -19,8 +19,29 @@ from grpo_mp.distributed.layout import (
 )
 from grpo_mp.errors import UserError
 
-SPARSE = ModelShape(layers=4, attention_heads=4, query_groups=2, ffn_widths=(12,), experts=6, expert_width=4)
-DENSE = ModelShape(layers=6, attention_heads=6, query_groups=6, ffn_widths=(12, 18))
+
+def model_of(
+    moe: tuple[bool, ...], heads: int, kv_heads: int, ffn: int, experts: int = 0, width: int = 0
+) -> ModelShape:
+    return ModelShape(
+        hidden_size=16,
+        vocab_size=32,
+        num_heads=heads,
+        qk_head_dim=4,
+        v_head_dim=4,
+        num_kv_heads=kv_heads,
+        mla_cache_dim=0,
+        ffn_hidden_size=ffn,
+        is_moe_layer=moe,
+        num_experts=experts,
+        experts_per_token=0,
+        moe_ffn_hidden_size=width,
+        shared_expert_size=0,
+    )
+
+
+SPARSE = model_of((False, True, True, True), 4, 2, 12, experts=6, width=4)
+DENSE = replace(model_of((False,) * 6, 6, 6, 12), shared_expert_size=18)  # two widths to divide
 NAMES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 
 
@@ -39,11 +60,11 @@ def is_valid(layout: LayoutConfig, model: ModelShape, world_size: int) -> bool:
     shares = [
         world_size / (layout.tensor * layout.context * layout.pipeline),
         world_size / (layout.expert * layout.expert_tensor * layout.pipeline),
-        model.layers / (layout.pipeline * chunks),
-        *(part / layout.tensor for part in (model.attention_heads, model.query_groups, *model.ffn_widths)),
+        model.num_layers / (layout.pipeline * chunks),
+        *(part / layout.tensor for part in (model.num_heads, model.num_kv_heads, *model.ffn_widths)),
     ]
-    if model.experts:
-        shares += [model.experts / layout.expert, model.expert_width / layout.expert_tensor]
+    if model.num_experts:
+        shares += [model.num_experts / layout.expert, model.moe_ffn_hidden_size / layout.expert_tensor]
     elif layout.expert * layout.expert_tensor > 1:
         return False
     return all(share == int(share) for share in shares) and (chunks == 1 or layout.pipeline > 1)
@@ -57,7 +78,7 @@ def factors(layout: LayoutConfig, other: LayoutConfig) -> float:
 @pytest.mark.parametrize("model", [SPARSE, DENSE])
 @pytest.mark.parametrize("world_size", [1, 4, 6])
 def test_valid_layouts_and_nearest_valid_layout(model: ModelShape, world_size: int) -> None:
-    layouts = all_layouts(4, model.layers)
+    layouts = all_layouts(4, model.num_layers)
     valid = [layout for layout in layouts if is_valid(layout, model, world_size)]
     without_violation = [
         layout for layout in layouts if next(layout_violations(layout, model, world_size), None) is None
@@ -79,7 +100,7 @@ def test_valid_layouts_and_nearest_valid_layout(model: ModelShape, world_size: i
         ({"expert": 3}, SPARSE, "expert_tensor x expert x pipeline = 3 does not divide the 8 ranks"),
         ({"tensor": 8}, SPARSE, "tensor=8 does not divide the 4 attention heads"),
         ({"tensor": 4}, SPARSE, "tensor=4 does not divide the 2 query groups"),
-        ({"tensor": 4}, ModelShape(4, 4, 4, (6,)), "tensor=4 does not divide the MLP width 6"),
+        ({"tensor": 4}, model_of((False,) * 4, 4, 4, 6), "tensor=4 does not divide the MLP width 6"),
         ({"pipeline": 8}, SPARSE, "pipeline x virtual_pipeline = 8 does not divide the 4 layers"),
         (
             {"pipeline": 2, "virtual_pipeline": 3},

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.checkpoint.run_state import SETTINGS, checkpoint_folder
-from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.config import dump_settings
 from grpo_mp.evaluate import read_command
 from grpo_mp.options import evaluate_parser

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.checkpoint.to_megatron import to_megatron
+from grpo_mp.checkpoint.convert import to_megatron
 from tests.conftest import TinyRun
 from tests.e2e.conftest import REWARD, StartJob, outcome
 from tests.e2e.jobs import read_jsonl

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.rollout.ports import claim_ports
+from grpo_mp.distributed.ports import claim_ports
 from tests.e2e.conftest import StartJob, outcome
 from tests.e2e.jobs import read_jsonl
 

@@ -16,8 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_mp.evaluate import main, read_command
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import BOXED, END, make_tokenizer
+from grpo_mp.examples.tiny_models import BOXED, END, make_tiny, make_tokenizer
 from grpo_mp.options import evaluate_parser
 from tests.conftest import TinyRun
 

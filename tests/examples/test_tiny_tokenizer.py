@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp.examples.arithmetic import make_problems, vocabulary_words, worked_response
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tokenizer
 
 TOKENIZER = make_tokenizer(vocabulary_words())
 

@@ -4,7 +4,8 @@ import json
 import os
 from pathlib import Path
 
-from grpo_mp.launch.failure import error_file, first_failure
+from grpo_mp.launch.job import first_failure
+from grpo_mp.launch.task import error_file
 
 SRUN_LOG = """srun: error: n2: task 5: Killed
 srun: Terminating StepId=7.1

@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_mp.errors import UserError
-from grpo_mp.launch.slurm import rank_environment, tasks_per_node
+from grpo_mp.launch.task import rank_environment, tasks_per_node
 
 TASK_ENVIRONMENT = {
     "SLURM_PROCID": "11",

@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from grpo_mp.checkpoint.aux_files import copy_aux_files
-from grpo_mp.checkpoint.non_policy_tensors import check_layers
-from grpo_mp.checkpoint.to_megatron import to_megatron
+from grpo_mp.checkpoint.convert import to_megatron
+from grpo_mp.checkpoint.hf_reader import check_layers
+from grpo_mp.checkpoint.hf_writer import copy_aux_files
 from grpo_mp.errors import UserError
-from grpo_mp.examples.tiny_models import SHAPES, make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import SHAPES, make_tiny, make_tokenizer
 from grpo_mp.models import mixtral
-from grpo_mp.models.families import FAMILIES, family_of
+from grpo_mp.models.families import FAMILIES, TRANSFORMERS_NAMES, add_transformers_4_names, family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.hf_versions import TRANSFORMERS_NAMES, add_transformers_4_names
 from grpo_mp.trainer.compare_logits import compare_logits
 from tests.models.published import PUBLISHED
 

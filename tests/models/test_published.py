@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_mp.models.families import family_of
+from grpo_mp.models.families import TRANSFORMERS_NAMES, family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.hf_versions import TRANSFORMERS_NAMES
 from grpo_mp.models.mapping import Param
 from tests.models.published import PUBLISHED
 

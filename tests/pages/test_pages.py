@@ -5,8 +5,7 @@ import re
 import pytest
 
 from grpo_mp.config import Settings
-from grpo_mp.pages.__main__ import PAGES, ROOT
-from grpo_mp.pages.markdown import fill, table
+from grpo_mp.pages import PAGES, ROOT, fill, table
 
 
 @pytest.mark.parametrize("file", PAGES)

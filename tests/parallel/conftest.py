@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from tests.parallel.cases import CASES, LAYOUTS, MODELS, Case
 from tests.parallel.expected import Expected, expect
 from tests.parallel.whole import Tensors, file_tensors, whole_tensors

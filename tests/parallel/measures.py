@@ -16,10 +16,9 @@ from grpo_mp.algorithms.report import metrics
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import assemble_step_batch
-from grpo_mp.checkpoint.compare import compare
+from grpo_mp.checkpoint.convert import to_hf, to_megatron
+from grpo_mp.checkpoint.describe import compare
 from grpo_mp.checkpoint.hf_reader import HfReader
-from grpo_mp.checkpoint.to_hf import to_hf
-from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel, context_reduction
 from grpo_mp.policy.checkpoint import load_policy, save_policy

@@ -5,15 +5,13 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.config import load_settings
+from grpo_mp.phases import GIB
 from grpo_mp.planner.activations import layer_bytes, logits_bytes
-from grpo_mp.planner.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
-from grpo_mp.planner.clusters import GIB, read_cluster
-from grpo_mp.planner.engine_memory import engine_memory
-from grpo_mp.planner.feasibility import check_fits
-from grpo_mp.planner.job import Job, make_job
-from grpo_mp.planner.memory import SubPhase, plan_memory
+from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.job import BytesPerParameter, Job, bytes_per_parameter, make_job
+from grpo_mp.planner.memory import SubPhase, engine_memory, plan_memory
 from grpo_mp.planner.model_configs import published_config
-from grpo_mp.planner.plan import make_plan
+from grpo_mp.planner.plan import check_fits, make_plan
 from tests.planner.jobs import job_of, settings_of
 
 QWEN = 7_615_616_512  # parameters of Qwen2.5-7B, as its publisher's files hold

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_mp.batching.updates import padded_size, plan_updates
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.planner.packing import AssumedLengths, pack_update, response_lengths
+from grpo_mp.planner.job import AssumedLengths, pack_update, response_lengths
 from tests.planner.jobs import job_of
 
 LONG = {"prompts_per_step": 128, "group_size": 8, "max_prompt_tokens": 2048, "max_response_tokens": 32768}

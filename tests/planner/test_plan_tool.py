@@ -10,21 +10,18 @@ import pytest
 import yaml
 
 from grpo_mp.config import load_settings
-from grpo_mp.distributed.layout import layout_violations, model_shape
+from grpo_mp.distributed.layout import layout_violations
 from grpo_mp.errors import UserError
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
-from grpo_mp.models.families import family_of
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.planner.clusters import PROFILES, cluster_names, read_cluster
 from grpo_mp.planner.explain import explain
-from grpo_mp.planner.feasibility import check_fits
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.model_configs import find_config, published_config
-from grpo_mp.planner.plan import make_plan
-from grpo_mp.planner.ppo_comparison import grpo_models, ppo_models
+from grpo_mp.planner.plan import check_fits, make_plan
 from grpo_mp.planner.search import plan_to_yaml, search_layouts
+from grpo_mp.planner.show import grpo_models, ppo_models
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from tests.cli.command import Result, run_command
 from tests.planner.jobs import job_of
@@ -160,7 +157,7 @@ def test_search_finds_valid_layouts_fastest_first() -> None:
     assert len(result.best) == 5
     assert result.fitting <= result.valid
     assert [plan.step_s for plan in result.best] == sorted(plan.step_s for plan in result.best)
-    shape = model_shape(family_of(job.hf).config(job.hf))
+    shape = job.model
     for plan in result.best:
         assert check_fits(plan).fits
         assert not list(layout_violations(plan.job.settings.layout, shape, 16, uneven_pipeline=True))

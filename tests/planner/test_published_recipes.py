@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_mp.planner.bytes_per_parameter import BytesPerParameter
-from grpo_mp.planner.clusters import GIB
-from grpo_mp.planner.feasibility import check_fits
+from grpo_mp.phases import GIB
+from grpo_mp.planner.job import BytesPerParameter
 from grpo_mp.planner.memory import SubPhase, total
-from grpo_mp.planner.plan import make_plan
+from grpo_mp.planner.plan import check_fits, make_plan
 from tests.planner.jobs import job_of
 
 TB = 1e12

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from grpo_mp.config import check_settings
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.platform import fake_cuda
 from tests.policy.te_stub import install_te_stub
 

@@ -10,8 +10,7 @@ from transformers import AutoConfig
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import unfuse

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from grpo_mp.errors import UserError
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.rewards.model import step_ends
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rewards.settings import RewardConfig

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.checkpoint.aux_files import FP8_CONFIG
+from grpo_mp.checkpoint.hf_writer import FP8_CONFIG
 from grpo_mp.errors import UserError
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.engine_args import ENGINE_SITE
 from grpo_mp.rollout.precision import OVERRIDES, in_fp8, precision_arguments

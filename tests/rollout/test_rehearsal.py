@@ -12,18 +12,17 @@ import pytest
 
 from grpo_mp.checkpoint.hf_reader import INDEX
 from grpo_mp.config import Settings, load_settings
+from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.errors import UserError
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
-from grpo_mp.planner.engine_memory import engine_weight_bytes
 from grpo_mp.planner.job import make_job
+from grpo_mp.planner.memory import engine_weight_bytes
 from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.rollout.engine_args import DP_ATTENTION_PORTS, ENGINE_SITE, engine_arguments, ports_needed
 from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
 from grpo_mp.rollout.placement import EnginePlacement
-from grpo_mp.rollout.ports import claim_ports
 from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.rollout.rollout import engine_spec
 from tests.planner.jobs import settings_of

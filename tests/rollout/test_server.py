@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from grpo_mp.errors import PhaseTimeout, UserError
+from grpo_mp.files import last_lines
 from grpo_mp.rollout.engine_args import EngineSpec
-from grpo_mp.rollout.server import EngineProcess, last_lines
+from grpo_mp.rollout.server import EngineProcess
 from tests.engines import started_engine
 
 START_TIMEOUT_S = 300.0
@@ -161,9 +162,9 @@ def test_engine_restarts_on_another_port_where_another_server_answers(
 
 def test_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert last_lines(log, 2) == "(nothing)"
+    assert last_lines(log, 2) == ()
     log.write_text("one\n\ntwo\n" + "three" * 1000 + "\n\n")
-    assert last_lines(log, 2) == "two\n" + "three" * 60
+    assert last_lines(log, 2) == ("two", "three" * 1000)
 
 
 @pytest.mark.slow

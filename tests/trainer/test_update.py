@@ -14,7 +14,7 @@ from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import StepBatch, Updates, assemble_step_batch
-from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, write_manifest
+from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, latest_checkpoint, write_manifest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel

@@ -7,13 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.hf_reader import HfReader
-from grpo_mp.checkpoint.to_hf import to_hf
-from grpo_mp.checkpoint.to_megatron import to_megatron
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
-from grpo_mp.examples.tiny_models import make_tiny
-from grpo_mp.examples.tiny_tokenizer import make_tokenizer
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.policy import Policy
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import make_plan

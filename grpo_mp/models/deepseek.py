@@ -1,14 +1,15 @@
-"""Multi-head latent attention (DeepSeek, Kimi, Moonlight), with low-rank queries or without."""
+"""DeepSeek-V2, V3 and R1, Kimi-K2, Moonlight: multi-head latent attention, shared experts."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_mp.models import blocks, shared_experts
 from grpo_mp.models.blocks import HF_LAYER, MCORE_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule, Shape
 
 
-def config(hf: HfConfig) -> dict[str, Any]:
+def mla_config(hf: HfConfig) -> dict[str, Any]:
     """Return the Megatron settings (of MLATransformerConfig), rotary ones included."""
     return {
         "multi_latent_attention": True,
@@ -19,10 +20,10 @@ def config(hf: HfConfig) -> dict[str, Any]:
         "qk_head_dim": hf.int("qk_nope_head_dim"),
         "qk_pos_emb_head_dim": hf.int("qk_rope_head_dim"),
         "v_head_dim": hf.int("v_head_dim"),
-    } | _rotary(hf)
+    } | _mla_rotary(hf)
 
 
-def rules(hf: HfConfig, layers: Sequence[int]) -> list[Rule]:
+def mla_rules(hf: HfConfig, layers: Sequence[int]) -> list[Rule]:
     """Map down and up projections with their norms, the output projection, and the norm before them."""
     hidden, heads = hf.int("hidden_size"), hf.int("num_attention_heads")
     nope, rope, value = hf.int("qk_nope_head_dim"), hf.int("qk_rope_head_dim"), hf.int("v_head_dim")
@@ -53,7 +54,7 @@ def rules(hf: HfConfig, layers: Sequence[int]) -> list[Rule]:
     ]
 
 
-def _rotary(hf: HfConfig) -> dict[str, Any]:
+def _mla_rotary(hf: HfConfig) -> dict[str, Any]:
     rope = hf.rope
     if rope["rope_type"] == "default":
         return {"rope_type": "rope", "rotary_base": rope["rope_theta"], "rotary_scaling_factor": 1.0}
@@ -76,3 +77,44 @@ def _rotary(hf: HfConfig) -> dict[str, Any]:
         "mscale": float(mscale) if mscale and all_dim else 1.0,
         "mscale_all_dim": float(all_dim or 0.0),
     }
+
+
+def v2_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the Megatron settings (of MLATransformerConfig)."""
+    hf.expect("hidden_act", "silu")
+    hf.expect("attention_bias", False)
+    hf.expect("mlp_bias", False)
+    hf.expect("norm_topk_prob", False)
+    hf.expect("scoring_func", "softmax")
+    hf.expect("topk_method", "greedy", "group_limited_greedy")
+    hf.expect("moe_layer_freq", 1)
+    group_limited = hf.get("topk_method") == "group_limited_greedy"
+    return (
+        blocks.base_config(hf)
+        | mla_config(hf)
+        | shared_experts.config(hf)
+        | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
+        | (shared_experts.group_limit(hf) if group_limited else {})
+    )
+
+
+def v2_rules(hf: HfConfig) -> list[Rule]:
+    """Return the parameter mapping."""
+    attention = mla_rules(hf, range(hf.int("num_hidden_layers")))
+    return [*blocks.embedding_and_head(hf), *attention, *shared_experts.rules(hf)]
+
+
+def v3_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the Megatron settings (of MLATransformerConfig)."""
+    hf.expect("hidden_act", "silu")
+    hf.expect("attention_bias", False)
+    hf.expect("scoring_func", "sigmoid")
+    hf.expect("topk_method", "noaux_tc")
+    hf.expect("moe_layer_freq", 1)
+    hf.expect("rope_interleave", True)
+    return blocks.base_config(hf) | mla_config(hf) | shared_experts.config(hf) | shared_experts.sigmoid_routing(hf)
+
+
+def v3_rules(hf: HfConfig) -> list[Rule]:
+    """Return the parameter mapping; the multi-token-prediction layer is not part of the policy."""
+    return [*v2_rules(hf), shared_experts.bias_rule(hf)]

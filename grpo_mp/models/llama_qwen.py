@@ -1,4 +1,4 @@
-"""Qwen3 (dense) and Qwen3-MoE: grouped-query attention with query and key norms."""
+"""Llama 3, Qwen2.5 and Qwen3: grouped-query decoders that differ in biases and norms; Qwen3-MoE has experts too."""
 
 from typing import Any
 
@@ -9,23 +9,31 @@ from grpo_mp.models.mapping import Rule
 NUM_EXPERTS = ("num_experts", "num_local_experts")  # its name in transformers 4, in 5
 
 
-def dense_config(hf: HfConfig) -> dict[str, Any]:
+def llama_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the Megatron settings of a Llama."""
+    hf.expect("attention_bias", False)
+    hf.expect("mlp_bias", False)
+    return gqa.dense_config(hf)
+
+
+def qwen2_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the Megatron settings of a Qwen2."""
+    hf.expect("use_sliding_window", False, None)
+    return gqa.dense_config(hf, bias=True)
+
+
+def qwen3_config(hf: HfConfig) -> dict[str, Any]:
     """Return the Megatron settings of a dense Qwen3."""
     hf.expect("attention_bias", False)
     hf.expect("use_sliding_window", False, None)
     return gqa.dense_config(hf, norms=True)
 
 
-def dense_rules(hf: HfConfig) -> list[Rule]:
-    """Return the parameter mapping of a dense Qwen3."""
-    return gqa.dense_rules(hf, norms=True)
-
-
-def moe_config(hf: HfConfig) -> dict[str, Any]:
+def qwen3_moe_config(hf: HfConfig) -> dict[str, Any]:
     """Return the Megatron settings of a Qwen3-MoE; without norm_topk_prob the softmax runs over all experts."""
-    moe = _moe_layers(hf)
+    moe = _qwen3_moe_layers(hf)
     return (
-        dense_config(hf)
+        qwen3_config(hf)
         | blocks.moe_config(hf, hf.int(*NUM_EXPERTS), hf.int("moe_intermediate_size"))
         | {
             "moe_layer_freq": [int(layer in moe) for layer in range(hf.int("num_hidden_layers"))],
@@ -35,10 +43,10 @@ def moe_config(hf: HfConfig) -> dict[str, Any]:
     )
 
 
-def moe_rules(hf: HfConfig) -> list[Rule]:
+def qwen3_moe_rules(hf: HfConfig) -> list[Rule]:
     """Return the parameter mapping of a Qwen3-MoE."""
     layers = range(hf.int("num_hidden_layers"))
-    moe = _moe_layers(hf)
+    moe = _qwen3_moe_layers(hf)
     return [
         *blocks.embedding_and_head(hf),
         *gqa.rules(hf, layers, norms=True),
@@ -47,7 +55,7 @@ def moe_rules(hf: HfConfig) -> list[Rule]:
     ]
 
 
-def _moe_layers(hf: HfConfig) -> tuple[int, ...]:
+def _qwen3_moe_layers(hf: HfConfig) -> tuple[int, ...]:
     step, dense = int(hf.get("decoder_sparse_step", 1)), set(hf.get("mlp_only_layers") or ())
     return tuple(
         layer for layer in range(hf.int("num_hidden_layers")) if layer not in dense and (layer + 1) % step == 0

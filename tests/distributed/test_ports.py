@@ -7,13 +7,13 @@ import sys
 import psutil
 import pytest
 
+from grpo_mp.distributed import ports
+from grpo_mp.distributed.ports import PortClaim, claim_ports, own_address
 from grpo_mp.errors import UserError
-from grpo_mp.rollout import ports
-from grpo_mp.rollout.ports import PortClaim, claim_ports, own_address
 
 CLAIM = """
 import sys
-from grpo_mp.rollout import ports
+from grpo_mp.distributed import ports
 ports.FIRST_PORT = int(sys.argv[1])
 ports._last_port = lambda: ports.FIRST_PORT
 ports.claim_ports()
