@@ -24,14 +24,14 @@ from grpo_mp.evaluation.score import plot_pass_at_k, write_scores, write_svg
 from grpo_mp.log import log_to_terminal
 from grpo_mp.monitor.samples import add_samples
 from grpo_mp.options import evaluate_parser
-from grpo_mp.rollout.rollout import reads_weights
+from grpo_mp.rollout.rollout import engines_can_load_weights
 from grpo_mp.train import sync_weights
 from grpo_mp.trainer.command_line import started_job
 from grpo_mp.trainer.context import open_engines_only, open_train_context
 from grpo_mp.trainer.evaluation import Evaluation, Evaluator
 from grpo_mp.trainer.exit import exit_on_error
-from grpo_mp.trainer.preflight import Inputs, check_and_read_evaluation
-from grpo_mp.trainer.step_logger import PICTURE
+from grpo_mp.trainer.preflight import RunInputs, run_evaluation_preflight
+from grpo_mp.trainer.step_logger import PASS_AT_K_FILE
 
 SCORES, SAMPLES = "eval.json", "samples.jsonl"
 
@@ -52,7 +52,7 @@ class EvaluationJob:
     @property
     def needs_policy(self) -> bool:
         """Tell whether the engines cannot load the weights themselves."""
-        return self.checkpoint is not None or not reads_weights(self.settings)
+        return self.checkpoint is not None or not engines_can_load_weights(self.settings)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args = evaluate_parser().parse_intermixed_args(arguments)
         job = read_command(args)
         with started_job(args.ranks) as (world_size, ranks_per_node):
-            inputs = check_and_read_evaluation(job.settings, world_size, ranks_per_node, job.needs_policy)
+            inputs = run_evaluation_preflight(job.settings, world_size, ranks_per_node, job.needs_policy)
             run(job, inputs)
 
 
@@ -86,7 +86,7 @@ def read_command(args: argparse.Namespace) -> EvaluationJob:
     return EvaluationJob(settings.model_copy(update=updates), checkpoint, step)
 
 
-def run(job: EvaluationJob, inputs: Inputs) -> None:
+def run(job: EvaluationJob, inputs: RunInputs) -> None:
     """Evaluate as one rank of a started job, and leave the results. Raises UserError for what a user can fix."""
     settings = job.settings
     problems = ", ".join(
@@ -116,7 +116,7 @@ def evaluate_and_report(job: EvaluationJob, evaluator: Evaluator) -> None:
                 file.write(part.read_bytes())
                 part.unlink()
         _write_results(job, evaluation)
-        progress.scores(str(job.name), evaluation.scores)
+        progress.print_scores(str(job.name), evaluation.scores)
         progress.note(f"Scores:  {folder / SCORES}\nSamples: {folder / SAMPLES}")
     dist.barrier(group=parallel.cpu_group)
 
@@ -128,12 +128,12 @@ def _write_results(job: EvaluationJob, evaluation: Evaluation) -> None:
         "checkpoint": str(job.checkpoint) if job.checkpoint else None,
         "step": job.step,
         "settings": {name: job.settings.eval_set(name).model_dump(mode="json") for name in evaluation.scores},
-        "rewards": {name: tally.to_dict() for name, tally in evaluation.tallies.items()},
+        "rewards": {name: stats.to_dict() for name, stats in evaluation.reward_stats.items()},
     }
     write_scores(folder / SCORES, evaluation.scores, **description)
-    (folder / PICTURE).unlink(missing_ok=True)
+    (folder / PASS_AT_K_FILE).unlink(missing_ok=True)
     if figure := plot_pass_at_k({}, evaluation.scores):
-        write_svg(figure, folder / PICTURE)
+        write_svg(figure, folder / PASS_AT_K_FILE)
 
 
 def _samples_file(folder: Path, rank: int) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PYTHON_WARNINGS = "py.warnings"  # the logger of warnings.warn
 
 # What libraries say in good runs and a user cannot act on: (message, module) patterns of Megatron and torch.
@@ -76,7 +76,7 @@ def logging_to(file: Path, level: str) -> Iterator[None]:
     """Append records of `level` and above to `file` while the body runs, known notices included."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(file, encoding="utf-8")
-    handler.setFormatter(logging.Formatter(LINE))
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
     root = logging.getLogger()
     level_before = root.level
     root.setLevel(level.upper())

@@ -18,10 +18,10 @@ from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.context import TrainContext, open_train_context
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, scores_before_training
 from grpo_mp.trainer.logprobs import compute_logprobs
-from grpo_mp.trainer.preflight import Inputs
+from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.save import export_policy, save_checkpoint
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, sync_metrics
-from grpo_mp.trainer.update import refresh_reference, train_step
+from grpo_mp.trainer.update import train_step, update_reference
 from grpo_mp.weight_sync.compare import CheckReport
 from grpo_mp.weight_sync.update import SyncReport
 
@@ -94,7 +94,9 @@ def compute_old_and_reference_logprobs(ctx: TrainContext, batch: StepBatch) -> U
     settings, state = ctx.settings, ctx.state
     seed = f"{settings.run.seed}/{state.step}"
     with ctx.scheduler.phase(Phase.LOGPROB):
-        return compute_logprobs(ctx.policy, batch, settings.algorithm, settings.training.epochs, state.controls, seed)
+        return compute_logprobs(
+            ctx.policy, batch, settings.algorithm, settings.training.epochs, state.adaptive_coefs, seed
+        )
 
 
 def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: Updates, step: int) -> list[UpdateReport]:
@@ -102,16 +104,18 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: Updates, s
     algorithm, epochs = ctx.settings.algorithm, ctx.settings.training.epochs
     policy_loss = ctx.inputs.extensions.policy_loss
     with ctx.scheduler.phase(Phase.TRAIN):
-        reports, controls = train_step(ctx.policy, updates, algorithm, epochs, ctx.state.controls, policy_loss)
-        refreshed = refresh_reference(ctx.policy.reference, algorithm.kl, step)
+        reports, adaptive_coefs = train_step(
+            ctx.policy, updates, algorithm, epochs, ctx.state.adaptive_coefs, policy_loss
+        )
+        updated = update_reference(ctx.policy.reference, algorithm.kl, step)
     state = rollouts.state  # cursor and curriculum are those that the rollouts left
     ctx.state = replace(
         state,
         step=step,
         optimizer_step=state.optimizer_step + len(reports),
         samples_seen=state.samples_seen + len(rollouts.infos),
-        controls=controls,
-        reference_refreshed=state.reference_refreshed or refreshed,
+        adaptive_coefs=adaptive_coefs,
+        reference_updated=state.reference_updated or updated,
     )
     return reports
 
@@ -150,7 +154,7 @@ def finish(ctx: TrainContext, first: Evaluation, last: Evaluation) -> None:
         ctx.progress.finish(first.scores, last.scores, pairs)
 
 
-def run(settings: Settings, inputs: Inputs) -> None:
+def run(settings: Settings, inputs: RunInputs) -> None:
     """Train as one rank of a started job. Raises UserError for what a user can fix."""
     checkpoint = latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
     with open_train_context(settings, inputs, checkpoint) as ctx:

@@ -9,6 +9,9 @@ import torch
 
 PerToken = float | torch.Tensor  # one number for all response tokens of a sample, or [response tokens]
 
+# By step: the index of its last token in the response, ascending, and its reward.
+StepRewards = tuple[tuple[int, float], ...]  # (index of a step's last token in the response, its reward), ascending
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -25,7 +28,7 @@ class Prompt:
 class Sample:
     """One response y to a prompt. Every token carries its rollout logprob and its weight version."""
 
-    group_id: int  # unique in the run: which group the advantage is normalised in
+    group_id: int  # unique in the run: which group the advantage is normalized in
     index: int  # position inside the group
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]  # the response, ending with the stop token unless truncated
@@ -35,9 +38,9 @@ class Sample:
     text: str = ""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)  # by reward name, unweighted
-    step_rewards: tuple[tuple[int, float], ...] = ()  # (index of a step's last token in `tokens`, its reward)
+    step_rewards: StepRewards = ()  # (index of a step's last token in `tokens`, its reward)
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions gave to `log_extra`, by column
-    right: bool | None = None  # whether the answer is right; None: no term of the reward says so
+    is_correct: bool | None = None  # whether the answer is right; None: no term of the reward says so
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -62,7 +65,9 @@ class SampleGroup:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
-    finished: int = 1  # order in which its group finished in the step, from 1; 0: aborted, its samples are not scored
+    finish_order: int = (
+        1  # order in which its group finished in the step, from 1; 0: aborted, its samples are not scored
+    )
 
 
 @dataclass(frozen=True)
@@ -71,18 +76,18 @@ class SampleInfo:
 
     group_id: int
     index: int
-    holder: int
+    source_rank: int
     prompt_tokens: int
     response_tokens: int
     reward: float
     truncated: bool
     oldest_version: int
     reward_parts: dict[str, float] = field(default_factory=dict)
-    step_rewards: tuple[tuple[int, float], ...] = ()
+    step_rewards: StepRewards = ()
     prompt: int = 0  # index in the prompt set
-    finished: int = 1  # order in which its group finished in the step, from 1; 0: aborted
+    finish_order: int = 1  # order in which its group finished in the step, from 1; 0: aborted
     versions_sum: int = 0  # over its response tokens
-    right: bool | None = None  # by the term that `reward.correct` names; None: that term says nothing about it
+    is_correct: bool | None = None  # by the term that `reward.correct` names; None: that term says nothing about it
 
     @property
     def key(self) -> tuple[int, int]:
@@ -94,7 +99,7 @@ class SampleInfo:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowRange:
     """`count` rows of a micro-batch from `start` on."""
 
     start: int = 0
@@ -114,14 +119,14 @@ class MicroBatch:
     targets: torch.Tensor  # int64
     mask: torch.Tensor  # float32, 0 or 1
     lengths: tuple[int, ...]  # padded length of every packed sequence, shared prompts among them; sums to T
-    sequence: torch.Tensor  # int64, which sequence of `sample_ids` a token belongs to; -1 is padding
+    sequence_index: torch.Tensor  # int64, which sequence of `sample_ids` a token belongs to; -1 is padding
     sample_ids: tuple[int, ...]  # index of each packed sequence into the update's sample list
     advantages: torch.Tensor  # float64
     weights: torch.Tensor  # float64, share of the token in the update's loss
     rollout_logprobs: torch.Tensor  # float32
     old_logprobs: torch.Tensor | None = None  # float32; None: the logprobs of the first update are the old ones
     reference_logprobs: torch.Tensor | None = None  # float32
-    prompts: tuple[Rows, ...] = ()  # by sequence, what it sees before its own tokens; (): each holds its own prompt
+    prompt_rows: tuple[RowRange, ...] = ()  # by sequence, the rows before its own; (): each holds its own prompt
     entropy_floor: float = -math.inf  # nats: tokens below it do not learn
     entropy_weight: float = 0.0  # 1 / tokens of the update that the entropy bonus is a mean over
 

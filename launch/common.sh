@@ -153,8 +153,8 @@ script_path() {
 
 train() {
   local again=no follower
-  GRPO_MP_ENDED=$(realpath "$attempt") # where a rank that comes to its end leaves a mark
-  export GRPO_MP_ENDED
+  GRPO_MP_FINISHED_DIR=$(realpath "$attempt") # where a rank that comes to its end leaves a marker
+  export GRPO_MP_FINISHED_DIR
   trap 'again=yes; kill -USR1 "$step" || true' USR1 # the time limit is near: save, end, and go on in a new attempt
   trap 'echo "told to end"; kill -TERM "$step" 2>/dev/null || true' TERM
   tail -n +1 --retry -f "$attempt/$first_log" 2>/dev/null &
@@ -162,13 +162,13 @@ train() {
   in_step "${run[@]}"
   sleep 1
   kill "$follower"
-  if [ "$again" = yes ] && "$python" -m grpo_mp.launch.job unfinished "$config" "${arguments[@]}"; then
+  if [ "$again" = yes ] && "$python" -m grpo_mp.launch.job has-steps-left "$config" "${arguments[@]}"; then
     echo "saved before the time limit: goes on in a new attempt"
     scontrol requeue "$SLURM_JOB_ID"
   elif [ "$status" != 0 ]; then
     "$python" -m grpo_mp.launch.job failure "$attempt"
     exit "$status"
   else
-    "$python" -m grpo_mp.launch.job ended "$attempt" $((SLURM_JOB_NUM_NODES * per_node))
+    "$python" -m grpo_mp.launch.job check-finished "$attempt" $((SLURM_JOB_NUM_NODES * per_node))
   fi
 }

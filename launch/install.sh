@@ -93,14 +93,14 @@ stamp_of() {
 
 # unless_there NAME LOCK COMMAND: runs COMMAND unless it was done for these very files before.
 unless_there() {
-  local stamp=$venv/installed-$1 wanted
-  wanted=$(stamp_of "$2")
-  if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+  local stamp=$venv/installed-$1 expected
+  expected=$(stamp_of "$2")
+  if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$expected" ]; then
     echo "$venv has the $1 packages already"
     return
   fi
   "$3" "$2"
-  echo "$wanted" >"$stamp"
+  echo "$expected" >"$stamp"
 }
 
 # Loads once what will run: a broken set is found now, and the first start need not compile.

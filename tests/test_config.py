@@ -9,11 +9,11 @@ import yaml
 from pydantic import ValidationError
 
 from grpo_mp.config import Settings, check_settings, dump_settings, exit_with, load_settings
-from grpo_mp.config.renamed import RENAMED
+from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.config.sections import EvalSetConfig
 from grpo_mp.errors import UserError
 from grpo_mp.section import parse_bytes
-from tests.least import LEAST
+from tests.minimal_settings import MINIMAL_SETTINGS
 
 
 def of_eval(**settings: Any) -> dict[str, Any]:
@@ -24,13 +24,13 @@ def of_eval(**settings: Any) -> dict[str, Any]:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "settings.yaml"
-    path.write_text(yaml.safe_dump(LEAST))
+    path.write_text(yaml.safe_dump(MINIMAL_SETTINGS))
     return path
 
 
 def test_what_is_left_out_takes_its_default(file: Path) -> None:
     settings = load_settings(file)
-    assert settings == check_settings(LEAST, "here")
+    assert settings == check_settings(MINIMAL_SETTINGS, "here")
     assert settings.layout.tensor == settings.layout.expert == 1
     assert settings.samples_per_step == 32
 
@@ -59,10 +59,12 @@ def test_a_later_override_wins_and_reaches_deep(file: Path) -> None:
 
 
 def test_an_eval_set_in_one_word_can_be_given_more(file: Path, tmp_path: Path) -> None:
-    settings = load_settings(file, ["data.eval={a: x.jsonl, b: {path: y.jsonl, prompts: 3}}", "data.eval.a.samples=8"])
+    settings = load_settings(
+        file, ["data.eval={a: x.jsonl, b: {path: y.jsonl, max_prompts: 3}}", "data.eval.a.samples=8"]
+    )
     assert settings.data.eval == {
         "a": EvalSetConfig(path="x.jsonl", samples=8),
-        "b": EvalSetConfig(path="y.jsonl", prompts=3),
+        "b": EvalSetConfig(path="y.jsonl", max_prompts=3),
     }
     (tmp_path / "resolved.yaml").write_text(dump_settings(settings))
     assert load_settings(tmp_path / "resolved.yaml") == settings
@@ -71,7 +73,9 @@ def test_an_eval_set_in_one_word_can_be_given_more(file: Path, tmp_path: Path) -
 def test_engines_hold_the_longest_response_of_all() -> None:
     def longest(**limits: int | None) -> int:
         sets = {name: {"path": "x", "max_response_tokens": limit} for name, limit in limits.items()}
-        return check_settings(LEAST | {"data": LEAST["data"] | {"eval": sets}}, "here").longest_response
+        return check_settings(
+            MINIMAL_SETTINGS | {"data": MINIMAL_SETTINGS["data"] | {"eval": sets}}, "here"
+        ).longest_response
 
     assert (longest(), longest(a=None), longest(a=31), longest(a=31, b=50)) == (32, 32, 32, 50)
 
@@ -106,7 +110,7 @@ def test_the_resolved_form_names_every_setting_and_reads_back_equal(file: Path, 
     ],
 )
 def test_each_reward_is_enough_and_reads_back_equal(reward: dict[str, Any], tmp_path: Path) -> None:
-    settings = check_settings(LEAST | {"reward": reward}, "here")
+    settings = check_settings(MINIMAL_SETTINGS | {"reward": reward}, "here")
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(dump_settings(settings))
     assert load_settings(resolved) == settings
@@ -122,7 +126,7 @@ def test_settings_do_not_change(file: Path) -> None:
     [
         ({"run": {"folder": "x"}}, "here: setting run.steps is missing"),
         ({"rollouts": {}}, "here: unknown setting rollouts (did you mean rollout?)"),
-        ({"engine": {"cout": 1}}, "here: unknown setting engine.cout (did you mean engine.count?)"),
+        ({"engine": {"num_engine": 1}}, "here: unknown setting engine.num_engine (did you mean engine.num_engines?)"),
         (
             {"algorithm": {"clip": {"hihg": 1}}},
             "unknown setting algorithm.clip.hihg (did you mean algorithm.clip.high?)",
@@ -170,10 +174,13 @@ def test_settings_do_not_change(file: Path) -> None:
             "here: data.eval.a: expected settings below it, as data.eval.a.KEY=VALUE, found 3",
         ),
         (
-            {"rollout": LEAST["rollout"] | {"group_size": "four"}},
+            {"rollout": MINIMAL_SETTINGS["rollout"] | {"group_size": "four"}},
             "group_size: expected an integer, found 'four'",
         ),
-        ({"rollout": LEAST["rollout"] | {"group_size": 1.5}}, "rollout.group_size: expected an integer, found 1.5"),
+        (
+            {"rollout": MINIMAL_SETTINGS["rollout"] | {"group_size": 1.5}},
+            "rollout.group_size: expected an integer, found 1.5",
+        ),
         ({"reward": {"answer": "much"}}, "here: reward.answer: expected a number, found 'much'"),
         ({"run": {"folder": "x", "steps": 1, "export": "maybe"}}, "run.export: expected true or false, found 'maybe'"),
         ({"model": {"path": 5}}, "here: model.path: expected text, found 5"),
@@ -195,11 +202,11 @@ def test_settings_do_not_change(file: Path) -> None:
         ),
         ({"reward": {"answer": 1, "correct": "code"}}, "reward.correct: no term of the reward is named 'code'"),
         (
-            {"rollout": LEAST["rollout"] | {"group_timeout_s": 900}},
+            {"rollout": MINIMAL_SETTINGS["rollout"] | {"group_timeout_s": 900}},
             "engine.request_timeout_s=600 is shorter than rollout.group_timeout_s=900, a wait inside it: raise it",
         ),
         (
-            {"rollout": LEAST["rollout"] | {"group_timeout_s": 7200}, "engine": {"request_timeout_s": 7200}},
+            {"rollout": MINIMAL_SETTINGS["rollout"] | {"group_timeout_s": 7200}, "engine": {"request_timeout_s": 7200}},
             "here: monitor.phase_timeout_s=3600 is shorter than rollout.group_timeout_s=7200, a wait inside it: raise",
         ),
         (
@@ -216,7 +223,7 @@ def test_settings_do_not_change(file: Path) -> None:
 )
 def test_what_is_refused(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as refused:
-        check_settings(LEAST | changes, "here")
+        check_settings(MINIMAL_SETTINGS | changes, "here")
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -230,11 +237,25 @@ def test_an_old_name_is_refused_with_the_new_one(file: Path, old: str) -> None:
     assert not setting_exists(old)
 
 
+@pytest.mark.parametrize(("name", "old"), RENAMED_VALUES)
+def test_an_old_value_is_refused_with_the_new_one(file: Path, name: str, old: str) -> None:
+    new = RENAMED_VALUES[name, old]
+    with pytest.raises(UserError) as refused:
+        load_settings(file, [f"{name}={old}"])
+    assert str(refused.value) == f"{file}: {name}={old} has another name: it is {new} now"
+    load_settings(file, [f"{name}={new}"])
+
+
+def test_an_old_name_in_an_eval_set_is_refused_with_the_new_one(file: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.eval\.aime\.prompts; it is data\.eval\.NAME\.max_prompts now$"):
+        load_settings(file, ["data.eval={aime: {path: x.jsonl, prompts: 3}}"])
+
+
 def setting_exists(name: str) -> bool:
     """Say whether pydantic's JSON schema of the settings has a setting of that dotted name."""
     schema = Settings.model_json_schema()
     properties = schema["properties"]
-    for key in name.split("."):
+    for key in name.replace(".NAME", "").split("."):  # NAME: an eval set of the user
         if key not in properties:
             return False
         sections = re.findall(r"'#/\$defs/(\w+)'", str(properties[key]))
@@ -244,7 +265,7 @@ def setting_exists(name: str) -> bool:
 
 def test_all_old_names_of_a_file_are_named_at_once(file: Path) -> None:
     old = {"algorithm": {"drift": {"kl": 0.1}, "kl": {"weight": 0.1}}, "optimizer": {"lr": 1, "epochs": 2}}
-    file.write_text(yaml.safe_dump(LEAST | old))
+    file.write_text(yaml.safe_dump(MINIMAL_SETTINGS | old))
     with pytest.raises(UserError) as refused:
         load_settings(file)
     assert str(refused.value).replace(f"{file}: unknown setting ", "").split("; ") == [
@@ -276,7 +297,9 @@ def test_every_setting_is_described() -> None:
 def test_all_complaints_come_at_once() -> None:
     with pytest.raises(UserError, match=r"run\.steps.*; .*rollout\.group_size"):
         check_settings(
-            LEAST | {"run": {"folder": "x", "steps": 0}, "rollout": LEAST["rollout"] | {"group_size": 0}}, ""
+            MINIMAL_SETTINGS
+            | {"run": {"folder": "x", "steps": 0}, "rollout": MINIMAL_SETTINGS["rollout"] | {"group_size": 0}},
+            "",
         )
 
 

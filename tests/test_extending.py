@@ -33,7 +33,7 @@ from grpo_mp.rewards.score import Scorer
 from grpo_mp.trainer.preflight import Extensions, load_extensions
 from grpo_mp.types import Prompt, Sample, SampleGroup, SampleInfo
 from tests.algorithms.objective import draw_update, loss_of, objective, to_microbatches
-from tests.least import LEAST
+from tests.minimal_settings import MINIMAL_SETTINGS
 
 PAGE = (Path(grpo_mp.__file__).parent / "EXTENDING.md").read_text()
 EXAMPLES = {
@@ -54,7 +54,7 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Use:
         (tmp_path / re.findall(r"^# (\w+\.py)$", code, re.MULTILINE)[0]).write_text(code)
         monkeypatch.chdir(tmp_path)
         sections |= {name: sections.get(name, {}) | values for name, values in tree.items()}
-        settings = check_settings(LEAST | sections, "test.yaml")
+        settings = check_settings(MINIMAL_SETTINGS | sections, "test.yaml")
         return settings, load_extensions(settings)
 
     return load

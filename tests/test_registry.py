@@ -74,7 +74,8 @@ def test_a_file_is_relative_to_the_working_directory_and_loaded_once(file: str) 
             "policy loss",
             "clp",
             {},
-            "x.y: unknown policy loss 'clp' (did you mean clip?): there are clip, cispo, sapo, gmpo, vespo, none; or "
+            "x.y: unknown policy loss 'clp' (did you mean clip?): there are clip, cispo, sapo, gmpo, vespo, "
+            "unclipped; or "
             "write module:function or path/file.py:function",
         ),
         ("logger", "tensorbord", {}, "x.y: unknown logger 'tensorbord' (did you mean tensorboard?): there are "),
@@ -142,26 +143,26 @@ DEFAULTS = {("algorithms/settings.py", "grpo"), ("algorithms/presets.py", "grpo"
 
 def known_names(source: str) -> list[str]:
     """Literals that are the name of a preset, family or policy loss, and comparisons of a choice with a literal."""
-    found = []
+    values = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and node.value in NAMES:
-            found.append(str(node.value))
+            values.append(str(node.value))
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             chosen = [side.attr for side in sides if isinstance(side, ast.Attribute) and side.attr in CHOICES]
             literals = [item.value for side in sides for item in ast.walk(side) if isinstance(item, ast.Constant)]
-            found += [f"{chosen[0]} == {value}" for value in literals if chosen and isinstance(value, str)]
-    return found
+            values += [f"{chosen[0]} == {value}" for value in literals if chosen and isinstance(value, str)]
+    return values
 
 
 def test_no_code_outside_its_package_knows_a_name() -> None:
-    found = [
+    values = [
         (str(file.relative_to(PACKAGE)), name)
         for file in PACKAGE.rglob("*.py")
         if not str(file.relative_to(PACKAGE)).startswith(NAMING_MODULES)
         for name in known_names(file.read_text())
     ]
-    assert set(found) <= DEFAULTS
+    assert set(values) <= DEFAULTS
 
 
 @pytest.mark.parametrize(

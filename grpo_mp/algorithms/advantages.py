@@ -73,7 +73,7 @@ class Groups:
         """Sum float64 values [N] over each group: [count]."""
         return torch.zeros(self.count, dtype=torch.float64).index_add(0, self.index, values)
 
-    def differ(self, values: Tensor) -> Tensor:
+    def has_nonzero_std(self, values: Tensor) -> Tensor:
         """Return bool [count]: whether the values of a group differ."""
         low = torch.full((self.count,), torch.inf, dtype=values.dtype).scatter_reduce(0, self.index, values, "amin")
         high = torch.full((self.count,), -torch.inf, dtype=values.dtype).scatter_reduce(0, self.index, values, "amax")
@@ -93,7 +93,7 @@ def outcome_advantages(
     if advantage.scale != "none":
         centred = centred / (SCALES[advantage.scale](values, groups, advantage.std) + advantage.eps)
     if advantage.baseline != "none":
-        centred[~groups.differ(values)[groups.index]] = 0.0
+        centred[~groups.has_nonzero_std(values)[groups.index]] = 0.0
     return tuple(centred.tolist())
 
 
@@ -107,7 +107,7 @@ def estimate_outcome(
 def estimate_decoupled(
     samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
 ) -> Sequence[PerToken]:
-    """Normalise every part of the reward in its group, add them up by weight, and normalise the sum over the batch.
+    """Normalize every part of the reward in its group, add them up by weight, and normalize the sum over the batch.
 
     GDPO, arXiv 2601.05242, eq. 4 to 6. A part that does not apply to a sample is missing there and adds nothing.
     """
@@ -117,8 +117,8 @@ def estimate_decoupled(
         having = [i for i, sample in enumerate(samples) if name in sample.reward_parts]
         if having:
             rewards, ids = zip(*((samples[i].reward_parts[name], samples[i].group_id) for i in having), strict=True)
-            normalised = outcome_advantages(rewards, ids, single_reward)
-            total[having] += weight * torch.tensor(normalised, dtype=torch.float64)
+            normalized = outcome_advantages(rewards, ids, single_reward)
+            total[having] += weight * torch.tensor(normalized, dtype=torch.float64)
     if not bool((total != 0).any()):
         return (0.0,) * len(samples)
     return tuple(((total - total.mean()) / (_std(total, advantage.std) + advantage.eps)).tolist())
@@ -127,24 +127,24 @@ def estimate_decoupled(
 def estimate_process(
     samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
 ) -> list[Tensor]:
-    """Return [response tokens] of each sample: the sum of the normalised rewards of steps ending at or after a token.
+    """Return [response tokens] of each sample: the sum of the normalized rewards of steps ending at or after a token.
 
-    Rewards are normalised over all steps of the group (DeepSeekMath, section 4.1.3); a group whose steps all have
+    Rewards are normalized over all steps of the group (DeepSeekMath, section 4.1.3); a group whose steps all have
     one reward gives zeros.
     """
     flat = [(i, end, reward) for i, sample in enumerate(samples) for end, reward in sample.step_rewards]
     ids = [samples[i].group_id for i, _, _ in flat]
-    normalised = outcome_advantages([reward for _, _, reward in flat], ids, advantage)
+    normalized = outcome_advantages([reward for _, _, reward in flat], ids, advantage)
     step_advantages = [torch.zeros(sample.response_tokens, dtype=torch.float64) for sample in samples]
-    for (i, end, _), value in zip(flat, normalised, strict=True):
+    for (i, end, _), value in zip(flat, normalized, strict=True):
         step_advantages[i][end] += value
     return [values.flip(0).cumsum(0).flip(0) for values in step_advantages]
 
 
-def groups_without_difference(rewards: Sequence[float], group_ids: Sequence[int]) -> tuple[int, ...]:
+def zero_std_groups(rewards: Sequence[float], group_ids: Sequence[int]) -> tuple[int, ...]:
     """Return the ids of the groups whose samples all have the same reward."""
     groups = Groups.by_id(group_ids)
-    same = ~groups.differ(torch.tensor(rewards, dtype=torch.float64))
+    same = ~groups.has_nonzero_std(torch.tensor(rewards, dtype=torch.float64))
     ids = sorted(set(group_ids))
     return tuple(ids[i] for i in same.nonzero()[:, 0].tolist())
 

@@ -22,6 +22,6 @@ def rewards_differ(samples: Sequence[SampleInfo]) -> bool:
 
 def accuracies_differ(samples: Sequence[SampleInfo]) -> bool:
     """Keep a group that is neither all right nor all wrong (DAPO, eq. 11); where nothing says so, by its rewards."""
-    if all(sample.right is None for sample in samples):
+    if all(sample.is_correct is None for sample in samples):
         return rewards_differ(samples)
-    return len({sample.right is True for sample in samples}) > 1
+    return len({sample.is_correct is True for sample in samples}) > 1

@@ -15,7 +15,7 @@ from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig, RolloutCorrec
 from grpo_mp.errors import UserError
 from grpo_mp.types import MicroBatch, PerToken
 
-LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+MicroBatchLoss = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 MAX_LOG_RATIO = 700.0  # exp(709) is the largest float64
 MAX_KL = 10.0  # of a token, for k3_clamped
 
@@ -33,7 +33,7 @@ def make_loss(
     coefficients: LossCoefficients,
     reduce: Reduce,
     policy_loss: PolicyLoss,
-) -> LossFunction:
+) -> MicroBatchLoss:
     """Return the loss of one micro-batch: its share of the update's loss, and sums for the metrics.
 
     `reduce` sums over the ranks that hold parts of the same sequences. Without `old_logprobs` this is the first

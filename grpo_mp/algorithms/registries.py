@@ -24,7 +24,7 @@ class PolicyLossEntry(Entry):
 
 @dataclass(frozen=True)
 class GroupFilterEntry(Entry):
-    needs_right: bool = False  # which answers are right, by reward.correct
+    needs_correctness: bool = False  # which answers are right, by reward.correct
 
 
 POLICY_LOSSES: "Registry[PolicyLoss]" = Registry(
@@ -35,7 +35,7 @@ POLICY_LOSSES: "Registry[PolicyLoss]" = Registry(
         "sapo": PolicyLossEntry(LOSSES + "sapo", reads=("sapo",)),
         "gmpo": PolicyLossEntry(LOSSES + "gmpo", reads=("clip",), token_ratios=True),
         "vespo": PolicyLossEntry(LOSSES + "vespo", reads=("vespo",), token_ratios=True, applies_correction=True),
-        "none": PolicyLossEntry(LOSSES + "policy_gradient"),
+        "unclipped": PolicyLossEntry(LOSSES + "policy_gradient"),
     },
     parameters=("terms", "algorithm"),
 )
@@ -46,7 +46,7 @@ GROUP_FILTERS: "Registry[GroupFilter]" = Registry(
     "group filter",
     {
         "reward": GroupFilterEntry(FILTERS + "rewards_differ"),
-        "accuracy": GroupFilterEntry(FILTERS + "accuracies_differ", needs_right=True),
+        "accuracy": GroupFilterEntry(FILTERS + "accuracies_differ", needs_correctness=True),
     },
     parameters=("samples",),
 )
@@ -58,7 +58,7 @@ def policy_loss_entry(name: str) -> PolicyLossEntry:
     return entry if isinstance(entry, PolicyLossEntry) else PolicyLossEntry(name)
 
 
-def needs_right(filter_name: str) -> bool:
+def needs_correctness(filter_name: str) -> bool:
     """Tell whether a group filter needs to know which answers are right; a user's own must see to it itself."""
     entry = GROUP_FILTERS.built_in.get(filter_name)
-    return isinstance(entry, GroupFilterEntry) and entry.needs_right
+    return isinstance(entry, GroupFilterEntry) and entry.needs_correctness

@@ -17,10 +17,10 @@ MEANS = (  # metrics that are means over the response tokens
     "mismatch/token_mult_prob_error",
     "mismatch/kl",
     "mismatch/correction/mean",
-    "mismatch/corrected_away_ratio",
+    "mismatch/correction_masked_ratio",
     "mismatch/off_policy_masked_ratio",
 )
-TOTALS = ("train/loss", "train/pg_loss", "mismatch/unheard_tokens")
+TOTALS = ("train/loss", "train/pg_loss", "mismatch/tokens_without_rollout_logprob")
 PROBABILITIES = ("engine_p", "policy_p", "engine_p2", "policy_p2", "both_p")
 SUMS = (*MEANS, *TOTALS, *PROBABILITIES, "ratio2", "tokens", "kl", "kl_tokens")
 MAXIMA = ("train/ratio/max", "mismatch/logprob_abs_diff/max")
@@ -50,9 +50,9 @@ def loss_report(
         "mismatch/token_mult_prob_error": abs_difference.exp(),
         "mismatch/kl": difference.exp() - 1 - difference,  # k3
         "mismatch/correction/mean": terms.correction,
-        "mismatch/corrected_away_ratio": terms.correction == 0,
+        "mismatch/correction_masked_ratio": terms.correction == 0,
         "mismatch/off_policy_masked_ratio": on_policy == 0,
-        "mismatch/unheard_tokens": ~has_rollout_logprob,
+        "mismatch/tokens_without_rollout_logprob": ~has_rollout_logprob,
         "engine_p": engine,
         "policy_p": policy,
         "engine_p2": engine**2,
@@ -78,7 +78,7 @@ def metrics(sums: dict[str, float]) -> dict[str, float]:
         **{name: mean[name] for name in MEANS},
         **{name: sums[name] for name in (*TOTALS, *MAXIMA)},
         "train/pg_clipfrac": mean["train/pg_clipfrac_low"] + mean["train/pg_clipfrac_high"],
-        "train/effective_samples": mean["train/ratio/mean"] ** 2 / mean["ratio2"] if mean["ratio2"] > 0 else 1.0,
+        "train/ess": mean["train/ratio/mean"] ** 2 / mean["ratio2"] if mean["ratio2"] > 0 else 1.0,
         "mismatch/band": mismatch_band(mean["mismatch/token_mult_prob_error"]),
         "mismatch/pearson": covariance / variances**0.5 if variances > 0 else 1.0,
     }

@@ -25,7 +25,7 @@ class Sequences:
     def from_batch(batch: MicroBatch, reduce: Reduce) -> "Sequences":
         """Take the response tokens with a finite rollout logprob; the others are no part of their sequence."""
         mask = batch.mask.double() * batch.rollout_logprobs.isfinite()
-        return Sequences(batch.sequence.clamp(min=0), mask, max(1, len(batch.sample_ids)), reduce)
+        return Sequences(batch.sequence_index.clamp(min=0), mask, max(1, len(batch.sample_ids)), reduce)
 
     def sums(self, values: Tensor) -> Tensor:
         """Sum the response tokens of a sequence, at every one of its tokens: [T] -> [T].

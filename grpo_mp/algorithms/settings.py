@@ -28,21 +28,21 @@ class AdvantageConfig(Section):
     scale: Literal["group_std", "batch_std", "none"] = Field(
         "group_std", description="what the difference is divided by (TRL scale_rewards); none: Dr. GRPO"
     )
-    combine: Literal["sum", "normalise"] = Field(
-        "sum", description="how several rewards combine: summed by weight, or each normalised in its group first (GDPO)"
+    combine: Literal["sum", "normalize"] = Field(
+        "sum", description="how several rewards combine: summed by weight, or each normalized in its group first (GDPO)"
     )
     std: Literal["sample", "population"] = Field(
         "sample", description="standard deviation over n - 1, as torch and TRL, or over n, as numpy"
     )
     whiten: bool = Field(
-        False, description="normalise over all response tokens of the step, after all else (REINFORCE++)"
+        False, description="normalize over all response tokens of the step, after all else (REINFORCE++)"
     )
     eps: float = Field(1e-4, gt=0, description="number added to the standard deviation that scale divides by")
 
     @property
     def built_in(self) -> str:
         """Return the path of the built-in estimator that level and combine choose."""
-        outcome = "decoupled" if self.combine == "normalise" else "outcome"
+        outcome = "decoupled" if self.combine == "normalize" else "outcome"
         return f"grpo_mp.algorithms.advantages:estimate_{'process' if self.level == 'process' else outcome}"
 
 
@@ -193,7 +193,7 @@ class FilterConfig(Section):
     truncated: Literal["keep", "mask"] = Field(
         "keep", description="mask: truncated samples do not learn (TRL mask_truncated_completions)"
     )
-    oversample: float = Field(
+    oversample_factor: float = Field(
         1.0, ge=1, description="groups launched for each that is needed, so that enough remain; see select_by"
     )
     select_by: Literal["launch", "finish"] = Field(
@@ -227,7 +227,7 @@ class AlgorithmConfig(Section):
     policy_loss: Annotated[str, AfterValidator(POLICY_LOSSES.check_name)] = Field(
         "clip",
         description=f"loss of a token: {', '.join(POLICY_LOSSES.built_in)}, or your own 'file.py:function' (verl "
-        "policy_loss.loss_mode, TRL loss_type); clip: PPO's; none: no clip",
+        "policy_loss.loss_mode, TRL loss_type); clip: PPO's; unclipped: no clip",
     )
     policy_loss_args: dict[str, Any] = Field({}, description="arguments of your own policy loss, by name")
     clip: ClipConfig = Field(ClipConfig(), description="bounds of the importance ratio")
@@ -321,10 +321,10 @@ def _advantage_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield "advantage.level=process needs advantage.baseline=group_mean and advantage.combine=sum"
     if advantage.level == "process" and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
         yield "advantage.level=process has no reward of the whole response for the KL: set kl.apply_to=loss"
-    if advantage.combine == "normalise" and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
-        yield "advantage.combine=normalise knows no KL among its rewards: set kl.apply_to=loss"
-    if advantage.combine == "normalise" and advantage.baseline == "none":
-        yield "advantage.combine=normalise works inside groups: set advantage.baseline=group_mean"
+    if advantage.combine == "normalize" and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
+        yield "advantage.combine=normalize knows no KL among its rewards: set kl.apply_to=loss"
+    if advantage.combine == "normalize" and advantage.baseline == "none":
+        yield "advantage.combine=normalize works inside groups: set advantage.baseline=group_mean"
     if advantage.baseline == "none" and advantage.scale == "group_std":
         yield "advantage.scale=group_std needs a group baseline: set advantage.scale=none or batch_std"
     if algorithm.filter.zero_std != "keep" and advantage.baseline == "none":

@@ -47,7 +47,7 @@ def redistribute(
     """Send each sample to the replica that trains on it. Every rank must call this.
 
     `keys_by_rank`: the source rank of every replica -> keys of its samples. Returns this replica's samples by key;
-    text and reward parts stay with the holder.
+    text and reward parts stay with the source rank.
     """
     local_samples = {(sample.group_id, sample.index): sample for group in groups for sample in group.samples}
     outgoing = [
@@ -85,7 +85,7 @@ def _sample_info(sample: Sample, group: SampleGroup, rank: int) -> SampleInfo:
     return SampleInfo(
         group_id=sample.group_id,
         index=sample.index,
-        holder=rank,
+        source_rank=rank,
         prompt_tokens=len(sample.prompt_tokens),
         response_tokens=len(sample.tokens),
         reward=sample.reward,
@@ -94,7 +94,7 @@ def _sample_info(sample: Sample, group: SampleGroup, rank: int) -> SampleInfo:
         reward_parts=sample.reward_parts,
         step_rewards=sample.step_rewards,
         prompt=group.prompt.index,
-        finished=group.finished,
+        finish_order=group.finish_order,
         versions_sum=sum(sample.weight_versions),
-        right=sample.right,
+        is_correct=sample.is_correct,
     )

@@ -23,7 +23,7 @@ class GroupSelection:
     surplus: int  # groups that were not needed
     unfinished: int  # groups that were aborted
 
-    def missing(self, count: int) -> int:
+    def num_missing(self, count: int) -> int:
         """Return how many groups are missing of `count`."""
         return count - len(self.admitted)
 
@@ -33,18 +33,20 @@ def load_group_filter(rule: FilterConfig) -> GroupFilter:
     return GROUP_FILTERS.resolve(rule.metric, "algorithm.filter.metric", rule.args)
 
 
-def select_groups(infos: Sequence[SampleInfo], count: int, rule: FilterConfig, keeps: GroupFilter) -> GroupSelection:
-    """Select the first `count` groups by launch or by finish; with the rule, those that pass `keeps`."""
+def select_groups(
+    infos: Sequence[SampleInfo], count: int, rule: FilterConfig, group_filter: GroupFilter
+) -> GroupSelection:
+    """Select the first `count` groups by launch or by finish; with the rule, those that pass `group_filter`."""
     groups: dict[int, list[SampleInfo]] = defaultdict(list)
     for info in infos:
-        if info.finished:
+        if info.finish_order:
             groups[info.group_id].append(info)
     position = {
-        group: samples[0].finished if rule.select_by == "finish" else group for group, samples in groups.items()
+        group: samples[0].finish_order if rule.select_by == "finish" else group for group, samples in groups.items()
     }
     zero_std: set[int] = set()
     if rule.zero_std != "keep":
-        zero_std = {group for group, samples in groups.items() if not keeps(samples)}
+        zero_std = {group for group, samples in groups.items() if not group_filter(samples)}
     eligible = sorted(position.keys() - zero_std, key=lambda group: (position[group], group))
     aborted = len({info.group_id for info in infos}) - len(position)
     return GroupSelection(tuple(sorted(eligible[:count])), len(zero_std), max(0, len(eligible) - count), aborted)
@@ -62,7 +64,7 @@ def length_bias(infos: Sequence[SampleInfo], admitted: Collection[int]) -> float
 def groups_to_launch(missing: int, launched: int, selection: GroupSelection, rule: FilterConfig) -> int:
     """Return how many groups to launch for the missing ones: more, the smaller the share kept so far."""
     kept_share = (len(selection.admitted) + selection.surplus) / launched if launched else 1.0
-    return math.ceil(missing * rule.oversample / max(kept_share, MIN_KEPT_SHARE))
+    return math.ceil(missing * rule.oversample_factor / max(kept_share, MIN_KEPT_SHARE))
 
 
 @dataclass(frozen=True)
@@ -70,25 +72,25 @@ class PromptCurriculum:
     """Steps in a row in which all samples were right, and the last step to skip; both by prompt."""
 
     solve_streak: Mapping[int, int]
-    resting: Mapping[int, int]
+    skipped_until: Mapping[int, int]
 
-    def rests(self, prompt: int, step: int) -> bool:
+    def is_skipped(self, prompt: int, step: int) -> bool:
         """Tell whether a prompt is skipped in `step`."""
-        return self.resting.get(prompt, 0) >= step
+        return self.skipped_until.get(prompt, 0) >= step
 
-    def after(self, infos: Sequence[SampleInfo], step: int, rule: CurriculumConfig) -> "PromptCurriculum":
+    def updated(self, infos: Sequence[SampleInfo], step: int, rule: CurriculumConfig) -> "PromptCurriculum":
         """Return the curriculum after a step; the streak of a prompt that was skipped starts at zero."""
         if not rule.solved_streak:
             return self
-        all_right: dict[int, bool] = {}
+        all_correct: dict[int, bool] = {}
         for info in infos:
-            all_right[info.prompt] = all_right.get(info.prompt, True) and info.right is True
+            all_correct[info.prompt] = all_correct.get(info.prompt, True) and info.is_correct is True
         streaks = dict(self.solve_streak) | {
-            prompt: self.solve_streak.get(prompt, 0) + 1 if right else 0 for prompt, right in all_right.items()
+            prompt: self.solve_streak.get(prompt, 0) + 1 if correct else 0 for prompt, correct in all_correct.items()
         }
         solved = {prompt for prompt, count in streaks.items() if count >= rule.solved_streak}
-        resting = {prompt: last for prompt, last in self.resting.items() if last > step}
+        skipped_until = {prompt: last for prompt, last in self.skipped_until.items() if last > step}
         return PromptCurriculum(
             {prompt: count for prompt, count in streaks.items() if count and prompt not in solved},
-            resting | dict.fromkeys(solved, step + rule.skip_steps),
+            skipped_until | dict.fromkeys(solved, step + rule.skip_steps),
         )

@@ -13,9 +13,9 @@ import torch
 
 from grpo_mp.batching.microbatches import MicroBatchPlan, SharedPrompt
 from grpo_mp.platform.packed_attention import zigzag_positions
-from grpo_mp.types import MicroBatch, PerToken, Rows, Sample
+from grpo_mp.types import MicroBatch, PerToken, RowRange, Sample
 
-NO_PROMPT = Rows()
+NO_PROMPT = RowRange()
 
 
 def pack(
@@ -43,12 +43,12 @@ def pack(
         targets=torch.zeros(total, dtype=torch.int64),
         mask=torch.zeros(total),
         lengths=tuple(sequence.length for sequence in sequences),
-        sequence=torch.full((total,), -1),
+        sequence_index=torch.full((total,), -1),
         sample_ids=plan.samples,
         advantages=torch.zeros(total, dtype=torch.float64),
         weights=torch.zeros(total, dtype=torch.float64),
         rollout_logprobs=torch.zeros(total),
-        prompts=tuple(sequence.prompt for sequence in sequences) if plan.prompts else (),
+        prompt_rows=tuple(sequence.prompt for sequence in sequences) if plan.prompts else (),
     )
     for sequence in sequences:
         if sequence.number >= 0:
@@ -67,7 +67,7 @@ class _Sequence:
     start: int
     length: int
     number: int = -1
-    prompt: Rows = NO_PROMPT
+    prompt: RowRange = NO_PROMPT
 
 
 def _lay_out_sequences(plan: MicroBatchPlan) -> list[_Sequence]:
@@ -75,7 +75,7 @@ def _lay_out_sequences(plan: MicroBatchPlan) -> list[_Sequence]:
     sequences: list[_Sequence] = []
     start = number = 0
     for shared in plan.prompts or (SharedPrompt(len(plan.samples), 0, 0),):
-        prompt = Rows(start, shared.tokens) if shared.tokens else NO_PROMPT
+        prompt = RowRange(start, shared.tokens) if shared.tokens else NO_PROMPT
         if shared.length:
             sequences.append(_Sequence(start, shared.length))
             start += shared.length
@@ -102,7 +102,7 @@ def _write_sample(batch: MicroBatch, sequence: _Sequence, sample: Sample, prompt
     tokens = torch.tensor(sample.prompt_tokens + sample.tokens)
     batch.tokens[start:end] = tokens
     batch.targets[start : end - 1] = tokens[1:]
-    batch.sequence[start:end] = sequence.number
+    batch.sequence_index[start:end] = sequence.number
     batch.mask[response] = 1.0
     batch.rollout_logprobs[response] = torch.tensor(sample.rollout_logprobs)
     return response
@@ -110,7 +110,7 @@ def _write_sample(batch: MicroBatch, sequence: _Sequence, sample: Sample, prompt
 
 def gather_responses(values: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
     """Gather per-token values [T] of a full micro-batch as [response tokens] for each of `sample_ids`."""
-    counts = torch.bincount(batch.sequence[batch.mask.bool()], minlength=len(batch.sample_ids))
+    counts = torch.bincount(batch.sequence_index[batch.mask.bool()], minlength=len(batch.sample_ids))
     return values[batch.mask.bool()].split(counts.tolist()) if batch.sample_ids else ()
 
 

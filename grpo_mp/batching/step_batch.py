@@ -93,7 +93,7 @@ def with_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor],
 
 
 def with_kl_in_reward(
-    updates: Updates, batch: StepBatch, algorithm: AlgorithmConfig, kl_weight: float, parallel: Parallel
+    updates: Updates, batch: StepBatch, algorithm: AlgorithmConfig, kl_coef: float, parallel: Parallel
 ) -> Updates:
     """Replace advantages by those of rewards from which the KL to the reference was taken.
 
@@ -108,7 +108,7 @@ def with_kl_in_reward(
             return torch.zeros_like(mb.advantages)
         log_r = (mb.reference_logprobs - old).double()
         known = mb.mask.bool() & log_r.isfinite()
-        return kl_weight * estimate_kl(algorithm.kl, log_r, torch.ones_like(log_r)).where(known, 0.0)
+        return kl_coef * estimate_kl(algorithm.kl, log_r, torch.ones_like(log_r)).where(known, 0.0)
 
     if algorithm.advantage.baseline == "none":
         return [
@@ -134,7 +134,7 @@ def _with_advantages(batch: MicroBatch, advantages: torch.Tensor) -> MicroBatch:
 
 def _sample_of_token(batch: MicroBatch, plan: Update) -> torch.Tensor:
     """Return [T], the index in the step of each token's sample; arbitrary at padding."""
-    return torch.tensor([plan.samples[i] for i in batch.sample_ids] or [0])[batch.sequence.clamp(min=0)]
+    return torch.tensor([plan.samples[i] for i in batch.sample_ids] or [0])[batch.sequence_index.clamp(min=0)]
 
 
 def _sum_to_end(values: torch.Tensor, batch: MicroBatch, parallel: Parallel) -> torch.Tensor:

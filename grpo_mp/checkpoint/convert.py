@@ -35,7 +35,7 @@ from grpo_mp.checkpoint.torch_dist import GLOBAL_FILES, CheckpointSlot, merge_pa
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
-from grpo_mp.models.fp8 import FP8, SCALE, quantise, requantise, scale_shape
+from grpo_mp.models.fp8 import FP8, SCALE, quantize, requantize, scale_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, fuse, split_by_bytes, unfuse
 
@@ -149,23 +149,23 @@ class HfExporter:
 
     @cached_property
     def fp8_names(self) -> frozenset[str]:
-        """Return the tensors to write as FP8: those that `original` has in FP8, else those that releases quantise."""
+        """Return the tensors to write as FP8: those that `original` has in FP8, else those that releases quantize."""
         if not self.fp8:
             return frozenset()
         names = {name for name, reader in self.non_policy.items() if reader.dtype(name) == FP8}
         for param in self.model.params.values():
             for name in param.hf:
                 if not (self.original and self.original.has_fp8):
-                    quantised = param.is_projection
+                    quantized = param.is_projection
                 else:
-                    quantised = name in self.original.names and self.original.dtype(name) == FP8
-                names |= {name} if quantised else set()
+                    quantized = name in self.original.names and self.original.dtype(name) == FP8
+                names |= {name} if quantized else set()
         return frozenset(names)
 
     def sizes(self) -> dict[str, dict[str, int]]:
         """Return the bytes of the new folder's tensors by source: a Megatron parameter, or a tensor outside the policy.
 
-        The latter is copied unchanged, but dequantised where the new folder has no FP8.
+        The latter is copied unchanged, but dequantized where the new folder has no FP8.
         """
         sizes: dict[str, dict[str, int]] = {}
         for param in self.model.params.values():
@@ -175,9 +175,9 @@ class HfExporter:
                 outputs[name] = prod(shape) * (FP8 if fp8 else dtype).itemsize
                 outputs |= {name + SCALE: prod(scale_shape(shape)) * torch.float32.itemsize} if fp8 else {}
         for source, reader in self.non_policy.items():
-            dequantised = reader.dtype(source) == FP8 and not self.fp8
+            dequantized = reader.dtype(source) == FP8 and not self.fp8
             sizes[source] = {
-                name: prod(reader.shape(name)) * (reader.fp8_as if dequantised else reader.dtype(name)).itemsize
+                name: prod(reader.shape(name)) * (reader.fp8_as if dequantized else reader.dtype(name)).itemsize
                 for name in self._with_scale(source)
             }
         return sizes
@@ -197,9 +197,9 @@ class HfExporter:
                 continue
             if self.original and self.original.has_fp8:
                 old, old_scale = self.original.read_stored(name), self.original.read_stored(name + SCALE)
-                weight, scale = requantise(tensor, old, old_scale)
+                weight, scale = requantize(tensor, old, old_scale)
             else:
-                weight, scale = quantise(tensor)
+                weight, scale = quantize(tensor)
             yield from ((name, weight), (name + SCALE, scale))
 
     def _with_scale(self, name: str) -> list[str]:

@@ -50,7 +50,7 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def describe_hf(folder: Path) -> HfSummary:
-    """Summarise a folder from its headers; compare all files for which a conversion left checksums.
+    """Summarize a folder from its headers; compare all files for which a conversion left checksums.
 
     Raises UserError for an unsupported architecture, for missing, torn or changed files, and for too many layers.
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.errors import UserError
-from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantise, scale_shape
+from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantize, scale_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 
@@ -37,7 +37,7 @@ class Weights(Protocol):
         """Return the shape of the full tensor."""
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
-        """Return the full tensor, or [start, stop) along `axis` (0 or 1); FP8 dequantised."""
+        """Return the full tensor, or [start, stop) along `axis` (0 or 1); FP8 dequantized."""
 
     def read_stored(self, name: str) -> torch.Tensor:
         """Return the full tensor in its stored dtype."""
@@ -111,7 +111,7 @@ class HfReader:
                 f"{self.folder}: {scale} has shape {list(shape)}, {BLOCK} x {BLOCK} blocks need {list(needed)}"
             )
         origin = (start if axis == 0 else 0, start if axis == 1 else 0)
-        return dequantise(stored, self.read_stored(scale), self.fp8_as, origin)
+        return dequantize(stored, self.read_stored(scale), self.fp8_as, origin)
 
     def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         """Return the full tensor, or a slice, in its stored dtype: FP8 stays FP8."""
@@ -197,7 +197,7 @@ def open_non_policy_tensors(folder: Path, verify: bool = False) -> HfReader | No
 
 
 def read_non_policy_tensors(folder: Path, hf: HfConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and values, FP8 dequantised, one at a time."""
+    """Yield names and values, FP8 dequantized, one at a time."""
     reader = open_non_policy_tensors(folder)
     if reader is None:
         return

@@ -17,6 +17,8 @@ SETTINGS = "settings.yaml"
 FINAL = "final"  # the exported Hugging Face folder
 STEP = re.compile(r"step_([0-9]{6,})")  # other names are copies that users made
 DISTCP_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")  # the number is the rank that wrote the file
+# Names of the state in manifests of older versions.
+RENAMED_STATE = {"resting": "skipped_until", "controls": "adaptive_coefs", "reference_refreshed": "reference_updated"}
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,9 @@ class TrainState:
     cursor: dict[str, Any] | None = None  # position in the train prompts
     groups_launched: int = 0
     solve_streak: dict[str, int] = field(default_factory=dict)  # by prompt index
-    resting: dict[str, int] = field(default_factory=dict)  # prompt index -> step after which it is taken again
-    controls: dict[str, float] = field(default_factory=dict)  # current values of adaptive weights
-    reference_refreshed: bool = False  # the checkpoint has a reference of its own
+    skipped_until: dict[str, int] = field(default_factory=dict)  # prompt index -> step after which it is taken again
+    adaptive_coefs: dict[str, float] = field(default_factory=dict)  # current values of adaptive weights
+    reference_updated: bool = False  # the checkpoint has a reference of its own
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
@@ -145,7 +147,7 @@ def _complete_checkpoints(run_folder: Path) -> list[Path]:
 def _parse_manifest(folder: Path) -> tuple[TrainState, Files]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        state = TrainState(**manifest["state"])
+        state = TrainState(**{RENAMED_STATE.get(name, name): value for name, value in manifest["state"].items()})
         files = {
             str(name): {"bytes": int(entry["bytes"]), HASH: str(entry[HASH])}
             for name, entry in manifest["files"].items()

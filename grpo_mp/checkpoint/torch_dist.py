@@ -85,8 +85,8 @@ def merge_parts(folder: Path, parts: Sequence[str]) -> None:
     for part in parts:
         metadata = read_metadata(folder / part)
         for key, tensor in metadata.state_dict_metadata.items():
-            whole = merged.state_dict_metadata.setdefault(key, replace(tensor, chunks=[]))  # type: ignore[arg-type]
-            whole.chunks.extend(tensor.chunks)  # type: ignore[union-attr]
+            full_tensor = merged.state_dict_metadata.setdefault(key, replace(tensor, chunks=[]))  # type: ignore[arg-type]
+            full_tensor.chunks.extend(tensor.chunks)  # type: ignore[union-attr]
         for index, info in metadata.storage_data.items():
             moved = replace(info, relative_path=f"{part}/{info.relative_path}")
             results.append(WriteResult(index, info.length, moved))

@@ -62,7 +62,7 @@ def _check(args: argparse.Namespace, console: Console) -> int:
         return _check_logits(args, console)
     from grpo_mp.checkpoint.converted_reader import open_weights
 
-    with open_weights(args.one, verify=True) as left, open_weights(args.other, verify=True) as right:
+    with open_weights(args.left, verify=True) as left, open_weights(args.right, verify=True) as right:
         differences = compare(left, right, args.tolerance or 0.0)
     for difference in differences:
         console.print(f"{difference.name}: {difference.description}")
@@ -72,7 +72,7 @@ def _check(args: argparse.Namespace, console: Console) -> int:
 def _check_logits(args: argparse.Namespace, console: Console) -> int:
     from grpo_mp.trainer.compare_logits import compare_logits
 
-    difference = compare_logits(args.one, args.other)
+    difference = compare_logits(args.left, args.right)
     console.print(f"logits differ by {difference:.2e} of the largest")
     tolerance = LOGIT_TOLERANCE if args.tolerance is None else args.tolerance
     return 0 if difference <= tolerance else DIFFERENT
@@ -123,7 +123,7 @@ def _progress(console: Console, destination: Path, workers: WorkerGroup) -> Iter
             progress.update(task, advance=written, total=total)
 
         yield report_progress
-    console.print(f"whole: {destination}")
+    console.print(f"written: {destination}")
 
 
 def _parser() -> Parser:
@@ -133,8 +133,8 @@ def _parser() -> Parser:
     info.add_argument("path", type=Path)
     info.set_defaults(run=_info)
     check = commands.add_parser("check", help="compare two folders, Hugging Face or converted")
-    check.add_argument("one", type=Path)
-    check.add_argument("other", type=Path)
+    check.add_argument("left", type=Path)
+    check.add_argument("right", type=Path)
     check.add_argument("--logits", action="store_true", help="run both on the same tokens and compare what they say")
     check.add_argument("--tolerance", type=float, help=f"largest difference that passes: {TOLERANCES}")
     check.set_defaults(run=_check)

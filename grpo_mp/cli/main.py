@@ -16,7 +16,7 @@ COMMANDS = {
     "convert": ("grpo_mp.cli.convert:main", "convert checkpoints, look at them, compare them"),
     "make-tiny": ("grpo_mp.cli.make_tiny:main", "make a tiny model and its task, as the quickstart does"),
 }
-MORE = "`grpo-mp COMMAND --help` says more, `grpo-mp --version` says which this is."
+HELP_FOOTER = "`grpo-mp COMMAND --help` says more, `grpo-mp --version` says which this is."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def usage() -> str:
     """Return the table of commands."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
-    return "\n".join(["usage: grpo-mp COMMAND ...", "", str(grpo_mp.__doc__), "", *lines, "", MORE])
+    return "\n".join(["usage: grpo-mp COMMAND ...", "", str(grpo_mp.__doc__), "", *lines, "", HELP_FOOTER])
 
 
 def _function(command: str) -> Callable[[Sequence[str]], int]:

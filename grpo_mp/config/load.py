@@ -4,6 +4,7 @@ Numbers may be written 1e-6 (text to YAML 1.1): pydantic reads numeric text as a
 Every section refuses unknown names and suggests the nearest known one.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,13 @@ import yaml
 from pydantic import ValidationError
 
 from grpo_mp.algorithms.presets import with_preset
-from grpo_mp.config.renamed import RENAMED
+from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.config.settings import Settings
 from grpo_mp.errors import USER_STATUS, UserError, nearest
 from grpo_mp.rewards.settings import StepModelConfig
 from grpo_mp.section import Section, section_type
+
+EVAL_SET = re.compile(r"^data\.eval\.[^.]+\.")  # users name their sets
 
 EXPECTED = {  # by pydantic's error type
     **dict.fromkeys(("model_type", "dict_type"), "settings below it, as {name}.KEY=VALUE"),
@@ -90,10 +93,12 @@ def _expand_shorthand(parents: list[str], section: str, value: Any) -> dict[str,
 def _format_error(where: str, item: Any) -> str:
     section, names = _locate(item["loc"])
     name = ".".join(names)
+    if new := RENAMED_VALUES.get((name, str(item["input"]))):
+        return f"{where}: {name}={item['input']} has another name: it is {new} now"
     if item["type"] == "extra_forbidden":
-        renamed = [old for old in _given_names(name, item["input"]) if old in RENAMED]
-        if renamed:
-            return "; ".join(f"{where}: unknown setting {old}; it is {RENAMED[old]} now" for old in renamed)
+        written = {EVAL_SET.sub("data.eval.NAME.", old): old for old in _written_names(name, item["input"])}
+        if renamed := [(old, RENAMED[key]) for key, old in written.items() if key in RENAMED]:
+            return "; ".join(f"{where}: unknown setting {old}; it is {new} now" for old, new in renamed)
         hint = nearest(names[-1], section.model_fields) if section else ""
         return f"{where}: unknown setting {name}{hint.replace('mean ', f'mean {name[: -len(names[-1])]}')}"
     if item["type"] == "missing":
@@ -117,12 +122,12 @@ def _locate(location: tuple[Any, ...]) -> tuple[type[Section] | None, list[str]]
     return section, names
 
 
-def _given_names(name: str, value: Any) -> Iterator[str]:
+def _written_names(name: str, value: Any) -> Iterator[str]:
     """Yield the dotted names of a setting and of all that was written below it."""
     yield name
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _given_names(f"{name}.{key}", inner)
+            yield from _written_names(f"{name}.{key}", inner)
 
 
 def exit_with(error: UserError) -> NoReturn:

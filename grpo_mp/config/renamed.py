@@ -38,6 +38,11 @@ TRAINING = (
 )
 
 RENAMED = {
+    "engine.gpus": "engine.gpus_per_engine",
+    "engine.count": "engine.num_engines",
+    "data.eval_prompts": "data.max_eval_prompts",
+    "data.eval.NAME.prompts": "data.eval.NAME.max_prompts",
+    "algorithm.filter.oversample": "algorithm.filter.oversample_factor",
     "data.prompt": "data.prompt_column",
     "data.answer": "data.answer_column",
     "data.system": "data.system_prompt",
@@ -50,4 +55,9 @@ RENAMED = {
     "optimizer.megatron": "training.megatron_args",
     **{f"optimizer.{name}": f"training.{name}" for name in TRAINING},
     **{f"algorithm.{old}": f"algorithm.{new}" for old, new in ALGORITHM.items()},
+}
+# Values that have another name now, by setting.
+RENAMED_VALUES = {
+    ("algorithm.policy_loss", "none"): "unclipped",
+    ("algorithm.advantage.combine", "normalise"): "normalize",
 }

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from grpo_mp.config.registries import DATA_SOURCES, LOGGERS
-from grpo_mp.evaluation.pass_at_k import MOST_SAMPLES
+from grpo_mp.evaluation.pass_at_k import MAX_SAMPLES
 from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.section import Section, as_bytes
 
@@ -56,7 +56,7 @@ class EvalSetConfig(Section):
 
     path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
     samples: int = Field(
-        1, ge=1, le=MOST_SAMPLES, description="responses to each problem: avg@n, pass@k and maj@k up to n"
+        1, ge=1, le=MAX_SAMPLES, description="responses to each problem: avg@n, pass@k and maj@k up to n"
     )
     temperature: float | None = Field(
         None, ge=0, description="sampling temperature; 0: the likeliest token; null: rollout.temperature"
@@ -65,7 +65,9 @@ class EvalSetConfig(Section):
     max_response_tokens: int | None = Field(
         None, gt=0, description="tokens at which a response is cut; null: rollout.max_response_tokens"
     )
-    prompts: int | None = Field(None, gt=0, description="number of prompts, the first ones; null: data.eval_prompts")
+    max_prompts: int | None = Field(
+        None, gt=0, description="number of prompts, the first ones; null: data.max_eval_prompts"
+    )
     source: SourceName | None = Field(None, description="what reads `path`; null: as data.source")
 
     @model_validator(mode="after")
@@ -93,7 +95,9 @@ class DataConfig(Section):
     answer_column: str | None = Field("answer", description="column of the expected answer; null: there is none")
     system_prompt: str | None = Field(None, description="system message before every prompt; null: none")
     shuffle: bool = Field(True, description="new order of the train prompts in each epoch; false: order of the file")
-    eval_prompts: int | None = Field(None, gt=0, description="number of prompts of each set, the first ones; null: all")
+    max_eval_prompts: int | None = Field(
+        None, gt=0, description="number of prompts of each set, the first ones; null: all"
+    )
 
     @field_validator("eval", mode="before")
     @classmethod
@@ -119,8 +123,8 @@ class RolloutConfig(Section):
 class EngineConfig(Section):
     """The SGLang engines that generate, on the same devices as the trainer."""
 
-    gpus: int = Field(1, ge=1, description="consecutive ranks that one engine spans (SGLang tp_size)")
-    count: int | None = Field(None, ge=1, description="number of engines; null: as many as fit the ranks")
+    gpus_per_engine: int = Field(1, ge=1, description="consecutive ranks that one engine spans (SGLang tp_size)")
+    num_engines: int | None = Field(None, ge=1, description="number of engines; null: as many as fit the ranks")
     start_timeout_s: float = Field(600.0, gt=0, description="seconds that the start of an engine may take")
     request_timeout_s: float = Field(
         600.0, gt=0, description="seconds that one request may take; at least rollout.group_timeout_s"

@@ -2,7 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from grpo_mp.algorithms.registries import needs_right
+from grpo_mp.algorithms.registries import needs_correctness
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.config.sections import (
     DataConfig,
@@ -94,7 +94,7 @@ class Settings(Section):
                 "means: set reward.correct to the term that does, or solved_streak=0"
             )
         rule = self.algorithm.filter
-        if rule.zero_std != "keep" and needs_right(rule.metric) and self.reward.correctness_rule is None:
+        if rule.zero_std != "keep" and needs_correctness(rule.metric) and self.reward.correctness_rule is None:
             raise ValueError(
                 f"algorithm.filter.metric={rule.metric} drops groups that are all right or all wrong, and nothing says "
                 "what right means: set reward.correct to the term that does, or metric=reward"
@@ -140,7 +140,7 @@ class Settings(Section):
                 "temperature": rollout.temperature if eval_set.temperature is None else eval_set.temperature,
                 "top_p": eval_set.top_p or rollout.top_p,
                 "max_response_tokens": eval_set.max_response_tokens or rollout.max_response_tokens,
-                "prompts": eval_set.prompts or self.data.eval_prompts,
+                "max_prompts": eval_set.max_prompts or self.data.max_eval_prompts,
             }
         )
 

@@ -23,7 +23,7 @@ class PromptSet:
 
     source: str
     prompts: tuple[Prompt, ...]
-    left_out: int  # rows whose prompt has more tokens than the limit
+    num_too_long: int  # rows whose prompt has more tokens than the limit
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -63,7 +63,7 @@ def load_prompts(
         Prompt(index, chats[i][-1]["content"], tuple(tokens[i]), answers[i], rows[i].columns)
         for index, i in enumerate(fitting[:count])
     )
-    return PromptSet(source, tuple(prompts), left_out=len(rows) - len(fitting))
+    return PromptSet(source, tuple(prompts), num_too_long=len(rows) - len(fitting))
 
 
 def final_answer(text: str) -> str:

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-MOST_SAMPLES = 1024  # of one problem: with more, binomial coefficients pass what a float64 holds
+MAX_SAMPLES = 1024  # of one problem: with more, binomial coefficients pass what a float64 holds
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ def _draws_won_by(wrong: Sequence[int], abstaining: int, votes: int, max_draws: 
     column x those of x samples. An answer of c samples gives C(c, x) ways to draw x of them. Answers too rare to tie
     count as no answer.
     """
-    rivals = [count for count in wrong if count >= votes]
-    harmless = abstaining + sum(wrong) - sum(rivals)
-    ways = _binomials(harmless, max_draws + 1)[None]
-    for count in rivals:
+    tied_or_above = [count for count in wrong if count >= votes]
+    below = abstaining + sum(wrong) - sum(tied_or_above)
+    ways = _binomials(below, max_draws + 1)[None]
+    for count in tied_or_above:
         fewer_votes = _binomials(count, min(votes, max_draws + 1))
         extended = np.zeros((len(ways) + 1, max_draws + 1))
         for ties, row in enumerate(ways):

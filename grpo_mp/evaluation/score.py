@@ -40,14 +40,14 @@ class EvalScore:
 def score(infos: Sequence[SampleInfo], votes: Votes | None = None) -> EvalScore:
     """Score the samples of a set, at least one; `votes` for maj@k.
 
-    Samples without a judgement (`right` is None) count in reward, length and truncated_ratio only.
+    Samples without a judgement (`is_correct` is None) count in reward, length and truncated_ratio only.
     """
     problems = defaultdict[int, list[SampleInfo]](list)
     for info in infos:
         problems[info.group_id].append(info)
-    judged = [[info for info in problem if info.right is not None] for problem in problems.values()]
+    judged = [[info for info in problem if info.is_correct is not None] for problem in problems.values()]
     judged = [problem for problem in judged if problem]
-    shares = [fmean(bool(info.right) for info in problem) for problem in judged]
+    shares = [fmean(bool(info.is_correct) for info in problem) for problem in judged]
     accuracy = mean_over_problems(shares) if shares else None
     samples = max(map(len, problems.values()))
     has_pass_at = samples > 1 and accuracy is not None
@@ -66,7 +66,7 @@ def score(infos: Sequence[SampleInfo], votes: Votes | None = None) -> EvalScore:
 
 def _pass_at(problems: Sequence[Sequence[SampleInfo]], samples: int) -> dict[int, Estimate]:
     """Estimate pass@k by k, over the problems with at least k judged samples."""
-    counts = [(len(problem), sum(bool(info.right) for info in problem)) for problem in problems]
+    counts = [(len(problem), sum(bool(info.is_correct) for info in problem)) for problem in problems]
     return {
         k: mean_over_problems(values)
         for k in k_values(samples)
@@ -78,8 +78,8 @@ def _maj_at(problems: Sequence[Sequence[SampleInfo]], samples: int, votes: Votes
     """Estimate maj@k by k. All right samples gave one answer; wrong ones are told apart by their answer numbers."""
     values: dict[int, list[float]] = {k: [] for k in k_values(samples)}
     for problem in problems:
-        wrong = Counter(votes[info.key] for info in problem if not info.right)
-        abstaining, right = wrong.pop(None, 0), sum(bool(info.right) for info in problem)
+        wrong = Counter(votes[info.key] for info in problem if not info.is_correct)
+        abstaining, right = wrong.pop(None, 0), sum(bool(info.is_correct) for info in problem)
         ks = [k for k in values if k <= len(problem)]
         for k, value in zip(ks, maj_at_k(right, wrong.values(), abstaining, ks), strict=True):
             values[k].append(value)

@@ -1,4 +1,4 @@
-"""What batch scripts ask: `python -m grpo_mp.launch.job show | folder | unfinished | failure | ended ...`."""
+"""Answer batch scripts: `python -m grpo_mp.launch.job show | folder | has-steps-left | failure | check-finished`."""
 
 import argparse
 import json
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from grpo_mp.checkpoint.run_state import latest_checkpoint, read_manifest
 from grpo_mp.config import Settings, dump_settings, exit_with, load_settings
-from grpo_mp.distributed.exit_marks import ranks_without_mark, silent_exit_message
+from grpo_mp.distributed.finish_markers import ranks_without_marker, silent_exit_message
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.errors import UserError
 from grpo_mp.files import last_lines
 from grpo_mp.rollout.placement import engine_placements
 
-FINISHED_STATUS = 1  # of `unfinished`
+FINISHED_STATUS = 1  # of `has-steps-left`
 NUM_LAST_LINES = 15
 SRUN_TASK_ENDED = re.compile(r"error: (?P<node>\S+): tasks? (?P<rank>\d+)\S*: (?P<how>.+)")
 
@@ -35,12 +35,12 @@ def run_command(args: argparse.Namespace) -> int:
     if args.command == "failure":
         print(first_failure(args.attempt).text())
         return 0
-    if args.command == "ended":
-        if vanished := ranks_without_mark(args.attempt, args.ranks):
+    if args.command == "check-finished":
+        if vanished := ranks_without_marker(args.attempt, args.ranks):
             raise UserError(silent_exit_message(vanished[0]))
         return 0
     settings = load_settings(args.config, args.overrides)
-    if args.command == "unfinished":
+    if args.command == "has-steps-left":
         checkpoint = latest_checkpoint(settings.run.folder)
         steps_done = read_manifest(checkpoint).step if checkpoint else 0
         return 0 if settings.run.steps > steps_done else FINISHED_STATUS
@@ -59,7 +59,7 @@ def run_command(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="grpo_mp.launch.job", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
-    show, *others = (commands.add_parser(name) for name in ("show", "folder", "unfinished"))
+    show, *others = (commands.add_parser(name) for name in ("show", "folder", "has-steps-left"))
     for command in (show, *others):
         command.add_argument("config", type=Path)
         command.add_argument("overrides", nargs="*")
@@ -67,9 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--per-node", type=int, required=True, help="ranks on each")
     show.add_argument("--settings", action="store_true", help="print the resolved settings first")
     commands.add_parser("failure").add_argument("attempt", type=Path)
-    ended = commands.add_parser("ended")
-    ended.add_argument("attempt", type=Path)
-    ended.add_argument("ranks", type=int)
+    finished = commands.add_parser("check-finished")
+    finished.add_argument("attempt", type=Path)
+    finished.add_argument("ranks", type=int)
     return parser
 
 
@@ -93,10 +93,10 @@ def first_failure(attempt: Path) -> Failure:
     srun ends the other ranks after the first that fails: what they report then is only a consequence.
     """
     srun_log = attempt / "srun.log"
-    ended = SRUN_TASK_ENDED.search(srun_log.read_text()) if srun_log.exists() else None
+    finished = SRUN_TASK_ENDED.search(srun_log.read_text()) if srun_log.exists() else None
     errors = [(file.stat().st_mtime, file) for file in attempt.glob("rank_*.error.json")]
-    if ended and not ended["how"].startswith("Exited"):
-        rank, reason = int(ended["rank"]), f"{ended['how']} on {ended['node']}"
+    if finished and not finished["how"].startswith("Exited"):
+        rank, reason = int(finished["rank"]), f"{finished['how']} on {finished['node']}"
     elif errors:
         _, file = min(errors)
         rank = int(file.name.split("_")[1].split(".")[0])
@@ -120,7 +120,9 @@ def node_map(settings: Settings, nodes: Sequence[str], ranks_per_node: int) -> s
             f"layout: tensor x context x pipeline = {model_parallel} needs {-(-model_parallel // ranks_per_node)} "
             f"nodes of {ranks_per_node} ranks, the allocation has {len(nodes)}: ask for more with sbatch --nodes"
         )
-    placements = engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
+    placements = engine_placements(
+        world_size, ranks_per_node, settings.engine.gpus_per_engine, settings.engine.num_engines
+    )
     lines = [f"{world_size} ranks; layout: {describe_parallelism(layout, world_size)}"]
     for index, name in enumerate(nodes):
         ranks = range(index * ranks_per_node, (index + 1) * ranks_per_node)

@@ -19,7 +19,7 @@ import psutil
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from grpo_mp.distributed.exit_marks import MARKS_VARIABLE, ranks_without_mark, silent_exit_message
+from grpo_mp.distributed.finish_markers import FINISHED_DIR_VARIABLE, ranks_without_marker, silent_exit_message
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDARY_EXITS = (1, -signal.SIGTERM)  # of ranks that lost a peer, or that the launcher ended after one failed
@@ -44,14 +44,16 @@ def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
         max_restarts=0,
         signals_to_handle="SIGHUP,SIGQUIT",
     )
-    with tempfile.TemporaryDirectory(prefix="grpo_mp_") as marks:
-        os.environ[MARKS_VARIABLE] = marks
+    with tempfile.TemporaryDirectory(prefix="grpo_mp_") as markers:
+        os.environ[FINISHED_DIR_VARIABLE] = markers
         failures: dict[int, ProcessFailure] = {}
         try:
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
         except ChildFailedError as error:
             failures = error.failures
-        return _exit_status(failures, [rank for rank in ranks_without_mark(Path(marks), ranks) if rank not in failures])
+        return _exit_status(
+            failures, [rank for rank in ranks_without_marker(Path(markers), ranks) if rank not in failures]
+        )
 
 
 def _exit_status(failures: Mapping[int, ProcessFailure], vanished: Sequence[int]) -> int:

@@ -104,7 +104,7 @@ class NodeCheck:
     def _check_reports(self, reports: list[NodeReport]) -> int:
         silent = {self._node_of(rank) for rank in range(self.world_size)} - {report.node for report in reports}
         bad = dict.fromkeys(silent, f"no answer in {TIMEOUT_S:g} s")
-        missing = [report.node for report in reports if not (self.attempt / f"here_{report.node}").exists()]
+        missing = [report.node for report in reports if not (self.attempt / f"reachable_{report.node}").exists()]
         bad |= bad_nodes(reports, missing)
         for node, reason in bad.items():
             print(f"bad node {node}: {reason}")
@@ -183,7 +183,7 @@ def _node_problem(node: str, attempt: Path) -> str | None:
 
     try:
         check_device(int(os.environ.get("LOCAL_RANK", 0)))
-        (attempt / f"here_{node}").touch()
+        (attempt / f"reachable_{node}").touch()
     except UserError as error:
         return str(error)
     except OSError as error:

@@ -20,9 +20,9 @@ class Family:
     config: Callable[[HfConfig], dict[str, Any]]
     rules: Callable[[HfConfig], list[Rule]]
     rotary: Callable[[HfConfig], dict[str, Any]] = gqa.rotary  # MLA reads its settings instead
-    ranking_experts: int = 2  # best experts of a group whose scores rank it, in group-limited routing
+    group_score_topk: int = 2  # best experts of a group whose scores rank it, in group-limited routing
     transformers_type: str | None = None  # model_type by which transformers computes it, where that is another
-    older_names: tuple[tuple[str, str], ...] = ()  # keys of config.json: in transformers 4, in 5
+    transformers4_keys: tuple[tuple[str, str], ...] = ()  # keys of config.json: in transformers 4, in 5
 
     def params(self, hf: HfConfig) -> dict[str, Param]:
         return expand(self.rules(hf))
@@ -34,12 +34,12 @@ FAMILIES = {
         "Qwen3MoeForCausalLM",
         llama_qwen.qwen3_moe_config,
         llama_qwen.qwen3_moe_rules,
-        older_names=(llama_qwen.NUM_EXPERTS,),
+        transformers4_keys=(llama_qwen.NUM_EXPERTS,),
     ),
     "qwen2": Family("Qwen2ForCausalLM", llama_qwen.qwen2_config, partial(gqa.dense_rules, bias=True)),
     "llama": Family("LlamaForCausalLM", llama_qwen.llama_config, gqa.dense_rules),
     "mixtral": Family("MixtralForCausalLM", mixtral.config, mixtral.rules, mixtral.rotary),
-    "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.v2_config, deepseek.v2_rules, ranking_experts=1),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.v2_config, deepseek.v2_rules, group_score_topk=1),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.v3_config, deepseek.v3_rules),
     "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.v3_config, deepseek.v3_rules, transformers_type="deepseek_v3"),
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.config, glm4_moe.rules, glm4_moe.rotary),
@@ -76,7 +76,7 @@ def add_transformers_4_names(config: Mapping[str, Any]) -> dict[str, Any]:
         if rope.get("rope_type", rope.get("type", "default")) != "default":
             older["rope_scaling"] = {name: value for name, value in rope.items() if name not in TOP_LEVEL_ROPE}
     family = FAMILIES.get(str(config.get("model_type")))
-    older |= {name: config[newer] for name, newer in (family.older_names if family else ()) if newer in config}
+    older |= {name: config[newer] for name, newer in (family.transformers4_keys if family else ()) if newer in config}
     if "dtype" in config:
         older["torch_dtype"] = config["dtype"]
     return dict(config) | top_level | {name: value for name, value in older.items() if config.get(name) is None}

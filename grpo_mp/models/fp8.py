@@ -1,15 +1,15 @@
 """Blockwise FP8 as DeepSeek-V3 and R1 are released: float8_e4m3fn bytes and one float32 factor per 128 x 128 block.
 
-What comes back bit for bit. Let a block be bytes w with factor s, and x = dequantise(w, s) in bfloat16 or float32.
+What comes back bit for bit. Let a block be bytes w with factor s, and x = dequantize(w, s) in bfloat16 or float32.
 
 - Bytes: x / s is w within 2**-8, half the distance to the next e4m3 value is 2**-5 or more, so rounding with a factor
-  within 2**-8 of s finds w again. `quantise` takes max|x| / 448, which is such a factor exactly where the largest
-  byte of the block encodes 448; there, and in blocks of zeros, quantise(dequantise(w)) has the bytes of w. A block
+  within 2**-8 of s finds w again. `quantize` takes max|x| / 448, which is such a factor exactly where the largest
+  byte of the block encodes 448; there, and in blocks of zeros, quantize(dequantize(w)) has the bytes of w. A block
   whose largest byte is m < 448 is stretched to 448 and its bytes change.
-- Factor: max|x| / 448 is s only up to the rounding of x. It is s itself where s was made by `quantise` from values
+- Factor: max|x| / 448 is s only up to the rounding of x. It is s itself where s was made by `quantize` from values
   of the same dtype bfloat16: 448 * s then rounds back to the bfloat16 it came from. In float32 it may miss by one
   unit in the last place, since 448 = 7 * 64 and float32(7 * s) / 7 need not be s.
-- So no rule finds the bytes of any folder from values alone. `requantise` does: it keeps bytes and factors of every
+- So no rule finds the bytes of any folder from values alone. `requantize` does: it keeps bytes and factors of every
   block of the source whose values have not changed.
 
 Blocks whose values leave the normal range of the dtype (below 2**-126) are outside of these statements, save the last.
@@ -32,7 +32,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
-def dequantise(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype, start: tuple[int, int] = (0, 0)) -> Tensor:
+def dequantize(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype, start: tuple[int, int] = (0, 0)) -> Tensor:
     """Convert FP8 [R, C] to values [R, C] of `dtype`.
 
     `weight` may be a slice that begins at row and column `start` of a tensor; `scale_inv` is that tensor's.
@@ -49,7 +49,7 @@ def dequantise(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype, start: tup
     return result
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Convert values [R, C] to FP8 [R, C] and factors of `scale_shape`: max|block| / 448, or 1 for a block of zeros."""
     result = torch.empty(weight.shape, dtype=FP8)
     scale = torch.ones(scale_shape(tuple(weight.shape)))
@@ -62,8 +62,8 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return result, scale
 
 
-def quantise_at_once(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise as `quantise`, bit for bit, in a few large operations: for a GPU. Needs twice the weight in float32."""
+def quantize_at_once(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize as `quantize`, bit for bit, in a few large operations: for a GPU. Needs twice the weight in float32."""
     rows, columns = weight.shape
     padded = functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [rows, 128, columns, 128]
@@ -73,12 +73,12 @@ def quantise_at_once(weight: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.flatten(2, 3).flatten(0, 1)[:rows, :columns].to(FP8).contiguous(), scale
 
 
-def requantise(weight: Tensor, old: Tensor, old_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise, but keep bytes and factor of each block whose values are those of the old FP8 weight."""
-    same = dequantise(old, old_scale, weight.dtype).eq(weight)
+def requantize(weight: Tensor, old: Tensor, old_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize, but keep bytes and factor of each block whose values are those of the old FP8 weight."""
+    same = dequantize(old, old_scale, weight.dtype).eq(weight)
     if bool(same.all()):
         return old, old_scale.float()
-    new, scale = quantise(weight)
+    new, scale = quantize(weight)
     for block, (same_rows, out, old_rows) in enumerate(
         zip(same.split(BLOCK), new.view(torch.uint8).split(BLOCK), old.view(torch.uint8).split(BLOCK), strict=True)
     ):

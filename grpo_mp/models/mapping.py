@@ -48,7 +48,7 @@ class Param(Rule):
 
     @property
     def is_projection(self) -> bool:
-        """Return whether FP8 releases quantise it: matrices but for the embedding, the output layer and the router."""
+        """Return whether FP8 releases quantize it: matrices but for the embedding, the output layer and the router."""
         return len(self.shapes[0]) == 2 and not self.vocabulary and not self.name.endswith("router.weight")
 
     @property

@@ -13,7 +13,7 @@ NAMES = ExpertNames(block="block_sparse_moe.", gate="w1", up="w3", down="w2")
 
 
 def config(hf: HfConfig) -> dict[str, Any]:
-    """Return the Megatron settings; the softmax over the chosen experts is Mixtral's normalised softmax over all."""
+    """Return the Megatron settings; the softmax over the chosen experts is Mixtral's normalized softmax over all."""
     hf.expect("hidden_act", "silu")
     hf.expect("sliding_window", None)
     return (

@@ -20,10 +20,10 @@ def config(hf: HfConfig) -> dict[str, Any]:
 
 
 def sigmoid_routing(hf: HfConfig) -> dict[str, Any]:
-    """Return the settings of normalised sigmoid scores; a bias that is no part of them chooses the experts."""
+    """Return the settings of normalized sigmoid scores; a bias that is no part of them chooses the experts."""
     hf.expect("norm_topk_prob", True)
     if hf.int("num_experts_per_tok") == 1:
-        raise hf.error("num_experts_per_tok=1 is not supported: Megatron does not normalise the score of one expert")
+        raise hf.error("num_experts_per_tok=1 is not supported: Megatron does not normalize the score of one expert")
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,

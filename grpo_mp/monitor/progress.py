@@ -87,10 +87,10 @@ class Progress:
         """Print the scores of the eval sets after `step`; 0 is before training."""
         self._print(screen.eval_line(step, scores))
 
-    def scores(self, title: str, scores_by_set: Mapping[str, EvalScore]) -> None:
+    def print_scores(self, title: str, scores_by_set: Mapping[str, EvalScore]) -> None:
         """Print the table of one evaluation."""
         self.stop()
-        self._print("", screen.scores(scores_by_set, title), "")
+        self._print("", screen.scores_table(scores_by_set, title), "")
 
     def finish(
         self, before: Mapping[str, EvalScore], after: Mapping[str, EvalScore], pairs: Sequence[AnswerPair] = ()
@@ -100,7 +100,7 @@ class Progress:
         if after:
             self._print("", screen.comparison(before, after))
         if pairs:
-            self._print("", screen.answers(pairs))
+            self._print("", screen.answers_table(pairs))
         self._print("", f"Curves:   tensorboard --logdir {shlex.quote(str(self._folder / 'tensorboard'))}")
         self._print(f"Timeline: open {self._folder / 'trace.json'} at https://ui.perfetto.dev")
 
@@ -110,4 +110,4 @@ class Progress:
             self._console.print(item, markup=False, highlight=False, soft_wrap=isinstance(item, str))
 
     def _render(self) -> RenderableType:
-        return screen.live(replace(self._view, phase_s=self._clock() - self._phase_began_s))
+        return screen.live_view(replace(self._view, phase_s=self._clock() - self._phase_began_s))

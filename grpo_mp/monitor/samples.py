@@ -24,7 +24,7 @@ def drop_samples(run_folder: Path, first_step: int) -> None:
             path.unlink()
 
 
-def spread(items: Sequence[T], count: int) -> list[T]:
+def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
     """Return `count` items at even distances; all of them when there are no more."""
     count = min(count, len(items))
     return [items[index * len(items) // count] for index in range(count)]
@@ -51,7 +51,7 @@ def sample_record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
         "response": sample.text,
         "reward": sample.reward,
         "parts": sample.reward_parts,
-        "right": sample.right,
+        "is_correct": sample.is_correct,
         "extra": sample.extra,
         "truncated": sample.truncated,
         "tokens": len(sample.tokens),
@@ -63,7 +63,7 @@ def sample_record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
     }
 
 
-def markdown(groups: Sequence[SampleGroup]) -> str:
+def samples_to_markdown(groups: Sequence[SampleGroup]) -> str:
     """Render the best and the worst answer of each group. Model text is shown as code, never as markup."""
     blocks = []
     for group in groups:

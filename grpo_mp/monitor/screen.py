@@ -85,7 +85,7 @@ def eval_line(step: int, scores: Mapping[str, EvalScore]) -> str:
     return f"eval after step {step}: " + "; ".join(texts)
 
 
-def live(view: View) -> RenderableType:
+def live_view(view: View) -> RenderableType:
     """Render the live lines of a terminal: the current phase, and the progress of a run that has steps."""
     current = Text(f"{view.phase:<8} " if view.phase else "", style="bold cyan")
     # The start of a run is shown like a phase, but is none.
@@ -117,7 +117,7 @@ def comparison(before: Mapping[str, EvalScore], after: Mapping[str, EvalScore]) 
     return table
 
 
-def scores(scores_by_set: Mapping[str, EvalScore], title: str) -> Table:
+def scores_table(scores_by_set: Mapping[str, EvalScore], title: str) -> Table:
     """Tabulate the scores of each eval set."""
     table = Table(title=title, title_justify="left")
     for column in ("eval set", "", "score"):
@@ -128,7 +128,7 @@ def scores(scores_by_set: Mapping[str, EvalScore], title: str) -> Table:
     return table
 
 
-def answers(pairs: Sequence[AnswerPair]) -> Table:
+def answers_table(pairs: Sequence[AnswerPair]) -> Table:
     """Tabulate questions with their answers before and after. Model text is never read as markup."""
     table = Table(title="The same question before and after", title_justify="left", show_header=False)
     table.add_column(style="dim", no_wrap=True)

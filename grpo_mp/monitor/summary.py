@@ -18,7 +18,7 @@ class StepSummary:
     overhead_share: float  # share of the wall time outside the phases that count as work
 
 
-def summarise(spans: Iterable[Span], start_ns: int, end_ns: int) -> StepSummary:
+def summarize(spans: Iterable[Span], start_ns: int, end_ns: int) -> StepSummary:
     """Sum up the spans between `start_ns` and `end_ns`, the bounds of the step on this rank; the rest is cut off."""
     work = {phase.value for phase in Phase if phase.is_work}
     inside = [span for span in spans if span.end_ns > start_ns and span.start_ns < end_ns]

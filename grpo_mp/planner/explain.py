@@ -59,10 +59,13 @@ def _placement(job: Job) -> Iterator[str]:
         f"the optimizer of dense parameters over {job.dense_shards} ranks, of experts over {job.expert_shards}; "
         f"layers of the stages: {', '.join(str(len(layers)) for layers in job.stage_layers)}"
     )
-    hosts = engine_hosts(engine_placements(job.world_size, job.gpus_per_node, engine.gpus, engine.count))
+    hosts = engine_hosts(
+        engine_placements(job.world_size, job.gpus_per_node, engine.gpus_per_engine, engine.num_engines)
+    )
     replicas = parallelism.replicas
     yield (
-        f"engines: {len(hosts)} of {engine.gpus} GPUs on the same devices, in turn with the trainer; servers are "
+        f"engines: {len(hosts)} of {engine.gpus_per_engine} GPUs on the same devices, in turn with the trainer; "
+        f"servers are "
         f"started by rank{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}; "
         f"attention over {parallelism.attention_tensor} in {replicas} replica{'s' * (replicas > 1)}, "
         f"experts over {parallelism.expert}"

@@ -71,7 +71,7 @@ class AssumedLengths:
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackingEstimate:
     """Micro-batches of one data-parallel rank.
 
     `load_factor`: tokens that the busiest rank computes over its fair share of all samples' tokens. Padding and
@@ -85,7 +85,7 @@ class Packing:
 @lru_cache(maxsize=1024)
 def pack_update(
     lengths: AssumedLengths, layout: LayoutConfig, dp_size: int, max_tokens: int, hidden_size: int
-) -> Packing:
+) -> PackingEstimate:
     """Plan one update of these lengths. Pure."""
     tokens = [lengths.prompt_tokens + response for response in response_lengths(lengths)]
     prompts: list[SamplePrompt] = []
@@ -95,7 +95,7 @@ def pack_update(
     schedule = plan_update(tokens, layout, dp_size, max_tokens, hidden_size, prompts)
     size = padded_size(schedule, layout)
     busiest = size * schedule.microbatches or max(sum(plan.tokens for plan in rank) for rank in schedule.ranks)
-    return Packing(schedule.microbatches, busiest * dp_size / sum(tokens))
+    return PackingEstimate(schedule.microbatches, busiest * dp_size / sum(tokens))
 
 
 @lru_cache(maxsize=64)
@@ -155,16 +155,16 @@ class Job:
     @property
     def num_engines(self) -> int:
         engine = self.settings.engine
-        return engine.count or self.world_size // engine.gpus
+        return engine.num_engines or self.world_size // engine.gpus_per_engine
 
     @cached_property
     def engine_parallelism(self) -> EngineParallelism:
         """Return how an engine divides the model.
 
-        Raises UserError where engine.gpus and engine.args do not divide each other, the model or an FP8 block.
+        Raise UserError if engine.gpus_per_engine and engine.args do not fit each other, the model or FP8 blocks.
         """
         engine = self.settings.engine
-        return check_engine_parallelism(engine.gpus, engine.args, self.hf)
+        return check_engine_parallelism(engine.gpus_per_engine, engine.args, self.hf)
 
     @property
     def engine_in_fp8(self) -> bool:
@@ -213,7 +213,7 @@ class Job:
         return (prompt + responses * (prompt + response)) / (prompt + responses * response)
 
     @property
-    def packing(self) -> Packing:
+    def packing(self) -> PackingEstimate:
         """Pack an update's micro-batches as the trainer does, for lognormal responses of the assumed mean."""
         rollout, training = self.settings.rollout, self.settings.training
         lengths = AssumedLengths(
@@ -242,7 +242,7 @@ def make_job(
     megatron = settings.training.megatron_args
     model = model_shape(hf)
     check_layout(layout, model, world_size, sets_pipeline_layout(megatron))
-    engine_placements(world_size, gpus_per_node, engine.gpus, engine.count)
+    engine_placements(world_size, gpus_per_node, engine.gpus_per_engine, engine.num_engines)
     stage_layers = layers_of_stages(model.num_layers, layout, megatron)
     return Job(
         settings=settings,

@@ -29,7 +29,7 @@ class EngineMemory:
 def engine_memory(job: Job) -> EngineMemory:
     """Return weights, and the KV cache that `mem_fraction_static` leaves beside them (0 where it leaves nothing).
 
-    Raises UserError where engine.gpus and engine.args do not divide each other, the model or a block of FP8.
+    Raises UserError where engine.gpus_per_engine and engine.args do not divide each other, the model or a block of FP8.
     """
     args, weights = job.settings.engine.args, engine_weight_bytes(job)
     fraction = read_argument(args, "mem_fraction_static", OVERHEADS.mem_fraction_static)

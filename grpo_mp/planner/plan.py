@@ -180,6 +180,7 @@ def check_fits(plan: Plan) -> Feasibility:
     if tokens < job.max_request_len:
         kv_cache_problem = (
             f"the engine's cache holds {tokens:,} tokens beside {memory.engine.weights / GIB:.1f} GiB of weights, the "
-            f"longest sequence has {job.max_request_len:,}: raise engine.gpus or engine.args.mem_fraction_static"
+            f"longest sequence has {job.max_request_len:,}: raise engine.gpus_per_engine or "
+            f"engine.args.mem_fraction_static"
         )
     return Feasibility(device, host, kv_cache_problem)

@@ -80,7 +80,7 @@ def plan_to_yaml(plan: Plan) -> str:
     settings = plan.job.settings
     tree: dict[str, Any] = {
         "layout": settings.layout.model_dump(exclude_none=True),
-        "engine": {"gpus": settings.engine.gpus, "args": settings.engine.args},
+        "engine": {"gpus_per_engine": settings.engine.gpus_per_engine, "args": settings.engine.args},
     }
     if PIPELINE_LAYOUT in settings.training.megatron_args:
         tree["training"] = {"megatron_args": {PIPELINE_LAYOUT: settings.training.megatron_args[PIPELINE_LAYOUT]}}
@@ -120,7 +120,7 @@ def _engine_candidates(job: Job) -> Iterator[dict[str, Any]]:
         tensor = max(size for size in divisors(gpus) if size <= MAX_ATTENTION_TENSOR and heads % size == 0)
         expert = {"ep_size": gpus} if model.num_experts and gpus > 1 else {}
         replicas = {"attn_dp_size": gpus // tensor} if gpus > tensor else {}
-        yield {"gpus": gpus, "count": None, "args": {**other_args, **expert, **replicas}}
+        yield {"gpus_per_engine": gpus, "num_engines": None, "args": {**other_args, **expert, **replicas}}
 
 
 def _with_engine(job: Job, engine: dict[str, Any]) -> Job:

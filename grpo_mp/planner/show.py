@@ -182,7 +182,8 @@ def _notes(plan: Plan) -> list[str]:
         f"step: {plan.step_s:,.0f} s expected, {plan.roofline_s:,.0f} s at the roofline "
         f"({plan.step_s / plan.roofline_s:.1f} times); {resource} in {sub_phase} costs most, {seconds:,.0f} s; "
         f"{tokens / plan.step_s / job.world_size:,.0f} tokens per GPU and second",
-        f"engines: {job.num_engines} of {job.settings.engine.gpus} GPUs; a cache of {engine.kv_cache_tokens:,} tokens "
+        f"engines: {job.num_engines} of {job.settings.engine.gpus_per_engine} GPUs; a cache of "
+        f"{engine.kv_cache_tokens:,} tokens "
         f"each ({engine.bytes_per_token / 1024:.1f} KiB per token on a GPU); "
         f"{plan.generation.running_per_replica:,.0f} sequences run at a time in each replica",
         f"micro-batches of an update on a rank: {job.packing.microbatches}; the busiest rank computes "

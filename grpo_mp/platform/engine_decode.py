@@ -17,7 +17,7 @@ MAX_KEPT_BYTES = 2**28  # of all layers; larger copies are gathered again at eve
 
 
 @dataclass
-class Bucket:
+class DecodeBucket:
     """b sequences of similar length. A sequence is identified by its row in the engine's table of cache slots."""
 
     capacity: int  # tokens per sequence
@@ -29,7 +29,7 @@ class Bucket:
     kept: Tensor  # [k] indices of the first k sequences in the previous step's bucket; the others must be gathered
     newest_slots: Tensor  # [k] slots of their newest tokens
     newest_positions: Tensor  # [k] positions of those in the flattened [b * capacity] copy
-    previous: "Bucket | None"  # of the previous step
+    previous: "DecodeBucket | None"  # of the previous step
     keep_copy: bool  # for the next step
     moves: tuple[Tensor, Tensor] | None = None  # target and source indices that fill the gaps of ended sequences
     layers: dict[int, tuple[Tensor, Tensor]] = field(
@@ -77,7 +77,7 @@ class RunningSequences:
     """The running sequences of an engine, with state kept between decode steps."""
 
     def __init__(self) -> None:
-        self.buckets: list[Bucket] = []
+        self.buckets: list[DecodeBucket] = []
         self._token_bytes: dict[int, int] = {}  # of each layer
 
     def clear(self) -> None:
@@ -137,9 +137,9 @@ def _make_bucket(
     rows: Sequence[int],
     lengths: Sequence[int],
     table: Tensor,
-    previous: Bucket | None,
+    previous: DecodeBucket | None,
     keep_copy: bool,
-) -> Bucket:
+) -> DecodeBucket:
     """Build the bucket of the sequences at `indices` of the batch, first those that `previous` has, a token shorter."""
     sequences = zip(previous.rows, previous.lengths, strict=True) if previous else ()
     previous_index = {(row, length + 1): index for index, (row, length) in enumerate(sequences)}
@@ -154,7 +154,7 @@ def _make_bucket(
     slots = table[[row for row, _ in keys], :longest].long()
     past_end = torch.arange(longest) >= bucket_lengths[:, None]
     last_positions = bucket_lengths[: len(kept)] - 1
-    return Bucket(
+    return DecodeBucket(
         capacity=capacity,
         rows=[row for row, _ in keys],
         lengths=[length for _, length in keys],

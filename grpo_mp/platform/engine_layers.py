@@ -16,7 +16,7 @@ Original = Callable[..., Any]
 ALIGNMENT_BYTES = 16  # torch's grouped_mm requires rows aligned to this
 
 
-def rms_norm(
+def rms_norm_forward(
     original: Original, norm: Any, x: Tensor, residual: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Any:
     """Replace `RMSNorm.forward_native`: x [..., H] -> the same shape, or with `residual` a pair with their sum."""

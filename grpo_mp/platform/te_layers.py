@@ -53,7 +53,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise x [..., n] by its root mean square and scale it by weight [n]; the square is summed in float32."""
+    """Normalize x [..., n] by its root mean square and scale it by weight [n]; the square is summed in float32."""
     normed: Tensor = _RmsNorm.apply(x, weight, eps)
     return normed
 
@@ -68,7 +68,7 @@ class Norm(torch.nn.RMSNorm):
         _set_attributes(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., hidden_size]."""
+        """Normalize x [..., hidden_size]."""
         return rms_norm(x, self.weight, self.epsilon)
 
 
@@ -78,8 +78,8 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         _check_norm(config)
         super().__init__(input_size, output_size, config=config, **kwargs)
-        ones = torch.ones(input_size, dtype=config.params_dtype, device=self.weight.device)
-        self.layer_norm_weight = torch.nn.Parameter(ones)
+        weight = torch.ones(input_size, dtype=config.params_dtype, device=self.weight.device)
+        self.layer_norm_weight = torch.nn.Parameter(weight)
         _set_attributes(self.layer_norm_weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

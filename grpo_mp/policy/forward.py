@@ -69,8 +69,8 @@ def _run(
 
 def _forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     device = platform.device()
-    if any(rows.count for rows in batch.prompts):
-        packed = shared_prompt_params(batch.lengths, batch.prompts, batch.positions, device)
+    if any(rows.count for rows in batch.prompt_rows):
+        packed = shared_prompt_params(batch.lengths, batch.prompt_rows, batch.positions, device)
     else:
         packed = packed_sequences(batch.lengths, device)
     output: Tensor = model(

@@ -86,7 +86,7 @@ def _build_chunk(
     )
     if share_prompts:
         use_per_token_rotary(model)
-    set_group_ranking(model, family.ranking_experts)
+    set_group_ranking(model, family.group_score_topk)
     model.head = head
     on_meta = next(model.parameters()).is_meta
     return model.to(platform.device()) if torch.cuda.is_available() and not on_meta else model

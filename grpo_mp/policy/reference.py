@@ -30,7 +30,7 @@ class Reference:
             self._swap()
 
     @torch.no_grad()
-    def refresh(self, mix: float) -> None:
+    def update(self, mix: float) -> None:
         """Set the reference to mix * policy + (1 - mix) * reference, as TRL's sync_ref_model does."""
         for name, tensor in self._tensors.items():
             host = self._host[name]

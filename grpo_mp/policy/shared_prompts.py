@@ -15,7 +15,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from grpo_mp.types import Rows
+from grpo_mp.types import RowRange
 
 
 @dataclass(kw_only=True)
@@ -107,7 +107,7 @@ def use_per_token_rotary(model: torch.nn.Module) -> None:
 
 
 def shared_prompt_params(
-    lengths: Sequence[int], prompts: Sequence[Rows], positions: Tensor, device: torch.device
+    lengths: Sequence[int], prompts: Sequence[RowRange], positions: Tensor, device: torch.device
 ) -> SharedPromptParams:
     """Return the parameters of sequences of `lengths` tokens, each of which also attends to its prompt's rows. Pure."""
     starts = [0, *accumulate(lengths)]

@@ -1,7 +1,7 @@
 """Token logprobs and entropy over a tensor-parallel vocabulary, one chunk of tokens at a time.
 
 Logits of at most `chunk_tokens` tokens exist at once. Backward recomputes them from the hidden states and the saved
-normaliser: the maximum logit and the log of the sum relative to it, saved separately because their float32 sum would
+normalizer: the maximum logit and the log of the sum relative to it, saved separately because their float32 sum would
 lose precision.
 """
 

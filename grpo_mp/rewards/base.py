@@ -9,12 +9,11 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from grpo_mp.registry import Registry
-from grpo_mp.types import SampleGroup
+from grpo_mp.types import SampleGroup, StepRewards
 from grpo_mp.user_code import no_exit
 
 RESERVED = ("prompt", "completion", "completion_ids")  # columns that are not passed on
 Values = list[float | None]  # one per sample; None: the reward does not apply
-Steps = tuple[tuple[int, float], ...]  # (index of the step's last token in the response, its reward), ascending
 T = TypeVar("T")
 
 
@@ -118,8 +117,8 @@ def validate_values(values: Values, group: SampleGroup) -> Values:
     return values
 
 
-def validate_steps(rows: Sequence[Any], group: SampleGroup) -> list[Steps]:
-    """Return one `Steps` per sample; None and an empty list are a response without steps.
+def validate_steps(rows: Sequence[Any], group: SampleGroup) -> list[StepRewards]:
+    """Return one `StepRewards` per sample; None and an empty list are a response without steps.
 
     Raises RewardError: not one list per sample, no (end, reward) pairs, ends out of range or not ascending,
     a reward that is not finite.
@@ -129,7 +128,7 @@ def validate_steps(rows: Sequence[Any], group: SampleGroup) -> list[Steps]:
     return [_parse_steps(row, len(group.samples[i].tokens), i) for i, row in enumerate(rows)]
 
 
-def _parse_steps(row: Any, tokens: int, sample: int) -> Steps:
+def _parse_steps(row: Any, tokens: int, sample: int) -> StepRewards:
     try:
         steps = tuple((_as_integer(end), float(reward)) for end, reward in (row if row is not None else ()))
     except (TypeError, ValueError) as error:

@@ -16,7 +16,6 @@ from grpo_mp.rewards.base import (
     STEP_REWARDS,
     Reward,
     RewardError,
-    Steps,
     T,
     Values,
     call_arguments,
@@ -30,20 +29,20 @@ from grpo_mp.rewards.math import answer_numbers
 from grpo_mp.rewards.model import Decode, StepModelClient
 from grpo_mp.rewards.settings import STEPS, RewardConfig, StepModelConfig
 from grpo_mp.rewards.terms import BuiltInTerms
-from grpo_mp.types import SampleGroup
+from grpo_mp.types import SampleGroup, StepRewards
 
 SHOWN_CHARACTERS = 300
 Extras = dict[str, list[Any]]  # what functions gave to log_extra for one group, by column
 
 
 @dataclass
-class Tally:
-    """Counts since `Scorer.take_tally` was last called."""
+class RewardStats:
+    """Counts since `Scorer.take_stats` was last called."""
 
     failures: Counter[str] = field(default_factory=Counter)  # failed calls by part; one call scores one group
-    complaints: dict[str, str] = field(default_factory=dict)  # by part: its first failure, in one sentence
+    first_errors: dict[str, str] = field(default_factory=dict)  # by part: its first failure, in one sentence
     unscored: int = 0  # samples to which no part applied
-    given_up: int = 0  # answers that math-verify could not compare in time; they count as wrong
+    verify_timeouts: int = 0  # answers that math-verify could not compare in time; they count as wrong
     sums: dict[str, float] = field(default_factory=dict)  # of what functions gave to log_metric, by its name
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -58,26 +57,26 @@ class Tally:
         self.counts[name] += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the tally as it is written to JSON."""
+        """Return the stats as it is written to JSON."""
         return {
             "failures": dict(self.failures),
-            "complaints": self.complaints,
+            "first_errors": self.first_errors,
             "unscored": self.unscored,
-            "answers_given_up": self.given_up,
+            "verify_timeouts": self.verify_timeouts,
             "logged": self.logged,
         }
 
 
-def total(tallies: Iterable[Tally]) -> Tally:
-    """Add up tallies; of several complaints about one part the first is kept."""
-    merged = Tally()
-    for tally in tallies:
-        merged.failures.update(tally.failures)
-        merged.complaints = tally.complaints | merged.complaints
-        merged.unscored += tally.unscored
-        merged.given_up += tally.given_up
-        merged.sums |= {name: merged.sums.get(name, 0.0) + value for name, value in tally.sums.items()}
-        merged.counts.update(tally.counts)
+def total(all_stats: Iterable[RewardStats]) -> RewardStats:
+    """Add up all_stats; of several complaints about one part the first is kept."""
+    merged = RewardStats()
+    for stats in all_stats:
+        merged.failures.update(stats.failures)
+        merged.first_errors = stats.first_errors | merged.first_errors
+        merged.unscored += stats.unscored
+        merged.verify_timeouts += stats.verify_timeouts
+        merged.sums |= {name: merged.sums.get(name, 0.0) + value for name, value in stats.sums.items()}
+        merged.counts.update(stats.counts)
     return merged
 
 
@@ -99,7 +98,7 @@ class Scorer:
         self._settings = settings
         self._prompt_column = prompt_column
         self._max_steps = max_steps
-        self._tally, self._timeouts_taken = Tally(), 0
+        self._stats, self._timeouts_taken = RewardStats(), 0
         self._lock = threading.Lock()
         step_model = settings.steps if isinstance(settings.steps, StepModelConfig) else None
         self._step_model = StepModelClient(step_model, decode) if step_model and decode else None
@@ -136,7 +135,7 @@ class Scorer:
         """Return the group with its rewards: `reward` is the weighted sum of the unweighted `reward_parts` that apply.
 
         A sample to which no term applies gets the mean of its group: its advantage is 0 and changes no other's.
-        Rewards of steps are kept in `step_rewards`; only their mean is shown among the parts. `right` is decided by
+        Rewards of steps are kept in `step_rewards`; only their mean is shown among the parts. `is_correct` is set by
         the term that the settings name; None where that term failed or does not apply.
         Raises UserError for a failing reward under `on_error: stop`.
         """
@@ -150,7 +149,7 @@ class Scorer:
         totals = [sum(weights[name] * value for name, value in scored.items()) for scored in parts]
         mean = statistics.fmean([t for t, scored in zip(totals, parts, strict=True) if scored] or [0.0])
         with self._lock:
-            self._tally.unscored += sum(not scored for scored in parts) if weights else 0
+            self._stats.unscored += sum(not scored for scored in parts) if weights else 0
         rule = self._correctness_rule
         if rule and not results[rule.term][1]:  # the default of a failed call decides nothing
             rule = None
@@ -163,19 +162,19 @@ class Scorer:
                 reward_parts=scored | ({STEPS: statistics.fmean(reward for _, reward in steps)} if steps else {}),
                 step_rewards=steps,
                 extra={column: values[i] for column, values in final_extras.items()},
-                right=scored[rule.term] >= rule.min_value if rule and rule.term in scored else None,
+                is_correct=scored[rule.term] >= rule.min_value if rule and rule.term in scored else None,
             )
             for i, (sample, total, scored, steps) in enumerate(rows)
         )
         return replace(group, samples=tuple(samples))
 
-    def take_tally(self) -> Tally:
-        """Return this rank's tally since the last call, and start a new one."""
+    def take_stats(self) -> RewardStats:
+        """Return this rank's statistics since the last call, and start new ones."""
         with self._lock:
-            tally, self._tally = self._tally, Tally()
+            stats, self._stats = self._stats, RewardStats()
             timeouts = self._built_in.verifier.timeouts
-            tally.given_up, self._timeouts_taken = timeouts - self._timeouts_taken, timeouts
-        return tally
+            stats.verify_timeouts, self._timeouts_taken = timeouts - self._timeouts_taken, timeouts
+        return stats
 
     def close(self) -> None:
         """End the process that compares answers, and connections."""
@@ -194,10 +193,10 @@ class Scorer:
 
         return self._or_default(name, group, call, lambda reward: [reward] * len(group.samples))
 
-    def _steps(self, group: SampleGroup, step: int, extras: Extras) -> list[Steps]:
+    def _steps(self, group: SampleGroup, step: int, extras: Extras) -> list[StepRewards]:
         model, reward = self._step_model, self._step_reward
 
-        def call() -> list[Steps]:
+        def call() -> list[StepRewards]:
             if model:
                 return validate_steps(model.score_steps(group), group)
             if reward is None:
@@ -205,7 +204,7 @@ class Scorer:
             call_function = partial(call_step_reward, reward, self._arguments(group, step, extras))
             return validate_steps(run_with_timeout(call_function, self._settings.timeout_s), group)
 
-        def at_the_end(default: float) -> list[Steps]:
+        def at_the_end(default: float) -> list[StepRewards]:
             return [((len(sample.tokens) - 1, default),) for sample in group.samples]
 
         return self._or_default(STEPS, group, call, at_the_end)[0]
@@ -229,8 +228,8 @@ class Scorer:
             if self._settings.on_error == "stop":
                 raise UserError(sentence) from failure
             with self._lock:
-                self._tally.failures[name] += 1
-                self._tally.complaints.setdefault(name, sentence)
+                self._stats.failures[name] += 1
+                self._stats.first_errors.setdefault(name, sentence)
             return default(float(self._settings.on_error)), False
 
     def _arguments(self, group: SampleGroup, step: int, extras: Extras) -> dict[str, Any]:
@@ -244,7 +243,7 @@ class Scorer:
         def log_metric(name: str, value: float) -> None:
             number = float(value)
             with self._lock:
-                self._tally.log(name, number)
+                self._stats.log(name, number)
 
         state = TrainerState(global_step=step, max_steps=self._max_steps)
         return call_arguments(

@@ -52,7 +52,7 @@ def read_capabilities(server_info: Mapping[str, Any], openapi: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """Sampling parameters. `max_response_tokens` includes the stop token."""
 
     max_response_tokens: int
@@ -75,7 +75,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Generated:
+class EngineOutput:
     """One response of the engine.
 
     `logprobs` are of log_softmax(logits / temperature) over the full vocabulary: SGLang applies top-p
@@ -121,7 +121,9 @@ class EngineClient:
             self._capabilities = capabilities
         return self._capabilities
 
-    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling, count: int = 1) -> list[Generated]:
+    async def generate(
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1
+    ) -> list[EngineOutput]:
         """Draw `count` responses to one prompt, in one call: the prompt is computed once."""
         body = {"input_ids": list(prompt_tokens), "sampling_params": sampling.as_json(count), "return_logprob": True}
         reply = await self._call("POST", "/generate", body)
@@ -211,14 +213,14 @@ class EngineClient:
         """Take the memory back; weights come back undefined and must be sent."""
         await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
-    def _parse_output(self, output: dict[str, Any]) -> Generated:
+    def _parse_output(self, output: dict[str, Any]) -> EngineOutput:
         meta = output["meta_info"]
         pairs = meta["output_token_logprobs"] or []
         tokens = tuple(entry[1] for entry in pairs)
         if list(tokens) != list(output["output_ids"]):
             raise self._error("/generate", "output_ids and output_token_logprobs name different tokens")
         reason = (meta["finish_reason"] or {}).get("type")
-        return Generated(
+        return EngineOutput(
             tokens=tokens,
             logprobs=tuple(math.nan if entry[0] is None else entry[0] for entry in pairs),
             weight_versions=token_versions(meta, len(tokens)),

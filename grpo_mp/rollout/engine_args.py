@@ -18,13 +18,13 @@ ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # first on
 DP_ATTENTION_PORTS = 14  # data-parallel attention takes the rendezvous port, the six behind it, and the thirteenth
 CONTEXT_SLACK_TOKENS = 8  # SGLang keeps a few positions of the context for itself
 
-OWNED = {
+RESERVED = {
     "host": "engines listen on loopback",
     **dict.fromkeys(("port", "nccl_port"), "free ports are chosen at start"),
     **dict.fromkeys(
         ("dist_init_addr", "nnodes", "node_rank", "base_gpu_id"), "it follows from the ranks that the engine spans"
     ),
-    "tp_size": "set engine.gpus",
+    "tp_size": "set engine.gpus_per_engine",
     "device": "it follows from what this machine has",
     "model_path": "set model.path",
     "dtype": "set model.dtype",
@@ -181,8 +181,8 @@ def check_arguments(names: Iterable[str], known: Iterable[str]) -> None:
     """Raise UserError for an argument of `engine.args` that SGLang does not know or that the run itself sets."""
     known = set(known)
     for name in names:
-        if name in OWNED:
-            raise UserError(f"engine.args.{name} cannot be set: {OWNED[name]}")
+        if name in RESERVED:
+            raise UserError(f"engine.args.{name} cannot be set: {RESERVED[name]}")
         if name not in known:
             raise UserError(f"engine.args.{name}: the installed SGLang has no such argument{nearest(name, known)}")
 

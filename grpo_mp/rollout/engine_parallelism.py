@@ -43,12 +43,12 @@ class EngineParallelism:
     def divisor(self, name: str, routed_expert: bool) -> tuple[int, str]:
         """Return over how many GPUs a matrix of the layers is divided, and the settings that decide it."""
         if routed_expert:
-            return self.expert_tensor, "engine.gpus / engine.args.ep_size"
+            return self.expert_tensor, "engine.gpus_per_engine / engine.args.ep_size"
         if "shared_experts" in name:
-            return self.shared_tensor, "engine.gpus"
+            return self.shared_tensor, "engine.gpus_per_engine"
         if ".mlp." in name:
-            return self.dense_tensor, "engine.args.moe_dense_tp_size, else engine.gpus"
-        return self.attention_tensor, "engine.gpus / engine.args.attn_dp_size"
+            return self.dense_tensor, "engine.args.moe_dense_tp_size, else engine.gpus_per_engine"
+        return self.attention_tensor, "engine.gpus_per_engine / engine.args.attn_dp_size"
 
 
 def read_argument(args: Mapping[str, Any], name: str, default: Number) -> Number:
@@ -64,20 +64,20 @@ def attention_replicas(args: Mapping[str, Any]) -> int:
 
 
 def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:
-    """Read engine.gpus and engine.args. Raises UserError where they do not divide each other or the model."""
+    """Read engine.gpus_per_engine and engine.args. Raises UserError if they do not divide each other or the model."""
     replicas, expert = attention_replicas(args), read_argument(args, "ep_size", 1)
     if read_argument(args, "dp_size", 1) > 1 and not args.get("enable_dp_attention"):
         raise UserError(
             f"engine.args.dp_size={args['dp_size']} would start whole copies of the engine on other GPUs: set "
-            "engine.count for more engines, or attn_dp_size for replicas of attention inside one"
+            "engine.num_engines for more engines, or attn_dp_size for replicas of attention inside one"
         )
     values = family_of(hf).config(hf)
     experts, heads = values.get("num_moe_experts") or expert, values["num_attention_heads"]
     for name, size, total, meaning in (
-        ("attn_dp_size", replicas, gpus, "engine.gpus"),
-        ("ep_size", expert, gpus, "engine.gpus"),
+        ("attn_dp_size", replicas, gpus, "engine.gpus_per_engine"),
+        ("ep_size", expert, gpus, "engine.gpus_per_engine"),
         ("ep_size", expert, experts, "experts of the model"),
-        ("attn_dp_size", gpus // replicas, heads, "attention heads, by engine.gpus / attn_dp_size"),
+        ("attn_dp_size", gpus // replicas, heads, "attention heads, by engine.gpus_per_engine / attn_dp_size"),
     ):
         if size < 1 or total % size:
             nearest = max(part for part in divisors(total) if part <= max(1, size))
@@ -135,7 +135,7 @@ def _remedy(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> str:
             arguments = [
                 f"engine.args.{name}={value}" for name, value in changed["args"].items() if args.get(name) != value
             ]
-            gpu_setting = [f"engine.gpus={changed['gpus']}"] if changed["gpus"] != gpus else []
+            gpu_setting = [f"engine.gpus_per_engine={changed['gpus']}"] if changed["gpus"] != gpus else []
             return f"the nearest valid setting is {', '.join([*gpu_setting, *arguments])}"
     without = "use a folder with bfloat16 weights" if folder_in_fp8(hf) else "leave engine.args.quantization out"
     return f"no smaller division of this model fits either: {without}"

@@ -29,10 +29,13 @@ def engine_placements(
     engines = world_size // gpus if count is None else count
     if engines < 1 or engines * gpus > world_size:
         raise UserError(
-            f"engine.count={engines} engines of engine.gpus={gpus} do not fit the {world_size} ranks of this job"
+            f"engine.num_engines={engines} engines of engine.gpus_per_engine={gpus} do not fit the {world_size} ranks "
+            f"of this job"
         )
     if max(gpus, ranks_per_node) % min(gpus, ranks_per_node):
-        raise UserError(f"engine.gpus={gpus} and the {ranks_per_node} ranks of a node do not divide each other")
+        raise UserError(
+            f"engine.gpus_per_engine={gpus} and the {ranks_per_node} ranks of a node do not divide each other"
+        )
     nodes = max(1, gpus // ranks_per_node)
     return tuple(
         EnginePlacement(engine, engine * gpus + node * ranks_per_node, node, nodes)

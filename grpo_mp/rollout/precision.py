@@ -1,6 +1,6 @@
 """Precision of the engines: blockwise FP8 or not, and SGLang's arguments where the model's folder differs. Pure.
 
-An engine that quantises weights as it loads them cannot take later ones; one whose model *is* blockwise FP8 takes new
+An engine that quantizes weights as it loads them cannot take later ones; one whose model *is* blockwise FP8 takes new
 bytes and scales at every weight sync. So the model is declared to be that, and starts with random weights: the first
 sync sends them all.
 """

@@ -15,7 +15,7 @@ from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.distributed.ports import own_address
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.score import Scorer
-from grpo_mp.rollout.client import EngineClient, Sampling
+from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.placement import EnginePlacement, engine_hosts, engine_placements
 from grpo_mp.rollout.precision import precision_arguments
@@ -34,15 +34,17 @@ class Rollout:
         scorer: Scorer,
         rank: int,
         world_size: int,
-        own_weights: bool = False,
+        load_weights: bool = False,
     ) -> None:
         """Place the engines; nothing is started. Raises UserError for engines that do not fit.
 
-        `own_weights`: engines read the folder's weights and no weight sync follows; see `reads_weights`.
+        `load_weights`: engines read the folder's weights and no weight sync follows; see `engines_can_load_weights`.
         """
         self._settings, self._tokenizer, self._scorer = settings, tokenizer, scorer
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        placements = engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)
+        placements = engine_placements(
+            world_size, ranks_per_node, settings.engine.gpus_per_engine, settings.engine.num_engines
+        )
         self.hosts = engine_hosts(placements)
         self.placement = next((placement for placement in placements if placement.rank == rank), None)
         self._process: EngineProcess | None = None
@@ -50,7 +52,7 @@ class Rollout:
             cpu = not platform.on_cuda()
             first_gpu = 0 if cpu else int(os.environ.get("LOCAL_RANK", 0))
             hf, log = HfConfig.read(settings.model.path, settings.model.family), f"engine_{self.placement.engine}.log"
-            spec = engine_spec(settings, hf, self.placement, cpu, first_gpu, own_weights)
+            spec = engine_spec(settings, hf, self.placement, cpu, first_gpu, load_weights)
             self._process = EngineProcess(spec, settings.run.folder / "logs" / log)
         self._runner = asyncio.Runner()
         self.client: EngineClient | None = None
@@ -58,7 +60,7 @@ class Rollout:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Return all ranks that an engine spans."""
-        size = self._settings.engine.gpus
+        size = self._settings.engine.gpus_per_engine
         return tuple(rank for host in self.hosts for rank in range(host, host + size))
 
     def start(self, store: dist.Store) -> None:
@@ -127,9 +129,9 @@ class Rollout:
         self.stop()
 
 
-def rollout_sampling(rollout: RolloutConfig) -> Sampling:
+def rollout_sampling(rollout: RolloutConfig) -> SamplingParams:
     """Return how a step's responses are sampled."""
-    return Sampling(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.stop)
+    return SamplingParams(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.stop)
 
 
 def engine_spec(
@@ -138,12 +140,12 @@ def engine_spec(
     placement: EnginePlacement,
     cpu: bool,
     first_gpu: int = 0,
-    own_weights: bool = False,
+    load_weights: bool = False,
 ) -> EngineSpec:
     """Describe the engine at a placement; `first_gpu` is a device number of its node.
 
     An engine on a GPU never reads weights: the first weight sync would overwrite what each of its ranks had read.
-    With `own_weights` there is no sync, and it reads them; see `reads_weights`.
+    With `load_weights` there is no sync, and it reads them; see `engines_can_load_weights`.
     """
     precision = precision_arguments(settings.engine.args, hf, cpu)
     return EngineSpec(
@@ -153,18 +155,18 @@ def engine_spec(
         dtype=settings.model.dtype,
         context_tokens=settings.rollout.max_prompt_tokens + settings.longest_response,
         seed=settings.run.seed + placement.engine,
-        gpus=settings.engine.gpus,
+        gpus=settings.engine.gpus_per_engine,
         cpu=cpu,
         stop_strings=bool(settings.rollout.stop),
         first_gpu=first_gpu,
         nodes=placement.nodes,
         node_rank=placement.node_rank,
-        dummy_weights=not own_weights and (not cpu or bool(precision) or not has_hf_weights(settings.model.path)),
+        dummy_weights=not load_weights and (not cpu or bool(precision) or not has_hf_weights(settings.model.path)),
         args=settings.engine.args | precision,
     )
 
 
-def reads_weights(settings: Settings) -> bool:
+def engines_can_load_weights(settings: Settings) -> bool:
     """Check whether engines can read the weights of `model.path` and compute in the precision of `engine.args`."""
     folder, cpu = settings.model.path, not platform.on_cuda()
     return has_hf_weights(folder) and not precision_arguments(settings.engine.args, HfConfig.read(folder), cpu)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.score import Scorer
-from grpo_mp.rollout.client import EngineClient, Sampling
+from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 POLL_S = 0.02
@@ -44,7 +44,7 @@ class RolloutTask:
     group_size: int
     first_group_id: int
     step: int
-    sampling: Sampling
+    sampling: SamplingParams
     target_groups: int | None = None  # finished groups of the job, after which the others are aborted
 
 
@@ -118,9 +118,9 @@ class RolloutWorker:
             if output.tokens
         )
         if any(output.aborted for output in outputs):
-            return SampleGroup(prompt, samples, finished=0)
+            return SampleGroup(prompt, samples, finish_order=0)
         scored = await asyncio.to_thread(self.scorer.score_group, SampleGroup(prompt, samples), task.step)
-        return replace(scored, finished=queue.mark_finished())
+        return replace(scored, finish_order=queue.mark_finished())
 
 
 def _first_error(errors: BaseExceptionGroup[Exception]) -> Exception:

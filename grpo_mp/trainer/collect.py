@@ -40,7 +40,7 @@ class RolloutBatch:
     @property
     def scored(self) -> tuple[SampleInfo, ...]:
         """Return the launched samples that were not broken off."""
-        return tuple(info for info in self.launched if info.finished)
+        return tuple(info for info in self.launched if info.finish_order)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RolloutCollector:
     rollout: Rollout
     parallel: Parallel
     scheduler: PhaseManager
-    keeps: GroupFilter
+    group_filter: GroupFilter
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
         """Generate and score the step's groups. Every rank must call this; the sample infos are the same on all.
@@ -63,7 +63,7 @@ class RolloutCollector:
         prompts_per_step = rollout.prompts_per_step
         groups, infos = list[SampleGroup](), list[SampleInfo]()
         selection, rounds, launched = GroupSelection((), 0, 0, 0), 0, 0
-        while (missing := selection.missing(prompts_per_step)) > 0:
+        while (missing := selection.num_missing(prompts_per_step)) > 0:
             if rounds == rule.max_rounds:
                 raise UserError(self._too_few_groups(step, selection, launched))
             prompts, state = self._next_prompts(state, groups_to_launch(missing, launched, selection, rule), step)
@@ -77,17 +77,17 @@ class RolloutCollector:
             with self.scheduler.phase(Phase.SCORE):
                 infos += all_gather_sample_info(new_groups, self.parallel.cpu_group)
             groups, rounds = groups + new_groups, rounds + 1
-            selection = select_groups(infos, prompts_per_step, rule, self.keeps)
+            selection = select_groups(infos, prompts_per_step, rule, self.group_filter)
             launched = len({info.group_id for info in infos})
             if rule.zero_std != "refill":
                 break
         admitted = set(selection.admitted)
-        curriculum = _curriculum(state).after(
-            [info for info in infos if info.finished], step, self.settings.algorithm.curriculum
+        curriculum = _curriculum(state).updated(
+            [info for info in infos if info.finish_order], step, self.settings.algorithm.curriculum
         )
-        solve_streak, resting = (
+        solve_streak, skipped_until = (
             {str(prompt): value for prompt, value in by_prompt.items()}
-            for by_prompt in (curriculum.solve_streak, curriculum.resting)
+            for by_prompt in (curriculum.solve_streak, curriculum.skipped_until)
         )
         return RolloutBatch(
             groups=[group for group in groups if group.samples[0].group_id in admitted],
@@ -96,21 +96,21 @@ class RolloutCollector:
             dropped=Counter(zero_std=selection.zero_std, surplus=selection.surplus, unfinished=selection.unfinished),
             length_bias=length_bias(infos, admitted),
             rounds=rounds,
-            state=replace(state, solve_streak=solve_streak, resting=resting),
+            state=replace(state, solve_streak=solve_streak, skipped_until=skipped_until),
         )
 
     def _next_prompts(self, state: TrainState, count: int, step: int) -> tuple[list[Prompt], TrainState]:
-        """Take the next prompts that do not rest, where nearly all rest also those that do; and the state after."""
+        """Take the next prompts that are not skipped, where nearly all are also those that are; and the state after."""
         prompts, shuffle, curriculum = self.prompts, self.settings.data.shuffle, _curriculum(state)
         cursor = Cursor.from_dict(state.cursor) if state.cursor else Cursor(seed=self.settings.run.seed)
         taken: list[int] = []
         for _ in range(max(1, len(prompts) // count)):
             indices, cursor = take(cursor, len(prompts), count - len(taken), shuffle)
-            taken += [index for index in indices if not curriculum.rests(prompts[index].index, step)]
+            taken += [index for index in indices if not curriculum.is_skipped(prompts[index].index, step)]
             if len(taken) == count:
                 break
-        resting, cursor = take(cursor, len(prompts), count - len(taken), shuffle)
-        return [prompts[index] for index in (*taken, *resting)], replace(state, cursor=cursor.to_dict())
+        remaining, cursor = take(cursor, len(prompts), count - len(taken), shuffle)
+        return [prompts[index] for index in (*taken, *remaining)], replace(state, cursor=cursor.to_dict())
 
     def _too_few_groups(self, step: int, selection: GroupSelection, launched: int) -> str:
         settings, rule = self.settings, self.settings.algorithm.filter
@@ -125,5 +125,5 @@ class RolloutCollector:
 def _curriculum(state: TrainState) -> PromptCurriculum:
     """Read the curriculum from a state, whose keys are text as in JSON."""
     return PromptCurriculum(
-        *({int(prompt): value for prompt, value in side.items()} for side in (state.solve_streak, state.resting))
+        *({int(prompt): value for prompt, value in side.items()} for side in (state.solve_streak, state.skipped_until))
     )

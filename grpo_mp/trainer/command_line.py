@@ -13,10 +13,10 @@ from grpo_mp.options import train_parser
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.trainer.context import local_ranks
 from grpo_mp.trainer.exit import exit_on_error
-from grpo_mp.trainer.preflight import Inputs, check_and_read, describe_run
+from grpo_mp.trainer.preflight import RunInputs, describe_run, run_preflight
 
 
-def run_command(train: Callable[[Settings, Inputs], None], arguments: Sequence[str] | None = None) -> None:
+def run_command(train: Callable[[Settings, RunInputs], None], arguments: Sequence[str] | None = None) -> None:
     """Run a command line; `train` gets checked settings and what was read for them."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # train.py sets the default action
     with exit_on_error():
@@ -25,14 +25,14 @@ def run_command(train: Callable[[Settings, Inputs], None], arguments: Sequence[s
         settings = load_settings(args.config, args.overrides)
         if args.dry_run:
             sizes = (args.ranks, args.ranks_per_node or args.ranks) if args.ranks else local_ranks()
-            inputs = check_and_read(settings, *sizes)
+            inputs = run_preflight(settings, *sizes)
             if int(os.environ.get("RANK", 0)) == 0:
                 print(describe_run(settings, inputs, *sizes))
         elif args.ranks_per_node:
             raise UserError("--ranks-per-node is for --dry-run: a launcher says how many ranks a node has")
         else:
             with started_job(args.ranks) as (world_size, ranks_per_node):
-                train(settings, check_and_read(settings, world_size, ranks_per_node))
+                train(settings, run_preflight(settings, world_size, ranks_per_node))
 
 
 @contextmanager

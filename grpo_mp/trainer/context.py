@@ -35,8 +35,8 @@ from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.collect import RolloutCollector
 from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
-from grpo_mp.trainer.offload import AFTER_START, offload_enabled, offload_functions, start_engines_first
-from grpo_mp.trainer.preflight import Inputs
+from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_enabled, offload_functions, start_engines_first
+from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.weight_sync.engine_check import EngineCheck
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.transport import HostTransport, IpcTransport, Transport, uses_cuda_ipc
@@ -48,7 +48,7 @@ class TrainContext:
     """The parts of a training job on this rank. `state` is that of the run."""
 
     settings: Settings
-    inputs: Inputs
+    inputs: RunInputs
     parallel: Parallel
     policy: Policy
     rollout: Rollout
@@ -81,7 +81,7 @@ class Job:
 
 @contextmanager
 def open_train_context(
-    settings: Settings, inputs: Inputs, checkpoint: Path | None = None, greeting: str = ""
+    settings: Settings, inputs: RunInputs, checkpoint: Path | None = None, greeting: str = ""
 ) -> Iterator[TrainContext]:
     """Join the job, start this rank's engine, build the policy, resume from `checkpoint` where there is one.
 
@@ -101,7 +101,7 @@ def open_train_context(
             progress,
             settings.monitor.phase_timeout_s,
             offload_functions(policy, rollout, settings.sync.timeout_s) if moves else None,
-            AFTER_START if moves else None,
+            INITIAL_RESIDENCY if moves else None,
             partial(device_items, policy),
         )
         weight_sync = _build_weight_sync(settings, parallel, policy, rollout)
@@ -127,12 +127,12 @@ def open_train_context(
 
 
 @contextmanager
-def open_engines_only(settings: Settings, inputs: Inputs, greeting: str) -> Iterator[Evaluator]:
+def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> Iterator[Evaluator]:
     """Join the job and start this rank's engine on `model.path`: a job without a policy.
 
     Engines keep the weights that they loaded, and the device. They end when the body does, however it ends.
     """
-    with _open_job(settings, inputs, LayoutConfig(), steps=0, own_weights=True) as (job, _):
+    with _open_job(settings, inputs, LayoutConfig(), steps=0, load_weights=True) as (job, _):
         parallel, rollout, progress = job.parallel, job.rollout, job.progress
         _show_notes(progress, greeting, inputs, parallel, trains=False)
         with job.watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
@@ -147,11 +147,11 @@ def open_engines_only(settings: Settings, inputs: Inputs, greeting: str) -> Iter
 @contextmanager
 def _open_job(
     settings: Settings,
-    inputs: Inputs,
+    inputs: RunInputs,
     layout: LayoutConfig,
     steps: int,
     checkpoint: Path | None = None,
-    own_weights: bool = False,
+    load_weights: bool = False,
 ) -> Iterator[tuple[Job, TrainState]]:
     """Make the process groups, claim the run folder, place the engines, open the monitors; end all of it in any case.
 
@@ -165,7 +165,7 @@ def _open_job(
             claim_run_folder(folder, dump_settings(settings))
         dist.barrier(group=parallel.cpu_group)
         state = read_manifest(checkpoint) if checkpoint else TrainState()
-        rollout = Rollout(settings, inputs.tokenizer, inputs.scorer, rank, parallel.world_size, own_weights)
+        rollout = Rollout(settings, inputs.tokenizer, inputs.scorer, rank, parallel.world_size, load_weights)
         stack.enter_context(logging_to(log_file(folder, rank), settings.monitor.log_level))
         stack.enter_context(rollout)
         progress = stack.enter_context(Progress(folder, steps, done=state.step, rank=rank))
@@ -178,7 +178,7 @@ def _open_job(
         stop_parallel()
 
 
-def _show_notes(progress: Progress, greeting: str, inputs: Inputs, parallel: Parallel, trains: bool) -> None:
+def _show_notes(progress: Progress, greeting: str, inputs: RunInputs, parallel: Parallel, trains: bool) -> None:
     """Show what a user should know before the run starts."""
     progress.note(greeting)
     if parallel.rank == 0:
@@ -209,14 +209,14 @@ def build_policy(settings: Settings, parallel: Parallel, state: TrainState, chec
         checkpoint_checksums(checkpoint).check_share(parallel.rank, parallel.world_size)
         dist.barrier(group=parallel.cpu_group)  # no rank reads a file before all are checked
         load_policy(policy, checkpoint / "policy")
-        if state.reference_refreshed and policy.reference:
+        if state.reference_updated and policy.reference:
             load_reference(policy, checkpoint / "reference")
     return policy
 
 
 def _build_weight_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout: Rollout) -> WeightSync:
     """Build the weight sync; its transport is None on a rank that sends nothing to an engine."""
-    by_ipc, gpus = uses_cuda_ipc(settings.sync), settings.engine.gpus
+    by_ipc, gpus = uses_cuda_ipc(settings.sync), settings.engine.gpus_per_engine
     transport: Transport | None = None
     targets = rollout.ranks if by_ipc else rollout.hosts
     plan = make_plan(

@@ -12,13 +12,13 @@ from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.evaluation.score import EvalScore, Votes, read_scores, score, step_file
 from grpo_mp.monitor.metrics import fill
 from grpo_mp.monitor.progress import Progress
-from grpo_mp.monitor.samples import markdown, spread
+from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown
 from grpo_mp.monitor.screen import AnswerPair
 from grpo_mp.phases import Phase
-from grpo_mp.rewards.score import Scorer, Tally
+from grpo_mp.rewards.score import RewardStats, Scorer
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
-from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics, total_tally
+from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics, total_reward_stats
 from grpo_mp.types import SampleGroup, SampleInfo
 
 OnGroups = Callable[[str, Sequence[SampleGroup]], None]
@@ -32,7 +32,7 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)  # some answers to each set, as Markdown; on rank 0 only
     answers: dict[str, str] = field(default_factory=dict)  # question -> its first answer
-    tallies: dict[str, Tally] = field(default_factory=dict)  # what the rewards met, over all ranks
+    reward_stats: dict[str, RewardStats] = field(default_factory=dict)  # what the rewards met, over all ranks
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,16 @@ class Evaluator:
                 groups = self.rollout.evaluate(prompts.prompts, name, step, self.parallel.store)
                 infos: list[SampleInfo] = all_gather_sample_info(groups, cpu_group)
                 votes = _all_gather_votes(groups, self.scorer, cpu_group) if self.scorer.has_answers else None
-            tally = total_tally(self.scorer.take_tally(), self.parallel)
-            result.tallies[name] = tally
-            for sentence in tally.complaints.values():
+            stats = total_reward_stats(self.scorer.take_stats(), self.parallel)
+            result.reward_stats[name] = stats
+            for sentence in stats.first_errors.values():
                 self.progress.note(f"warning: {name}: {sentence}")
             result.scores[name] = score(infos, votes)
             result.metrics.update(eval_metrics(name, result.scores[name]))
-            result.metrics.update(eval_reward_metrics(name, tally))
-            chosen = spread(sorted({info.group_id for info in infos}), self.samples_shown)  # the same each time
+            result.metrics.update(eval_reward_metrics(name, stats))
+            chosen = evenly_spaced(sorted({info.group_id for info in infos}), self.samples_shown)  # the same each time
             if shown := gather_groups(groups, chosen, cpu_group):
-                result.texts[fill("eval/{set}/samples", set=name)] = markdown(shown)
+                result.texts[fill("eval/{set}/samples", set=name)] = samples_to_markdown(shown)
             result.answers.update({group.prompt.text: group.samples[0].text for group in groups})
             if on_groups:
                 on_groups(name, groups)

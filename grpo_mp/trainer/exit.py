@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.config import exit_with
-from grpo_mp.distributed.exit_marks import mark_finished
+from grpo_mp.distributed.finish_markers import mark_finished
 from grpo_mp.errors import INTERRUPT_STATUS, UserError
 
 PEER_FAILED_STATUS = 1

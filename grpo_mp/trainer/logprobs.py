@@ -19,11 +19,16 @@ REFERENCE = "reference_logprobs"
 
 
 def compute_logprobs(
-    policy: Policy, batch: StepBatch, algorithm: AlgorithmConfig, epochs: int, controls: Mapping[str, float], seed: str
+    policy: Policy,
+    batch: StepBatch,
+    algorithm: AlgorithmConfig,
+    epochs: int,
+    adaptive_coefs: Mapping[str, float],
+    seed: str,
 ) -> Updates:
     """Return the step's micro-batches with everything that its updates need. Every rank must call this.
 
-    controls: adaptive weights by name; seed: draws the micro-batches on which a KL without weight is measured.
+    adaptive_coefs: adaptive weights by name; seed: draws the micro-batches on which a KL without weight is measured.
     """
     kl, parallel = algorithm.kl, policy.parallel
     updates = [list(update) for update in batch.updates]
@@ -36,7 +41,7 @@ def compute_logprobs(
     elif kl.monitor_share:
         updates = _with_sampled_reference_logprobs(updates, policy, kl.monitor_share, seed)
     if kl.apply_to == "reward" and kl.coef > 0:
-        updates = with_kl_in_reward(updates, batch, algorithm, controls.get("kl", kl.coef), parallel)
+        updates = with_kl_in_reward(updates, batch, algorithm, adaptive_coefs.get("kl", kl.coef), parallel)
     return whiten(updates, parallel) if algorithm.advantage.whiten else updates
 
 

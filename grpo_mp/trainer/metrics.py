@@ -10,31 +10,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_mp.algorithms.advantages import groups_without_difference
+from grpo_mp.algorithms.advantages import zero_std_groups
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import fill
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.rewards.score import Tally, total
+from grpo_mp.rewards.score import RewardStats, total
 from grpo_mp.scheduler.memory import MemoryUsage, largest
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.types import MicroBatch, PerToken, SampleInfo
 
 
 def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
-    """Summarise rewards and lengths of all samples of a step."""
+    """Summarize rewards and lengths of all samples of a step."""
     rewards, lengths = [info.reward for info in infos], [info.response_tokens for info in infos]
     by_group, by_part, by_answer = (defaultdict[Any, list[float]](list) for _ in range(3))
     for info in infos:
         by_group[info.group_id].append(info.reward)
         for part, value in info.reward_parts.items():
             by_part[part].append(value)
-        if info.right is not None:  # the bias of Dr. GRPO is that only wrong answers grow
-            by_answer["right" if info.right else "wrong"].append(info.response_tokens)
+        if info.is_correct is not None:  # the bias of Dr. GRPO is that only wrong answers grow
+            by_answer["correct" if info.is_correct else "incorrect"].append(info.response_tokens)
     right, rates = accuracy(infos), solve_rates(infos)
-    solved = {"rollout/all_right_groups": rates.count(1.0), "rollout/all_wrong_groups": rates.count(0.0)}
+    solved = {"rollout/solve_all": rates.count(1.0), "rollout/solve_none": rates.count(0.0)}
     lag = sum(weight_version * info.response_tokens - info.versions_sum for info in infos)
     return {
         "reward/mean": statistics.fmean(rewards),
@@ -42,8 +42,7 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
         "reward/min": min(rewards),
         "reward/max": max(rewards),
         "reward/group_std": statistics.fmean(statistics.pstdev(group) for group in by_group.values()),
-        "reward/zero_std_ratio": len(groups_without_difference(rewards, [info.group_id for info in infos]))
-        / len(by_group),
+        "reward/zero_std_ratio": len(zero_std_groups(rewards, [info.group_id for info in infos])) / len(by_group),
         **{fill("reward/part/{name}", name=part): statistics.fmean(values) for part, values in by_part.items()},
         "rollout/response_length/mean": statistics.fmean(lengths),
         **{fill("rollout/response_length/{answer}", answer=a): statistics.fmean(v) for a, v in by_answer.items()},
@@ -66,19 +65,19 @@ def solve_rates(infos: Sequence[SampleInfo]) -> list[float]:
     return [share for group in groups.values() if (share := accuracy(group)) is not None]
 
 
-def reward_metrics(tally: Tally) -> dict[str, float]:
+def reward_metrics(stats: RewardStats) -> dict[str, float]:
     """Return failures of the rewards of all ranks in a step, and what they logged."""
     return {
-        "reward/failures": sum(tally.failures.values()),
-        "reward/unscored": tally.unscored,
-        "reward/answers_given_up": tally.given_up,
-        **{fill("reward/log/{name}", name=name): value for name, value in tally.logged.items()},
+        "reward/failures": sum(stats.failures.values()),
+        "reward/unscored": stats.unscored,
+        "reward/verify_timeouts": stats.verify_timeouts,
+        **{fill("reward/log/{name}", name=name): value for name, value in stats.logged.items()},
     }
 
 
-def total_tally(local_tally: Tally, parallel: Parallel) -> Tally:
-    """Sum the tallies of the rewards of all ranks. Every rank must call this."""
-    return total(all_gather(local_tally, parallel.cpu_group))
+def total_reward_stats(local_stats: RewardStats, parallel: Parallel) -> RewardStats:
+    """Sum the rewards' statistics over all ranks. Every rank must call this."""
+    return total(all_gather(local_stats, parallel.cpu_group))
 
 
 def distributions(infos: Sequence[SampleInfo], advantages: Sequence[PerToken]) -> dict[str, Sequence[float]]:
@@ -109,7 +108,7 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
         "train/lr": reports[-1].lr,
         "train/updates": len(reports),
         "train/skipped_updates": sum(report.skipped for report in reports),
-        "train/drift_skipped_updates": planned - len(reports),
+        "train/early_stopped_updates": planned - len(reports),
         "train/tokens": sum(
             batch.infos[i].response_tokens
             for update, report in zip(cycle(batch.plan), reports, strict=False)
@@ -136,8 +135,8 @@ def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) 
     if parallel.is_reporting_rank:
         for batch in (batch for update in updates for batch in update):
             forwards = (batch.old_logprobs is not None) + (batch.reference_logprobs is not None)
-            shared = sum(rows.count for rows in set(batch.prompts))
-            count += forwards * ((batch.sequence >= 0).sum() + shared)
+            shared = sum(rows.count for rows in set(batch.prompt_rows))
+            count += forwards * ((batch.sequence_index >= 0).sum() + shared)
     dist.all_reduce(count, group=parallel.cpu_group)
     return float(count)
 
@@ -154,7 +153,7 @@ def memory_metrics(usages: Mapping[str, MemoryUsage], parallel: Parallel) -> dic
 
 def accuracy(infos: Sequence[SampleInfo]) -> float | None:
     """Return the share of right answers; None where the reward says of no answer whether it is right."""
-    verdicts = [info.right for info in infos if info.right is not None]
+    verdicts = [info.is_correct for info in infos if info.is_correct is not None]
     return statistics.fmean(verdicts) if verdicts else None
 
 
@@ -174,10 +173,10 @@ def eval_metrics(name: str, score: EvalScore) -> dict[str, float]:
     return metrics
 
 
-def eval_reward_metrics(name: str, tally: Tally) -> dict[str, float]:
+def eval_reward_metrics(name: str, stats: RewardStats) -> dict[str, float]:
     """Return failures of the rewards on one eval set, and what they logged."""
-    logged = {fill("eval/{set}/log/{name}", set=name, name=key): value for key, value in tally.logged.items()}
-    return logged | {fill("eval/{set}/failures", set=name): sum(tally.failures.values())}
+    logged = {fill("eval/{set}/log/{name}", set=name, name=key): value for key, value in stats.logged.items()}
+    return logged | {fill("eval/{set}/failures", set=name): sum(stats.failures.values())}
 
 
 def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
@@ -186,7 +185,7 @@ def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         "rollout/launched_groups": len({info.group_id for info in rollouts.launched}),
         "rollout/rounds": rollouts.rounds,
         "rollout/length_bias": rollouts.length_bias,
-        "rollout/resting_prompts": len(rollouts.state.resting),
+        "rollout/skipped_prompts": len(rollouts.state.skipped_until),
         **{fill("rollout/dropped_groups/{reason}", reason=reason): count for reason, count in rollouts.dropped.items()},
     }
 

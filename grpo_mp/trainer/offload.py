@@ -14,7 +14,7 @@ from grpo_mp.scheduler.phase_manager import OffloadFunction
 
 HINT = "where it ran out of device memory, lower engine.args.mem_fraction_static"
 ENGINE_TAGS = {"engine_weights": ("weights",), "engine_cache": ("kv_cache", "cuda_graph")}
-AFTER_START = Residency(policy_weights=True, gradients=True, optimizer=True)
+INITIAL_RESIDENCY = Residency(policy_weights=True, gradients=True, optimizer=True)
 
 
 def offload_enabled(dtype: str) -> bool:
@@ -42,11 +42,11 @@ def offload_functions(policy: Policy, rollout: Rollout, timeout_s: float) -> dic
     }
 
 
-def _move_engine(rollout: Rollout, group: dist.ProcessGroup, tags: tuple[str, ...], wake: bool) -> None:
-    if wake:  # an engine takes memory on the devices of all its ranks: each must have freed its own
+def _move_engine(rollout: Rollout, group: dist.ProcessGroup, tags: tuple[str, ...], onload: bool) -> None:
+    if onload:  # an engine takes memory on the devices of all its ranks: each must have freed its own
         dist.barrier(group=group)
     if rollout.client:
-        call = rollout.client.resume_memory if wake else rollout.client.release_memory
+        call = rollout.client.resume_memory if onload else rollout.client.release_memory
         try:
             rollout.call(call(tags))
         except UserError as error:

@@ -54,7 +54,7 @@ def load_extensions(settings: Settings) -> Extensions:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RunInputs:
     """What a run reads: tokenizer, prompts, rewards."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ class Inputs:
         return [overlap.sentence for overlap in find_overlaps((prompt.text for prompt in self.train), evals)]
 
 
-def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> Inputs:
+def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> RunInputs:
     """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
     extensions = load_extensions(settings)
     check_policy(settings, world_size)
@@ -91,10 +91,10 @@ def check_and_read(settings: Settings, world_size: int, ranks_per_node: int) -> 
     hf = HfConfig.read(settings.model.path, settings.model.family)
     fp8 = in_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
     warnings = (*scorer.warnings, *start_warnings(settings, fp8))
-    return Inputs(tokenizer, train, _read_evals(settings, tokenizer), scorer, extensions, warnings)
+    return RunInputs(tokenizer, train, _read_evals(settings, tokenizer), scorer, extensions, warnings)
 
 
-def check_and_read_evaluation(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> Inputs:
+def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
     """Check and read what an evaluation of at least one set needs. Raises UserError.
 
     The first set takes the place of the train prompts, which are not read.
@@ -105,17 +105,20 @@ def check_and_read_evaluation(settings: Settings, world_size: int, ranks_per_nod
     tokenizer = _check_engines(settings, world_size, ranks_per_node)
     evals = _read_evals(settings, tokenizer)
     scorer = _make_scorer(settings, tokenizer)
-    return Inputs(tokenizer, next(iter(evals.values())), evals, scorer, extensions, scorer.warnings)
+    return RunInputs(tokenizer, next(iter(evals.values())), evals, scorer, extensions, scorer.warnings)
 
 
 def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
     """Check run folder, engines, device and sizes; return the model's tokenizer."""
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
-    nodes = engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count)[0].nodes
+    nodes = engine_placements(world_size, ranks_per_node, settings.engine.gpus_per_engine, settings.engine.num_engines)[
+        0
+    ].nodes
     if nodes > 1 and not uses_cuda_ipc(settings.sync):
         raise UserError(
-            f"engine.gpus={settings.engine.gpus} spans {nodes} nodes of {ranks_per_node} ranks, but through "
-            "host memory weights reach only the engine's first node: lower engine.gpus, or use CUDA and "
+            f"engine.gpus_per_engine={settings.engine.gpus_per_engine} spans {nodes} nodes of {ranks_per_node} ranks, "
+            f"but through "
+            "host memory weights reach only the engine's first node: lower engine.gpus_per_engine, or use CUDA and "
             "sync.transport=ipc"
         )
     _check_device_settings(settings)
@@ -138,7 +141,7 @@ def _read_evals(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[
             data.model_copy(update={"source": eval_set.source or data.source}),
             tokenizer,
             longest,
-            settings.eval_set(name).prompts,
+            settings.eval_set(name).max_prompts,
         )
         for name, eval_set in data.eval.items()
     }
@@ -158,7 +161,7 @@ def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
     """Raise UserError for a precision that weights cannot be synced to, or GPUs that do not divide the model."""
     in_fp8(engine.args, hf, cpu)
     if not cpu:
-        check_engine_parallelism(engine.gpus, engine.args, hf)
+        check_engine_parallelism(engine.gpus_per_engine, engine.args, hf)
 
 
 def _check_device_settings(settings: Settings) -> None:
@@ -222,10 +225,12 @@ def _warn_without_effect(algorithm: AlgorithmConfig, updates: int) -> Iterator[s
         )
 
 
-def describe_run(settings: Settings, inputs: Inputs, world_size: int, ranks_per_node: int) -> str:
+def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_per_node: int) -> str:
     """Return the resolved settings as YAML, then the facts that follow from them, for a dry run."""
     rollout, training = settings.rollout, settings.training
-    hosts = engine_hosts(engine_placements(world_size, ranks_per_node, settings.engine.gpus, settings.engine.count))
+    hosts = engine_hosts(
+        engine_placements(world_size, ranks_per_node, settings.engine.gpus_per_engine, settings.engine.num_engines)
+    )
     layout = describe_parallelism(settings.layout, world_size)
     samples = {name: eval_set.samples for name, eval_set in settings.data.eval.items()}
     evals = [
@@ -234,8 +239,8 @@ def describe_run(settings: Settings, inputs: Inputs, world_size: int, ranks_per_
     ]
     facts = [
         f"ranks: {world_size}, {ranks_per_node} on each node; layout: {layout}",
-        f"engines: {len(hosts)} x {settings.engine.gpus} rank(s), hosted by ranks {hosts}",
-        f"train prompts: {len(inputs.train)} ({inputs.train.left_out} longer than the limit left out); eval: "
+        f"engines: {len(hosts)} x {settings.engine.gpus_per_engine} rank(s), hosted by ranks {hosts}",
+        f"train prompts: {len(inputs.train)} ({inputs.train.num_too_long} longer than the limit left out); eval: "
         f"{', '.join(evals) or 'none'}",
         *inputs.overlaps(),
         describe_step(settings),

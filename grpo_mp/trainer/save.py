@@ -32,11 +32,11 @@ def save_checkpoint(run: RunConfig, policy: Policy, state: TrainState) -> None:
     if parallel.rank == 0:
         begin_checkpoint(folder)
         (folder / "policy").mkdir()
-        if state.reference_refreshed:
+        if state.reference_updated:
             (folder / "reference").mkdir()
     dist.barrier(group=parallel.cpu_group)
     save_policy(policy, folder / "policy")
-    if state.reference_refreshed:
+    if state.reference_updated:
         save_reference(policy, folder / "reference")
     dist.barrier(group=parallel.cpu_group)
     files_by_rank: list[Files] | None = [{}] * parallel.world_size if parallel.rank == 0 else None

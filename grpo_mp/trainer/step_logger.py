@@ -14,8 +14,8 @@ from grpo_mp.evaluation.score import EvalScore, plot_pass_at_k, step_file, write
 from grpo_mp.monitor.loggers import open_loggers, write_metrics
 from grpo_mp.monitor.metrics import RangeWatch, fill
 from grpo_mp.monitor.progress import Progress
-from grpo_mp.monitor.samples import drop_samples, markdown, spread, write_samples
-from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars, summarise
+from grpo_mp.monitor.samples import drop_samples, evenly_spaced, samples_to_markdown, write_samples
+from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars, summarize
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.policy.expert_load import ExpertLoad, heat_map, load_ratios, max_load_ratio
 from grpo_mp.policy.policy import UpdateReport
@@ -29,15 +29,15 @@ from grpo_mp.trainer.metrics import (
     packed_tokens,
     reward_metrics,
     rollout_metrics,
-    total_tally,
+    total_reward_stats,
     update_metrics,
 )
-from grpo_mp.trainer.preflight import Inputs
+from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.types import MicroBatch, SampleGroup
 from grpo_mp.weight_sync.compare import CheckReport
 from grpo_mp.weight_sync.update import SyncReport
 
-PICTURE = "pass_at_k.svg"
+PASS_AT_K_FILE = "pass_at_k.svg"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class StepLogger:
         parallel: Parallel,
         timeline: Timeline,
         progress: Progress,
-        inputs: Inputs,
+        inputs: RunInputs,
         memory_tracker: MemoryTracker,
         expert_load: ExpertLoad,
         steps_done: int,
@@ -93,20 +93,20 @@ class StepLogger:
         check: CheckReport,
     ) -> StepRecord:
         """Collect all of the step but its evaluation; `state` is that after the step. Every rank must call this."""
-        own_summary = summarise(self._timeline.take(), self._start_ns, self._timeline.now_ns())
+        own_summary = summarize(self._timeline.take(), self._start_ns, self._timeline.now_ns())
         summary = reduce_over_ranks(all_gather(own_summary, self._parallel.cpu_group))
-        tally = total_tally(self._scorer.take_tally(), self._parallel)
-        for part, sentence in tally.complaints.items():
+        stats = total_reward_stats(self._scorer.take_stats(), self._parallel)
+        for part, sentence in stats.first_errors.items():
             if part not in self._complained:  # noted once, where a failing reward does not stop the run
                 self._progress.note(f"warning: {sentence}")
-        self._complained |= tally.complaints.keys()
+        self._complained |= stats.first_errors.keys()
         scalars = {
             # The samples were drawn before this step's updates, each of which raises the version by 1.
             **rollout_metrics(rollouts.scored, sync.version - len(reports)),
-            **reward_metrics(tally),
+            **reward_metrics(stats),
             **collect_metrics(rollouts),
             **update_metrics(reports, batch, len(batch.plan) * self._epochs),
-            **{fill("train/control/{name}", name=name): value for name, value in state.controls.items()},
+            **{fill("train/adaptive_coef/{name}", name=name): value for name, value in state.adaptive_coefs.items()},
             "train/optimizer_step": state.optimizer_step,
             "train/samples_seen": state.samples_seen,
             **memory_metrics(self._memory_tracker.take(), self._parallel),
@@ -121,10 +121,10 @@ class StepLogger:
             scalars["train/expert_load/max_over_mean"] = worst
             histograms["train/expert_load/values"] = load_ratios(load)
             texts["train/expert_load/by_layer"] = heat_map(load)
-        ids = spread(sorted({info.group_id for info in rollouts.infos}), self._samples_per_step)
+        ids = evenly_spaced(sorted({info.group_id for info in rollouts.infos}), self._samples_per_step)
         groups = gather_groups(rollouts.groups, ids, self._parallel.cpu_group)
         if groups:
-            texts["rollout/samples"] = markdown(groups)
+            texts["rollout/samples"] = samples_to_markdown(groups)
         return StepRecord(scalars, histograms, texts, groups)
 
     def write(self, step: int, record: StepRecord) -> None:
@@ -145,7 +145,7 @@ class StepLogger:
         write_scores(step_file(self._folder, step), scores, step=step)
         figure = plot_pass_at_k(initial if step else {}, scores)
         if figure:
-            write_svg(figure, self._folder / PICTURE)
+            write_svg(figure, self._folder / PASS_AT_K_FILE)
             for logger in self._loggers:
                 logger.image(step, "eval/pass_at_k", figure)
 

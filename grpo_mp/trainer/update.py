@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 
-from grpo_mp.algorithms.controllers import current_coefficients, has_drifted, update_controls
+from grpo_mp.algorithms.controllers import current_coefficients, should_early_stop, update_adaptive_coefs
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.report import metrics
@@ -21,29 +21,31 @@ def train_step(
     updates: Sequence[Sequence[MicroBatch]],
     algorithm: AlgorithmConfig,
     epochs: int,
-    controls: Mapping[str, float],
+    adaptive_coefs: Mapping[str, float],
     policy_loss: PolicyLoss,
 ) -> tuple[list[UpdateReport], dict[str, float]]:
     """Update the policy, `epochs` times over the step's parts, unless it drifts too far from its samples.
 
-    Adaptive weights, `controls`, move after every update and are returned. Every rank must call this.
+    Adaptive weights, `adaptive_coefs`, move after every update and are returned. Every rank must call this.
     """
-    reports, controls = list[UpdateReport](), dict(controls)
+    reports, adaptive_coefs = list[UpdateReport](), dict(adaptive_coefs)
     reduce = context_reduction(policy.parallel)
     for update in chain.from_iterable(repeat(updates, epochs)):
-        weights = current_coefficients(controls, algorithm)
+        weights = current_coefficients(adaptive_coefs, algorithm)
         report = policy.update(update, make_loss(algorithm, weights, reduce, policy_loss))
         measured = metrics(reduce_report(report, policy.parallel))
         reports.append(replace(report, measured=measured))
-        controls = update_controls(controls, measured.get("train/kl_loss", 0.0), measured["train/entropy"], algorithm)
-        if has_drifted(measured["train/ppo_kl"], measured["train/effective_samples"], algorithm.early_stop):
+        adaptive_coefs = update_adaptive_coefs(
+            adaptive_coefs, measured.get("train/kl_loss", 0.0), measured["train/entropy"], algorithm
+        )
+        if should_early_stop(measured["train/ppo_kl"], measured["train/ess"], algorithm.early_stop):
             break
-    return reports, controls
+    return reports, adaptive_coefs
 
 
-def refresh_reference(reference: Reference | None, kl: KLConfig, step: int) -> bool:
+def update_reference(reference: Reference | None, kl: KLConfig, step: int) -> bool:
     """Set the reference, where that is due, to mix x policy + (1 - mix) x reference; return whether it was due."""
     if not (reference and kl.ref_update_every and step % kl.ref_update_every == 0):
         return False
-    reference.refresh(kl.ref_update_mix)
+    reference.update(kl.ref_update_mix)
     return True

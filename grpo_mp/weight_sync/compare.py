@@ -12,7 +12,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "fp8": 0.25}  # mean |engine - p
 RECHECK_SETS = 32
 MAX_ROUTING_TIES = 3
 
-Checksums = Mapping[str, str]  # of an engine's tensors, by its own names
+EngineChecksums = Mapping[str, str]  # of an engine's tensors, by its own names
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def worst_report(reports: Sequence[CheckReport]) -> CheckReport:
     )
 
 
-def describe_difference(before: Checksums, again: Checksums, restored: Checksums) -> str:
+def describe_difference(before: EngineChecksums, again: EngineChecksums, restored: EngineChecksums) -> str:
     """Return one sentence that names the tensors at fault after a sync that failed the check.
 
     before: checksums after that sync; again: after a second one; restored: after the engine's weights were

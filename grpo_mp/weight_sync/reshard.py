@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from grpo_mp.models.fp8 import SCALE, quantise_at_once
+from grpo_mp.models.fp8 import SCALE, quantize_at_once
 from grpo_mp.models.mapping import Param, join, unfuse
 from grpo_mp.rollout.shared_memory import NamedTensors
 from grpo_mp.weight_sync.plan import Bucket
@@ -61,7 +61,7 @@ class Resharder:
             tensors = join(param, [unfuse(param, shards.pop((name, part))) for part in parts])
             for hf_name, tensor in zip(param.hf, tensors, strict=True):
                 if self.fp8 and param.is_projection:
-                    weight, scale = quantise_at_once(tensor)
+                    weight, scale = quantize_at_once(tensor)
                     result += [(hf_name, weight), (hf_name + SCALE, scale)]
                 else:
                     result.append((hf_name, tensor.contiguous()))

@@ -14,8 +14,8 @@ from grpo_mp.algorithms.advantages import (
     estimate_decoupled,
     estimate_outcome,
     estimate_process,
-    groups_without_difference,
     outcome_advantages,
+    zero_std_groups,
 )
 from grpo_mp.algorithms.settings import AdvantageConfig
 from tests.algorithms.objective import sample_infos
@@ -110,17 +110,17 @@ def test_a_group_without_difference_is_exactly_zero(reward: float, size: int, ba
 
 
 def test_groups_without_difference() -> None:
-    assert groups_without_difference([1.0, 1.0, 0.0, 0.5, 0.3], [9, 9, 1, 1, 5]) == (5, 9)
-    assert groups_without_difference([0.0, 1.0], [3, 3]) == ()
-    assert groups_without_difference([0.1] * 6, [0, 1, 0, 1, 0, 1]) == (0, 1)
+    assert zero_std_groups([1.0, 1.0, 0.0, 0.5, 0.3], [9, 9, 1, 1, 5]) == (5, 9)
+    assert zero_std_groups([0.0, 1.0], [3, 3]) == ()
+    assert zero_std_groups([0.1] * 6, [0, 1, 0, 1, 0, 1]) == (0, 1)
 
 
 def test_empty_input() -> None:
     assert advantages([], []) == ()
 
 
-def test_rewards_normalised_apart_before_they_are_summed() -> None:
-    """GDPO: a reward of large spread does not drown one of small spread; the sum is normalised over the batch."""
+def test_rewards_normalized_apart_before_they_are_summed() -> None:
+    """GDPO: a reward of large spread does not drown one of small spread; the sum is normalized over the batch."""
     right, style, ids = [0.0, 1.0, 1.0, 0.0, 0.0, 1.0], [0.01, 0.02, 0.01, 0.02, 0.01, 0.03], [0, 0, 0, 1, 1, 1]
     parts = [{"right": a, "style": b} for a, b in zip(right, style, strict=True)]
     actual = estimate_decoupled(sample_infos(ids, parts), AdvantageConfig(eps=EPS), {"right": 2.0, "style": 0.5})
@@ -133,7 +133,7 @@ def test_rewards_normalised_apart_before_they_are_summed() -> None:
     np.testing.assert_allclose(actual, (total - total.mean()) / (total.std(ddof=1) + EPS), rtol=1e-12)
 
 
-def test_a_part_that_does_not_apply_counts_nothing_and_no_difference_is_zero() -> None:
+def test_missing_parts_and_zero_std_groups_count_nothing() -> None:
     parts = [{"a": 1.0}, {"a": 0.0}, {"a": 1.0, "b": 3.0}]
     samples, config = sample_infos([0, 0, 0], parts), AdvantageConfig(eps=EPS)
     only_a = estimate_decoupled(samples, config, {"a": 1.0})

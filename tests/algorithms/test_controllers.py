@@ -1,36 +1,38 @@
 import pytest
 
-from grpo_mp.algorithms.controllers import current_coefficients, has_drifted, update_controls
+from grpo_mp.algorithms.controllers import current_coefficients, should_early_stop, update_adaptive_coefs
 from grpo_mp.algorithms.settings import AlgorithmConfig, EarlyStopConfig
 
 
 def test_without_targets_the_weights_are_the_settings() -> None:
     algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 0.1}, "entropy": {"coef": 0.01}})
-    controls = update_controls({}, kl=5.0, entropy=0.1, algorithm=algorithm)
-    assert controls == {}
-    coefficients = current_coefficients(controls, algorithm)
+    adaptive_coefs = update_adaptive_coefs({}, kl=5.0, entropy=0.1, algorithm=algorithm)
+    assert adaptive_coefs == {}
+    coefficients = current_coefficients(adaptive_coefs, algorithm)
     assert (coefficients.kl, coefficients.entropy) == (0.1, 0.01)
 
 
 def test_the_kl_weight_follows_its_target_at_a_bounded_pace() -> None:
     algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 0.1, "target": 0.5}})
-    up, down = (update_controls({}, kl=kl, entropy=1.0, algorithm=algorithm)["kl"] for kl in (50.0, 0.0))
+    up, down = (update_adaptive_coefs({}, kl=kl, entropy=1.0, algorithm=algorithm)["kl"] for kl in (50.0, 0.0))
     assert (up, down) == (pytest.approx(0.1 * 1.02), pytest.approx(0.1 * 0.98))
-    assert update_controls({}, kl=0.55, entropy=1.0, algorithm=algorithm)["kl"] == pytest.approx(0.1 * 1.01)
-    controls: dict[str, float] = {}
+    assert update_adaptive_coefs({}, kl=0.55, entropy=1.0, algorithm=algorithm)["kl"] == pytest.approx(0.1 * 1.01)
+    adaptive_coefs: dict[str, float] = {}
     for _ in range(1000):  # where the KL falls with the weight, they meet at the target
-        controls = update_controls(controls, 0.2 / current_coefficients(controls, algorithm).kl, 1.0, algorithm)
-    assert 0.2 / controls["kl"] == pytest.approx(0.5, rel=0.01)
+        adaptive_coefs = update_adaptive_coefs(
+            adaptive_coefs, 0.2 / current_coefficients(adaptive_coefs, algorithm).kl, 1.0, algorithm
+        )
+    assert 0.2 / adaptive_coefs["kl"] == pytest.approx(0.5, rel=0.01)
 
 
 def test_the_entropy_bonus_acts_at_or_below_its_target_only() -> None:
     algorithm = AlgorithmConfig.model_validate({"entropy": {"target": 0.2, "coef_step": 0.1, "max_coef": 0.25}})
     assert current_coefficients({}, algorithm).entropy == 0.0
-    controls: dict[str, float] = {}
+    adaptive_coefs: dict[str, float] = {}
     weights = []
     for entropy in (0.1, 0.1, 0.1, 0.5, 0.2):
-        controls = update_controls(controls, 0.0, entropy, algorithm)
-        weights.append((controls["entropy"], current_coefficients(controls, algorithm).entropy))
+        adaptive_coefs = update_adaptive_coefs(adaptive_coefs, 0.0, entropy, algorithm)
+        weights.append((adaptive_coefs["entropy"], current_coefficients(adaptive_coefs, algorithm).entropy))
     assert weights == [
         pytest.approx(pair) for pair in ((0.1, 0.1), (0.2, 0.2), (0.25, 0.25), (0.15, 0.0), (0.25, 0.25))
     ]
@@ -50,4 +52,4 @@ def test_the_entropy_bonus_acts_at_or_below_its_target_only() -> None:
     ],
 )
 def test_the_drift_guard(limits: dict[str, float], kl: float, share: float, stops: bool) -> None:
-    assert has_drifted(kl, share, EarlyStopConfig.model_validate(limits)) is stops
+    assert should_early_stop(kl, share, EarlyStopConfig.model_validate(limits)) is stops

@@ -154,7 +154,7 @@ def test_a_token_without_rollout_logprob_does_not_learn_and_is_counted() -> None
         _, (gradient,), (report,) = run(algorithm, [damaged], [logprobs])
         _, (clean,), _ = run(algorithm, [batch], [logprobs])
         assert torch.equal(gradient, clean.where(~no_logprob, 0.0))
-        assert report["mismatch/unheard_tokens"] == no_logprob.sum()
+        assert report["mismatch/tokens_without_rollout_logprob"] == no_logprob.sum()
         assert all(bool(value.isfinite()) for value in report.values())
 
 

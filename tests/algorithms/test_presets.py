@@ -163,7 +163,7 @@ def test_the_user_s_settings_override_the_preset_s(tmp_path: Path) -> None:
     assert (named.preset, named.clip.high, named.aggregation) == ("dapo", 0.4, "token_mean")
 
 
-def test_settings_of_other_sections_come_with_the_preset_unless_they_are_given() -> None:
+def test_presets_set_other_sections_unless_given() -> None:
     assert with_preset({"algorithm": "r1", "rollout": {"group_size": 4}})["rollout"] == {
         "prompts_per_step": 512,
         "group_size": 4,
@@ -179,7 +179,7 @@ def test_settings_of_other_sections_come_with_the_preset_unless_they_are_given()
             {"policy_loss": "clipp"},
             "algorithm.policy_loss: unknown policy loss 'clipp' (did you mean clip?): there are clip, cispo, ",
         ),
-        ({"advantage": {"combine": "normalise"}, "kl": {"coef": 1, "apply_to": "reward"}}, "set kl.apply_to=loss"),
+        ({"advantage": {"combine": "normalize"}, "kl": {"coef": 1, "apply_to": "reward"}}, "set kl.apply_to=loss"),
         ({"kl": {"coef": 1, "level": "sequence", "apply_to": "reward"}}, "set kl.apply_to=loss"),
         ({"kl": {"coef": 1, "level": "sequence", "estimator": "k3_unbiased"}}, "set ratio=product"),
         ({"rollout_correction": {"kind": "mask"}}, "has no limit: set rollout_correction.high"),

@@ -49,11 +49,11 @@ def by_numpy(update: UpdateData) -> dict[str, Any]:
         "train/pg_clipfrac_high": high.mean(),
         "train/ratio/mean": ratio.mean(),
         "train/ratio/max": ratio.max(),
-        "train/effective_samples": ratio.sum() ** 2 / (ratio**2).sum() / len(ratio),
+        "train/ess": ratio.sum() ** 2 / (ratio**2).sum() / len(ratio),
         "mismatch/correction/mean": 1.0,
-        "mismatch/corrected_away_ratio": 0.0,
+        "mismatch/correction_masked_ratio": 0.0,
         "mismatch/off_policy_masked_ratio": 0.0,
-        "mismatch/unheard_tokens": 0.0,
+        "mismatch/tokens_without_rollout_logprob": 0.0,
         "mismatch/logprob_abs_diff/mean": difference.mean(),
         "mismatch/logprob_abs_diff/max": difference.max(),
         "mismatch/token_mult_prob_error": np.exp(difference).mean(),
@@ -90,9 +90,7 @@ def test_ratios_are_the_algorithm_s_and_the_drift_is_a_token_s(ratio: str, log_r
     actual = report(update, 10_000, algorithm=algorithm)
     reference, new = np.concatenate(update.reference).astype(np.float64), np.concatenate(update.logprobs)
     assert actual["train/ratio/max"] == pytest.approx(np.exp(logs.max()), rel=1e-5)
-    assert actual["train/effective_samples"] == pytest.approx(
-        weights.sum() ** 2 / (weights**2).sum() / len(weights), rel=1e-5
-    )
+    assert actual["train/ess"] == pytest.approx(weights.sum() ** 2 / (weights**2).sum() / len(weights), rel=1e-5)
     assert actual["train/ppo_kl"] == pytest.approx(-np.concatenate(log_ratios).mean(), rel=1e-5)
     assert actual["train/kl_loss"] == pytest.approx((np.exp(reference - new) - (reference - new) - 1).mean(), rel=1e-5)
 

@@ -344,7 +344,7 @@ def test_every_reward_scaling(scale: str) -> None:
 
 
 @pytest.mark.parametrize("missing", [0.0, 0.3])
-def test_rewards_normalised_before_they_are_summed(missing: float) -> None:
+def test_rewards_normalized_before_they_are_summed(missing: float) -> None:
     generator = torch.Generator().manual_seed(2)
     rewards = torch.rand(24, 2, generator=generator, dtype=torch.float64)
     rewards[torch.rand(24, 2, generator=generator) < missing] = torch.nan

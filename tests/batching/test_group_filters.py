@@ -18,7 +18,7 @@ from grpo_mp.types import SampleInfo
 def make_infos(*groups: tuple[float, ...], first: int = 10) -> list[SampleInfo]:
     """Make one group for each tuple of rewards; prompts are numbered from 100."""
     return [
-        SampleInfo(first + group, index, 0, 3, 5, reward, False, 0, prompt=100 + group, right=reward >= 1)
+        SampleInfo(first + group, index, 0, 3, 5, reward, False, 0, prompt=100 + group, is_correct=reward >= 1)
         for group, rewards in enumerate(groups)
         for index, reward in enumerate(rewards)
     ]
@@ -43,7 +43,7 @@ def test_everything_is_kept_by_default_in_launch_order() -> None:
 @pytest.mark.parametrize("kind", ["drop", "refill"])
 def test_groups_without_difference_are_left_out_and_counted(kind: str) -> None:
     selection = select(make_infos(SAME, MIXED, SAME, MIXED), count=4, rule=rule(zero_std=kind))
-    assert (selection.admitted, selection.zero_std, selection.missing(4)) == ((11, 13), 2, 2)
+    assert (selection.admitted, selection.zero_std, selection.num_missing(4)) == ((11, 13), 2, 2)
 
 
 def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
@@ -52,7 +52,7 @@ def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
     right = {"answer": 1.0, "overlong": -1.0}, {"answer": 0.0, "overlong": 0.0}
     wrong = {"answer": 0.0, "overlong": -0.5}, {"answer": 0.0, "overlong": 0.0}
     groups = [
-        SampleInfo(group, index, 0, 3, 5, reward, False, 0, parts, right=parts["answer"] >= 1)
+        SampleInfo(group, index, 0, 3, 5, reward, False, 0, parts, is_correct=parts["answer"] >= 1)
         for group, (rewards, parts_of_group) in enumerate([((cut_reward, 0.0), right), ((-0.5, 0.0), wrong)])
         for index, (reward, parts) in enumerate(zip(rewards, parts_of_group, strict=True))
     ]
@@ -62,7 +62,7 @@ def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
 
 
 def test_group_without_verdicts_is_dropped_by_its_rewards() -> None:
-    infos = [replace(info, right=None) for info in make_infos(SAME, MIXED)]
+    infos = [replace(info, is_correct=None) for info in make_infos(SAME, MIXED)]
     selection = select(infos, count=2, rule=rule(zero_std="drop", metric="accuracy"))
     assert (selection.admitted, selection.zero_std) == ((11,), 1)
 
@@ -79,16 +79,16 @@ def test_next_round_launches_by_the_kept_share() -> None:
         )
 
     assert launch(32, 0, 0) == 32
-    assert launch(3, 0, 0, oversample=1.5) == 5
+    assert launch(3, 0, 0, oversample_factor=1.5) == 5
     assert launch(16, 32, 16) == 32
-    assert launch(8, 32, 24, oversample=1.2) == 13
+    assert launch(8, 32, 24, oversample_factor=1.2) == 13
     assert launch(32, 32, 0) == 320
 
 
 def test_the_first_to_finish_are_taken_where_the_rule_says_so() -> None:
     launched = make_infos(MIXED, MIXED, MIXED, MIXED)
     order = {10: 3, 11: 0, 12: 1, 13: 2}  # 11 was aborted
-    finished = [replace(info, finished=order[info.group_id]) for info in launched]
+    finished = [replace(info, finish_order=order[info.group_id]) for info in launched]
     selection = select(finished, count=2, rule=rule(select_by="finish"))
     assert (selection.admitted, selection.surplus, selection.unfinished) == ((12, 13), 1, 1)
     assert select(finished, count=2, rule=rule()).admitted == (10, 12)
@@ -102,24 +102,24 @@ def test_the_length_bias_of_what_is_admitted() -> None:
 
 
 def test_prompt_rests_after_a_solve_streak_and_starts_at_zero() -> None:
-    rest_rule = CurriculumConfig(solved_streak=2, skip_steps=3)
+    skip_rule = CurriculumConfig(solved_streak=2, skip_steps=3)
     state = PromptCurriculum({}, {})
-    state = state.after(make_infos(SAME, MIXED), 1, rest_rule)
-    assert (state.solve_streak, state.resting) == ({100: 1}, {})
-    state = state.after(make_infos(SAME, SAME), 2, rest_rule)
-    assert (state.solve_streak, state.resting) == ({101: 1}, {100: 5})
-    assert [state.rests(100, step) for step in (3, 4, 5, 6)] == [True, True, True, False]
-    assert not state.rests(101, 3)
-    state = state.after(make_infos(MIXED, MIXED), 5, rest_rule)
-    assert (state.solve_streak, state.resting) == ({}, {})
+    state = state.updated(make_infos(SAME, MIXED), 1, skip_rule)
+    assert (state.solve_streak, state.skipped_until) == ({100: 1}, {})
+    state = state.updated(make_infos(SAME, SAME), 2, skip_rule)
+    assert (state.solve_streak, state.skipped_until) == ({101: 1}, {100: 5})
+    assert [state.is_skipped(100, step) for step in (3, 4, 5, 6)] == [True, True, True, False]
+    assert not state.is_skipped(101, 3)
+    state = state.updated(make_infos(MIXED, MIXED), 5, skip_rule)
+    assert (state.solve_streak, state.skipped_until) == ({}, {})
 
 
 @pytest.mark.parametrize("right", [False, None])
-def test_prompt_without_right_answers_never_rests(right: bool | None) -> None:
+def test_prompt_without_right_answers_is_never_skipped(right: bool | None) -> None:
     """Whatever its reward: a boxed wrong answer may well have one above 0."""
-    not_right = [replace(info, right=right) for info in make_infos(SAME)]
-    assert PromptCurriculum({}, {}).after(not_right, 1, CurriculumConfig(solved_streak=1)) == PromptCurriculum({}, {})
+    not_right = [replace(info, is_correct=right) for info in make_infos(SAME)]
+    assert PromptCurriculum({}, {}).updated(not_right, 1, CurriculumConfig(solved_streak=1)) == PromptCurriculum({}, {})
 
 
 def test_without_the_rule_the_curriculum_stays_empty() -> None:
-    assert PromptCurriculum({}, {}).after(make_infos(SAME), 1, CurriculumConfig()) == PromptCurriculum({}, {})
+    assert PromptCurriculum({}, {}).updated(make_infos(SAME), 1, CurriculumConfig()) == PromptCurriculum({}, {})

@@ -93,7 +93,7 @@ def test_ranks_are_balanced_within_the_bound_of_longest_first(lengths: list[int]
     assert makespan * 3 * ranks <= smallest_makespan(lengths, ranks) * (4 * ranks - 1)  # 4/3 - 1/(3 ranks) of the best
 
 
-def test_long_tailed_lengths_balance_over_ranks_and_over_simultaneous_microbatches() -> None:
+def test_long_tailed_lengths_balance_over_ranks_and_microbatches() -> None:
     draw = random.Random(0)
     lengths = [min(8192, 16 + int(draw.lognormvariate(6, 1))) for _ in range(1024)]
     schedule = plan_microbatches(lengths, 8, 16384, 16, multiple=2)

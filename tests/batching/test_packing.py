@@ -38,7 +38,7 @@ def test_one_micro_batch_by_hand() -> None:
     assert batch.targets.tolist() == [51, 0, 0, 0, 11, 12, 13, 14, 0, 0, 0, 0]
     assert batch.mask.tolist() == [1, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0]
     assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
-    assert batch.sequence.tolist() == [0, 0, p, p, 1, 1, 1, 1, 1, p, p, p]
+    assert batch.sequence_index.tolist() == [0, 0, p, p, 1, 1, 1, 1, 1, p, p, p]
     assert batch.sample_ids == (1, 0)
     assert batch.lengths == (4, 8)
     assert batch.advantages.tolist() == [-2, 0, 0, 0, 0, 0.5, 0.5, 0.5, 0, 0, 0, 0]
@@ -64,7 +64,7 @@ def test_gathered_values_belong_to_their_samples(
             seen[index] = tuple(tokens.tolist())
             assert torch.equal(values, torch.tensor(samples[index].rollout_logprobs))
         assert not batch.rollout_logprobs[batch.mask == 0].any()
-        assert int((batch.sequence >= 0).sum()) == sum(samples[i].total_tokens for i in plan.samples)
+        assert int((batch.sequence_index >= 0).sum()) == sum(samples[i].total_tokens for i in plan.samples)
     assert seen == {i: s.tokens for i, s in enumerate(samples)}
 
 
@@ -75,7 +75,16 @@ def test_context_slices_join_to_the_whole(shapes: list[tuple[int, int]], context
     plan = plan_microbatches([s.total_tokens for s in samples], 1, 10_000, 2 * context).ranks[0][0]
     batch = pack(samples, range(len(samples)), range(1, len(samples) + 1), plan, 2 * context)
     parts = [slice_context(batch, context, rank) for rank in range(context)]
-    for name in ("tokens", "targets", "mask", "positions", "sequence", "advantages", "weights", "rollout_logprobs"):
+    for name in (
+        "tokens",
+        "targets",
+        "mask",
+        "positions",
+        "sequence_index",
+        "advantages",
+        "weights",
+        "rollout_logprobs",
+    ):
         joined = join_context([getattr(part, name) for part in parts], batch.lengths)
         assert torch.equal(joined, getattr(batch, name)), name
     assert all(part.lengths == batch.lengths for part in parts)
@@ -96,7 +105,7 @@ def test_an_empty_plan_is_one_dummy_sequence() -> None:
     assert batch.lengths == (8,)
     assert batch.sample_ids == ()
     assert batch.mask.sum() == 0
-    assert batch.sequence.eq(-1).all()
+    assert batch.sequence_index.eq(-1).all()
     assert gather_responses(batch.mask, batch) == ()
 
 
@@ -108,7 +117,7 @@ def test_padding_to_a_size_is_a_sequence_of_its_own() -> None:
     assert padded.lengths == (8, 12)
     assert padded.sample_ids == (3,)
     assert padded.positions.tolist() == [*range(8), *range(12)]
-    assert padded.sequence[8:].eq(-1).all()
+    assert padded.sequence_index[8:].eq(-1).all()
     for name in ("tokens", "targets", "mask", "advantages", "weights", "rollout_logprobs"):
         assert torch.equal(getattr(padded, name), torch.cat([getattr(plain, name), torch.zeros_like(padded.mask[8:])]))
     assert torch.equal(*(gather_responses(batch.targets, batch)[0] for batch in (plain, padded)))

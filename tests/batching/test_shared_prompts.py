@@ -40,7 +40,7 @@ def pack_all(samples: list[Sample], layout: LayoutConfig, data_parallel: int, ma
 
 def attended_tokens(batch: MicroBatch, sequence: int) -> list[int]:
     """Return the tokens that a sequence attends to, in order: its prompt, then its own."""
-    start, prompt = sum(batch.lengths[:sequence]), batch.prompts[sequence]
+    start, prompt = sum(batch.lengths[:sequence]), batch.prompt_rows[sequence]
     own_tokens = batch.tokens[start : start + batch.lengths[sequence]]
     return [*batch.tokens[prompt.start : prompt.start + prompt.count].tolist(), *own_tokens.tolist()]
 
@@ -74,12 +74,12 @@ def test_every_sample_is_packed_once_after_its_prompt(
             assert set(advantages.tolist()) == set(weights.tolist()) == {float(i)}
         starts = [sum(batch.lengths[:number]) for number in range(len(batch.lengths))]
         for number, start in enumerate(starts):
-            sample_slot = int(batch.sequence[start])
+            sample_slot = int(batch.sequence_index[start])
             if sample_slot < 0:
                 continue
             sample = samples[batch.sample_ids[sample_slot]]
             full_tokens = [*sample.prompt_tokens, *sample.tokens]
-            prompt = batch.prompts[number].count
+            prompt = batch.prompt_rows[number].count
             assert attended_tokens(batch, number)[: len(full_tokens)] == full_tokens
             assert prompt in (0, len(sample.prompt_tokens) - 1)
             own_positions = slice(start, start + len(full_tokens) - prompt)

@@ -52,7 +52,16 @@ def joined_batches(
 def join_context_parts(parts: tuple[MicroBatch, ...]) -> dict[str, object]:
     values = {
         name: join_context([getattr(part, name) for part in parts], parts[0].lengths)
-        for name in ("targets", "mask", "advantages", "weights", "sequence", "tokens", "positions", "rollout_logprobs")
+        for name in (
+            "targets",
+            "mask",
+            "advantages",
+            "weights",
+            "sequence_index",
+            "tokens",
+            "positions",
+            "rollout_logprobs",
+        )
     }
     batch = MicroBatch(**values, lengths=parts[0].lengths, sample_ids=parts[0].sample_ids)
     per_sample = {name: gather_responses(values[name], batch) for name in ("targets", "advantages", "weights")}
@@ -101,7 +110,7 @@ def test_ranks_have_equally_many_micro_batches_of_legal_sizes(layout: LayoutConf
     assert max(sizes) < max(MAX_TOKENS, longest) + alignment(layout)
 
 
-def test_every_rank_gets_a_micro_batch_where_there_are_fewer_samples_than_ranks() -> None:
+def test_every_rank_gets_a_micro_batch_with_fewer_samples_than_ranks() -> None:
     for layout in LAYOUTS:
         samples = make_samples(2, seed=1)
         (update,) = plan(samples, 1, layout, data_parallel=4)
@@ -112,7 +121,7 @@ def test_every_rank_gets_a_micro_batch_where_there_are_fewer_samples_than_ranks(
             assert all(bool(batch["mask"].any()) == bool(batch["ids"]) for batch in rank)
 
 
-def test_sequences_are_aligned_for_tensor_shards_and_mirrored_context_slices() -> None:
+def test_sequences_are_aligned_for_tensor_and_context_parallelism() -> None:
     assert alignment(LayoutConfig()) == 1
     assert alignment(LayoutConfig(tensor=4)) == 4
     assert alignment(LayoutConfig(context=2)) == 4

@@ -38,12 +38,15 @@ def main() -> None:
         for way in ("to-megatron", "to-hf"):
             convert(way, source, folder / "undisturbed" / way)
             kills = run_killed(way, source, folder / "killed" / way, given.kills, given.seed)
-            found, wanted = (contents(folder / which / way) for which in ("killed", "undisturbed"))
-            other = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
-            print(
-                f"{way}: killed {kills} times, {f'other bytes in {other}' if other else 'the same bytes'}", flush=True
+            actual, expected = (contents(folder / which / way) for which in ("killed", "undisturbed"))
+            differing = sorted(
+                name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)
             )
-            same &= not other
+            print(
+                f"{way}: killed {kills} times, {f'differing bytes in {differing}' if differing else 'the same bytes'}",
+                flush=True,
+            )
+            same &= not differing
             source = folder / "undisturbed" / way
     raise SystemExit(0 if same else 1)
 

@@ -130,8 +130,8 @@ def run(command: list[str], source: Path) -> Outcome:
 
 
 def _kilobytes(status: str, field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(found.group(1)) * 1024 if found else 0  # a process that is ending has none
+    match = re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(match.group(1)) * 1024 if match else 0  # a process that is ending has none
 
 
 def drop_from_cache(folder: Path) -> None:
@@ -153,8 +153,8 @@ def make_folder(folder: Path, gb: float, fp8: bool) -> int:
     config = json.loads((like / "config.json").read_text()) | RELEASED["qwen3_moe"] | CONFIG
     one, two = (_bytes(_params(like, config | {"num_hidden_layers": count})) for count in (1, 2))
     layers = max(1, round((gb * 1e9 - one) / (two - one)) + 1)
-    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}} if fp8 else {}
-    config |= {"num_hidden_layers": layers} | quantised
+    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}} if fp8 else {}
+    config |= {"num_hidden_layers": layers} | quantized
     (like / "config.json").write_text(json.dumps(config))
     params = _params(like, config)
     write_hf(folder, random_tensors(params, fp8), like, SHARD_BYTES)
@@ -187,8 +187,8 @@ def random_tensors(params: Iterable[Param], fp8: bool) -> Iterator[tuple[str, to
 
 
 def _stretch(row: torch.Tensor, begin: int, count: int) -> torch.Tensor:
-    here = row[begin : begin + count]
-    return here if here.numel() == count else row[begin:].repeat(-(-count // (row.numel() - begin)))[:count]
+    columns = row[begin : begin + count]
+    return columns if columns.numel() == count else row[begin:].repeat(-(-count // (row.numel() - begin)))[:count]
 
 
 if __name__ == "__main__":

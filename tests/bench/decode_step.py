@@ -1,6 +1,6 @@
 """CPU time of one decode step of an engine, process by process: `python -m tests.bench.decode_step`.
 
-One engine gets half of the work of beside_trl.py (8 prompts x 8 responses of given lengths), as one rank's engine does
+One engine gets half of the work of compare_trl.py (8 prompts x 8 responses of given lengths), as one rank's engine does
 there. CPU time does not depend on what else runs on the machine; the wall time does.
 """
 
@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 
 from grpo_mp.examples.tiny_models import make_tokenizer
-from grpo_mp.rollout.client import EngineClient, Sampling
+from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
 from tests.bench import workload as w
-from tests.bench.our_side import ExactLengths
+from tests.bench.run_grpo_mp import ExactLengths
 from tests.engines import started_engine
 
 START_LIMIT_S, REQUEST_LIMIT_S = 300.0, 600.0
@@ -51,7 +51,10 @@ async def measure(
 ) -> None:
     """Print a line for each round."""
     encode = make_tokenizer([]).encode
-    by_prompt = {tuple(encode(question)): list(wanted) for question, wanted in zip(questions, lengths, strict=False)}
+    by_prompt = {
+        tuple(encode(question)): list(response_lengths)
+        for question, response_lengths in zip(questions, lengths, strict=False)
+    }
     async with aclosing(EngineClient(0, process.url, process.headers, REQUEST_LIMIT_S)) as plain:
         client = ExactLengths(plain, by_prompt)
         if hold:
@@ -59,7 +62,7 @@ async def measure(
         for number in range(rounds):
             await client.flush_cache()
             before, begin = usage(process), time.monotonic()
-            groups = await asyncio.gather(*(client.generate(prompt, Sampling(1)) for prompt in by_prompt))
+            groups = await asyncio.gather(*(client.generate(prompt, SamplingParams(1)) for prompt in by_prompt))
             tokens = sum(len(sample.tokens) for group in groups for sample in group)
             wall, after = time.monotonic() - begin, usage(process)
             steps = max(map(max, lengths))
@@ -79,8 +82,8 @@ def processes(process: EngineProcess) -> list[psutil.Process]:
 
 def usage(process: EngineProcess) -> Usage:
     """Seconds that each process of the engine has computed: user, kernel."""
-    found = {role(one): one.cpu_times() for one in processes(process)}
-    return {name: (times.user, times.system) for name, times in found.items()}
+    times_by_role = {role(one): one.cpu_times() for one in processes(process)}
+    return {name: (times.user, times.system) for name, times in times_by_role.items()}
 
 
 def role(one: psutil.Process) -> str:

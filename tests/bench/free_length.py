@@ -32,16 +32,16 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path, default=Path("runs/free_length"))
-    wanted = parser.parse_args()
+    args = parser.parse_args()
     runs: dict[str, list[Steps]] = {preset: [] for preset in PRESETS}
-    for seed in wanted.seeds:
+    for seed in args.seeds:
         model = cold_started(seed)
         for preset in PRESETS:
-            run = wanted.out / f"{preset}_seed{seed}"
-            train(run, preset, seed, wanted.steps, [f"model.path={model}", "rollout.max_response_tokens=64"])
+            run = args.out / f"{preset}_seed{seed}"
+            train(run, preset, seed, args.steps, [f"model.path={model}", "rollout.max_response_tokens=64"])
             runs[preset].append([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
     show(runs)
-    (wanted.out / "free_length.svg").write_text(picture(runs))
+    (args.out / "free_length.svg").write_text(picture(runs))
 
 
 def cold_started(seed: int) -> Path:
@@ -68,7 +68,9 @@ def show(runs: dict[str, list[Steps]]) -> None:
     table = Table("preset", "seed", "wrong, first", "wrong, last", "right, first", "right, last", "accuracy")
     for preset, seeds in runs.items():
         for number, steps in enumerate(seeds):
-            cells = [cell for kind in ("wrong", "right") for cell in _ends(steps, f"rollout/response_length/{kind}")]
+            cells = [
+                cell for kind in ("incorrect", "correct") for cell in _ends(steps, f"rollout/response_length/{kind}")
+            ]
             accuracy = points(steps, "eval/arithmetic/accuracy")[-1][1]
             table.add_row(preset, str(number), *(f"{cell:.1f}" for cell in cells), f"{accuracy:.2f}")
     Console(width=120).print(table)

@@ -24,7 +24,7 @@ COLUMNS = {
     "accuracy": "eval/arithmetic/accuracy",
     "reward": "reward/mean",
     "length": "rollout/response_length/mean",
-    "wrong length": "rollout/response_length/wrong",
+    "wrong length": "rollout/response_length/incorrect",
     "KL": "train/kl_loss",
     "entropy": "train/entropy",
 }
@@ -43,15 +43,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path("runs/curves"))
     parser.add_argument("overrides", nargs="*", default=[], help="section.key=value, for every run")
-    wanted = parser.parse_args()
-    runs: dict[str, list[Steps]] = {preset: [] for preset in wanted.presets}
-    for seed in wanted.seeds:
-        for preset in wanted.presets:
-            run = wanted.out / f"{preset}_seed{seed}"
-            train(run, preset, seed, wanted.steps, wanted.overrides)
+    args = parser.parse_args()
+    runs: dict[str, list[Steps]] = {preset: [] for preset in args.presets}
+    for seed in args.seeds:
+        for preset in args.presets:
+            run = args.out / f"{preset}_seed{seed}"
+            train(run, preset, seed, args.steps, args.overrides)
             runs[preset].append([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
     show(runs)
-    (wanted.out / "curves.svg").write_text(picture(runs))
+    (args.out / "curves.svg").write_text(picture(runs))
 
 
 def train(run: Path, preset: str, seed: int, steps: int, overrides: Sequence[str]) -> None:

@@ -24,11 +24,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seeds", type=int, nargs="+")
     parser.add_argument("--only-read", action="store_true", help="do not run, only read runs/quickstart_seed*")
-    wanted = parser.parse_args()
+    args = parser.parse_args()
     table = Table("seed", "before", "after", "pass@4 before", "after", "train s", "mismatch", "check", "overhead")
-    for seed in wanted.seeds:
+    for seed in args.seeds:
         run = Path(f"runs/quickstart_seed{seed}")
-        if not wanted.only_read:
+        if not args.only_read:
             environment = {**os.environ, "SEED": str(seed), "RUN": str(run)}
             subprocess.run(["bash", "launch/quickstart.sh"], env=environment, check=True)
         table.add_row(str(seed), *row(run))

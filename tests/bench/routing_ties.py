@@ -31,14 +31,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--tokens", type=int, default=200_000)
-    wanted = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(wanted.model, dtype=torch.float32).eval()
-    count = wanted.tokens // LENGTH
+    args = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    count = args.tokens // LENGTH
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.config.vocab_size, (count, LENGTH), generator=generator)
-    found = torch.tensor(engine_scores(wanted.model, tokens))
+    actual = torch.tensor(engine_scores(args.model, tokens))
     expected, margins = model_scores(model, tokens)
-    report((found - expected).abs(), margins)
+    report((actual - expected).abs(), margins)
 
 
 def report(apart: Tensor, margins: Tensor) -> None:

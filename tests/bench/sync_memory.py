@@ -161,9 +161,9 @@ def reset_peak(process: psutil.Process) -> int:
 
 
 def status_bytes(process: psutil.Process, field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
-    assert found, f"no {field} in the status of process {process.pid}"
-    return int(found.group(1)) * 1024
+    match = re.search(rf"^{field}:\s+(\d+) kB$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+    assert match, f"no {field} in the status of process {process.pid}"
+    return int(match.group(1)) * 1024
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
-from tests.least import LEAST
+from tests.minimal_settings import MINIMAL_SETTINGS
 
 
 def no_progress(written: int, total: int) -> None:
@@ -26,7 +26,7 @@ def policy_of(model: Path, dtype: str, with_reference: bool = False, family: str
         "data": {"train": "nothing"},
         "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 64, "max_response_tokens": 64},
         "reward": {"answer": 1.0},
-        "optimizer": LEAST["optimizer"],
+        "optimizer": MINIMAL_SETTINGS["optimizer"],
     }
     settings = check_settings(tree, "test")
     with single_process_group():

@@ -18,7 +18,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.policy.checkpoint import save_policy
 from grpo_mp.trainer.context import build_policy
 from tests.checkpoint.helpers import flip_bit, no_progress, policy_of
-from tests.least import LEAST
+from tests.minimal_settings import MINIMAL_SETTINGS
 
 DIFFERS = "differs from its checksum: copy it again"
 
@@ -26,7 +26,7 @@ DIFFERS = "differs from its checksum: copy it again"
 def start_policy(model: Path, run: Path) -> None:
     """Start a policy as a run of one rank does."""
     run_settings = {"folder": str(run), "steps": 3}
-    tree = LEAST | {"run": run_settings, "model": {"path": str(model), "dtype": "float32"}}
+    tree = MINIMAL_SETTINGS | {"run": run_settings, "model": {"path": str(model), "dtype": "float32"}}
     settings = check_settings(tree, "test")
     with single_process_group():
         parallel = start_parallel(settings.layout, 0, 600.0)

@@ -12,7 +12,7 @@ from grpo_mp.checkpoint.describe import compare, describe_hf
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import FAMILIES
-from grpo_mp.models.fp8 import quantise
+from grpo_mp.models.fp8 import quantize
 
 BASE = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4), "c": torch.zeros(2), "nan": torch.tensor([float("nan")])}
 
@@ -58,7 +58,7 @@ def test_values_of_different_dtypes_are_compared(tmp_path: Path) -> None:
 
 
 def test_fp8_is_compared_by_its_values(tmp_path: Path) -> None:
-    weight, scale = quantise(BASE["a"])
+    weight, scale = quantize(BASE["a"])
     result = differences(tmp_path, {"a": weight, "a_scale_inv": scale}, tolerance=0.2)
     assert result == [("a", "dtype torch.float32 and torch.float8_e4m3fn"), ("a_scale_inv", "only in /other")]
 

@@ -18,7 +18,7 @@ from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import add_transformers_4_names
-from grpo_mp.models.fp8 import FP8, SCALE, quantise
+from grpo_mp.models.fp8 import FP8, SCALE, quantize
 from tests.checkpoint.helpers import no_progress
 
 TINY: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
@@ -45,12 +45,12 @@ def make_fp8_model(folder: Path) -> Path:
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if "_proj" in name:
-            weight, scale = quantise(tensor)
+            weight, scale = quantize(tensor)
             tensors |= {name: weight, name + SCALE: scale}
             weight.view(torch.uint8)[:128][(weight.view(torch.uint8)[:128] & 0x78) == 0x78] &= 0xBF
         else:
             tensors[name] = tensor
-    extra = {"model.layers.3.eh_proj.weight": quantise(torch.randn(130, 140))[0]}
+    extra = {"model.layers.3.eh_proj.weight": quantize(torch.randn(130, 140))[0]}
     extra |= {"model.layers.3.eh_proj.weight" + SCALE: torch.rand(2, 2), "model.layers.3.norm.weight": torch.ones(3)}
     save_file(tensors | extra, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -93,7 +93,7 @@ def test_fp8_round_trip_with_the_source_is_exact(tmp_path: Path) -> None:
     assert aux_files(tmp_path / "back") == aux_files(model)
 
 
-def test_fp8_becomes_bfloat16_and_is_quantised_again_without_the_source(tmp_path: Path) -> None:
+def test_fp8_becomes_bfloat16_and_is_quantized_again_without_the_source(tmp_path: Path) -> None:
     model = make_fp8_model(tmp_path / "model")
     to_megatron(model, tmp_path / "megatron", no_progress)
     to_hf(tmp_path / "megatron", tmp_path / "wide", None, False, no_progress)

@@ -33,7 +33,7 @@ def run_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 def test_round_trip(run_tool: RunTool, model: Path, tmp_path: Path) -> None:
     status, text = run_tool("to-megatron", model, tmp_path / "megatron")
     assert status == 0, text
-    assert f"whole: {tmp_path / 'megatron'}" in text
+    assert f"written: {tmp_path / 'megatron'}" in text
     status, text = run_tool("to-hf", tmp_path / "megatron", tmp_path / "back")
     assert status == 0, text
     assert run_tool("check", model, tmp_path / "back") == (0, "")

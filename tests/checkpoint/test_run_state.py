@@ -57,6 +57,16 @@ def test_the_state_is_read_back(tmp_path: Path) -> None:
     assert read_manifest(folder) == TrainState()
 
 
+def test_a_state_with_older_names_is_read(tmp_path: Path) -> None:
+    manifest = save(tmp_path, 7) / MANIFEST
+    tree = json.loads(manifest.read_text())
+    tree["state"] = {"step": 7, "resting": {"5": 9}, "controls": {"kl": 0.1}, "reference_refreshed": True}
+    manifest.write_text(json.dumps(tree))
+    assert read_manifest(manifest.parent) == TrainState(
+        step=7, skipped_until={"5": 9}, adaptive_coefs={"kl": 0.1}, reference_updated=True
+    )
+
+
 def test_a_checkpoint_counts_once_it_has_a_manifest(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
     save(tmp_path, 4)

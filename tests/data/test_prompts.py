@@ -87,7 +87,7 @@ def test_long_prompts_are_counted_and_left_out_never_cut(tmp_path: Path) -> None
     rows = [{"question": "1" * length, "answer": "#### 1"} for length in (5, 9, 6, 7)]
     source = write(tmp_path / "a.jsonl", rows)
     prompts = load(source, limit=6 + 3)
-    assert (len(prompts), prompts.left_out) == (2, 2)
+    assert (len(prompts), prompts.num_too_long) == (2, 2)
     assert [prompt.text for prompt in prompts] == ["11111", "111111"]
     assert [prompts[i].index for i in range(2)] == [0, 1]
     with pytest.raises(UserError, match=r"all 4 prompts are longer than rollout.max_prompt_tokens=7"):

@@ -68,14 +68,14 @@ def test_answers_are_those_of_the_trained_policy(results: Path, finished_run: Fi
 @pytest.mark.slow
 def test_scores_are_those_of_the_answers(results: Path) -> None:
     rows = read_jsonl(results / "samples.jsonl")
-    said = json.loads((results / "eval.json").read_text())
-    assert said["step"] == LAST_STEP
-    (found,) = said["sets"].values()
-    assert found["accuracy"] == pytest.approx(sum(row["parts"]["answer"] for row in rows) / len(rows))
-    assert found["length"] == pytest.approx(sum(row["tokens"] for row in rows) / len(rows))
+    report = json.loads((results / "eval.json").read_text())
+    assert report["step"] == LAST_STEP
+    (scores,) = report["sets"].values()
+    assert scores["accuracy"] == pytest.approx(sum(row["parts"]["answer"] for row in rows) / len(rows))
+    assert scores["length"] == pytest.approx(sum(row["tokens"] for row in rows) / len(rows))
 
 
-def test_a_run_that_went_on_compares_with_the_scores_before_its_first_start(finished_run: FinishedRun) -> None:
+def test_a_resumed_run_compares_with_the_scores_before_training(finished_run: FinishedRun) -> None:
     files = sorted((finished_run.folder / "run" / "eval").iterdir())
     steps = (0, finished_run.stopped_after, LAST_STEP)
     assert [file.name for file in files] == [f"step_{step:06d}.json" for step in steps]
@@ -112,15 +112,15 @@ def test_a_run_in_the_folder_of_the_results_is_not_evaluated(
 ) -> None:
     rows = sorted(read_jsonl(without_checkpoint[0] / "samples.jsonl"), key=lambda row: row["prompt_index"])
     assert [row["response"] for row in rows] == likeliest_answers(tiny_run.model, [row["prompt"] for row in rows])
-    said = json.loads((without_checkpoint[0] / "eval.json").read_text())
-    assert (said["step"], said["checkpoint"]) == (0, None)
+    report = json.loads((without_checkpoint[0] / "eval.json").read_text())
+    assert (report["step"], report["checkpoint"]) == (0, None)
 
 
 @pytest.mark.slow
 def test_a_reward_that_fails_is_told_and_counted(without_checkpoint: tuple[Path, str, str]) -> None:
     folder, printed, _ = without_checkpoint
-    said = json.loads((folder / "eval.json").read_text())["rewards"]["arithmetic"]
-    assert said["failures"] == {"fragile": 1}
-    assert "no verdict" in said["complaints"]["fragile"]
+    report = json.loads((folder / "eval.json").read_text())["rewards"]["arithmetic"]
+    assert report["failures"] == {"fragile": 1}
+    assert "no verdict" in report["first_errors"]["fragile"]
     assert "warning: arithmetic: " in printed
     assert "no verdict" in printed

@@ -40,7 +40,7 @@ def test_many_parts_at_once_and_what_they_have_come_to_survives_a_restart(train:
         "algorithm={preset: dapo, rollout_correction: {kind: truncate, high: 2.0}, "
         "entropy: {top_quantile: 0.5, target: 0.1}, "
         "kl: {coef: 0.01, target: 0.001, ref_update_every: 1, ref_update_mix: 0.5}, "
-        "filter: {zero_std: refill, metric: reward, max_rounds: 4, oversample: 1.5}, "
+        "filter: {zero_std: refill, metric: reward, max_rounds: 4, oversample_factor: 1.5}, "
         "curriculum: {solved_streak: 1, skip_steps: 1}}"
     )
     train(algorithm, "run.steps=2")
@@ -51,16 +51,18 @@ def test_many_parts_at_once_and_what_they_have_come_to_survives_a_restart(train:
         assert step["rollout/launched_groups"] >= 6
         assert step["rollout/launched_groups"] - step["rollout/dropped_groups/surplus"] >= 4
         assert step["mismatch/logprob_abs_diff/mean"] <= 1e-4
-    weights = [step["train/control/kl"] for step in steps]
+    weights = [step["train/adaptive_coef/kl"] for step in steps]
     for before, step in zip([0.01, *weights], steps, strict=False):
         error = min(max(step["train/kl_loss"] / 0.001 - 1, -0.2), 0.2)
-        assert step["train/control/kl"] == pytest.approx(before * (1 + 0.1 * error) ** step["train/updates"], rel=0.04)
+        assert step["train/adaptive_coef/kl"] == pytest.approx(
+            before * (1 + 0.1 * error) ** step["train/updates"], rel=0.04
+        )
     assert all(step["train/kl_loss"] > 0 for step in steps[1:])
 
 
 def test_the_first_to_finish_and_the_drift_guard(train: Train) -> None:
     parts = (
-        "algorithm={filter: {select_by: finish, oversample: 3.0}, early_stop: {max_kl: 1.0e-12}, "
+        "algorithm={filter: {select_by: finish, oversample_factor: 3.0}, early_stop: {max_kl: 1.0e-12}, "
         "kl: {monitor_share: 0.5}}"
     )
     for number, step in enumerate(train(parts, "run.steps=2", "training.updates_per_step=4")):
@@ -69,7 +71,7 @@ def test_the_first_to_finish_and_the_drift_guard(train: Train) -> None:
         assert step["rollout/launched_groups"] - dropped == 4
         assert step["rollout/length_bias"] > 0
         # The first update is on policy; the second sees the drift, and the other two are left out.
-        assert (step["train/updates"], step["train/drift_skipped_updates"]) == (2, 2)
+        assert (step["train/updates"], step["train/early_stopped_updates"]) == (2, 2)
         # Each update has one micro-batch: two of the four are measured, and the first two are done.
         assert ("train/kl_loss" in step) == any(sample_microbatches([1] * 4, 0.5, 1, f"0/{number}")[:2])
 

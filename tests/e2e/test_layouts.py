@@ -19,7 +19,7 @@ def test_a_tensor_parallel_policy_feeds_one_tensor_parallel_engine(
     to_megatron(tiny_run.model, tmp_path / "megatron", lambda done, total: None)
     (tmp_path / "reward.py").write_text(REWARD)
     run = tmp_path / "run"
-    layout = ("layout={tensor: 2}", "engine.gpus=2", "training.share_prompts=true")
+    layout = ("layout={tensor: 2}", "engine.gpus_per_engine=2", "training.share_prompts=true")
     brief = ("data.eval={}", "run.steps=2", "run.export=false")
     model = f"model.path={tmp_path / 'megatron'}"
     result = outcome(

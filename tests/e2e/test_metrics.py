@@ -41,7 +41,7 @@ def samples(run: Path) -> list[list[dict]]:
     return [read_jsonl(run / "samples" / f"step_{step:06d}.jsonl") for step in STEPS]
 
 
-def test_what_the_dictionary_lists_is_written_and_what_is_written_is_listed(events: EventAccumulator) -> None:
+def test_listed_and_written_metrics_are_the_same(events: EventAccumulator) -> None:
     tags: dict[str, list[str]] = events.Tags()
     written = {
         "scalar": set(tags["scalars"]),
@@ -63,10 +63,10 @@ def groups_of(rows: list[dict]) -> list[list[dict]]:
 def boxed(row: dict) -> str:
     r"""What stands in the last \boxed{} whose braces balance; nothing where there is none."""
     text = re.sub(r"\\[^b]", "  ", row["response"])  # an escaped brace is no brace
-    for found in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
-        depths = list(accumulate((one == "{") - (one == "}") for one in text[found.end() - 1 :]))
+    for match in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
+        depths = list(accumulate((one == "{") - (one == "}") for one in text[match.end() - 1 :]))
         if 0 in depths:
-            return text[found.end() : found.end() - 1 + depths.index(0)].strip()
+            return text[match.end() : match.end() - 1 + depths.index(0)].strip()
     return ""
 
 
@@ -89,8 +89,8 @@ def recomputed(rows: list[dict]) -> dict[str, float]:
     in_group = [[rewards[rows.index(row)] for row in group] for group in groups]
     solved = [sum(map(is_right, group)) for group in groups]
     by_answer = {
-        "right": [n for n, r in zip(lengths, right, strict=True) if r],
-        "wrong": [n for n, r in zip(lengths, right, strict=True) if not r],
+        "correct": [n for n, r in zip(lengths, right, strict=True) if r],
+        "incorrect": [n for n, r in zip(lengths, right, strict=True) if not r],
     }
     return {
         "reward/mean": statistics.fmean(rewards),
@@ -105,21 +105,21 @@ def recomputed(rows: list[dict]) -> dict[str, float]:
         "reward/log/most_letters": statistics.fmean(max(map(letters, group)) for group in groups),
         "reward/failures": 0,
         "reward/unscored": 0,
-        "reward/answers_given_up": 0,
+        "reward/verify_timeouts": 0,
         "rollout/response_length/mean": statistics.fmean(lengths),
         "rollout/response_length/min": min(lengths),
         "rollout/response_length/max": max(lengths),
-        **{f"rollout/response_length/{name}": statistics.fmean(found) for name, found in by_answer.items() if found},
+        **{f"rollout/response_length/{name}": statistics.fmean(values) for name, values in by_answer.items() if values},
         "rollout/prompt_length/mean": statistics.fmean(row["prompt_tokens"] for row in rows),
         "rollout/truncated_ratio": statistics.fmean(row["truncated"] for row in rows),
         "rollout/accuracy": statistics.fmean(right),
-        "rollout/all_right_groups": solved.count(SIZE),
-        "rollout/all_wrong_groups": solved.count(0),
+        "rollout/solve_all": solved.count(SIZE),
+        "rollout/solve_none": solved.count(0),
         "rollout/groups": len(groups),
         "rollout/launched_groups": GROUPS,
         "rollout/rounds": 1,
         "rollout/length_bias": 1.0,
-        "rollout/resting_prompts": 0,
+        "rollout/skipped_prompts": 0,
         **dict.fromkeys((f"rollout/dropped_groups/{why}" for why in ("zero_std", "surplus", "unfinished")), 0),
     }
 
@@ -138,9 +138,9 @@ def test_rewards_and_rollouts_follow_from_the_samples_of_all_ranks(
         "rollout/weight_version_lag/mean": statistics.fmean(versions),
         "rollout/weight_version_lag/max": max(versions),
     }
-    found = {name: value for name, value in line.items() if name.startswith(("reward/", "rollout/"))}
-    assert found == pytest.approx(expected)
-    assert [row["right"] for row in rows] == [is_right(row) for row in rows]
+    actual = {name: value for name, value in line.items() if name.startswith(("reward/", "rollout/"))}
+    assert actual == pytest.approx(expected)
+    assert [row["is_correct"] for row in rows] == [is_right(row) for row in rows]
     assert [row["extra"] for row in rows] == [{"first word": row["response"].split(" ")[0]} for row in rows]
 
 
@@ -150,20 +150,20 @@ def test_counts_and_speeds_follow_from_the_samples_of_all_ranks(
 ) -> None:
     rows, line = samples[step - 1], lines[step - 1]
     response, prompt = (sum(row[name] for row in rows) for name in ("tokens", "prompt_tokens"))
-    whole = response + prompt
+    total_tokens = response + prompt
     expected = {
         "train/tokens": response,
         "train/updates": UPDATES,
         "train/optimizer_step": UPDATES * step,
         "train/samples_seen": GROUPS * SIZE * step,
         "train/skipped_updates": 0,
-        "train/drift_skipped_updates": 0,
+        "train/early_stopped_updates": 0,
         "sync/weight_version": UPDATES * step,
         "speed/generate_tokens_per_s": response / line["time/generate_s"],
-        "speed/train_tokens_per_s": whole / line["time/train_s"],
-        "speed/logprob_tokens_per_s": 2 * whole / line["time/logprob_s"],  # old policy and reference
+        "speed/train_tokens_per_s": total_tokens / line["time/train_s"],
+        "speed/logprob_tokens_per_s": 2 * total_tokens / line["time/logprob_s"],  # old policy and reference
         "speed/samples_per_s": len(rows) / line["time/step_s"],
-        "speed/tokens_per_s_per_gpu": whole / line["time/step_s"] / RANKS,
+        "speed/tokens_per_s_per_gpu": total_tokens / line["time/step_s"] / RANKS,
     }
     assert {name: line[name] for name in expected} == pytest.approx(expected)
     assert line["train/expert_load/max_over_mean"] >= 1
@@ -179,8 +179,8 @@ def test_histograms_hold_all_samples_of_all_ranks(events: EventAccumulator, samp
         "train/advantages": [[_advantage(row, rows) for row in rows] for rows in samples],
     }
     for name, steps in columns.items():
-        found = [event.histogram_value for event in events.Histograms(name)]
-        for histogram, values in zip(found, steps, strict=True):
+        histograms = [event.histogram_value for event in events.Histograms(name)]
+        for histogram, values in zip(histograms, steps, strict=True):
             measured = (histogram.num, histogram.min, histogram.max, histogram.sum, histogram.sum_squares)
             squares = sum(value**2 for value in values)
             expected = (len(values), min(values), max(values), sum(values), squares)

@@ -117,9 +117,9 @@ def first_policy(settings: Settings) -> Iterator[Policy]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in place.items():
             patch.setitem(os.environ, name, value)
-        alone = settings.model_copy(update={"layout": settings.layout.model_copy(update={"expert": 1})})
-        parallel = start_parallel(alone.layout, seed=0, timeout_s=60.0)
-        yield Policy(alone, parallel, with_reference=False)
+        single = settings.model_copy(update={"layout": settings.layout.model_copy(update={"expert": 1})})
+        parallel = start_parallel(single.layout, seed=0, timeout_s=60.0)
+        yield Policy(single, parallel, with_reference=False)
         stop_parallel()
 
 
@@ -161,8 +161,8 @@ def test_sglang_serves_the_final_folder_and_agrees_with_the_policy(
 
     with started_engine(spec, tmp_path / "engine.log") as engine:
         engine.wait_ready(300.0)
-        found = asyncio.run(ask(engine))
-    for sequence, expected in zip(found, scores, strict=True):
+        actual = asyncio.run(ask(engine))
+    for sequence, expected in zip(actual, scores, strict=True):
         assert sequence == pytest.approx(expected, abs=1e-4)
 
 

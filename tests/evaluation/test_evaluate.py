@@ -63,7 +63,7 @@ def results(model: Path, tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFac
     defaults: dict[str, Any] = {"path": str(folder / "eval.jsonl")}
     sets = {
         "sampled": defaults | {"samples": SAMPLES},
-        "greedy": defaults | {"temperature": 0, "prompts": 5},
+        "greedy": defaults | {"temperature": 0, "max_prompts": 5},
         "nucleus": defaults | {"samples": 2, "top_p": 0.4},
         "cut": defaults | {"samples": 2, "max_response_tokens": 2},
     }

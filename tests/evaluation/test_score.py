@@ -31,7 +31,7 @@ def samples(*problems: str) -> tuple[list[SampleInfo], Votes]:
         for index, letter in enumerate(letters):
             parts = {"answer": float(letter == "R")}
             info = SampleInfo(group_id, index, 0, 9, 4, parts["answer"] / 2, letter == "-", 0, parts)
-            infos.append(replace(info, right=letter == "R" if letter != "?" else None))
+            infos.append(replace(info, is_correct=letter == "R" if letter != "?" else None))
             votes[info.key] = None if letter == "-" else ord(letter)
     return infos, votes
 

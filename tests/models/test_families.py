@@ -70,7 +70,7 @@ def test_unsupported_values_are_refused(family: str, key: str, value: Any, make_
     ("family", "changes", "message"),
     [
         ("deepseek_v3", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
-        ("glm4_moe", {"num_experts_per_tok": 1}, "does not normalise the score of one expert"),
+        ("glm4_moe", {"num_experts_per_tok": 1}, "does not normalize the score of one expert"),
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported, only"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported, only"),
         ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor=2.0 of llama3's rope scaling"),

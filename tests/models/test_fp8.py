@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.errors import UserError
-from grpo_mp.models.fp8 import FP8, dequantise, quantise, quantise_at_once, requantise, scale_shape
+from grpo_mp.models.fp8 import FP8, dequantize, quantize, quantize_at_once, requantize, scale_shape
 
 SHAPES = [(128, 128), (256, 384), (130, 70), (1, 1), (127, 257), (576, 200)]
 DTYPES = [torch.bfloat16, torch.float32]
@@ -55,7 +55,7 @@ def adversarial() -> dict[str, Tensor]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_block_is_scaled_so_that_its_largest_value_is_448(shape: tuple[int, int]) -> None:
     values = draw_values(shape, torch.float32)
-    weight, scale = quantise(values)
+    weight, scale = quantize(values)
     assert weight.dtype == FP8
     assert scale.shape == scale_shape(shape)
     for row in range(scale.shape[0]):
@@ -70,9 +70,9 @@ def test_a_block_is_scaled_so_that_its_largest_value_is_448(shape: tuple[int, in
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_quantised_bfloat16_round_trips_with_bytes_and_factors(shape: tuple[int, int]) -> None:
-    weight, scale = quantise(draw_values(shape, torch.bfloat16))
-    again, scale_again = quantise(dequantise(weight, scale, torch.bfloat16))
+def test_quantized_bfloat16_round_trips_with_bytes_and_factors(shape: tuple[int, int]) -> None:
+    weight, scale = quantize(draw_values(shape, torch.bfloat16))
+    again, scale_again = quantize(dequantize(weight, scale, torch.bfloat16))
     assert same_bits(again, weight)
     assert same_bits(scale_again, scale)
 
@@ -81,7 +81,7 @@ def test_quantised_bfloat16_round_trips_with_bytes_and_factors(shape: tuple[int,
 def test_bytes_round_trip_where_a_block_reaches_448(seed: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight, scale = draw_bytes(shape, seed)
     weight.view(torch.uint8)[::128, ::128] = 0xFE  # -448
-    again, scale_again = quantise(dequantise(weight, scale, dtype))
+    again, scale_again = quantize(dequantize(weight, scale, dtype))
     assert same_bits(again, weight)
     # 448 x factor is rounded to float32, then to the dtype; a 448th of it is rounded to float32.
     rounding = 2 * 2**-24 + (2**-8 if dtype == torch.bfloat16 else 0.0)
@@ -91,7 +91,7 @@ def test_bytes_round_trip_where_a_block_reaches_448(seed: int, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bytes_of_a_block_below_448_change_without_the_source(dtype: torch.dtype) -> None:
     weight = torch.full((128, 128), 0x38, dtype=torch.uint8).view(FP8)  # 1.0 everywhere
-    again, _ = quantise(dequantise(weight, torch.ones(1, 1), dtype))
+    again, _ = quantize(dequantize(weight, torch.ones(1, 1), dtype))
     assert not same_bits(again, weight)
 
 
@@ -100,7 +100,7 @@ def test_any_bytes_and_factors_round_trip_with_the_source(
     seed: int, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     weight, scale = draw_bytes(shape, seed)
-    again, scale_again = requantise(dequantise(weight, scale, dtype), weight, scale)
+    again, scale_again = requantize(dequantize(weight, scale, dtype), weight, scale)
     assert same_bits(again, weight)
     assert same_bits(scale_again, scale)
 
@@ -109,20 +109,20 @@ def test_any_bytes_and_factors_round_trip_with_the_source(
 @pytest.mark.parametrize("name", adversarial())
 def test_adversarial_blocks_are_stable(name: str, dtype: torch.dtype) -> None:
     values = adversarial()[name].to(dtype)
-    weight, scale = quantise(values)
+    weight, scale = quantize(values)
     assert not weight.float().isnan().any()
     assert torch.equal(torch.signbit(weight.float()), torch.signbit(values))
-    again, scale_again = requantise(dequantise(weight, scale, dtype), weight, scale)
+    again, scale_again = requantize(dequantize(weight, scale, dtype), weight, scale)
     assert same_bits(again, weight)
     assert same_bits(scale_again, scale)
 
 
-def test_only_changed_blocks_are_quantised_anew() -> None:
+def test_only_changed_blocks_are_quantized_anew() -> None:
     weight, scale = draw_bytes((256, 256))
-    values = dequantise(weight, scale, torch.bfloat16)
+    values = dequantize(weight, scale, torch.bfloat16)
     values[200, 10] += 1.0
-    again, scale_again = requantise(values, weight, scale)
-    fresh, fresh_scale = quantise(values)
+    again, scale_again = requantize(values, weight, scale)
+    fresh, fresh_scale = quantize(values)
     assert same_bits(again[:128], weight[:128])
     assert same_bits(again[128:, 128:], weight[128:, 128:])
     assert same_bits(again[128:, :128], fresh[128:, :128])
@@ -137,9 +137,9 @@ def write_folder(folder: Path, **extra: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize(("start", "stop"), [(0, 128), (5, 131), (127, 129), (60, 200), (199, 200), (7, 7)])
-def test_a_reader_dequantises_slices_as_the_whole_tensor(axis: int, start: int, stop: int, tmp_path: Path) -> None:
+def test_a_reader_dequantizes_slices_as_the_whole_tensor(axis: int, start: int, stop: int, tmp_path: Path) -> None:
     weight, scale = write_folder(tmp_path)
-    values = dequantise(weight, scale, torch.bfloat16)
+    values = dequantize(weight, scale, torch.bfloat16)
     with HfReader(tmp_path) as reader:
         assert reader.names == {"w", "norm"}
         assert reader.read("w").dtype == torch.bfloat16
@@ -166,15 +166,15 @@ def test_the_index_of_an_fp8_folder_may_split_weight_and_factors(tmp_path: Path)
     index = {"weight_map": {"w": "a.safetensors", "w_scale_inv": "b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with HfReader(tmp_path) as reader:
-        assert same_bits(reader.read("w"), dequantise(weight, scale, torch.bfloat16))
+        assert same_bits(reader.read("w"), dequantize(weight, scale, torch.bfloat16))
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (1, 1), (130, 300), (576, 96)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_quantise_at_once_equals_quantise(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_quantize_at_once_equals_quantize(shape: tuple[int, int], dtype: torch.dtype) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     values[:, : shape[1] // 2] *= 1e-3
     values[: shape[0] // 2] *= 0
-    for result, expected in zip(quantise_at_once(values), quantise(values), strict=True):
+    for result, expected in zip(quantize_at_once(values), quantize(values), strict=True):
         assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
         assert same_bits(result, expected)

@@ -9,7 +9,7 @@ from rich.console import Console
 from grpo_mp.evaluation.pass_at_k import Estimate
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.progress import Progress
-from grpo_mp.monitor.screen import AnswerPair, View, duration, live
+from grpo_mp.monitor.screen import AnswerPair, View, duration, live_view
 from grpo_mp.phases import Phase
 
 SCALARS = {
@@ -117,7 +117,7 @@ def test_several_samples_have_a_row_for_each_k() -> None:
     with Progress(Path("runs/x"), steps=2, console=console) as progress:
         progress.evaluated(2, {"a": make_score(0.5, 0.75, 0.625)})
         progress.finish({"a": make_score(0.25, 0.8, 0.25)}, {"a": make_score(0.5, 0.75, 0.625)})
-        progress.scores("model", {"a": make_score(0.5, 0.75, 0.625), "unjudged": EvalScore(None, 0.5, 4.0)})
+        progress.print_scores("model", {"a": make_score(0.5, 0.75, 0.625), "unjudged": EvalScore(None, 0.5, 4.0)})
     text = output(console)
     assert "eval after step 2: a 50.0% right (avg@2), pass@2 75.0%, maj@2 62.5%, reward 0.600, 21 tokens" in text
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
@@ -144,20 +144,20 @@ def test_set_without_a_before_has_no_change() -> None:
 
 def test_live_view_without_figures_renders() -> None:
     console = Console(file=io.StringIO(), width=80, color_system=None)
-    console.print(live(View(steps=3)))
+    console.print(live_view(View(steps=3)))
     assert "step 0/3" in output(console)
 
 
 def test_live_view_without_steps_shows_the_phase_alone() -> None:
     console = Console(file=io.StringIO(), width=80, color_system=None)
-    console.print(live(View(steps=0, phase="EVAL", detail="aime")))
+    console.print(live_view(View(steps=0, phase="EVAL", detail="aime")))
     assert output(console).split() == ["EVAL", "held-out", "prompts", "are", "answered", "aime", "0", "s"]
 
 
 def test_live_view_describes_every_phase_and_the_start() -> None:
     for name, description in {**{phase: phase.description for phase in Phase}, "START": "0 s"}.items():
         console = Console(file=io.StringIO(), width=120, color_system=None)
-        console.print(live(View(steps=0, phase=name)))
+        console.print(live_view(View(steps=0, phase=name)))
         assert output(console).startswith(f"{name:<8} {description}")
 
 

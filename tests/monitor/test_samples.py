@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_mp.monitor.samples import drop_samples, markdown, sample_lines, spread, write_samples
+from grpo_mp.monitor.samples import drop_samples, evenly_spaced, sample_lines, samples_to_markdown, write_samples
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 
@@ -53,7 +53,7 @@ def test_jsonl_holds_whole_groups(tmp_path: Path) -> None:
         "response": "answer 0.1\n<b>é</b>",
         "reward": 1.5,
         "parts": {"answer": 1.0},
-        "right": None,
+        "is_correct": None,
         "extra": {"found": "1"},
         "truncated": False,
         "tokens": 2,
@@ -66,7 +66,7 @@ def test_jsonl_holds_whole_groups(tmp_path: Path) -> None:
 
 
 def test_markdown_shows_best_and_worst() -> None:
-    text = markdown([make_group(5)])
+    text = samples_to_markdown([make_group(5)])
     assert text.index("answer 5.1") < text.index("answer 5.0")
     assert "answer 5.2" not in text
     assert "    found: 1" in text
@@ -82,6 +82,6 @@ def test_resume_removes_later_steps(tmp_path: Path) -> None:
 
 def test_spread_is_even_and_never_repeats() -> None:
     groups = [make_group(i) for i in range(7)]
-    assert spread(groups, 0) == []
-    assert spread(groups, 9) == groups
-    assert [g.prompt.index for g in spread(groups, 3)] == [0, 2, 4]
+    assert evenly_spaced(groups, 0) == []
+    assert evenly_spaced(groups, 9) == groups
+    assert [g.prompt.index for g in evenly_spaced(groups, 3)] == [0, 2, 4]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mp.monitor.metrics import find
-from grpo_mp.monitor.summary import StepSummary, covered_ns, reduce_over_ranks, step_scalars, summarise
+from grpo_mp.monitor.summary import StepSummary, covered_ns, reduce_over_ranks, step_scalars, summarize
 from grpo_mp.monitor.timeline import Span
 
 NAMES = ("GENERATE", "SCORE", "TRAIN", "WAIT")
@@ -26,7 +26,7 @@ def test_summary_equals_counting_each_nanosecond(spans: list[Span], start: int, 
         & set(range(start, start + wall))
         for name in NAMES
     }
-    summary = summarise(spans, start, start + wall)
+    summary = summarize(spans, start, start + wall)
     assert summary.wall_s == wall / 1e9
     for name in NAMES:
         assert round(summary.seconds.get(name, 0.0) * 1e9) == len(inside[name])
@@ -51,7 +51,7 @@ def test_the_slowest_rank_s_seconds_and_the_mean_shares() -> None:
 
 
 def test_scalars_are_in_the_dictionary() -> None:
-    scalars = step_scalars(summarise([Span("GENERATE", 0, 6), Span("WAIT", 4, 6)], 0, 8))
+    scalars = step_scalars(summarize([Span("GENERATE", 0, 6), Span("WAIT", 4, 6)], 0, 8))
     assert scalars["time/generate_s"] == pytest.approx(6e-9)
     assert scalars["time/overhead_share"] == pytest.approx(0.25)
     assert all(find(name, "scalar") for name in scalars)

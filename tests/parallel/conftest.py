@@ -16,7 +16,7 @@ import torch
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from tests.parallel.cases import CASES, LAYOUTS, MODELS, Case
 from tests.parallel.expected import Expected, expect
-from tests.parallel.whole import Tensors, file_tensors, whole_tensors
+from tests.parallel.full_model import Tensors, file_tensors, full_tensors
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600.0  # of one job
@@ -63,19 +63,19 @@ class Outcomes:
         """Whole gradient by name; ranks that hold the same part must agree."""
         ranks = self.of(case, "gradient")
         folder = self.models[case.model].folder
-        return whole_tensors(folder, [rank["shards"] for rank in ranks], [rank["held"] for rank in ranks], 1e-6)
+        return full_tensors(folder, [rank["shards"] for rank in ranks], [rank["held"] for rank in ranks], 1e-6)
 
     def family_gradient(self, case: Case, algorithm: str) -> Tensors:
         """The same, by one algorithm of the family."""
         ranks = [rank[algorithm] for rank in self.of(case, "family")]
         folder = self.models[case.model].folder
-        return whole_tensors(folder, [rank["shards"] for rank in ranks], [rank["held"] for rank in ranks], 1e-6)
+        return full_tensors(folder, [rank["shards"] for rank in ranks], [rank["held"] for rank in ranks], 1e-6)
 
     def _weights(self, case: Case, measure: str, index: int) -> Tensors:
         """Whole weights by name: those of one of the measure's moments."""
         ranks = self.of(case, measure)
         folder = self.models[case.model].folder
-        return whole_tensors(folder, [rank["weights"][index] for rank in ranks], [rank["held"] for rank in ranks])
+        return full_tensors(folder, [rank["weights"][index] for rank in ranks], [rank["held"] for rank in ranks])
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked

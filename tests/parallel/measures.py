@@ -61,14 +61,14 @@ class Bench:
         with torch.no_grad():
             for tensor in policy.tensors.values():
                 tensor.mul_(1.02)
-            policy.reference.refresh(1.0)
+            policy.reference.update(1.0)
             for tensor in policy.tensors.values():
                 tensor.div_(1.02)
         return policy
 
     def _policy(self, with_reference: bool) -> Policy:
-        whole = self.settings.training.model_copy(update={"megatron_args": {"use_distributed_optimizer": False}})
-        settings = self.settings.model_copy(update={"training": whole})
+        training = self.settings.training.model_copy(update={"megatron_args": {"use_distributed_optimizer": False}})
+        settings = self.settings.model_copy(update={"training": training})
         return Policy(settings, self.parallel, with_reference)
 
     @cached_property
@@ -114,7 +114,7 @@ def logits(bench: Bench) -> Result:
         packed = packed_sequences(batch.lengths, platform.device())
         with torch.no_grad():
             values = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=packed)
-        rows.append(_at(batch, batch.sequence >= 0, logits=values))
+        rows.append(_at(batch, batch.sequence_index >= 0, logits=values))
     return _joined(rows) | {"tensor": bench.parallel.coords.tensor}
 
 
@@ -128,7 +128,7 @@ def logprobs(bench: Bench) -> Result:
 
 def _at(batch: MicroBatch, where: Tensor, **values: Tensor) -> dict[str, Tensor]:
     """Values [T, ...] of some positions, with the number of the sample and the position in it."""
-    sample = torch.tensor([*batch.sample_ids, -1])[batch.sequence]
+    sample = torch.tensor([*batch.sample_ids, -1])[batch.sequence_index]
     columns = {"sample": sample, "position": batch.positions} | values
     return {name: column[where] for name, column in columns.items()}
 
@@ -174,9 +174,9 @@ def updates(bench: Bench) -> Result:
         if number == 2 and bench.case.saves:
             _save(bench, policy)
     with policy.at_reference():
-        found = policy.logprobs(bench.updates[0])
+        logprobs = policy.logprobs(bench.updates[0])
     return _updated(policy, weights, reports) | {
-        "reference": [torch.equal(a, b) for a, b in zip(found, bench.initial_logprobs, strict=True)],
+        "reference": [torch.equal(a, b) for a, b in zip(logprobs, bench.initial_logprobs, strict=True)],
         "kept": all(torch.equal(weights[-1][name], tensor) for name, tensor in policy.tensors.items()),
     }
 
@@ -254,7 +254,7 @@ def family(bench: Bench) -> Result:
         settings = bench.settings.model_copy(update={"algorithm": algorithm, "training": training})
         estimator = load_estimator(algorithm.advantage)
         batch = assemble_step_batch(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1, estimator)
-        (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, controls={}, seed="0/0")
+        (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, adaptive_coefs={}, seed="0/0")
         update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]
         policy.gradients(update, loss_of(algorithm, reduce=context_reduction(parallel)))
         gradients[name] = {"shards": _gradients(policy), "held": _held(policy)}
@@ -283,8 +283,8 @@ def converted(bench: Bench) -> Result:
         tensor.detach().fill_(7.0)
     load_by_megatron(policy, folder / "converted")
     wrong = unequal(policy, direct)
-    there = bench.settings.model.model_copy(update={"path": folder / "converted"})
-    settings = bench.settings.model_copy(update={"model": there})
+    converted_model = bench.settings.model.model_copy(update={"path": folder / "converted"})
+    settings = bench.settings.model_copy(update={"model": converted_model})
     wrong += unequal(Policy(settings, bench.parallel, with_reference=False), direct)
     if bench.parallel.rank == 0:
         to_hf(folder / "saved", folder / "back", model, False, _unwatched)

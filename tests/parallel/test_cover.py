@@ -41,7 +41,7 @@ def test_every_two_sizes_meet_in_a_case(model: str, measure: str) -> None:
     assert not apart(possible, chosen)
 
 
-def test_every_two_sizes_meet_where_algorithms_are_compared_and_where_checkpoints_are_loaded() -> None:
+def test_every_two_sizes_meet_in_algorithm_and_checkpoint_cases() -> None:
     assert not apart(set(FAMILY_LAYOUTS), {case.layout for case in having("family")})
     loading = {"one", "tp2", "pp2", "pp2_vpp2", "ep2", "tp2_pp2", "ep2_pp2"}
     assert not apart(loading, set(LOADING["deepseek_v3-tp2_ep2_pp2"]))
@@ -66,7 +66,7 @@ def layouts_of_readme() -> list[tuple[int, Sizes]]:
 
 
 @pytest.mark.parametrize(("ranks", "sizes"), layouts_of_readme(), ids=str)
-def test_a_layout_of_the_readme_is_compared_with_transformers_and_with_one_rank(ranks: int, sizes: Sizes) -> None:
+def test_readme_layouts_are_compared_with_transformers_and_one_rank(ranks: int, sizes: Sizes) -> None:
     renamed = {"virtual": "virtual_pipeline", "expert-tensor": "expert_tensor"}
     expected = {renamed.get(name, name): size for name, size in sizes.items() if name != "data"}
     (layout,) = (name for name, each in LAYOUTS.items() if each == (ranks, expected))

@@ -11,7 +11,7 @@ from tests.parallel.conftest import Outcomes
 def test_every_tensor_arrives_once_and_bit_for_bit(case: Case, targets: str, outcomes: Outcomes) -> None:
     everything = sorted(outcomes.models[case.model].tensors)
     for number, rank in enumerate(outcomes.of(case, "export")):
-        found = rank[targets]
-        assert sorted(found["names"]) == (everything if targets == "all" or number == 0 else [])
-        assert found["wrong"] == []
-        assert found["buckets"] > 4
+        exported = rank[targets]
+        assert sorted(exported["names"]) == (everything if targets == "all" or number == 0 else [])
+        assert exported["wrong"] == []
+        assert exported["buckets"] > 4

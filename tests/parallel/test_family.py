@@ -4,8 +4,8 @@ import pytest
 
 from tests.parallel.cases import CASES, Case, having
 from tests.parallel.conftest import Outcomes
+from tests.parallel.full_model import above, relative_errors
 from tests.parallel.inputs import FAMILY
-from tests.parallel.whole import above, relative_errors
 
 BOUND = 1e-5
 ONE = CASES["qwen3_moe-one-family"]
@@ -23,6 +23,6 @@ def test_every_layout_and_microbatch_against_one_rank(case: Case, algorithm: str
 def test_the_algorithms_differ(case: Case, outcomes: Outcomes) -> None:
     """Where two had one gradient, a part would not act; gspo's token variant is gspo for outcome rewards."""
     gradients = {name: outcomes.family_gradient(case, name) for name in FAMILY}
-    norms = {name: sum(float(part.double().norm()) for part in found.values()) for name, found in gradients.items()}
+    norms = {name: sum(float(part.double().norm()) for part in tensors.values()) for name, tensors in gradients.items()}
     same = {frozenset(pair) for pair in ((a, b) for a in norms for b in norms if a != b and norms[a] == norms[b])}
     assert same <= {frozenset({"gspo", "gspo_token"})}

@@ -4,7 +4,7 @@ import pytest
 
 from tests.parallel.cases import CASES, MODELS, Case, having
 from tests.parallel.conftest import Outcomes
-from tests.parallel.whole import above, relative_errors
+from tests.parallel.full_model import above, relative_errors
 
 BOUND = 1e-5
 

@@ -12,41 +12,41 @@ BOUND = 2e-6  # of the largest logit: float32 rounding of either side
 
 @pytest.mark.parametrize("case", having("logits"), ids=lambda case: case.name)
 def test_logits(case: Case, outcomes: Outcomes) -> None:
-    expected = outcomes.models[case.model].expected
+    reference = outcomes.models[case.model].expected
     seen = set()
     for rank in outcomes.of(case, "logits"):
-        where, found = (rank["sample"], rank["position"]), rank["logits"]
-        start = rank["tensor"] * found.shape[1]
-        wanted = rows(expected.logits, *where)[:, start : start + found.shape[1]]
+        where, actual = (rank["sample"], rank["position"]), rank["logits"]
+        start = rank["tensor"] * actual.shape[1]
+        expected = rows(reference.logits, *where)[:, start : start + actual.shape[1]]
         # What goes beyond the vocabulary is its padding.
-        assert (found[:, : wanted.shape[1]] - wanted).abs().max() <= BOUND * expected.scale
+        assert (actual[:, : expected.shape[1]] - expected).abs().max() <= BOUND * reference.scale
         seen |= {(start, *at) for at in torch.stack(where, 1).tolist()}
-    tokens = sum(len(expected.given.sequence(i)) for i in expected.given.first_update)
+    tokens = sum(len(reference.given.sequence(i)) for i in reference.given.first_update)
     assert len(seen) == tokens * case.sizes.get("tensor", 1)
 
 
 @pytest.mark.parametrize("case", having("logprobs"), ids=lambda case: case.name)
 def test_logprobs_and_entropies(case: Case, outcomes: Outcomes) -> None:
-    expected = outcomes.models[case.model].expected
+    reference = outcomes.models[case.model].expected
     seen = set()
     for rank in outcomes.of(case, "logprobs"):
         if not rank:
             continue  # only the last pipeline stage knows
         where = (rank["sample"], rank["position"])
-        wanted = rows(expected.distributions, *where)
-        logprobs = wanted.gather(1, expected.target(*where)[:, None])[:, 0]
-        entropies = -(wanted.exp() * wanted).sum(1)
-        assert (rank["logprob"] - logprobs).abs().max() <= BOUND * expected.scale
-        assert (rank["entropy"] - entropies).abs().max() <= BOUND * expected.scale
+        expected = rows(reference.distributions, *where)
+        logprobs = expected.gather(1, reference.target(*where)[:, None])[:, 0]
+        entropies = -(expected.exp() * expected).sum(1)
+        assert (rank["logprob"] - logprobs).abs().max() <= BOUND * reference.scale
+        assert (rank["entropy"] - entropies).abs().max() <= BOUND * reference.scale
         seen |= set(map(tuple, torch.stack(where, 1).tolist()))
-    assert len(seen) == sum(len(expected.given.samples[i].tokens) for i in expected.given.first_update)
+    assert len(seen) == sum(len(reference.given.samples[i].tokens) for i in reference.given.first_update)
 
 
 @pytest.mark.parametrize("case", having("scores"), ids=lambda case: case.name)
 def test_scores_are_known_to_every_rank(case: Case, outcomes: Outcomes) -> None:
-    expected = outcomes.models[case.model].expected
-    wanted = [expected.scores(i) for i in expected.given.first_update]
+    reference = outcomes.models[case.model].expected
+    expected = [reference.scores(i) for i in reference.given.first_update]
     for rank in outcomes.of(case, "scores"):
-        assert [len(scores) for scores in rank["scores"]] == [len(scores) for scores in wanted]
-        found = torch.tensor([score for scores in rank["scores"] for score in scores])
-        assert (found - torch.cat(wanted)).abs().max() <= BOUND * expected.scale
+        assert [len(scores) for scores in rank["scores"]] == [len(scores) for scores in expected]
+        actual = torch.tensor([score for scores in rank["scores"] for score in scores])
+        assert (actual - torch.cat(expected)).abs().max() <= BOUND * reference.scale

@@ -4,7 +4,7 @@ import pytest
 
 from tests.parallel.cases import CASES, Case, having
 from tests.parallel.conftest import Outcomes
-from tests.parallel.whole import Tensors, above, difference, relative_errors
+from tests.parallel.full_model import Tensors, above, difference, relative_errors
 
 NORM_BOUND = 1e-5
 # Of the change of the weights. A norm's weight near 1 changes by 1e-2, of which float32 knows 1e-5.
@@ -36,9 +36,7 @@ def test_every_rank_knows_the_gradient_norm_of_one_rank(case: Case, outcomes: Ou
 
 
 @pytest.mark.parametrize("case", having("updates"), ids=lambda case: case.name)
-def test_the_reference_is_exactly_the_first_policy_and_the_swap_keeps_the_policy(
-    case: Case, outcomes: Outcomes
-) -> None:
+def test_reference_is_the_first_policy_and_swap_keeps_the_policy(case: Case, outcomes: Outcomes) -> None:
     ranks = outcomes.of(case, "updates")
     assert all(rank["kept"] for rank in ranks)
     assert all(all(rank["reference"]) for rank in ranks)

@@ -6,9 +6,9 @@ from grpo_mp.config import Settings, check_settings
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import Job, make_job
 from grpo_mp.planner.model_configs import published_config
-from tests.least import LEAST
+from tests.minimal_settings import MINIMAL_SETTINGS
 
-BASE: dict[str, Any] = LEAST | {
+BASE: dict[str, Any] = MINIMAL_SETTINGS | {
     "rollout": {"prompts_per_step": 128, "group_size": 8, "max_prompt_tokens": 1024, "max_response_tokens": 3072},
     "training": {"max_tokens_per_microbatch": 4096},
 }

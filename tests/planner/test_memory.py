@@ -35,11 +35,15 @@ def test_dense_model_on_eight_replicas() -> None:
 
 def test_latent_cache_has_576_elements_per_token_and_layer() -> None:
     args = {"mem_fraction_static": 0.7, "attn_dp_size": 2, "quantization": "fp8"}
-    memory = engine_memory(job_of("deepseek-r1", "h100-80", 16, engine={"gpus": 16, "args": args | {"ep_size": 16}}))
+    memory = engine_memory(
+        job_of("deepseek-r1", "h100-80", 16, engine={"gpus_per_engine": 16, "args": args | {"ep_size": 16}})
+    )
     assert memory.bytes_per_token == 61 * 576 * 2
     assert memory.kv_cache_tokens == 2 * int((0.7 * 79.1 * GIB - memory.weights) / (61 * 576 * 2))
     fp8_cache = engine_memory(
-        job_of("deepseek-r1", "h100-80", 16, engine={"gpus": 16, "args": args | {"kv_cache_dtype": "fp8_e4m3"}})
+        job_of(
+            "deepseek-r1", "h100-80", 16, engine={"gpus_per_engine": 16, "args": args | {"kv_cache_dtype": "fp8_e4m3"}}
+        )
     )
     assert fp8_cache.bytes_per_token == 61 * 576
 

@@ -91,10 +91,10 @@ def test_explain_command(plan: Plan) -> None:
         ),
         (["layout.expert=48"], "expert_tensor x expert x pipeline = 192 does not divide"),
         (["layout.pipeline=128", "layout.context=1", "layout.tensor=1", "layout.expert=1"], "the model has 61"),
-        (["engine.gpus=256"], "engines of engine.gpus=256 do not fit the 128 ranks"),
+        (["engine.gpus_per_engine=256"], "engines of engine.gpus_per_engine=256 do not fit the 128 ranks"),
         (
             ["engine.args.attn_dp_size=7"],
-            "engine.args.attn_dp_size: 7 does not divide 64, the engine.gpus: the nearest is 4",
+            "engine.args.attn_dp_size: 7 does not divide 64, the engine.gpus_per_engine: the nearest is 4",
         ),
         (
             ["engine.args.moe_dense_tp_size=64"],

@@ -24,7 +24,7 @@ REPLICATED_MLP = {
     "moe_a2a_backend": "deepep",
     "moe_dense_tp_size": 1,
 }  # dense and shared MLPs, which FP8 blocks do not divide
-ENGINE = {"gpus": 64, "args": {"quantization": "fp8", "ep_size": 64, "attn_dp_size": 8, **REPLICATED_MLP}}
+ENGINE = {"gpus_per_engine": 64, "args": {"quantization": "fp8", "ep_size": 64, "attn_dp_size": 8, **REPLICATED_MLP}}
 ROLLOUT = {"max_prompt_tokens": 2048, "max_response_tokens": 32768}
 
 
@@ -51,7 +51,7 @@ def test_slime_on_128_gpus_of_80_gb() -> None:
 def test_verl_on_96_gpus_of_96_gb() -> None:
     """TP8 PP12 EP8 on 12 x 8 H20; 66 GB on a device and 1.5 TB of host memory on a node, as measured."""
     layout = {"tensor": 8, "pipeline": 12, "expert": 8}
-    engine = {"gpus": 32, "args": {"mem_fraction_static": 0.6, "ep_size": 32, **REPLICATED_MLP}}
+    engine = {"gpus_per_engine": 32, "args": {"mem_fraction_static": 0.6, "ep_size": 32, **REPLICATED_MLP}}
     rollout = {"prompts_per_step": 96, "max_prompt_tokens": 2048, "max_response_tokens": 8192}
     job = job_of(
         "deepseek-r1", "h20-96", 12, layout=layout, engine=engine, rollout=rollout, training=training(6, 10240)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mp.platform.engine_layers import rms_norm, rotary, routed_experts
+from grpo_mp.platform.engine_layers import rms_norm_forward, rotary, routed_experts
 
 CONFIG = SimpleNamespace(activation="silu", gemm1_alpha=None, apply_router_weight_on_input=False)
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}
@@ -83,8 +83,8 @@ def test_rms_norm(shape: tuple[int, ...]) -> None:
         return (wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight).float()
 
     original = x.clone()
-    torch.testing.assert_close(rms_norm(no_fallback, norm, x), expected(x), **TOLERANCE)
-    output, total = rms_norm(no_fallback, norm, x, residual)
+    torch.testing.assert_close(rms_norm_forward(no_fallback, norm, x), expected(x), **TOLERANCE)
+    output, total = rms_norm_forward(no_fallback, norm, x, residual)
     torch.testing.assert_close(output, expected(x + residual), **TOLERANCE)
     torch.testing.assert_close(total, x + residual, atol=0, rtol=0)
     assert x.equal(original)
@@ -101,7 +101,7 @@ def test_rms_norm(shape: tuple[int, ...]) -> None:
 def test_unsupported_norms_fall_back_to_sglang(changes: dict[str, Any], dtype: torch.dtype) -> None:
     norm, x = make_norm(16, **changes), torch.randn(2, 16, dtype=dtype)
     calls = []
-    rms_norm(lambda *args: calls.append(args), norm, x)
+    rms_norm_forward(lambda *args: calls.append(args), norm, x)
     assert calls == [(norm, x, None)]
 
 

@@ -140,7 +140,7 @@ def test_a_failing_jail_is_not_a_wrong_program(
     scorer = Scorer(RewardConfig.model_validate({"code": {}, "on_error": -1.0}), max_response_tokens=10)
     monkeypatch.setattr(sandbox_module, "HARNESS", tmp_path / "gone.py")
     assert scorer.score_group(make_group([answer(ADD)], tests="assert 1")).samples[0].reward == -1.0
-    assert scorer.take_tally().failures == {"code": 1}
+    assert scorer.take_stats().failures == {"code": 1}
 
 
 @pytest.mark.usefixtures("score")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_mp.errors import UserError
-from grpo_mp.rewards.score import Scorer, Tally, total
+from grpo_mp.rewards.score import RewardStats, Scorer, total
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.types import SampleGroup
 
@@ -137,7 +137,7 @@ def test_none_means_that_a_part_does_not_apply(scorer: Callable[..., Scorer], ma
 def test_samples_to_which_nothing_applies_get_the_mean(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
     built = scorer({"second": 1.0, "never": 1.0})
     assert rewards(built.score_group(make_group(["a", "b", "c"]))) == [2.0, 1.0, 3.0]
-    assert built.take_tally().unscored == 1
+    assert built.take_stats().unscored == 1
     assert rewards(scorer({"never": 1.0}).score_group(make_group(["a", "b"]))) == [0.0, 0.0]
 
 
@@ -157,7 +157,7 @@ def rule(tmp_path: Path) -> str:
 def correctness(settings: dict[str, Any], group: SampleGroup) -> list[bool | None]:
     built = Scorer(RewardConfig(**settings), max_response_tokens=10)
     try:
-        return [sample.right for sample in built.score_group(group).samples]
+        return [sample.is_correct for sample in built.score_group(group).samples]
     finally:
         built.close()
 
@@ -182,9 +182,7 @@ def test_correctness_is_decided_by_a_part_never_by_the_total(rule: str, make_gro
         ({"boxed": 1.0}, False),
     ],
 )
-def test_answers_are_voted_on_only_where_comparing_them_decides_correctness(
-    settings: dict[str, Any], votes: bool
-) -> None:
+def test_answers_are_voted_on_only_where_they_decide_correctness(settings: dict[str, Any], votes: bool) -> None:
     """Where another part says it, right samples may give several answers: a majority of them means nothing."""
     built = Scorer(RewardConfig.model_validate(settings), max_response_tokens=10)
     built.close()
@@ -204,7 +202,7 @@ def test_a_part_that_failed_or_does_not_apply_decides_nothing(
 ) -> None:
     def correctness_by(name: str, **settings: Any) -> list[bool | None]:
         built = scorer({name: 1.0}, correct=name, **settings)
-        return [sample.right for sample in built.score_group(make_group(["a", "b", "c"])).samples]
+        return [sample.is_correct for sample in built.score_group(make_group(["a", "b", "c"])).samples]
 
     assert correctness_by("second") == [None, True, True]
     assert correctness_by("raises", on_error=1.0) == [None, None, None]
@@ -219,8 +217,8 @@ def test_metrics_of_functions_are_averaged_once(scorer: Callable[..., Scorer], m
     built = scorer({"logs": 1.0})
     for step in (1, 2, 6):
         built.score_group(make_group(["a"]), step)
-    assert built.take_tally().logged == {"mine": 3.0}
-    assert built.take_tally() == Tally()
+    assert built.take_stats().logged == {"mine": 3.0}
+    assert built.take_stats() == RewardStats()
 
 
 def test_columns_of_functions_stay_with_their_samples(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
@@ -233,17 +231,17 @@ def test_a_column_of_another_length_is_a_failing_reward(scorer: Callable[..., Sc
         scorer({"one_extra": 1.0}).score_group(make_group(["a", "b"]))
 
 
-def test_tallies_of_ranks_add_up() -> None:
-    first, second = Tally(unscored=2), Tally(given_up=3)
+def test_reward_stats_of_ranks_add_up() -> None:
+    first, second = RewardStats(unscored=2), RewardStats(verify_timeouts=3)
     for value in (1.0, 2.0):
         first.log("mine", value)
     second.log("mine", 6.0)
     first.failures["a"] += 1
     second.failures.update({"a": 2, "b": 1})
-    first.complaints["a"], second.complaints["a"] = "first", "second"
+    first.first_errors["a"], second.first_errors["a"] = "first", "second"
     merged = total([first, second])
-    assert (merged.unscored, merged.given_up, merged.failures) == (2, 3, {"a": 3, "b": 1})
-    assert (merged.logged, merged.complaints) == ({"mine": 3.0}, {"a": "first"})
+    assert (merged.unscored, merged.verify_timeouts, merged.failures) == (2, 3, {"a": 3, "b": 1})
+    assert (merged.logged, merged.first_errors) == ({"mine": 3.0}, {"a": "first"})
 
 
 @pytest.mark.parametrize("function", FAILURES)
@@ -263,9 +261,9 @@ def test_a_broken_reward_scores_on_error_and_is_counted(
     scored = built.score_group(make_group(["a", "b", "c"]))
     assert rewards(scored) == [2.0, 2.0, 2.0]
     assert scored.samples[0].reward_parts == {function: -0.5, "answer": 3.0}
-    tally = built.take_tally()
-    assert tally.failures == {function: 1}
-    assert re.search(f"reward {function}: prompt 12: {FAILURES[function]}", tally.complaints[function])
+    stats = built.take_stats()
+    assert stats.failures == {function: 1}
+    assert re.search(f"reward {function}: prompt 12: {FAILURES[function]}", stats.first_errors[function])
 
 
 def test_long_samples_are_shortened_in_the_error(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
@@ -284,9 +282,9 @@ def test_an_answer_that_cannot_be_compared_in_time_is_wrong_and_counted(
 ) -> None:
     built = scorer(answer=1.0, timeout_s=1.0)
     assert rewards(built.score_group(make_group([r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\sqrt{49}}"]))) == [0.0, 1.0]
-    tally = built.take_tally()
-    assert (tally.given_up, tally.failures) == (1, {})
-    assert built.take_tally().given_up == 0
+    stats = built.take_stats()
+    assert (stats.verify_timeouts, stats.failures) == (1, {})
+    assert built.take_stats().verify_timeouts == 0
 
 
 def test_threads_may_score_at_once(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
@@ -302,7 +300,7 @@ def test_threads_may_score_at_once(scorer: Callable[..., Scorer], make_group: Ma
     for thread in threads:
         thread.join()
     assert scored == dict.fromkeys(range(8), 5.0)
-    assert built.take_tally().failures == {"raises": 8}
+    assert built.take_stats().failures == {"raises": 8}
 
 
 def test_a_program_with_a_hanging_reward_still_ends(tmp_path: Path) -> None:

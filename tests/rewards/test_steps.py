@@ -64,14 +64,14 @@ def test_step_rewards_are_kept_apart_from_the_outcome(score: Callable[..., Any])
     assert [(sample.reward, sample.reward_parts) for sample in group.samples] == [
         (0.5, {"length": 0.5, "steps": 0.25})
     ] * 2
-    assert scorer.take_tally().logged == {"columns": 3.0}  # prompts, log_extra, trainer_state
+    assert scorer.take_stats().logged == {"columns": 3.0}  # prompts, log_extra, trainer_state
 
 
 def test_steps_alone_leave_no_sample_unscored(score: Callable[..., Any]) -> None:
     group, scorer = score("later")
     assert steps(group) == [((0, 2.0),)] * 2
     assert [type(number) for number in group.samples[0].step_rewards[0]] == [int, float]
-    assert (scorer.take_tally().unscored, group.samples[0].reward) == (0, 0.0)
+    assert (scorer.take_stats().unscored, group.samples[0].reward) == (0, 0.0)
 
 
 def test_without_steps(score: Callable[..., Any]) -> None:
@@ -93,7 +93,7 @@ def test_wrong_shapes(function: str, score: Callable[..., Any]) -> None:
     assert "\n" not in str(raised.value)
     group, scorer = score(function, on_error=-0.5)
     assert steps(group) == [((3, -0.5),)] * 2
-    assert scorer.take_tally().failures == {"steps": 1}
+    assert scorer.take_stats().failures == {"steps": 1}
 
 
 def test_a_function_that_is_not_there() -> None:

@@ -124,9 +124,9 @@ def _build_model(server_args: Any) -> Any:
     initialize_fp8_gemm_config()
     initialize_dp_attention(server_args)
     load_config = LoadConfig(load_format="dummy")
-    quantised = _get_quantization_config(model_config, load_config)
+    quantized = _get_quantization_config(model_config, load_config)
     with set_default_torch_dtype(model_config.dtype), cuda_on_meta():
-        return _initialize_model(model_config, load_config, quantised)
+        return _initialize_model(model_config, load_config, quantized)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,18 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_mp.errors import PhaseTimeout, UserError
-from grpo_mp.rollout.client import BUSY_POLL_S, IDLE_LIMIT_S, EngineClient, Generated, Sampling, token_versions
+from grpo_mp.rollout.client import BUSY_POLL_S, IDLE_LIMIT_S, EngineClient, EngineOutput, SamplingParams, token_versions
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.weight_sync.transport import HostTransport
 
 TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
-LONG = Sampling(max_response_tokens=16, ignore_eos=True)
+LONG = SamplingParams(max_response_tokens=16, ignore_eos=True)
 Ask = Callable[..., Any]
 Logprobs = Callable[..., torch.Tensor]
 
 
-def greatest_difference(responses: Sequence[Generated], expected: Callable[[list[int]], torch.Tensor]) -> float:
+def greatest_difference(responses: Sequence[EngineOutput], expected: Callable[[list[int]], torch.Tensor]) -> float:
     worst = 0.0
     for response in responses:
         table = expected([*PROMPT, *response.tokens])[len(PROMPT) - 1 : -1]
@@ -51,13 +51,13 @@ async def send_weights(client: EngineClient, folder: Path, version: int) -> None
 def test_logprobs_are_of_the_scaled_untruncated_distribution(
     ask: Ask, model_folder: Path, expected_logprobs: Logprobs, temperature: float, top_p: float
 ) -> None:
-    sampling = Sampling(16, temperature, top_p, ignore_eos=True)
+    sampling = SamplingParams(16, temperature, top_p, ignore_eos=True)
     group = ask(lambda client: client.generate(PROMPT, sampling, 6))
     assert greatest_difference(group, lambda t: expected_logprobs(model_folder, t, temperature)) < TOLERANCE
 
 
 def test_top_p_leaves_out_unlikely_tokens(ask: Ask, model_folder: Path, expected_logprobs: Logprobs) -> None:
-    group = ask(lambda client: client.generate(PROMPT, Sampling(1, top_p=0.3, ignore_eos=True), 64))
+    group = ask(lambda client: client.generate(PROMPT, SamplingParams(1, top_p=0.3, ignore_eos=True), 64))
     table = expected_logprobs(model_folder, PROMPT)[-1].exp().sort(descending=True)
     nucleus = set(table.indices[: int((table.values.cumsum(0) < 0.3).sum()) + 1].tolist())
     assert {response.tokens[0] for response in group} <= nucleus
@@ -72,7 +72,7 @@ def test_a_group_shares_its_prompt_and_differs_in_its_responses(ask: Ask) -> Non
 
 def test_a_response_ends_with_its_end_token_or_is_truncated(ask: Ask, model_folder: Path) -> None:
     end_token = json.loads((model_folder / "config.json").read_text())["eos_token_id"]
-    group = ask(lambda client: client.generate(PROMPT, Sampling(24), 256))
+    group = ask(lambda client: client.generate(PROMPT, SamplingParams(24), 256))
     assert {response.truncated for response in group} == {True, False}
     for response in group:
         assert end_token not in response.tokens[:-1]
@@ -80,7 +80,7 @@ def test_a_response_ends_with_its_end_token_or_is_truncated(ask: Ask, model_fold
 
 
 def test_the_first_token_has_the_right_frequencies(ask: Ask, model_folder: Path, expected_logprobs: Logprobs) -> None:
-    group = ask(lambda client: client.generate(PROMPT, Sampling(1, ignore_eos=True), 1024))
+    group = ask(lambda client: client.generate(PROMPT, SamplingParams(1, ignore_eos=True), 1024))
     counts = torch.bincount(torch.tensor([response.tokens[0] for response in group]), minlength=10)
     probabilities = expected_logprobs(model_folder, PROMPT)[-1].exp()
     likely = int(probabilities.argmax())
@@ -116,18 +116,18 @@ def test_new_weights_are_used_numbered_and_replaced(
 
 
 def generate_while(
-    ask: Ask, action: Callable[[EngineClient], Awaitable[None]], is_interrupted: Callable[[list[Generated]], bool]
-) -> list[Generated]:
+    ask: Ask, action: Callable[[EngineClient], Awaitable[None]], is_interrupted: Callable[[list[EngineOutput]], bool]
+) -> list[EngineOutput]:
     """Return the responses of a request that `action` interrupted: tried with several delays."""
 
-    async def generate(client: EngineClient, delay_s: float) -> list[Generated]:
-        request = asyncio.create_task(client.generate(PROMPT, Sampling(140, ignore_eos=True), 4))
+    async def generate(client: EngineClient, delay_s: float) -> list[EngineOutput]:
+        request = asyncio.create_task(client.generate(PROMPT, SamplingParams(140, ignore_eos=True), 4))
         await asyncio.sleep(delay_s)
         await action(client)
         return await request
 
     for delay_s in (0.1, 0.2, 0.4, 0.05, 0.8, 1.6):
-        group: list[Generated] = ask(lambda client, delay_s=delay_s: generate(client, delay_s))
+        group: list[EngineOutput] = ask(lambda client, delay_s=delay_s: generate(client, delay_s))
         if is_interrupted(group):
             return group
     raise AssertionError("the call never came while the request was running")
@@ -158,7 +158,7 @@ def test_abort_returns_partial_responses(ask: Ask) -> None:
 def test_engine_works_after_releasing_and_resuming_memory(
     ask: Ask, model_folder: Path, expected_logprobs: Logprobs
 ) -> None:
-    async def sleep_and_wake(client: EngineClient) -> list[Generated]:
+    async def sleep_and_wake(client: EngineClient) -> list[EngineOutput]:
         await client.release_memory(["kv_cache", "weights"])
         await client.resume_memory(["weights", "kv_cache"])
         return await client.generate(PROMPT, LONG, 1)
@@ -224,8 +224,8 @@ def test_connections_are_dropped_before_the_server_drops_them() -> None:
 def test_memory_is_released_as_soon_as_the_last_request_is_done(ask: Ask) -> None:
     """A request in flight is waited for; SGLang's scheduler asserts that there is none, and would end."""
 
-    async def release_while_busy(client: EngineClient) -> list[Generated]:
-        generating = asyncio.create_task(client.generate(PROMPT, Sampling(128, ignore_eos=True), 8))
+    async def release_while_busy(client: EngineClient) -> list[EngineOutput]:
+        generating = asyncio.create_task(client.generate(PROMPT, SamplingParams(128, ignore_eos=True), 8))
         await asyncio.sleep(BUSY_POLL_S)
         with pytest.raises(UserError, match="status 400"):
             await client.flush_cache()

@@ -15,7 +15,7 @@ from grpo_mp.rollout.engine_args import (
     CPU_DEFAULTS,
     DEFAULTS,
     ENGINE_SITE,
-    OWNED,
+    RESERVED,
     EngineSpec,
     check_arguments,
     engine_arguments,
@@ -43,12 +43,12 @@ def test_names_read_from_source_are_those_of_the_installed_sglang(tmp_path: Path
 def test_every_argument_is_known_to_sglang() -> None:
     for spec in (SPEC, CPU):
         assert set(engine_arguments(spec, 1, "name", "key")) <= known_arguments()
-    assert set(OWNED) <= known_arguments()
-    assert not set(OWNED) & {*DEFAULTS, *CPU_DEFAULTS}
+    assert set(RESERVED) <= known_arguments()
+    assert not set(RESERVED) & {*DEFAULTS, *CPU_DEFAULTS}
 
 
 def test_owned_arguments_are_refused_with_the_reason() -> None:
-    with pytest.raises(UserError, match=r"engine.args.tp_size cannot be set: set engine.gpus"):
+    with pytest.raises(UserError, match=r"engine.args.tp_size cannot be set: set engine.gpus_per_engine"):
         check_arguments({"tp_size": 2}, known_arguments())
     check_arguments({"mem_fraction_static": 0.7}, known_arguments())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
-from grpo_mp.rollout.client import EngineClient, Generated, Sampling
+from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
 from tests.engines import started_engine
@@ -46,7 +46,7 @@ def test_scores_are_those_of_transformers(
         assert (torch.tensor(sample.logprobs) - expected).abs().max() <= BOUND
 
 
-async def score_and_generate(process: EngineProcess) -> tuple[list[list[float]], list[Generated]]:
+async def score_and_generate(process: EngineProcess) -> tuple[list[list[float]], list[EngineOutput]]:
     async with aclosing(EngineClient(process.spec.index, process.url, process.headers, REQUEST_TIMEOUT_S)) as client:
-        generated = client.generate(TOKENS, Sampling(GENERATED_TOKENS, ignore_eos=True), 3)
+        generated = client.generate(TOKENS, SamplingParams(GENERATED_TOKENS, ignore_eos=True), 3)
         return await client.score([TOKENS]), await generated

@@ -48,11 +48,11 @@ def test_fewer_engines_than_fit_may_be_asked_for() -> None:
 
 @pytest.mark.parametrize(("gpus", "count"), [(4, 3), (16, None), (1, 9)])
 def test_engines_that_do_not_fit_are_refused(gpus: int, count: int | None) -> None:
-    with pytest.raises(UserError, match=rf"engines of engine.gpus={gpus} do not fit the 8 ranks"):
+    with pytest.raises(UserError, match=rf"engines of engine.gpus_per_engine={gpus} do not fit the 8 ranks"):
         engine_placements(8, 8, gpus, count)
 
 
 @pytest.mark.parametrize(("ranks_per_node", "gpus"), [(4, 3), (3, 2), (4, 6)])
 def test_an_engine_that_would_straddle_nodes_unevenly_is_refused(ranks_per_node: int, gpus: int) -> None:
-    with pytest.raises(UserError, match=rf"engine.gpus={gpus} and the {ranks_per_node} ranks of a node"):
+    with pytest.raises(UserError, match=rf"engine.gpus_per_engine={gpus} and the {ranks_per_node} ranks of a node"):
         engine_placements(12, ranks_per_node, gpus, None)

@@ -58,11 +58,11 @@ def test_sglang_reads_the_intended_precision(folders: dict[bool, HfConfig]) -> N
     process = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
     assert process.returncode == 0, process.stderr
     results = json.loads(process.stdout.splitlines()[-1])
-    for (folder_fp8, args, cpu, expected), arguments, (quantised, theta) in zip(
+    for (folder_fp8, args, cpu, expected), arguments, (quantized, theta) in zip(
         CASES, args_of_cases, results, strict=True
     ):
         assert in_fp8(args, folders[folder_fp8], cpu) == expected
-        assert (quantised or {}).get("weight_block_size") == ([128, 128] if expected else None)
+        assert (quantized or {}).get("weight_block_size") == ([128, 128] if expected else None)
         assert theta == 7.0
         assert (arguments != user) == (expected != folder_fp8)
 

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 
 Facts = dict[str, dict[str, Any]]
-# model, engine.gpus and engine.args: some that blocks of 128 allow, some that they do not
+# model, engine.gpus_per_engine and engine.args: some that blocks of 128 allow, some that they do not
 PARALLELISMS: list[tuple[str, int, dict[str, Any]]] = [
     ("moonlight-16b-a3b", 4, {"ep_size": 4, "attn_dp_size": 4}),
     ("moonlight-16b-a3b", 2, {"ep_size": 2, "enable_dp_attention": True, "dp_size": 2}),
@@ -62,7 +62,7 @@ def cuda_arguments(settings: Settings, hf: HfConfig, folder: Path) -> dict[str, 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf.values))
     (folder / INDEX).write_text(json.dumps({"weight_map": {}}))
-    nodes = max(1, settings.engine.gpus // GPUS_PER_NODE)
+    nodes = max(1, settings.engine.gpus_per_engine // GPUS_PER_NODE)
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": folder})})
     spec = engine_spec(settings, hf, EnginePlacement(0, 0, 0, nodes), cpu=False)
     claim = claim_ports(ports_needed(spec))
@@ -97,7 +97,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Facts:
         hf = make_tiny_deepseek(folder / "checkpoint") if name == "tiny_moe" else find_config(settings.model.path)[0]
         cases[name] = cuda_arguments(settings, hf, folder / name)
     for number, (model, gpus, args) in enumerate(PARALLELISMS):
-        engine = {"gpus": gpus, "args": {"quantization": "fp8", **args}}
+        engine = {"gpus_per_engine": gpus, "args": {"quantization": "fp8", **args}}
         name = f"parallelism {number}"
         cases[name] = cuda_arguments(settings_of(engine=engine), published_config(model), folder / name)
     return rehearse(cases)
@@ -121,11 +121,11 @@ def test_a_recipe_starts(rehearsed: Facts, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "tiny_moe"])
-def test_a_recipe_is_sharded_and_quantised_as_planned(rehearsed: Facts, name: str) -> None:
+def test_a_recipe_is_sharded_and_quantized_as_planned(rehearsed: Facts, name: str) -> None:
     """The planner counts a GPU's weights from the parameter mapping, SGLang allocates them."""
     settings, facts = load_settings(CONFIGS / f"{name}.yaml"), rehearsed[name]
     hf, _ = find_config(settings.model.path)
-    parallelism = check_engine_parallelism(settings.engine.gpus, settings.engine.args, hf)
+    parallelism = check_engine_parallelism(settings.engine.gpus_per_engine, settings.engine.args, hf)
     assert facts["attn_dp_size"] == parallelism.replicas
     assert facts["attn_tp_size"] == parallelism.attention_tensor
     assert facts["moe_ep_size"] == parallelism.expert
@@ -164,6 +164,6 @@ def check_suggestion(sentence: str, gpus: int, args: dict[str, Any], model: str)
         assert sentence.endswith(("leave engine.args.quantization out", "use a folder with bfloat16 weights"))
         return
     named = {name: int(value) for name, value in (setting.split("=") for setting in settings.split(", "))}
-    gpus = named.pop("engine.gpus", gpus)
+    gpus = named.pop("engine.gpus_per_engine", gpus)
     changed = {name.removeprefix("engine.args."): value for name, value in named.items()}
     check_engine_parallelism(gpus, {"quantization": "fp8", **args, **changed}, published_config(model))

@@ -28,12 +28,12 @@ def monitors(tmp_path: Path) -> Iterator[Monitors]:
 
 def recording_functions(calls: list[str]) -> dict[str, OffloadFunction]:
     def record(name: str) -> OffloadFunction:
-        return lambda wake: calls.append(f"{'+' if wake else '-'}{name}")
+        return lambda onload: calls.append(f"{'+' if onload else '-'}{name}")
 
     return {name: record(name) for name in vars(Residency())}
 
 
-def test_everything_that_leaves_goes_before_anything_comes_and_before_the_body(monitors: Monitors) -> None:
+def test_offloads_run_before_onloads_and_before_the_body(monitors: Monitors) -> None:
     calls: list[str] = []
     phase_manager = PhaseManager(*monitors, 60.0, recording_functions(calls), GENERATION)
     for phase in ORDER:
@@ -52,7 +52,7 @@ def test_everything_that_leaves_goes_before_anything_comes_and_before_the_body(m
 def test_each_phase_has_its_residency(monitors: Monitors) -> None:
     resident: dict[str, bool] = dict.fromkeys(vars(Residency()), False)
     offload_functions: dict[str, OffloadFunction] = {
-        name: lambda wake, name=name: resident.update({name: wake}) for name in resident
+        name: lambda onload, name=name: resident.update({name: onload}) for name in resident
     }
     phase_manager = PhaseManager(*monitors, 60.0, offload_functions)
     for first in Phase:
@@ -107,5 +107,5 @@ def test_out_of_memory_is_one_sentence_with_phase_items_and_advice(monitors: Mon
         pass
 
 
-def out_of_memory(wake: bool) -> None:
+def out_of_memory(onload: bool) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")

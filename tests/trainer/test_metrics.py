@@ -18,7 +18,7 @@ from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.monitor.metrics import find
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.rewards.score import Tally
+from grpo_mp.rewards.score import RewardStats
 from grpo_mp.scheduler.memory import MemoryUsage
 from grpo_mp.trainer.metrics import (
     distributions,
@@ -30,7 +30,7 @@ from grpo_mp.trainer.metrics import (
     reward_metrics,
     rollout_metrics,
     solve_rates,
-    total_tally,
+    total_reward_stats,
     update_metrics,
 )
 from grpo_mp.types import Sample, SampleInfo
@@ -40,7 +40,7 @@ def info(group_id: int, index: int, reward: float, response: int, version: int =
     return SampleInfo(
         group_id=group_id,
         index=index,
-        holder=0,
+        source_rank=0,
         prompt_tokens=10 + group_id,
         response_tokens=response,
         reward=reward,
@@ -48,7 +48,7 @@ def info(group_id: int, index: int, reward: float, response: int, version: int =
         oldest_version=version,
         versions_sum=version * response,
         reward_parts=parts,
-        right=parts["answer"] >= 1 if "answer" in parts else None,
+        is_correct=parts["answer"] >= 1 if "answer" in parts else None,
     )
 
 
@@ -85,16 +85,16 @@ def test_rewards_and_lengths_of_a_step() -> None:
             "reward/part/answer": 0.2,
             "reward/part/boxed": 0.8,
             "rollout/response_length/mean": lengths.mean(),
-            "rollout/response_length/right": 4,
-            "rollout/response_length/wrong": (16 + 7 + 9 + 16) / 4,
+            "rollout/response_length/correct": 4,
+            "rollout/response_length/incorrect": (16 + 7 + 9 + 16) / 4,
             "rollout/response_length/min": 4,
             "rollout/response_length/max": 16,
             "rollout/prompt_length/mean": (3 * 10 + 2 * 15) / 5,
             "rollout/truncated_ratio": 0.4,
             "rollout/groups": 2,
             "rollout/accuracy": 0.2,
-            "rollout/all_right_groups": 0,
-            "rollout/all_wrong_groups": 1,
+            "rollout/solve_all": 0,
+            "rollout/solve_none": 1,
             "rollout/weight_version_lag/mean": (9 * 1 + 16 * 2) / lengths.sum(),
             "rollout/weight_version_lag/max": 2,
         }
@@ -107,14 +107,16 @@ def test_solve_rates_are_a_word_of_the_reward_never_a_total_above_0() -> None:
     without = [info(0, 0, -1.0, 4, length=0.2), info(0, 1, 0.3, 6, length=0.4)]
     assert (solve_rates(without), solve_rates(INFOS)) == ([], [1 / 3, 0.0])
     assert not [
-        name for name in rollout_metrics(without, 4) if name.endswith(("/right", "/wrong", "/accuracy", "_groups"))
+        name
+        for name in rollout_metrics(without, 4)
+        if name.endswith(("/correct", "/incorrect", "/accuracy", "/solve_all", "/solve_none"))
     ]
 
 
 def test_what_the_rewards_met_on_a_set_carries_its_name() -> None:
-    tally = Tally(failures=Counter(answer=2, boxed=1))
-    tally.log("found it", 0.5)
-    values = eval_reward_metrics("arithmetic", tally)
+    stats = RewardStats(failures=Counter(answer=2, boxed=1))
+    stats.log("found it", 0.5)
+    values = eval_reward_metrics("arithmetic", stats)
     assert values == {"eval/arithmetic/failures": 3, "eval/arithmetic/log/found_it": 0.5}
     for name in values:
         assert find(name, "scalar")
@@ -138,7 +140,7 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(single_rank:
     assert values["mismatch/logprob_abs_diff/max"] == 1.0
     assert (values["train/grad_norm"], values["train/lr"]) == (4.0, 0.2)
     assert (values["train/updates"], values["train/skipped_updates"]) == (2, 1)
-    assert values["train/drift_skipped_updates"] == 1
+    assert values["train/early_stopped_updates"] == 1
     lengths = [info.total_tokens for info in INFOS]
     # The second update was skipped and the third never began; the samples of 16 tokens are masked.
     assert values["train/tokens"] == 4 + 7 + 9
@@ -186,14 +188,14 @@ def test_a_step_without_any_update() -> None:
 
 
 def test_what_the_rewards_of_all_ranks_met(single_rank: Parallel) -> None:
-    tally = Tally(failures=Counter(mine=2, other=1), unscored=4, given_up=5)
-    tally.log("a/b", 1.0)
-    tally.log("a/b", 2.0)
-    values = reward_metrics(total_tally(tally, single_rank))
+    stats = RewardStats(failures=Counter(mine=2, other=1), unscored=4, verify_timeouts=5)
+    stats.log("a/b", 1.0)
+    stats.log("a/b", 2.0)
+    values = reward_metrics(total_reward_stats(stats, single_rank))
     assert values == {
         "reward/failures": 3,
         "reward/unscored": 4,
-        "reward/answers_given_up": 5,
+        "reward/verify_timeouts": 5,
         "reward/log/a_b": 1.5,
     }
     for name in values:

@@ -77,7 +77,10 @@ def write_index(model: Path, file: str) -> None:
         ("sync.bucket_bytes=1TB", "sync.bucket_bytes: '1TB' is not a number of bytes"),
         ("engine.args={mem_fraction: 0.5}", "engine.args.mem_fraction: the installed SGLang has no such argument (did"),
         ("engine.args={port: 1}", "engine.args.port cannot be set: free ports are chosen at start"),
-        ("engine.count=3", "engine.count=3 engines of engine.gpus=1 do not fit the 2 ranks of this job"),
+        (
+            "engine.num_engines=3",
+            "engine.num_engines=3 engines of engine.gpus_per_engine=1 do not fit the 2 ranks of this job",
+        ),
         (
             "training.megatron_args={moe_aux_loss_coef: 1}",
             "training.megatron_args.moe_aux_loss_coef: no field of Megatron's",
@@ -129,8 +132,10 @@ def test_no_reward_at_all(refuse: Refuse) -> None:
 
 
 def test_an_engine_over_nodes_that_host_memory_does_not_join(refuse: Refuse) -> None:
-    message = refuse("engine.gpus=4", "--ranks-per-node", "2", ranks=4)
-    assert message.startswith("engine.gpus=4 spans 2 nodes of 2 ranks, but through host memory weights reach only ")
+    message = refuse("engine.gpus_per_engine=4", "--ranks-per-node", "2", ranks=4)
+    assert message.startswith(
+        "engine.gpus_per_engine=4 spans 2 nodes of 2 ranks, but through host memory weights reach only "
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,22 +146,24 @@ def test_an_engine_over_nodes_that_host_memory_does_not_join(refuse: Refuse) -> 
             4,
             {"quantization": "fp8", "ep_size": 4, "attn_dp_size": 4},
             "engine.args.quantization=fp8: model.layers.1.mlp.shared_experts.gate_proj.weight has 2816 rows, over "
-            "4 GPU(s) (engine.gpus) 704 each, which is no multiple of the 128 of an FP8 block: the nearest valid "
-            "setting is engine.gpus=2, engine.args.attn_dp_size=2, engine.args.ep_size=2",
+            "4 GPU(s) (engine.gpus_per_engine) 704 each, which is no multiple of the 128 of an FP8 block: the nearest "
+            "valid "
+            "setting is engine.gpus_per_engine=2, engine.args.attn_dp_size=2, engine.args.ep_size=2",
         ),
         (
             "glm-4.5-air",
             8,
             {"quantization": "fp8", "ep_size": 8, "attn_dp_size": 2},
             "engine.args.quantization=fp8: model.layers.0.mlp.gate_proj.weight has 10944 rows, over 8 GPU(s) "
-            "(engine.args.moe_dense_tp_size, else engine.gpus) 1368 each, which is no multiple of the 128 of an FP8 "
+            "(engine.args.moe_dense_tp_size, else engine.gpus_per_engine) 1368 each, which is no multiple of the 128 "
+            "of an FP8 "
             "block: no smaller division of this model fits either: leave engine.args.quantization out",
         ),
         (
             "qwen3-30b-a3b",
             4,
             {"ep_size": 3},
-            "engine.args.ep_size: 3 does not divide 4, the engine.gpus: the nearest is 2",
+            "engine.args.ep_size: 3 does not divide 4, the engine.gpus_per_engine: the nearest is 2",
         ),
         (
             "qwen3-30b-a3b",
@@ -169,7 +176,7 @@ def test_an_engine_over_nodes_that_host_memory_does_not_join(refuse: Refuse) -> 
 def test_an_engine_on_gpus_that_do_not_divide_the_model(
     model: str, gpus: int, args: dict[str, Any], sentence: str
 ) -> None:
-    settings = settings_of(engine={"gpus": gpus, "args": args})
+    settings = settings_of(engine={"gpus_per_engine": gpus, "args": args})
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
         check_engine(settings.engine, published_config(model), cpu=False)
 

@@ -10,14 +10,14 @@ from grpo_mp.config import Settings, check_settings, load_settings
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.trainer.preflight import start_warnings
-from tests.least import LEAST
+from tests.minimal_settings import MINIMAL_SETTINGS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED = HfConfig(Path("published"), {"model_type": "any"})
 
 
 def settings_of(algorithm: Any, **training: Any) -> Settings:
-    tree = LEAST | {"algorithm": algorithm, "training": training}
+    tree = MINIMAL_SETTINGS | {"algorithm": algorithm, "training": training}
     return check_settings(tree | {"reward": {"answer": 1.0, "steps": "rewards.py:steps"}}, "test.yaml")
 
 
@@ -62,7 +62,7 @@ def test_a_cache_in_fp8_wants_a_correction_as_well() -> None:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_no_recipe_is_warned_of(path: Path) -> None:
-    """Every recipe whose engine is quantised corrects for it by tokens at 2, and updates more than once a step."""
+    """Every recipe whose engine is quantized corrects for it by tokens at 2, and updates more than once a step."""
     settings = load_settings(path)
     fp8 = in_fp8(settings.engine.args, PUBLISHED, cpu=False)
     assert start_warnings(settings, fp8) == []

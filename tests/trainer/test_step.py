@@ -58,7 +58,7 @@ class Step:
 
     def compute_logprobs(self) -> Updates:
         epochs = self.settings.training.epochs
-        return compute_logprobs(self.policy, self.batch, self.settings.algorithm, epochs, controls={}, seed="0/0")
+        return compute_logprobs(self.policy, self.batch, self.settings.algorithm, epochs, adaptive_coefs={}, seed="0/0")
 
     def train(self, updates: Updates) -> list[UpdateReport]:
         epochs = self.settings.training.epochs
@@ -127,8 +127,10 @@ def distribution(model: torch.nn.Module, prompt: Sequence[int], response: Sequen
 @torch.no_grad()
 def scored(model: torch.nn.Module, prompt: Sequence[int], response: Sequence[int]) -> tuple[Values, Values]:
     """Logprob and entropy at each response token."""
-    whole = distribution(model, prompt, response)
-    return whole.gather(1, torch.tensor(response)[:, None])[:, 0].numpy(), -(whole.exp() * whole).sum(-1).numpy()
+    log_distribution = distribution(model, prompt, response)
+    return log_distribution.gather(1, torch.tensor(response)[:, None])[:, 0].numpy(), -(
+        log_distribution.exp() * log_distribution
+    ).sum(-1).numpy()
 
 
 def scored_all(folder: Path, samples: Sequence[Sample]) -> list[tuple[Values, Values]]:
@@ -184,16 +186,16 @@ def expected(
         "train/pg_clipfrac": low + high,
         "train/pg_clipfrac_low": low,
         "train/pg_clipfrac_high": high,
-        "train/effective_samples": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
+        "train/ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
         "train/ratio/mean": ratio.mean(),
         "train/ratio/max": ratio.max(),
         "mismatch/logprob_abs_diff/mean": apart.mean(),
         "mismatch/logprob_abs_diff/max": apart.max(),
         "mismatch/token_mult_prob_error": np.exp(apart).mean(),
         "mismatch/correction/mean": 1.0,
-        "mismatch/corrected_away_ratio": 0.0,
+        "mismatch/correction_masked_ratio": 0.0,
         "mismatch/off_policy_masked_ratio": 0.0,
-        "mismatch/unheard_tokens": 0.0,
+        "mismatch/tokens_without_rollout_logprob": 0.0,
         "mismatch/band": float(np.exp(apart).mean() > 1.05),
         "mismatch/pearson": np.corrcoef(np.exp(engine), np.exp(new))[0, 1],
         "mismatch/kl": k3(new - engine).mean(),
@@ -205,8 +207,8 @@ def grad_norm(folder: Path, samples: Sequence[Sample], gains: Values) -> float:
     model = load(folder)
     for sample, gain in zip(samples, gains, strict=True):
         if not sample.truncated:
-            whole = distribution(model, sample.prompt_tokens, sample.tokens)
-            chosen = whole.gather(1, torch.tensor(sample.tokens)[:, None])
+            log_distribution = distribution(model, sample.prompt_tokens, sample.tokens)
+            chosen = log_distribution.gather(1, torch.tensor(sample.tokens)[:, None])
             (-float(gain) / len(samples) * chosen.mean()).backward()
     norms = [param.grad.double().norm() for param in model.parameters() if param.grad is not None]
     return float(torch.stack(norms).norm())
@@ -237,7 +239,7 @@ def test_every_training_metric_of_a_step(make_step: Callable[..., Step], tiny_ru
         "train/lr": LR,
         "train/updates": 2,
         "train/skipped_updates": 0,
-        "train/drift_skipped_updates": 0,
+        "train/early_stopped_updates": 0,
         "train/tokens": sum(len(sample.tokens) for sample in step.samples if not sample.truncated),
         "train/padding_ratio": 0.0,
     }
@@ -319,7 +321,7 @@ def test_the_kl_is_watched_at_weight_0_and_moves_nothing(make_step: Callable[...
             assert logprobs_of_batch.numpy() == pytest.approx(np.concatenate(logprobs), abs=2e-5)
 
 
-def test_sampled_microbatches_are_drawn_evenly_in_blocks_and_alike_on_every_rank() -> None:
+def test_sampled_microbatches_are_even_and_alike_on_every_rank() -> None:
     assert sample_microbatches([4, 8], 0.5, 1, "0/1") == sample_microbatches([4, 8], 0.5, 1, "0/1")
     assert [len(part) for part in sample_microbatches([4, 8], 1.0, 2, "a")] == [4, 8]
     assert sum(map(len, sample_microbatches([8, 8], 0.01, 4, "a"))) == 4

@@ -84,9 +84,7 @@ def weights(policy: Policy) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in policy.tensors.values()]
 
 
-def test_epochs_pass_over_the_same_samples_with_the_old_logprobs_of_the_first(
-    tiny_run: TinyRun, parallel: Parallel
-) -> None:
+def test_epochs_reuse_samples_and_old_logprobs_of_the_first(tiny_run: TinyRun, parallel: Parallel) -> None:
     trainer = make_trainer(tiny_run, parallel, "training.epochs=2")
     updates = trainer.compute_logprobs()
     reports = trainer.train(updates)

@@ -81,9 +81,7 @@ def make_check(settings: Settings, policy: Policy, engine: Engine) -> EngineChec
     return EngineCheck(settings, policy, weight_sync, cast(Rollout, engine), scheduler, PROMPTS)
 
 
-def test_an_engine_with_the_policys_weights_passes_on_one_set_with_real_prompts(
-    settings: Settings, policy: Policy
-) -> None:
+def test_an_engine_with_the_policys_weights_passes_on_real_prompts(settings: Settings, policy: Policy) -> None:
     engine = Engine(policy, [0.0])
     report = make_check(settings, policy, engine).run(3)
     assert (report.mean, report.largest) == (0.0, 0.0)

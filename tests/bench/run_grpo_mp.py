@@ -1,6 +1,6 @@
 """One rank of our side: `grpo_mp.train` as it is, with an engine client that asks for responses of given lengths.
 
-Started by beside_trl.py under torchrun; the times are read from the run's trace.
+Started by compare_trl.py under torchrun; the times are read from the run's trace.
 """
 
 import argparse
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from grpo_mp.checkpoint.run_state import latest_checkpoint
 from grpo_mp.config import Settings, check_settings
-from grpo_mp.rollout.client import EngineClient, Generated, Sampling
+from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.train import train
 from grpo_mp.trainer.context import local_ranks, open_train_context
-from grpo_mp.trainer.preflight import check_and_read
+from grpo_mp.trainer.preflight import run_preflight
 from tests.bench import workload as w
 
 
@@ -24,10 +24,12 @@ class ExactLengths(EngineClient):
         self.__dict__.update(vars(client))  # the same connections
         self._lengths = lengths
 
-    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling, count: int = 1) -> list[Generated]:
+    async def generate(
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1
+    ) -> list[EngineOutput]:
         await super().generate(prompt_tokens, replace(sampling, max_response_tokens=1, ignore_eos=True))
-        wanted = self._lengths[tuple(prompt_tokens)]
-        exact = [replace(sampling, max_response_tokens=length, ignore_eos=True).as_json(1) for length in wanted]
+        lengths = self._lengths[tuple(prompt_tokens)]
+        exact = [replace(sampling, max_response_tokens=length, ignore_eos=True).as_json(1) for length in lengths]
         prompts = [list(prompt_tokens)] * len(exact)
         body = {"input_ids": prompts, "sampling_params": exact, "return_logprob": True}
         return [self._parse_output(output) for output in await self._call("POST", "/generate", body)]
@@ -64,7 +66,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     given = parser.parse_args()
     settings = make_settings(given.folder, given.run_folder, given.steps)
-    inputs = check_and_read(settings, *local_ranks())
+    inputs = run_preflight(settings, *local_ranks())
     lengths = w.read_lengths(given.folder)
     with open_train_context(settings, inputs, latest_checkpoint(settings.run.folder)) as ctx:
         if ctx.rollout.client:

@@ -22,7 +22,7 @@ def file_tensors(folder: Path) -> Tensors:
         return {name: reader.read(name) for name in reader.names}
 
 
-def whole_tensors(
+def full_tensors(
     folder: Path, shards: Sequence[Mapping[str, Tensor]], held: Sequence[dict[str, Any]], tolerance: float = 0.0
 ) -> Tensors:
     """Join what the ranks hold of the model of a folder; parameters that no rank holds are left out.
@@ -30,17 +30,17 @@ def whole_tensors(
     Ranks that hold the same part must agree about it to a relative `tolerance`, and so must a tied copy.
     """
     hf = HfConfig.read(folder)
-    wholes: Tensors = {}
+    full: Tensors = {}
     for name, param in family_of(hf).params(hf).items():
         copies = [(held["parts"][name], shard[name]) for shard, held in zip(shards, held, strict=True) if name in shard]
         if not copies:
             continue
         count = next(held["counts"][name] for held in held) if param.tp_dim is not None else 1
         pieces = [unfuse(param, _agreed(name, part, copies, tolerance)) for part in range(count)]
-        for hf_name, whole in zip(param.hf, join(param, pieces), strict=True):
-            assert apart(whole, wholes.get(hf_name, whole)) <= tolerance, f"{name} is not the other {hf_name}"
-            wholes[hf_name] = whole
-    return wholes
+        for hf_name, tensor in zip(param.hf, join(param, pieces), strict=True):
+            assert apart(tensor, full.get(hf_name, tensor)) <= tolerance, f"{name} is not the other {hf_name}"
+            full[hf_name] = tensor
+    return full
 
 
 def _agreed(name: str, part: int, copies: list[tuple[int, Tensor]], tolerance: float) -> Tensor:
@@ -50,9 +50,9 @@ def _agreed(name: str, part: int, copies: list[tuple[int, Tensor]], tolerance: f
     return same[0]
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
+def apart(actual: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of what is expected."""
-    difference = float((found - expected).norm())
+    difference = float((actual - expected).norm())
     return difference / float(expected.norm()) if difference else 0.0
 
 
@@ -62,13 +62,13 @@ def difference(some: Tensors, other: Tensors) -> Tensors:
     return {name: tensor.double() - other[name].double() for name, tensor in some.items()}
 
 
-def relative_errors(found: Tensors, expected: Tensors) -> dict[str, float]:
+def relative_errors(actual: Tensors, expected: Tensors) -> dict[str, float]:
     """Relative distance over all tensors together ('all'), and over each kind of tensor ('model.layers.*.mlp...')."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     kinds: dict[str, list[str]] = {"all": list(expected)}
     for name in expected:
         kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    return {kind: apart(_flat(found, names), _flat(expected, names)) for kind, names in kinds.items()}
+    return {kind: apart(_flat(actual, names), _flat(expected, names)) for kind, names in kinds.items()}
 
 
 def above(errors: Mapping[str, float], bound: float) -> dict[str, float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.distributed.exit_marks import MARKS_VARIABLE, mark_finished, ranks_without_mark
+from grpo_mp.distributed.finish_markers import FINISHED_DIR_VARIABLE, mark_finished, ranks_without_marker
 from grpo_mp.trainer.exit import exit_on_error
 from tests.conftest import TinyRun
 from tests.e2e.jobs import LAUNCH
@@ -45,23 +45,23 @@ def test_ranks_that_finish_leave_marks(tiny_run: TinyRun, tmp_path: Path) -> Non
 def test_only_exit_status_0_of_the_trainer_leaves_a_mark(
     status: int, unmarked_ranks: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(os.environ, MARKS_VARIABLE, str(tmp_path))
+    monkeypatch.setitem(os.environ, FINISHED_DIR_VARIABLE, str(tmp_path))
     with pytest.raises(SystemExit), exit_on_error():
         raise SystemExit(status)
-    assert ranks_without_mark(tmp_path, 1) == unmarked_ranks
+    assert ranks_without_marker(tmp_path, 1) == unmarked_ranks
 
 
 def test_batch_script_checks_marks(tmp_path: Path) -> None:
     def check_ended() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "grpo_mp.launch.job", "ended", str(tmp_path), "3"]
+        command = [sys.executable, "-m", "grpo_mp.launch.job", "check-finished", str(tmp_path), "3"]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     for rank in (0, 2):
-        mark_finished(rank, {MARKS_VARIABLE: str(tmp_path)})
+        mark_finished(rank, {FINISHED_DIR_VARIABLE: str(tmp_path)})
     mark_finished(1, {})
-    assert ranks_without_mark(tmp_path, 3) == [1]
+    assert ranks_without_marker(tmp_path, 3) == [1]
     process = check_ended()
     assert process.returncode == 2
     assert process.stderr.startswith("error: rank 1 ended with status 0 before the run did")
-    mark_finished(1, {MARKS_VARIABLE: str(tmp_path)})
+    mark_finished(1, {FINISHED_DIR_VARIABLE: str(tmp_path)})
     assert check_ended().returncode == 0

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer beside this project's loop on two cores: `python -m tests.bench.beside_trl`.
+"""TRL's GRPOTrainer beside this project's loop on two cores: `python -m tests.bench.compare_trl`.
 
 Needs `pip install --no-deps trl==1.16.0 accelerate==1.15.0`. Both train the same tiny model in fp32, 16 prompts of 256
 tokens x 8 responses of the same given lengths, one AdamW update a step, the same KL weight. TRL generates with
@@ -63,7 +63,7 @@ def time_trl(folder: Path, steps: int, micro_batch: int, processes: int) -> list
     """Seconds of each step after the first."""
     result = folder / f"trl_{processes}.json"
     sizes = ["--steps", str(steps), "--micro-batch", str(micro_batch)]
-    run("tests.bench.trl_side", [str(folder), str(result), *sizes], processes, CORES // processes)
+    run("tests.bench.run_trl", [str(folder), str(result), *sizes], processes, CORES // processes)
     seconds: list[float] = json.loads(result.read_text())
     return seconds
 
@@ -74,7 +74,7 @@ def time_ours(folder: Path, steps: int) -> tuple[list[float], dict[str, float]]:
     One more is run, whose begin ends the last.
     """
     run_folder = folder / "run"
-    run("tests.bench.our_side", [str(folder), str(run_folder), "--steps", str(steps + 1)], CORES, 1)
+    run("tests.bench.run_grpo_mp", [str(folder), str(run_folder), "--steps", str(steps + 1)], CORES, 1)
     events = [event for event in read_trace(trace_path(run_folder, 0)) if event["ph"] in "BE"]
     begins = [event["ts"] / 1e6 for event in events if event["ph"] == "B" and event["name"] == "GENERATE"]
     phases: dict[str, list[float]] = {}

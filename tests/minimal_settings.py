@@ -2,7 +2,7 @@
 
 from typing import Any
 
-LEAST: dict[str, Any] = {
+MINIMAL_SETTINGS: dict[str, Any] = {
     "run": {"folder": "runs/x", "steps": 3},
     "model": {"path": "checkpoints/x"},
     "data": {"train": "train.jsonl"},

@@ -1,4 +1,4 @@
-"""Did a short run learn, and did it leave what it promises? `python .ci/learnt.py RUN --gain 0.1`."""
+"""Did a short run learn, and did it leave what it promises? `python .ci/check_learning.py RUN --gain 0.1`."""
 
 import argparse
 import json
@@ -14,14 +14,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--gain", type=float, required=True, help="least rise of the accuracy on held-out problems")
-    wanted = parser.parse_args()
-    if missing := [name for name in LEFT if not (wanted.run / name).exists()]:
-        sys.exit(f"{wanted.run} lacks {', '.join(missing)}")
-    lines = map(json.loads, (wanted.run / "metrics.jsonl").read_text().splitlines())
+    args = parser.parse_args()
+    if missing := [name for name in LEFT if not (args.run / name).exists()]:
+        sys.exit(f"{args.run} lacks {', '.join(missing)}")
+    lines = map(json.loads, (args.run / "metrics.jsonl").read_text().splitlines())
     (first, before), *_, (last, after) = [(line["step"], line[METRIC]) for line in lines if METRIC in line]
     print(f"held-out problems answered right: {before:.1%} at step {first}, {after:.1%} at step {last}")
-    if after < before + wanted.gain:
-        sys.exit(f"that is no rise by {wanted.gain:.0%}")
+    if after < before + args.gain:
+        sys.exit(f"that is no rise by {args.gain:.0%}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One process of TRL's side: GRPOTrainer with transformers' generation, responses of given lengths.
 
-Started by beside_trl.py, alone or by torchrun; rank 0 writes the seconds of each step after the first to RESULT.
+Started by compare_trl.py, alone or by torchrun; rank 0 writes the seconds of each step after the first to RESULT.
 """
 
 import argparse
@@ -34,8 +34,8 @@ class ExactLengths(LogitsProcessor):
         self.last, self.prompt_tokens, self.end = torch.tensor(lengths) - 1, prompt_tokens, end
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        here = self.last == input_ids.shape[1] - self.prompt_tokens
-        scores[:, self.end] = torch.where(here, 1e9, -torch.inf)
+        is_last = self.last == input_ids.shape[1] - self.prompt_tokens
+        scores[:, self.end] = torch.where(is_last, 1e9, -torch.inf)
         return scores
 
 
@@ -55,11 +55,11 @@ def force_lengths(model: Any, tokenizer: Any, lengths: w.Lengths) -> None:
 
     def exact(input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         seen: Counter[str] = Counter()
-        wanted = []
+        row_lengths = []
         for prompt in tokenizer.batch_decode(input_ids, skip_special_tokens=True):
-            wanted.append(lengths[prompt][seen[prompt]])
+            row_lengths.append(lengths[prompt][seen[prompt]])
             seen[prompt] += 1
-        processor = ExactLengths(wanted, input_ids.shape[1], tokenizer.eos_token_id)
+        processor = ExactLengths(row_lengths, input_ids.shape[1], tokenizer.eos_token_id)
         result: torch.Tensor = generate(input_ids=input_ids, logits_processor=[processor], **kwargs)
         return result
 

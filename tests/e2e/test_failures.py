@@ -11,7 +11,7 @@ from tests.e2e.conftest import Outcome, StartJob, outcome
 from tests.e2e.jobs import ALONE, TORCHRUN, spans
 
 PEER_LOST = "another rank ended; its message says why"
-SPOILED = (*TORCHRUN[:-1], "tests.e2e.spoiled")
+CORRUPT = (*TORCHRUN[:-1], "tests.e2e.corrupt_weights")
 # No handler of Python sees this end, and its status says that all is well.
 VANISHING = """
 import ctypes, os
@@ -21,7 +21,7 @@ def vanishing(completions, **_):
     return [0.0] * len(completions)
 """
 NO_EVAL = "data.eval={}"
-ONE_ENGINE = "engine.count=1"
+ONE_ENGINE = "engine.num_engines=1"
 
 
 def sentences(result: Outcome) -> list[str]:
@@ -56,7 +56,7 @@ def test_an_engine_that_does_not_come_up_shows_its_log(start_job: StartJob, tmp_
 @pytest.mark.slow
 def test_an_engine_with_one_wrong_tensor_stops_the_run_and_is_named(start_job: StartJob, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    result = outcome(start_job(f"run.folder={run}", NO_EVAL, command=SPOILED))
+    result = outcome(start_job(f"run.folder={run}", NO_EVAL, command=CORRUPT))
     assert result.status != 0
     sentence = next(line for line in result.err.splitlines() if line.startswith("error: "))
     assert sentence.startswith("error: after the weight sync engine ")
