@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_mp.algorithms.advantages import outcome_advantages
-from grpo_mp.algorithms.losses import LossCoefficients, LossFunction, load_policy_loss, make_loss, token_weights
+from grpo_mp.algorithms.losses import LossCoefficients, MicroBatchLoss, load_policy_loss, make_loss, token_weights
 from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.sequences import Reduce
 from grpo_mp.algorithms.settings import AlgorithmConfig
@@ -213,7 +213,7 @@ def loss_of(
     coefficients: LossCoefficients | None = None,
     reduce: Reduce = lambda values: values,
     policy_loss: PolicyLoss | None = None,
-) -> LossFunction:
+) -> MicroBatchLoss:
     """Return the loss with the coefficients and the policy loss of the settings; sequences are whole."""
     coefficients = coefficients or LossCoefficients(algorithm.kl.coef, algorithm.entropy.coef)
     return make_loss(algorithm, coefficients, reduce, policy_loss or load_policy_loss(algorithm))

@@ -11,7 +11,7 @@ from grpo_mp.algorithms.presets import PRESETS, with_preset
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.config import Settings, check_settings, dump_settings, load_settings
 from grpo_mp.errors import UserError
-from grpo_mp.pages import algorithms
+from grpo_mp.pages import algorithms_page
 
 BASE: dict[str, Any] = {
     "run": {"folder": "run", "steps": 1},
@@ -215,7 +215,7 @@ def test_step_rewards_and_process_advantages_need_each_other() -> None:
         check_settings(no_step_rewards, "test.yaml")
 
 
-SNIPPETS = re.findall(r"`([a-z_]+: [^`]*)`", algorithms.page())
+SNIPPETS = re.findall(r"`([a-z_]+: [^`]*)`", algorithms_page())
 
 
 @pytest.mark.parametrize("snippet", [snippet for snippet in SNIPPETS if not snippet.startswith("algorithm")])
