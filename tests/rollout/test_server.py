@@ -117,8 +117,10 @@ def test_a_server_that_cannot_come_up_shows_why(make_spec: SpecFactory, tmp_path
 
 def test_a_server_that_is_late_is_a_timeout_and_stop_ends_it(make_spec: SpecFactory, tmp_path: Path) -> None:
     engine = EngineProcess(make_spec(), tmp_path / "engine.log")
-    with pytest.raises(PhaseTimeout, match=r"engine 3 \(rank 1, .*\) did not come up within 0.5 s"), engine:
+    engine.start()
+    with pytest.raises(PhaseTimeout, match=r"engine 3 \(rank 1, .*\) did not come up within 0.5 s"):
         engine.wait_ready(0.5)
+    engine.stop()
     assert not session_processes(engine.session_id)
     engine.stop()
 

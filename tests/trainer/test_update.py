@@ -185,7 +185,7 @@ def test_a_resumed_run_has_the_weights_of_its_checkpoint(parallel: Parallel, tin
         folder = checkpoint_folder(tmp_path, step)
         (folder / "policy").mkdir(parents=True)
         save_policy(policy, folder / "policy")
-        write_manifest(folder, TrainState(step=step))
+        write_manifest(folder, TrainState(step=step), {})
         saved = {name: tensor.detach().clone() for name, tensor in policy.tensors.items()}
         resumed = build_policy(settings, parallel, TrainState(step=step), latest_checkpoint(settings.run.folder))
         assert all(torch.equal(tensor, saved[name]) for name, tensor in resumed.tensors.items())
