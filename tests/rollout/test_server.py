@@ -64,9 +64,13 @@ def test_a_running_engine_idles_without_work(engine: EngineProcess) -> None:
     def used_s() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in processes)
 
-    before = used_s()
-    time.sleep(1.0)
-    assert used_s() - before < 0.2
+    def used_in_a_second() -> float:
+        before = used_s()
+        time.sleep(1.0)
+        return used_s() - before
+
+    # One that polls uses all of every second; threads of a loaded machine wake late, and not in every one.
+    assert min(used_in_a_second() for _ in range(4)) < 0.2
 
 
 def test_log_is_readable_by_its_owner_only(engine: EngineProcess) -> None:
