@@ -2,7 +2,7 @@
 
 import datetime
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ class Parallel:
     replica: dist.ProcessGroup  # gloo group of the ranks that train on the same samples
     cpu_group: dist.ProcessGroup  # gloo group of all ranks
     store: dist.Store  # key-value store of the job
+    ranks_per_node: int
 
     @property
     def replica_source(self) -> int:
@@ -90,7 +91,18 @@ def start_parallel(layout: LayoutConfig, seed: int, timeout_s: float, name: str 
         replica=replica_groups[coords.data],
         cpu_group=dist.new_group(backend="gloo", timeout=timeout),
         store=store,
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
     )
+
+
+def make_groups(groups: Iterable[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:
+    """Make a gloo group of each of these sets of ranks and return this rank's, if any; every rank must call this."""
+    timeout = datetime.timedelta(seconds=timeout_s)  # torch's default is not the job's
+    own = None
+    for ranks in groups:
+        group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+        own = group if dist.get_rank() in ranks else own
+    return own
 
 
 def all_gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:

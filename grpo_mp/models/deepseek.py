@@ -48,7 +48,14 @@ def mla_rules(hf: HfConfig, layers: Sequence[int]) -> list[Rule]:
     return [
         Rule(MCORE_LAYER + norm, (HF_LAYER + norm,), ((hidden,),), layers=layers),
         *(
-            Rule(mcore + name, (hf_attn + hf_name,), (shape,), tp_dim=tp_dim, layers=layers)
+            Rule(
+                mcore + name,
+                (hf_attn + hf_name,),
+                (shape,),
+                tp_dim=tp_dim,
+                layers=layers,
+                load_group="latent_down" if name.endswith("_down_proj.weight") else "",
+            )
             for name, hf_name, shape, tp_dim in table
         ),
     ]

@@ -31,6 +31,7 @@ class Rule:
     head_dim: int = 0  # for qkv
     vocabulary: bool = False  # dimension 0 is padded until tensor parallelism divides it
     keep_float32: bool = False  # must not be cast (the router's expert bias)
+    load_group: str = ""  # parameters of a layer that engines fuse while they load them: sent in one request
     alias: bool = False  # a second Megatron copy of tensors that another rule owns: loaded, never sent or saved
 
     @property

@@ -14,6 +14,7 @@ from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.expert_load import ExpertLoad
@@ -22,7 +23,7 @@ from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel, build_chunks
 from grpo_mp.policy.optimizer import build_optimizer, wrap_for_training
 from grpo_mp.policy.reference import Reference
-from grpo_mp.policy.weights import load_hf, local_tensors, tensor_part, tp_size
+from grpo_mp.policy.weights import load_hf, local_tensors
 from grpo_mp.types import MicroBatch
 
 

@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from grpo_mp.checkpoint.hf_reader import Weights, check_shape
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates
+from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.errors import UserError
 from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.policy.model import PolicyModel
@@ -32,20 +33,6 @@ def local_tensors(
             elif isinstance(tensor, torch.nn.Parameter):
                 raise UserError(f"the parameter mapping has no rule for Megatron's {name}")
     return tensors
-
-
-def tensor_part(param: Param, coords: RankCoordinates) -> int:
-    """Return which tensor-parallel part of `param` this rank holds; 0 where it is not split."""
-    if param.tp_dim is None:
-        return 0
-    return coords.expert_tensor if param.expert is not None else coords.tensor
-
-
-def tp_size(param: Param, layout: LayoutConfig) -> int:
-    """Return into how many parts tensor parallelism splits `param`; 1 where it is replicated."""
-    if param.tp_dim is None:
-        return 1
-    return layout.expert_tensor if param.expert is not None else layout.tensor
 
 
 @torch.no_grad()

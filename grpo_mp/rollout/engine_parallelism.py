@@ -21,6 +21,9 @@ from grpo_mp.rollout.precision import folder_in_fp8, in_fp8
 # With these every rank computes the shared experts for its own tokens, so it holds all of them.
 REPLICATING_A2A_BACKENDS = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "flashinfer_megamoe")
 
+# Arguments that place experts elsewhere than in order, and their values that do not.
+EXPERT_LOCATION_ARGS = {"enable_eplb": False, "ep_num_redundant_experts": 0, "init_expert_location": "trivial"}
+
 
 @dataclass(frozen=True)
 class EngineParallelism:
@@ -31,6 +34,8 @@ class EngineParallelism:
     expert: int
     dense_tensor: int
     shared_tensor: int
+    num_experts: int  # 0 for a dense model
+    moves_experts: bool = False  # by their load: then every GPU may keep any
 
     @property
     def attention_tensor(self) -> int:
@@ -39,6 +44,10 @@ class EngineParallelism:
     @property
     def expert_tensor(self) -> int:
         return self.gpus // self.expert
+
+    def keeps_expert(self, index: int, expert: int) -> bool:
+        """Tell whether the engine's rank `index` keeps a part of a routed expert, or all of it."""
+        return self.moves_experts or expert // (self.num_experts // self.expert) == index // self.expert_tensor
 
     def divisor(self, name: str, routed_expert: bool) -> tuple[int, str]:
         """Return over how many GPUs a matrix of the layers is divided, and the settings that decide it."""
@@ -72,11 +81,11 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
             "engine.num_engines for more engines, or attn_dp_size for replicas of attention inside one"
         )
     values = family_of(hf).config(hf)
-    experts, heads = values.get("num_moe_experts") or expert, values["num_attention_heads"]
+    num_experts, heads = values.get("num_moe_experts") or 0, values["num_attention_heads"]
     for name, size, total, meaning in (
         ("attn_dp_size", replicas, gpus, "engine.gpus_per_engine"),
         ("ep_size", expert, gpus, "engine.gpus_per_engine"),
-        ("ep_size", expert, experts, "experts of the model"),
+        ("ep_size", expert, num_experts or expert, "experts of the model"),
         ("attn_dp_size", gpus // replicas, heads, "attention heads, by engine.gpus_per_engine / attn_dp_size"),
     ):
         if size < 1 or total % size:
@@ -85,7 +94,15 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
                 f"engine.args.{name}: {size} does not divide {total}, the {meaning}: the nearest is {nearest}"
             )
     shared = 1 if args.get("moe_a2a_backend") in REPLICATING_A2A_BACKENDS else gpus
-    return EngineParallelism(gpus, replicas, expert, read_argument(args, "moe_dense_tp_size", gpus), shared)
+    return EngineParallelism(
+        gpus=gpus,
+        replicas=replicas,
+        expert=expert,
+        dense_tensor=read_argument(args, "moe_dense_tp_size", gpus),
+        shared_tensor=shared,
+        num_experts=num_experts,
+        moves_experts=any(args.get(name) not in (None, trivial) for name, trivial in EXPERT_LOCATION_ARGS.items()),
+    )
 
 
 def check_engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:

@@ -1,62 +1,127 @@
-"""Weight buckets in anonymous shared memory: written by the trainer, mapped by every process of the engine.
+"""Weights of one round in memory that an engine's processes map: written by a trainer's rank, read by SGLang's.
 
-Only metadata (path, names, dtypes, shapes, offsets) goes over HTTP. The memory has no name in a file system, so a
-killed process leaves nothing behind; it is freed when the last process unmaps it.
+On the host it is anonymous shared memory, which has no name in a file system: a killed process leaves nothing behind,
+and it is freed when the last process unmaps it. On a GPU it is an allocation of the trainer, shared by CUDA IPC. Only
+its description (where it is, names, dtypes, shapes, offsets) goes over HTTP.
 """
 
+import base64
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 ALIGNMENT = 64  # bytes; every tensor's offset is a multiple, as views of any dtype need
-LOADER = f"{__name__}.load_bucket"  # what SGLang imports: its `custom_weight_loader` and `load_format`
+LOADER = f"{__name__}.load_weights"  # what SGLang imports: its `custom_weight_loader` and `load_format`
 
-NamedTensors = list[tuple[str, torch.Tensor]]
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+Export = dict[str, Any]  # JSON: where the memory is, and its tensors
 
 
 @contextmanager
-def export_tensors(bucket: NamedTensors) -> Iterator[torch.Tensor]:
-    """Copy the bucket to shared memory; yield its metadata (uint8 [n]), by which this user's processes can open it.
+def export_to_host(tensors: NamedTensors) -> Iterator[Export]:
+    """Copy tensors to shared memory; yield the description by which this user's processes can open it.
 
     It can be opened while the body runs.
     """
-    offsets = [0]
-    for _, tensor in bucket:
-        offsets.append(offsets[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
-    descriptor = os.memfd_create("grpo_mp_bucket")
+    offsets, nbytes = _offsets(tensors)
+    descriptor = os.memfd_create("grpo_mp_weights")
     try:
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        memory = torch.from_file(path, shared=True, size=offsets[-1], dtype=torch.uint8)
-        tensors = []
-        for (name, tensor), offset in zip(bucket, offsets, strict=False):
-            spec = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset)
-            _view(memory, *spec).copy_(tensor)
-            tensors.append((name, *spec))
-        metadata = json.dumps({"path": path, "nbytes": offsets[-1], "tensors": tensors})
-        yield torch.frombuffer(bytearray(metadata.encode()), dtype=torch.uint8)
+        if nbytes:
+            _copy(tensors, offsets, torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8))
+        yield {"path": path, "nbytes": nbytes, "tensors": _describe(tensors, offsets)}
     finally:
         os.close(descriptor)
 
 
-def open_tensors(metadata: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the exported tensors without a copy. They may outlive the export; writes to them are private."""
-    bucket = json.loads(bytes(metadata.tolist()))
-    memory = torch.from_file(bucket["path"], shared=False, size=bucket["nbytes"], dtype=torch.uint8)
-    for name, *spec in bucket["tensors"]:
-        yield name, _view(memory, *spec)
+@contextmanager
+def export_by_ipc(tensors: NamedTensors) -> Iterator[Export]:
+    """Copy tensors to one allocation on this rank's GPU; yield the description by which a process can open it.
+
+    Torch keeps the memory until the reader has released it, so the engine may still copy when the body has ended. The
+    allocator must not use expandable segments: they have no IPC handle.
+    """
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    offsets, nbytes = _offsets(tensors)
+    memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cuda")
+    _copy(tensors, offsets, memory)
+    torch.cuda.current_stream().synchronize()  # the reader does not wait for this rank's stream
+    _, (*_, handle, size, offset, _, counter, counter_offset, event, event_sync) = reduce_tensor(memory)
+    handles = [base64.b64encode(data).decode() for data in (handle, counter, event)]
+    yield {
+        "device": str(torch.cuda.get_device_properties(memory.device).uuid),  # the engine numbers devices differently
+        "storage": [*handles, size, offset, counter_offset, event_sync],
+        "nbytes": memory.numel(),
+        "tensors": _describe(tensors, offsets),
+    }
+    del memory
+    torch.cuda.ipc_collect()  # otherwise torch frees it only when the next one is shared
 
 
-def load_bucket(model: Any, named_tensors: NamedTensors) -> None:
-    """Load a bucket into SGLang's model; `named_tensors` holds only the metadata. SGLang calls this in each rank."""
-    ((_, metadata),) = named_tensors
-    model.load_weights(open_tensors(metadata))
+def select(export: Export, names: Collection[str]) -> Export:
+    """Return the description of some of the tensors of an export."""
+    return {**export, "tensors": [spec for spec in export["tensors"] if spec[0] in names]}
 
 
-def _view(memory: torch.Tensor, dtype_name: str, shape: list[int], offset: int) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    size = torch.Size(shape).numel() * dtype.itemsize
-    return memory[offset : offset + size].view(dtype).view(shape)
+def as_tensor(exports: Sequence[Export]) -> torch.Tensor:
+    """Return exports as uint8 [n], as `open_exports` takes them."""
+    return torch.frombuffer(bytearray(json.dumps(exports).encode()), dtype=torch.uint8)
+
+
+def open_exports(description: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of exports without a copy. Those on the host may outlive the export; writes are private."""
+    for export in json.loads(bytes(description.tolist())):
+        if export["tensors"]:
+            memory = _open_ipc(export) if "device" in export else _open_host(export)
+            for name, dtype, shape, offset in export["tensors"]:
+                size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+                yield name, memory[offset : offset + size].view(getattr(torch, dtype)).view(shape)
+
+
+def load_weights(model: Any, named_tensors: NamedTensors) -> None:
+    """Load exported weights into SGLang's model; `named_tensors` holds their description. SGLang calls this."""
+    ((_, description),) = named_tensors
+    model.load_weights(open_exports(description))
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()  # the trainer may free the memory once SGLang has answered
+
+
+def _offsets(tensors: NamedTensors) -> tuple[list[int], int]:
+    offsets = [0]
+    for _, tensor in tensors:
+        offsets.append(offsets[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+    return offsets, offsets.pop()
+
+
+def _copy(tensors: NamedTensors, offsets: Sequence[int], memory: torch.Tensor) -> None:
+    for (_, tensor), offset in zip(tensors, offsets, strict=True):
+        memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _describe(tensors: NamedTensors, offsets: Sequence[int]) -> list[list[Any]]:
+    return [
+        [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset]
+        for (name, tensor), offset in zip(tensors, offsets, strict=True)
+    ]
+
+
+def _open_host(export: Export) -> torch.Tensor:
+    return torch.from_file(export["path"], shared=False, size=export["nbytes"], dtype=torch.uint8)
+
+
+def _open_ipc(export: Export) -> torch.Tensor:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    handle, counter, event, size, offset, counter_offset, event_sync = export["storage"]
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    handle, counter, event = map(base64.b64decode, (handle, counter, event))
+    shape, device = (export["nbytes"],), uuids.index(export["device"])
+    return rebuild_cuda_tensor(
+        *(torch.Tensor, shape, (1,), 0, torch.UntypedStorage, torch.uint8, device),
+        *(handle, size, offset, False, counter, counter_offset, event, event_sync),
+    )

@@ -1,8 +1,7 @@
 """Open and close a job: join the ranks, start this rank's engine, build the policy, and end all of it in any case."""
 
-import datetime
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +24,8 @@ from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.policy.checkpoint import load_policy, load_reference
-from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
-from grpo_mp.rollout.precision import in_fp8
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.memory import explain_out_of_memory
 from grpo_mp.scheduler.phase_manager import PhaseManager
@@ -38,9 +35,7 @@ from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, repo
 from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_enabled, offload_functions, start_engines_first
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.weight_sync.engine_check import EngineCheck
-from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.transport import HostTransport, IpcTransport, Transport, uses_cuda_ipc
-from grpo_mp.weight_sync.update import WeightSync, make_plan
+from grpo_mp.weight_sync.update import WeightSync, build_weight_sync
 
 
 @dataclass
@@ -104,7 +99,7 @@ def open_train_context(
             INITIAL_RESIDENCY if moves else None,
             partial(device_items, policy),
         )
-        weight_sync = _build_weight_sync(settings, parallel, policy, rollout)
+        weight_sync = build_weight_sync(settings, policy, rollout.hosts, rollout.client, rollout.call)
         prompts = [prompt.tokens for prompt in inputs.train.prompts]
         group_filter, samples_shown = inputs.extensions.group_filter, settings.monitor.samples_per_step
         with platform.gc_frozen():
@@ -212,36 +207,6 @@ def build_policy(settings: Settings, parallel: Parallel, state: TrainState, chec
         if state.reference_updated and policy.reference:
             load_reference(policy, checkpoint / "reference")
     return policy
-
-
-def _build_weight_sync(settings: Settings, parallel: Parallel, policy: Policy, rollout: Rollout) -> WeightSync:
-    """Build the weight sync; its transport is None on a rank that sends nothing to an engine."""
-    by_ipc, gpus = uses_cuda_ipc(settings.sync), settings.engine.gpus_per_engine
-    transport: Transport | None = None
-    targets = rollout.ranks if by_ipc else rollout.hosts
-    plan = make_plan(
-        policy.params,
-        policy.local_shards(),
-        targets,
-        settings.sync.bucket_bytes,
-        DTYPES[settings.model.dtype],
-        parallel.cpu_group,
-    )
-    fp8 = in_fp8(settings.engine.args, policy.hf, cpu=not platform.on_cuda())
-    resharder = Resharder(plan, policy.params, policy.tensors, policy.tp_sizes(), parallel.rank in targets, fp8)
-    if by_ipc:
-        groups = engine_groups(rollout.hosts, gpus, settings.monitor.phase_timeout_s)
-        if parallel.rank in targets:
-            transport = IpcTransport(rollout.client, groups[parallel.rank // gpus])
-    elif rollout.client:
-        transport = HostTransport(rollout.client, gpus)
-    return WeightSync(resharder, transport, rollout.call)
-
-
-def engine_groups(hosts: Sequence[int], size: int, timeout_s: float) -> list[dist.ProcessGroup]:
-    """Make a gloo group of the ranks of each engine; every rank must call this."""
-    timeout = datetime.timedelta(seconds=timeout_s)  # torch's default is not the job's
-    return [dist.new_group(list(range(host, host + size)), timeout=timeout, backend="gloo") for host in hosts]
 
 
 def _greeting(settings: Settings, parallel: Parallel, state: TrainState) -> str:

@@ -20,7 +20,8 @@ from grpo_mp.config.sections import RunConfig
 from grpo_mp.policy.checkpoint import save_policy, save_reference
 from grpo_mp.policy.policy import Policy
 from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.update import make_plan
+from grpo_mp.weight_sync.update import plan_rounds
+from grpo_mp.weight_sync.wire import WireFormat
 
 
 def save_checkpoint(run: RunConfig, policy: Policy, state: TrainState) -> None:
@@ -53,14 +54,14 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int) -
 
     Every rank must call this; the first writes, a bucket at a time.
     """
-    group, is_first = policy.parallel.cpu_group, policy.parallel.rank == 0
-    dtype = policy.config.params_dtype
-    plan = make_plan(policy.params, policy.local_shards(), (0,), bucket_bytes, dtype, group)
-    resharder = Resharder(plan, policy.params, policy.tensors, policy.tp_sizes(), is_first)
-    tensors = ((name, tensor.to("cpu", copy=True)) for bucket in resharder.buckets() for name, tensor in bucket)
-    if is_first:
+    parallel = policy.parallel
+    wire = WireFormat(policy.params, policy.tp_sizes(), policy.config.params_dtype)
+    rounds = plan_rounds(wire, policy.local_shards(), lambda _: (0,), bucket_bytes, parallel)
+    resharder = Resharder(rounds, wire, policy.tensors)
+    tensors = ((name, tensor.to("cpu", copy=True)) for round_ in rounds for name, tensor in resharder.stage(round_))
+    if parallel.rank == 0:
         write_hf(folder, chain(tensors, read_non_policy_tensors(like, policy.hf)), like=like)
     else:
         for _ in tensors:  # this rank's shards travel as the first rank asks for them
             raise AssertionError("only the first rank receives tensors")
-    dist.barrier(group=group)
+    dist.barrier(group=parallel.cpu_group)

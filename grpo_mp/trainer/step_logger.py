@@ -172,10 +172,11 @@ def sync_metrics(sync: SyncReport, check: CheckReport) -> dict[str, float]:
     """Return what the last sync moved, and how far the engines are from the policy after it."""
     return {
         "sync/weight_version": sync.version,
-        "sync/bytes": sync.nbytes,
-        "sync/buckets": sync.buckets,
-        "sync/largest_bucket_bytes": sync.largest_bucket,
-        "sync/bytes_per_s": sync.nbytes / sync.seconds,
+        "sync/bytes": sync.staged,
+        "sync/bytes_sent": sync.sent,
+        "sync/rounds": sync.rounds,
+        "sync/largest_round_bytes": sync.largest_round,
+        "sync/bytes_per_s": sync.staged / sync.seconds,
         "sync/check/logprob_abs_diff/mean": check.mean,
         "sync/check/logprob_abs_diff/max": check.largest,
         "sync/check/tokens": check.tokens,

@@ -57,7 +57,7 @@ class EngineCheck:
         tokens, and is so again on those and many more without the few farthest: tokens at a routing tie do not decide
         (see compare.py).
         """
-        dtype = "fp8" if self.weight_sync.resharder.fp8 else self.settings.model.dtype
+        dtype = "fp8" if self.weight_sync.resharder.wire.fp8 else self.settings.model.dtype
         tolerance = self.settings.sync.check_tolerance or TOLERANCE[dtype]
         reports = self._compare_engines(0)
         if worst_report(reports).passes(tolerance):

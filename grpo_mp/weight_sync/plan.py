@@ -1,75 +1,274 @@
-"""Plan of a weight sync: which shard goes from which rank to which, in which bucket. Pure data.
+"""Plan of a weight sync: which rank sends which shards to which, in which round, and who reads them. Pure data.
 
-Parameters are bucketed by atom: one layer without its experts, one expert, or one tensor outside the layers. An atom
-is never split over buckets, because engines fuse tensors (gate and up, the two latent down-projections) only within
-one update call.
+Weights move by atom: one expert, or one parameter, or the few of a layer that an engine fuses while it loads them (the
+two latent down-projections), which it does within one request only. On each node that needs an atom one rank, its
+stager, receives it; the other ranks of the node that need it read the stager's copy. So an expert goes to the ranks
+that keep it alone, and the other weights cross the network once for each node.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple, TypeVar
 
-from grpo_mp.models.mapping import Param, split_by_bytes
+from grpo_mp.models.mapping import Param
+from grpo_mp.rollout.engine_parallelism import EngineParallelism
+
+GOLDEN_RATIO = 0.618034
+SEND_SLACK = 1.25  # what a rank may send in a round, over its share of a round
+
+Item = TypeVar("Item")
+Use = tuple[str, int]  # "sends" or "loads", and a rank
+Holders = Mapping[str, Mapping[int, Sequence[int]]]  # parameter -> tensor-parallel part -> ranks that hold it
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One shard from rank `source` to rank `target`, which may be equal. Large jobs have millions: hence slots."""
+class Shard(NamedTuple):
+    """One tensor-parallel part of a parameter."""
 
     name: str
     part: int
-    source: int
-    target: int
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Parameters sent together."""
+class Atom:
+    """Parameters that an engine loads together."""
 
     names: tuple[str, ...]
-    transfers: tuple[Transfer, ...]
+    expert: int | None
+
+
+@dataclass(frozen=True)
+class ShardSizes:
+    """Bytes of what is sent and of what is read. `staged`: of a parameter's full Hugging Face tensors."""
+
+    sent: Callable[[Shard], int]
+    staged: Callable[[str], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One atom on its way to one node. Large jobs have ten thousands: hence slots."""
+
+    names: tuple[str, ...]
+    sources: tuple[tuple[int, ...], ...]  # of each name: the rank that sends each part
+    stager: int
+    readers: tuple[int, ...]  # ranks of the stager's node that load the atom, the stager among them
+
+    def shards(self) -> Iterator[tuple[int, Shard]]:
+        """Yield each shard and the rank that it comes from, which may be the stager."""
+        for name, sources in zip(self.names, self.sources, strict=True):
+            for part, source in enumerate(sources):
+                yield source, Shard(name, part)
+
+
+@dataclass(frozen=True)
+class RankRound:
+    """What one rank does in one round; each message holds its shards in the order given."""
+
+    sends: Mapping[int, tuple[Shard, ...]]  # by target
+    receives: Mapping[int, tuple[Shard, ...]]  # by source, not itself
+    own: tuple[Shard, ...]  # that it holds and stages
+    staged: tuple[str, ...]
+    shares: Mapping[int, tuple[str, ...]]  # by reader, not itself: what others load of what it stages
+    loads: Mapping[int, tuple[str, ...]]  # by stager
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """Rounds of deliveries; a round's memory is freed when its engines have loaded it."""
+
+    rounds: tuple[tuple[Delivery, ...], ...]
+
+    def of_rank(self, rank: int) -> tuple[RankRound, ...]:
+        """Return the part of one rank, as many rounds as all have."""
+        return tuple(_rank_round(deliveries, rank) for deliveries in self.rounds)
 
 
 def plan_sync(
-    params: Mapping[str, Param],
-    parts: Sequence[Mapping[str, int]],
-    targets: Sequence[int],
-    bucket_bytes: int,
-    itemsize: Mapping[str, int],
-) -> tuple[Bucket, ...]:
-    """Plan buckets that hold each parameter once and bring each of its parts to each of the `targets` (ranks) once.
+    atoms: Sequence[Atom],
+    holders: Holders,
+    readers: Callable[[Atom], Sequence[int]],
+    ranks_per_node: int,
+    sizes: ShardSizes,
+    round_bytes: int,
+) -> SyncPlan:
+    """Plan to bring each atom to each of its `readers` (ranks), in rounds of at most `round_bytes` a rank.
 
-    `parts`: of every rank, the tensor-parallel part that it has of each of its parameters. A target uses its own shard
-    where it has one, else those of the holders in turn, which balances the load over replicas. `itemsize`: bytes per
-    element of each parameter. An atom larger than `bucket_bytes` gets a bucket of its own.
+    No rank sends, stages or loads more than that in a round, unless one atom alone is larger.
+    """
+    return SyncPlan(_fill_rounds(_deliveries(atoms, holders, readers, ranks_per_node, sizes), sizes, round_bytes))
+
+
+def engine_readers(hosts: Sequence[int], parallelism: EngineParallelism) -> Callable[[Atom], Sequence[int]]:
+    """Return the ranks that load an atom: those of every engine that keep the expert, or all for another atom.
+
+    `hosts`: each engine's first rank.
+    """
+
+    @cache
+    def ranks(expert: int | None) -> tuple[int, ...]:
+        kept = [i for i in range(parallelism.gpus) if expert is None or parallelism.keeps_expert(i, expert)]
+        return tuple(host + index for host in hosts for index in kept)
+
+    return lambda atom: ranks(atom.expert)
+
+
+def atoms_of(params: Mapping[str, Param]) -> tuple[Atom, ...]:
+    """Group the parameters that are sent by atom, layer after layer."""
+    groups: dict[tuple[int, int, str], list[Param]] = {}
+    for param in params.values():
+        if not param.alias:
+            layer, expert = (-1 if number is None else number for number in (param.layer, param.expert))
+            name = "" if param.expert is not None else param.load_group or param.name
+            groups.setdefault((layer, expert, name), []).append(param)
+    return tuple(Atom(tuple(p.name for p in groups[key]), groups[key][0].expert) for key in sorted(groups))
+
+
+def find_holders(params: Mapping[str, Param], shards_by_rank: Sequence[Mapping[str, int]]) -> Holders:
+    """Return the ranks that hold each part of each parameter that is sent.
+
+    `shards_by_rank`: of every rank, the tensor-parallel part that it has of each of its parameters.
     Raises ValueError where no rank holds a parameter or one of its parts is missing.
     """
-    holders = _holders(params, parts)
-    atoms: dict[object, list[str]] = {}
-    for name, param in params.items():
-        atoms.setdefault((param.layer, param.expert) if param.layer is not None else name, []).append(name)
-    sizes = {atom: sum(params[name].num_elements * itemsize[name] for name in names) for atom, names in atoms.items()}
-    buckets = []
-    for group, _ in split_by_bytes(sizes, bucket_bytes):
-        names = tuple(name for atom in group for name in atoms[atom])
-        transfers = tuple(
-            Transfer(name, part, target if target in ranks else ranks[index % len(ranks)], target)
-            for name in names
-            for part, ranks in sorted(holders[name].items())
-            for index, target in enumerate(targets)
-        )
-        buckets.append(Bucket(names, transfers))
-    return tuple(buckets)
-
-
-def _holders(params: Mapping[str, Param], parts: Sequence[Mapping[str, int]]) -> dict[str, dict[int, list[int]]]:
-    """Return parameter name -> part -> ranks that hold it."""
-    holders: dict[str, dict[int, list[int]]] = {name: {} for name in params}
-    for rank, local_parts in enumerate(parts):
-        for name in local_parts.keys() & params.keys():
-            holders[name].setdefault(local_parts[name], []).append(rank)
+    holders: dict[str, dict[int, list[int]]] = {name: {} for name, param in params.items() if not param.alias}
+    for rank, shards in enumerate(shards_by_rank):
+        for name in shards.keys() & holders.keys():
+            holders[name].setdefault(shards[name], []).append(rank)
     for name, ranks_by_part in holders.items():
         if not ranks_by_part:
             raise ValueError(f"no rank holds {name}")
         if sorted(ranks_by_part) != list(range(len(ranks_by_part))):
             raise ValueError(f"{name}: parts {sorted(ranks_by_part)} are held, one is missing")
     return holders
+
+
+def _deliveries(
+    atoms: Sequence[Atom],
+    holders: Holders,
+    readers: Callable[[Atom], Sequence[int]],
+    ranks_per_node: int,
+    sizes: ShardSizes,
+) -> list[Delivery]:
+    """Choose stagers and senders so that each rank stages and sends about the same.
+
+    A shard comes from the stager itself, else from its node, else from another; among equals from who has sent least.
+    """
+    staged: dict[int, int] = {}
+    sent: dict[int, int] = {}
+    deliveries = []
+    for atom in atoms:
+        by_node: dict[int, list[int]] = {}
+        for rank in readers(atom):
+            by_node.setdefault(rank // ranks_per_node, []).append(rank)
+        size = sum(map(sizes.staged, atom.names))
+        for node, node_readers in by_node.items():
+            stager = min(node_readers, key=lambda rank: (staged.get(rank, 0), rank))
+            staged[stager] = staged.get(stager, 0) + size
+            sources = []
+            for name in atom.names:
+                parts = holders[name]
+                chosen = [_choose_sender(parts[part], stager, node, ranks_per_node, sent) for part in range(len(parts))]
+                for part, source in enumerate(chosen):
+                    if source != stager:
+                        sent[source] = sent.get(source, 0) + sizes.sent(Shard(name, part))
+                sources.append(tuple(chosen))
+            deliveries.append(Delivery(atom.names, tuple(sources), stager, tuple(node_readers)))
+    return deliveries
+
+
+def _choose_sender(
+    candidates: Sequence[int], stager: int, node: int, ranks_per_node: int, sent: Mapping[int, int]
+) -> int:
+    if stager in candidates:
+        return stager
+    return min(candidates, key=lambda rank: (rank // ranks_per_node != node, sent.get(rank, 0), rank))
+
+
+def _fill_rounds(
+    deliveries: Sequence[Delivery], sizes: ShardSizes, round_bytes: int
+) -> tuple[tuple[Delivery, ...], ...]:
+    """Put each delivery into the first round that has room for it: on who sends it, and on who loads it."""
+    needs = [_bytes_by_rank(delivery, sizes) for delivery in deliveries]
+    totals: dict[Use, int] = {}
+    for need in needs:
+        for use, size in need.items():
+            totals[use] = totals.get(use, 0) + size
+    most = {kind: max((size for (k, _), size in totals.items() if k == kind), default=0) for kind in ("sends", "loads")}
+    # No rank should send in a few rounds what it could send in all of them: the others would wait for it.
+    even = SEND_SLACK * most["sends"] / -(-max(most["loads"], 1) // round_bytes)
+    limits = {"sends": min(round_bytes, even), "loads": round_bytes}
+    rounds: list[list[Delivery]] = []
+    used: list[dict[Use, int]] = []
+    first_open: dict[Use, int] = {}
+    for index in _order(deliveries, [max(need.values()) > round_bytes for need in needs]):
+        need = needs[index]
+        number = max(first_open.get(use, 0) for use in need)
+        while number < len(rounds) and any(
+            used[number].get(use) and used[number][use] + size > limits[use[0]] for use, size in need.items()
+        ):
+            number += 1
+        if number == len(rounds):
+            rounds.append([])
+            used.append({})
+        rounds[number].append(deliveries[index])
+        for use, size in need.items():
+            used[number][use] = used[number].get(use, 0) + size
+            if used[number][use] >= limits[use[0]]:
+                first_open[use] = number + 1
+    return tuple(map(tuple, rounds))
+
+
+def _bytes_by_rank(delivery: Delivery, sizes: ShardSizes) -> dict[Use, int]:
+    """Return what each rank sends of a delivery, and what each loads."""
+    size = sum(map(sizes.staged, delivery.names))
+    need: dict[Use, int] = {("loads", reader): size for reader in delivery.readers}
+    for source, shard in delivery.shards():
+        if source != delivery.stager:
+            need["sends", source] = need.get(("sends", source), 0) + sizes.sent(shard)
+    return need
+
+
+def _order(deliveries: Sequence[Delivery], oversized: Sequence[bool]) -> list[int]:
+    """Order deliveries so that all stagers receive at the same time, each beginning at another layer.
+
+    Pipeline stages hold consecutive layers: were all to begin with the first, its stage alone would send. What is
+    larger than a round comes first, on all nodes at once.
+    """
+    queues: dict[int, list[int]] = {}
+    for index, delivery in enumerate(deliveries):
+        if not oversized[index]:
+            queues.setdefault(delivery.stager, []).append(index)
+    places = []
+    for number, stager in enumerate(sorted(queues)):
+        queue, start = queues[stager], number * GOLDEN_RATIO % 1  # neighbours, which share senders, begin far apart
+        places += [((place / len(queue) - start) % 1, number, index) for place, index in enumerate(queue)]
+    return [index for index, large in enumerate(oversized) if large] + [index for *_, index in sorted(places)]
+
+
+def _rank_round(deliveries: Sequence[Delivery], rank: int) -> RankRound:
+    sends: dict[int, list[Shard]] = {}
+    receives: dict[int, list[Shard]] = {}
+    own: list[Shard] = []
+    staged: list[str] = []
+    shares: dict[int, list[str]] = {}
+    loads: dict[int, list[str]] = {}
+    for delivery in deliveries:
+        if rank in delivery.readers:
+            loads.setdefault(delivery.stager, []).extend(delivery.names)
+        if delivery.stager == rank:
+            staged += delivery.names
+            for reader in delivery.readers:
+                if reader != rank:
+                    shares.setdefault(reader, []).extend(delivery.names)
+        for source, shard in delivery.shards():
+            if source == delivery.stager == rank:
+                own.append(shard)
+            elif source == rank:
+                sends.setdefault(delivery.stager, []).append(shard)
+            elif delivery.stager == rank:
+                receives.setdefault(source, []).append(shard)
+    return RankRound(_frozen(sends), _frozen(receives), tuple(own), tuple(staged), _frozen(shares), _frozen(loads))
+
+
+def _frozen(lists: Mapping[int, list[Item]]) -> dict[int, tuple[Item, ...]]:
+    return {rank: tuple(items) for rank, items in lists.items()}

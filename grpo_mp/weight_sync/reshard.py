@@ -1,68 +1,67 @@
-"""Resharding: execute a sync plan, from the policy's shards to full Hugging Face tensors on the target ranks."""
+"""Resharding: execute one rank's part of a sync plan, from the policy's shards to full Hugging Face tensors."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from grpo_mp.models.fp8 import SCALE, quantize_at_once
-from grpo_mp.models.mapping import Param, join, unfuse
-from grpo_mp.rollout.shared_memory import NamedTensors
-from grpo_mp.weight_sync.plan import Bucket
+from grpo_mp.weight_sync.plan import RankRound, Shard
+from grpo_mp.weight_sync.wire import NamedTensors, TensorSpec, WireFormat, nbytes_of, pack, unpack
 
 
 @dataclass(frozen=True)
 class Resharder:
-    """Executes this rank's part of a plan, bucket by bucket."""
+    """Executes this rank's rounds. `tensors`: its shards by full-model name."""
 
-    plan: Sequence[Bucket]
-    params: Mapping[str, Param]
-    tensors: Mapping[str, torch.Tensor]  # this rank's shards by full-model name
-    tp_sizes: Mapping[str, int]  # how many parts each parameter has
-    is_target: bool
-    fp8: bool = False  # the targets take projections in blockwise FP8
+    rounds: Sequence[RankRound]
+    wire: WireFormat
+    tensors: Mapping[str, Tensor]
 
-    def buckets(self) -> Iterator[NamedTensors]:
-        """Yield the Hugging Face tensors of each bucket; an empty list on ranks that are no target.
+    def stage(self, round_: RankRound) -> NamedTensors:
+        """Send and receive the shards of a round; return the full tensors that this rank stages.
 
-        Every rank must exhaust the iterator. A bucket's tensors may be freed before the next one is requested.
+        Every rank must call this for each round, in order.
         """
-        for bucket in self.plan:
-            shards = self._exchange(bucket)
-            yield self._assemble(bucket, shards) if self.is_target else []
-
-    def _exchange(self, bucket: Bucket) -> dict[tuple[str, int], torch.Tensor]:
-        shards: dict[tuple[str, int], torch.Tensor] = {}
-        operations: list[dist.P2POp] = []
-        rank, like = dist.get_rank(), next(iter(self.tensors.values()))
-        for transfer in bucket.transfers:
-            key = (transfer.name, transfer.part)
-            if transfer.source == transfer.target == rank:
-                shards[key] = self.tensors[transfer.name].detach()
-            elif transfer.source == rank:
-                shard = self.tensors[transfer.name].detach().contiguous()
-                operations.append(dist.P2POp(dist.isend, shard, transfer.target))
-            elif transfer.target == rank:
-                param = self.params[transfer.name]
-                dtype = torch.float32 if param.keep_float32 else like.dtype
-                shape = param.local_shape(self.tp_sizes[transfer.name])
-                shards[key] = torch.empty(shape, dtype=dtype, device=like.device)
-                operations.append(dist.P2POp(dist.irecv, shards[key], transfer.source))
+        device = next(iter(self.tensors.values())).device
+        arriving = {
+            source: torch.empty(nbytes_of(self._specs(shards)), dtype=torch.uint8, device=device)
+            for source, shards in round_.receives.items()
+        }
+        operations = [dist.P2POp(dist.isend, message, target) for target, message in self.messages(round_).items()]
+        operations += [dist.P2POp(dist.irecv, message, source) for source, message in arriving.items()]
         for request in dist.batch_isend_irecv(operations) if operations else ():
             request.wait()
-        return shards
+        return self.join(round_, arriving)
 
-    def _assemble(self, bucket: Bucket, shards: dict[tuple[str, int], torch.Tensor]) -> NamedTensors:
-        result: NamedTensors = []
-        for name in bucket.names:
-            param = self.params[name]
-            parts = range(self.tp_sizes[name] if param.tp_dim is not None else 1)
-            tensors = join(param, [unfuse(param, shards.pop((name, part))) for part in parts])
-            for hf_name, tensor in zip(param.hf, tensors, strict=True):
-                if self.fp8 and param.is_projection:
-                    weight, scale = quantize_at_once(tensor)
-                    result += [(hf_name, weight), (hf_name + SCALE, scale)]
-                else:
-                    result.append((hf_name, tensor.contiguous()))
-        return result
+    def messages(self, round_: RankRound) -> dict[int, Tensor]:
+        """Return what this rank sends in a round, uint8, by target."""
+        messages = {}
+        for target, shards in round_.sends.items():
+            specs, tensors = self._specs(shards), [tensor for shard in shards for tensor in self._local(shard)]
+            messages[target] = torch.empty(nbytes_of(specs), dtype=torch.uint8, device=tensors[0].device)
+            pack(tensors, specs, messages[target])
+        return messages
+
+    def join(self, round_: RankRound, arrived: Mapping[int, Tensor]) -> NamedTensors:
+        """Return the full tensors that this rank stages, from its own shards and the messages by source."""
+        shards = {shard: self._local(shard) for shard in round_.own}
+        for source, message in arrived.items():
+            views = unpack(message, self._specs(round_.receives[source]))
+            for shard in round_.receives[source]:
+                shards[shard] = [next(views) for _ in self.wire.shard_specs(shard)]
+        staged: NamedTensors = []
+        for name in round_.staged:
+            staged += self.wire.join(name, [shards.pop(Shard(name, part)) for part in range(self.wire.parts(name))])
+        return staged
+
+    def sent_bytes(self, round_: RankRound) -> int:
+        """Return the bytes that this rank sends to others in a round."""
+        return sum(nbytes_of(self._specs(shards)) for shards in round_.sends.values())
+
+    def _local(self, shard: Shard) -> list[Tensor]:
+        return self.wire.shard_tensors(shard, self.tensors[shard.name].detach())
+
+    def _specs(self, shards: Sequence[Shard]) -> list[TensorSpec]:
+        return [spec for shard in shards for spec in self.wire.shard_specs(shard)]

@@ -1,51 +1,131 @@
-"""Transports that bring a bucket of Hugging Face tensors from an engine's host rank into the engine."""
+"""Brings the staged weights of a round from the ranks of an engine into the engine's processes.
+
+Each rank of an engine describes to its own process of the engine what to load from which memory. The engine's host, the
+only rank that has a client, sends the descriptions of all of them in one request. The engine unpickles only what its
+own job sends over loopback, authenticated by the run's secret.
+"""
 
 import base64
 import io
 import pickle
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from grpo_mp import platform
 from grpo_mp.config.sections import SyncConfig
+from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.rollout.client import EngineClient
-from grpo_mp.rollout.shared_memory import LOADER, NamedTensors, export_tensors
+from grpo_mp.rollout.shared_memory import LOADER, Export, as_tensor, export_by_ipc, export_to_host, select
+from grpo_mp.weight_sync.plan import RankRound
+from grpo_mp.weight_sync.wire import NamedTensors, WireFormat, nbytes_of, pack, unpack
+
+RunCoroutine = Callable[[Coroutine[Any, Any, None]], None]
 
 
-class Transport(Protocol):
-    """Sends one sync: `begin`, `send` for each bucket, `end`."""
+@dataclass(frozen=True)
+class EngineLink:
+    """A rank's link to the engine that it is part of. `client`: on the engine's host only.
 
-    async def begin(self) -> None: ...
-
-    async def send(self, bucket: NamedTensors) -> None: ...
-
-    async def end(self, version: int) -> None: ...
-
-
-class HostTransport:
-    """Sends buckets through shared host memory that the engine maps; requests carry metadata only.
-
-    Every tensor-parallel rank of the engine maps the full tensors and loads its slice. The engine unpickles only
-    what its own job sends over loopback, authenticated by the run's secret.
+    `engine_group`: gloo group of the engine's ranks, its host first; `node_group`: of all engines' ranks of the node.
     """
 
-    def __init__(self, client: EngineClient, engine_ranks: int) -> None:
-        self._client, self._engine_ranks = client, engine_ranks
+    client: EngineClient | None
+    run: RunCoroutine  # runs one of the client's coroutines to its end
+    transport: "HostTransport | IpcTransport"
+    engine_group: dist.ProcessGroup
+    node_group: dist.ProcessGroup
+    _sender: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "weight_sync"))
 
-    async def begin(self) -> None:
-        await self._client.begin_weight_update()
+    def begin(self) -> None:
+        """Begin a weight update."""
+        if self.client:
+            self.run(self.client.begin_weight_update())
 
-    async def send(self, bucket: NamedTensors) -> None:
-        with export_tensors(bucket) as metadata:
-            file = io.BytesIO()
-            _Pickler(file).dump([("metadata", metadata)])
-            payload = base64.b64encode(file.getvalue()).decode()
-            await self._client.update_weights_from_tensor([payload] * self._engine_ranks, load_format=LOADER)
+    @contextmanager
+    def loading(self, round_: RankRound, staged: NamedTensors) -> Iterator[None]:
+        """Let the engine load a round while the body runs; then wait until all engines of the node have."""
+        with self.transport.export(round_, staged) as exports:
+            payloads = all_gather(serialize(exports), self.engine_group)
+            request = None
+            if self.client:
+                coroutine = self.client.update_weights_from_tensor(payloads, load_format=LOADER)
+                request = self._sender.submit(self.run, coroutine)
+            try:
+                yield
+            finally:
+                if request:
+                    request.result()
+            dist.barrier(group=self.engine_group)
+            dist.barrier(group=self.node_group)
 
-    async def end(self, version: int) -> None:
-        await self._client.end_weight_update(version)
+    def end(self, version: int) -> None:
+        """End the update; the engine's weights have this version then."""
+        if self.client:
+            self.run(self.client.end_weight_update(version))
+        dist.barrier(group=self.engine_group)
+
+
+@dataclass(frozen=True)
+class HostTransport:
+    """Shares what each rank of a node has staged with all of them, in shared host memory."""
+
+    wire: WireFormat
+    node_group: dist.ProcessGroup
+
+    @contextmanager
+    def export(self, round_: RankRound, staged: NamedTensors) -> Iterator[list[Export]]:
+        """Yield what this rank loads of its own export and of others'."""
+        with export_to_host(staged) as own:
+            by_rank = dict(all_gather((dist.get_rank(), own), self.node_group))
+            yield [
+                select(by_rank[stager], {spec.name for name in names for spec in self.wire.specs(name)})
+                for stager, names in round_.loads.items()
+            ]
+
+
+@dataclass(frozen=True)
+class IpcTransport:
+    """Sends what each rank of a node has staged to the others, each of which shares it with its engine by CUDA IPC.
+
+    An engine's process so maps memory of its own GPU only: that of another would need a CUDA context there.
+    """
+
+    wire: WireFormat
+
+    @contextmanager
+    def export(self, round_: RankRound, staged: NamedTensors) -> Iterator[list[Export]]:
+        """Yield one export of all that this rank loads."""
+        with export_by_ipc(self.forward(round_, staged)) as own:
+            yield [own]
+
+    def forward(self, round_: RankRound, staged: NamedTensors) -> NamedTensors:
+        """Exchange staged tensors within the node; return those that this rank loads."""
+        own, operations, arriving = dict(staged), [], []
+        for reader, names in round_.shares.items():
+            specs = [spec for name in names for spec in self.wire.specs(name)]
+            message = torch.empty(nbytes_of(specs), dtype=torch.uint8, device=platform.device())
+            pack([own[spec.name] for spec in specs], specs, message)
+            operations.append(dist.P2POp(dist.isend, message, reader))
+        loaded: NamedTensors = []
+        for stager, names in round_.loads.items():
+            specs = [spec for name in names for spec in self.wire.specs(name)]
+            if stager == dist.get_rank():
+                loaded += [(spec.name, own[spec.name]) for spec in specs]
+            else:
+                message = torch.empty(nbytes_of(specs), dtype=torch.uint8, device=platform.device())
+                arriving.append((message, specs))
+                operations.append(dist.P2POp(dist.irecv, message, stager))
+        for request in dist.batch_isend_irecv(operations) if operations else ():
+            request.wait()
+        for message, specs in arriving:
+            loaded += [(spec.name, view) for spec, view in zip(specs, unpack(message, specs), strict=True)]
+        return loaded
 
 
 class _Pickler(pickle.Pickler):
@@ -55,55 +135,13 @@ class _Pickler(pickle.Pickler):
         return (torch.ByteTensor, (value.tolist(),)) if isinstance(value, torch.Tensor) else NotImplemented
 
 
-class IpcTransport:
-    """Sends buckets by CUDA IPC from every rank of an engine, which maps them in the memory of its own GPU.
-
-    Every rank holds the full bucket as one flat tensor; the host rank, which alone has a client, sends the IPC handles
-    of all ranks in one request.
-
-    Each bucket is a new allocation. Torch keeps shared memory until the reader releases it, so the engine may
-    still copy after its response. The allocator must not use expandable segments: they have no IPC handle.
-    """
-
-    def __init__(self, client: EngineClient | None, engine_group: dist.ProcessGroup) -> None:
-        """Take the gloo group of the engine's ranks, its host rank first."""
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-        monkey_patch_torch_reductions()  # identify devices by UUID: the engine numbers them differently
-        self._client, self._group = client, engine_group
-        self._host_rank = dist.get_global_rank(engine_group, 0)
-
-    async def begin(self) -> None:
-        if self._client:
-            await self._client.begin_weight_update()
-
-    async def send(self, bucket: NamedTensors) -> None:
-        payloads = [""] * dist.get_world_size(self._group) if self._client else None
-        dist.gather_object(_ipc_handle(bucket), payloads, dst=self._host_rank, group=self._group)
-        if self._client and payloads:
-            await self._client.update_weights_from_tensor(payloads, load_format="flattened_bucket")
-        dist.barrier(group=self._group)
-        torch.cuda.ipc_collect()  # otherwise torch frees the bucket only when the next one is shared
-
-    async def end(self, version: int) -> None:
-        if self._client:
-            await self._client.end_weight_update(version)
-        dist.barrier(group=self._group)
-
-
-def _ipc_handle(bucket: NamedTensors) -> str:
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    # The engine views slices of the bytes as each dtype: widest first keeps every slice aligned.
-    bucket = sorted(bucket, key=lambda item: -item[1].element_size())
-    flat = FlattenedTensorBucket(named_tensors=bucket)
-    torch.cuda.current_stream().synchronize()  # the reader does not wait for this rank's stream
-    payload = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-    handle: str = MultiprocessingSerializer.serialize(payload, output_str=True)
-    return handle
+def serialize(exports: Sequence[Export]) -> str:
+    """Return exports as SGLang's route takes them, base64; it unpickles them and hands them to LOADER."""
+    file = io.BytesIO()
+    _Pickler(file).dump([("exports", as_tensor(exports))])
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def uses_cuda_ipc(settings: SyncConfig) -> bool:
-    """Tell whether buckets go by CUDA IPC; otherwise through shared host memory."""
+    """Tell whether weights go by CUDA IPC; otherwise through shared host memory."""
     return settings.transport == "ipc" or (settings.transport == "auto" and platform.on_cuda())

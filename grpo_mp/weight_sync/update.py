@@ -1,66 +1,111 @@
-"""Weight sync: send all buckets of the policy to every engine as a new version."""
+"""Weight sync: bring the policy's weights into every engine, as a new version."""
 
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain, groupby, zip_longest
 
-import torch
-import torch.distributed as dist
-
-from grpo_mp.distributed.process_groups import all_gather
-from grpo_mp.models.mapping import Param
-from grpo_mp.weight_sync.plan import Bucket, plan_sync
+from grpo_mp import platform
+from grpo_mp.config import Settings
+from grpo_mp.distributed.process_groups import Parallel, all_gather, make_groups
+from grpo_mp.policy.megatron_config import DTYPES
+from grpo_mp.policy.policy import Policy
+from grpo_mp.rollout.client import EngineClient
+from grpo_mp.rollout.engine_parallelism import engine_parallelism
+from grpo_mp.rollout.precision import in_fp8
+from grpo_mp.weight_sync.plan import Atom, RankRound, atoms_of, engine_readers, find_holders, plan_sync
 from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.transport import Transport
+from grpo_mp.weight_sync.transport import EngineLink, HostTransport, IpcTransport, RunCoroutine, uses_cuda_ipc
+from grpo_mp.weight_sync.wire import WireFormat
 
-RunCoroutine = Callable[[Coroutine[Any, Any, None]], None]
+ROUNDS_IN_MEMORY = 4  # sent, received, joined, and read by the engine: at most so many rounds' bytes at a time
+
+
+def plan_rounds(
+    wire: WireFormat,
+    local_shards: Mapping[str, int],
+    readers: Callable[[Atom], Sequence[int]],
+    bucket_bytes: int,
+    parallel: Parallel,
+) -> tuple[RankRound, ...]:
+    """Plan to bring the policy's weights to their readers; return this rank's part. Every rank must call this.
+
+    `local_shards`: name -> part on this rank; `bucket_bytes`: staging memory of a rank.
+    """
+    holders = find_holders(wire.params, all_gather(dict(local_shards), parallel.cpu_group))
+    round_bytes = bucket_bytes // ROUNDS_IN_MEMORY
+    plan = plan_sync(atoms_of(wire.params), holders, readers, parallel.ranks_per_node, wire.sizes, round_bytes)
+    return plan.of_rank(parallel.rank)
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Sizes and duration of one sync. `nbytes` and `largest_bucket`: bytes that this rank sent to its engine."""
+    """Bytes and duration of one sync on this rank.
+
+    `sent`: to other ranks; `staged`: of full tensors that it made readable to its node; `largest_round`: the most that
+    it staged at a time.
+    """
 
     version: int
-    nbytes: int
-    buckets: int
-    largest_bucket: int
+    sent: int
+    staged: int
+    rounds: int
+    largest_round: int
     seconds: float
-
-
-def make_plan(
-    params: Mapping[str, Param],
-    local_shards: Mapping[str, int],
-    targets: tuple[int, ...],
-    bucket_bytes: int,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup,
-) -> tuple[Bucket, ...]:
-    """Return the plan, the same on all ranks; every rank must call this. `local_shards`: name -> part on this rank."""
-    owned = {name: param for name, param in params.items() if not param.alias}
-    itemsize = {name: 4 if param.keep_float32 else dtype.itemsize for name, param in owned.items()}
-    return plan_sync(owned, all_gather(dict(local_shards), group), targets, bucket_bytes, itemsize)
 
 
 @dataclass(frozen=True)
 class WeightSync:
-    """Sends the policy's weights to the engines."""
+    """Sends the policy's weights to the engines. `link`: None on ranks that are part of no engine."""
 
     resharder: Resharder
-    transport: Transport | None  # None on ranks that host no engine
-    run: RunCoroutine  # runs a coroutine of the transport to completion
+    link: EngineLink | None
 
     def update_weights(self, version: int) -> SyncReport:
-        """Send all weights as `version`. Every rank must call this. Raises UserError where an engine refuses."""
-        started, nbytes, largest = time.monotonic(), 0, 0
-        if self.transport:
-            self.run(self.transport.begin())
-        for bucket in self.resharder.buckets():
-            if self.transport:
-                self.run(self.transport.send(bucket))
-            size = sum(tensor.nbytes for _, tensor in bucket)
-            nbytes, largest = nbytes + size, max(largest, size)
-            bucket.clear()  # free its memory before the next one is received
-        if self.transport:
-            self.run(self.transport.end(version))
-        return SyncReport(version, nbytes, len(self.resharder.plan), largest, time.monotonic() - started)
+        """Send all weights as `version`. Every rank must call this. Raises UserError where an engine refuses.
+
+        While the engines load a round, the ranks exchange the next one.
+        """
+        started, rounds = time.monotonic(), self.resharder.rounds
+        staged_bytes = []
+        if self.link:
+            self.link.begin()
+        staged = self.resharder.stage(rounds[0]) if rounds else []
+        for round_, following in zip_longest(rounds, rounds[1:]):
+            staged_bytes.append(sum(tensor.nbytes for _, tensor in staged))
+            with self.link.loading(round_, staged) if self.link else nullcontext():
+                staged = self.resharder.stage(following) if following else []
+        if self.link:
+            self.link.end(version)
+        return SyncReport(
+            version=version,
+            sent=sum(map(self.resharder.sent_bytes, rounds)),
+            staged=sum(staged_bytes),
+            rounds=len(rounds),
+            largest_round=max(staged_bytes, default=0),
+            seconds=time.monotonic() - started,
+        )
+
+
+def build_weight_sync(
+    settings: Settings, policy: Policy, hosts: Sequence[int], client: EngineClient | None, run: RunCoroutine
+) -> WeightSync:
+    """Plan the sync and link each rank to its engine. Every rank must call this.
+
+    `hosts`: each engine's first rank, the only one that has its `client`.
+    """
+    args, gpus, limit_s = settings.engine.args, settings.engine.gpus_per_engine, settings.monitor.phase_timeout_s
+    fp8, parallel = in_fp8(args, policy.hf, cpu=not platform.on_cuda()), policy.parallel
+    wire = WireFormat(policy.params, policy.tp_sizes(), DTYPES[settings.model.dtype], fp8)
+    readers = engine_readers(hosts, engine_parallelism(gpus, args, policy.hf))
+    rounds = plan_rounds(wire, policy.local_shards(), readers, settings.sync.bucket_bytes, parallel)
+    engines = [range(host, host + gpus) for host in hosts]
+    nodes = groupby(chain.from_iterable(engines), key=lambda rank: rank // parallel.ranks_per_node)
+    engine_group = make_groups(engines, limit_s)
+    node_group = make_groups([list(ranks) for _, ranks in nodes], limit_s)
+    link = None
+    if engine_group and node_group:
+        transport = IpcTransport(wire) if uses_cuda_ipc(settings.sync) else HostTransport(wire, node_group)
+        link = EngineLink(client, run, transport, engine_group, node_group)
+    return WeightSync(Resharder(rounds, wire, policy.tensors), link)

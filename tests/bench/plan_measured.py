@@ -35,8 +35,8 @@ from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory, total
 from grpo_mp.policy.checkpoint import load_policy, save_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.types import MicroBatch
-from grpo_mp.weight_sync.transport import HostTransport
-from tests.bench.sync_memory import StandIn, build_sync, reset_peak, status_bytes
+from grpo_mp.weight_sync.update import build_weight_sync
+from tests.bench.sync_memory import StandIn, reset_peak, status_bytes
 
 REACH, MIB, TOKENS = 0.1, 2**20, 2048
 # Not in this process, or there before the policy is.
@@ -100,13 +100,13 @@ def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> d
     policy = Policy(settings, parallel, with_reference=False)
     batch = [_batch(TOKENS)]
     policy.update(batch, negative_log_likelihood)  # moments are there from the first update on
-    sync = build_sync(settings, parallel, policy, HostTransport(StandIn(), 1), runner)
+    sync = build_weight_sync(settings, policy, (0,), StandIn(), runner.run)
     with tempfile.TemporaryDirectory() as folder:
         peaks = {
             SubPhase.LOGPROB: _peak(lambda: policy.logprobs(batch)),
             SubPhase.TRAIN: _peak(lambda: policy.gradients(batch, negative_log_likelihood)),
             SubPhase.OPTIMIZER: _peak(policy.optimizer.step),
-            SubPhase.SYNC: _peak(lambda: sync.push(1)),
+            SubPhase.SYNC: _peak(lambda: sync.update_weights(1)),
             SubPhase.SAVE: _peak(lambda: save_policy(policy, Path(folder))),
             SubPhase.LOAD: _peak(lambda: load_policy(policy, Path(folder))),
         }

@@ -4,7 +4,7 @@ Two ranks hold a random Qwen3-MoE of some hundred MB, by expert and by tensor pa
 each to an engine of its own: to a stand-in that only looks where the tensors lie, or, with `--engines`, to SGLang.
 The peak is the kernel's mark of resident memory (VmHWM), reset before each push.
 
-Reach: the peak is at most the model and two buckets; the last column is the one over the other.
+Reach: the peak is at most the model and sync.bucket_bytes; the last column is the one over the other.
 """
 
 import argparse
@@ -25,16 +25,13 @@ import torch.distributed as dist
 
 from grpo_mp import platform
 from grpo_mp.config import Settings, check_settings
-from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
-from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
-from grpo_mp.rollout.shared_memory import open_tensors
-from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.transport import HostTransport
-from grpo_mp.weight_sync.update import WeightSync, make_plan
+from grpo_mp.rollout.shared_memory import open_exports
+from grpo_mp.weight_sync.update import WeightSync, build_weight_sync
 from tests.engines import started_engine
 
 RANKS, PUSHES, LIMIT_S = 2, 3, 300.0
@@ -76,7 +73,7 @@ def run_rank(folder: Path, layout: str, engines: bool) -> None:
         if engines:
             scheduler, client = stack.enter_context(running_engine(folder, parallel.rank))
             watched[f"engine {parallel.rank}"] = scheduler
-        sync = build_sync(settings, parallel, policy, HostTransport(client, 1), runner)
+        sync = build_weight_sync(settings, policy, range(parallel.world_size), client, runner.run)
         for version in range(PUSHES):
             dist.barrier(group=parallel.cpu_group)
             for line in measure_push(sync, version, policy, settings.sync.bucket_bytes, watched):
@@ -90,14 +87,15 @@ def measure_push(
     """One push; a line about the peak of each process above what it held before."""
     platform.free_device_memory()
     before = {name: reset_peak(process) for name, process in watched.items()}
-    report = sync.push(version)
+    report = sync.update_weights(version)
     shards = sum(tensor.nbytes for tensor in policy.tensors.values())
+    weights = 4 * sum(param.num_elements for param in policy.params.values())
     lines = []
     for name, process in watched.items():
-        model = report.nbytes if name.startswith("engine") else shards
+        model = weights if name.startswith("engine") else shards
         above = status_bytes(process, "VmHWM") - before[name]
-        ratio = (model + above) / (model + 2 * bucket_bytes)
-        sizes = "".join(f"{size / 2**20:10.1f} MiB" for size in (model, report.largest_bucket, above))
+        ratio = (model + above) / (model + bucket_bytes)
+        sizes = "".join(f"{size / 2**20:10.1f} MiB" for size in (model, report.largest_round, above))
         lines.append(f"{name:10}{report.seconds:8.2f}{sizes}{ratio:8.2f}")
     return lines
 
@@ -116,17 +114,6 @@ def make_settings(folder: Path, layout: str) -> Settings:
     return check_settings(tree, "the benchmark")
 
 
-def build_sync(
-    settings: Settings, parallel: Parallel, policy: Policy, transport: HostTransport, runner: asyncio.Runner
-) -> WeightSync:
-    """As a run puts it together: every rank hosts an engine."""
-    dtype, bucket = DTYPES[settings.model.dtype], settings.sync.bucket_bytes
-    ranks = tuple(range(parallel.world_size))
-    plan = make_plan(policy.params, policy.local_shards(), ranks, bucket, dtype, parallel.cpu_group)
-    resharder = Resharder(plan, policy.params, policy.tensors, policy.tp_sizes(), is_target=True)
-    return WeightSync(resharder, transport, runner.run)
-
-
 class StandIn:
     """Takes buckets in an engine's place and looks where their tensors lie, without reading them.
 
@@ -138,7 +125,7 @@ class StandIn:
     async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
         for payload in payloads:
             ((_, note),) = pickle.loads(base64.b64decode(payload))
-            dict(open_tensors(note))
+            dict(open_exports(note))
 
     async def end_weight_update(self, version: int) -> None: ...
 

@@ -1,22 +1,24 @@
 """The trainer, with one expert's weights corrupted on their first way into the engines. Run under torchrun."""
 
 from grpo_mp.train import main
-from grpo_mp.weight_sync.reshard import NamedTensors
-from grpo_mp.weight_sync.transport import HostTransport
+from grpo_mp.weight_sync.plan import RankRound
+from grpo_mp.weight_sync.reshard import Resharder
+from grpo_mp.weight_sync.wire import NamedTensors
 
 CORRUPT = "model.layers.1.mlp.experts.3.down_proj.weight"
-send = HostTransport.send
+stage = Resharder.stage
 seen: list[str] = []
 
 
-async def send_corrupt(transport: HostTransport, bucket: NamedTensors) -> None:
-    for place, (name, tensor) in enumerate(bucket):
+def stage_corrupt(resharder: Resharder, round_: RankRound) -> NamedTensors:
+    staged = stage(resharder, round_)
+    for index, (name, tensor) in enumerate(staged):
         if name == CORRUPT and not seen:
             seen.append(name)
-            bucket[place] = (name, tensor * 1.5)  # not in place: it may be the policy's own
-    await send(transport, bucket)
+            staged[index] = (name, tensor * 1.5)  # not in place: it may be the policy's own
+    return staged
 
 
 if __name__ == "__main__":
-    HostTransport.send = send_corrupt  # type: ignore[method-assign]
+    Resharder.stage = stage_corrupt  # type: ignore[method-assign]
     main()

@@ -12,12 +12,13 @@ import pytest
 
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.coordinates import coordinates
+from grpo_mp.distributed.shards import tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.meta_model import built_on_meta
 from grpo_mp.planner.model_configs import find_config
-from grpo_mp.policy.weights import local_tensors, tp_size
+from grpo_mp.policy.weights import local_tensors
 from tests.models.published import PUBLISHED
 from tests.planner.jobs import settings_of
 

@@ -25,7 +25,7 @@ def megatron_shard(param: Param, tensors: list[Tensor], tp_size: int, tp_rank: i
         else:
             start, stop = shard_range(param, tuple(tensor.shape), tp_size, tp_rank)
             slices.append(tensor.narrow(param.tp_dim, start, stop - start))
-    shard = torch.zeros(param.local_shape(tp_size), dtype=torch.int64)
+    shard = torch.zeros(param.local_shape(tp_size), dtype=tensors[0].dtype)
     fused = fuse(param, slices)
     shard[: fused.shape[0]] = fused
     return shard

@@ -29,7 +29,8 @@ from grpo_mp.trainer.metrics import reduce_report
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from grpo_mp.weight_sync.engine_check import sequence_logprobs
 from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.update import make_plan
+from grpo_mp.weight_sync.update import plan_rounds
+from grpo_mp.weight_sync.wire import WireFormat
 from tests.algorithms.objective import loss_of
 from tests.parallel.cases import SMALL, Case
 from tests.parallel.inputs import FAMILY, Given, step_microbatches
@@ -90,16 +91,17 @@ def _ranks(bench: Bench) -> range:
 
 
 def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
-    policy, parallel = bench.policy, bench.parallel
-    size = bench.settings.sync.bucket_bytes
-    plan = make_plan(policy.params, policy.local_shards(), targets, size, torch.float32, parallel.cpu_group)
-    resharder = Resharder(plan, policy.params, policy.tensors, policy.tp_sizes(), parallel.rank in targets)
+    policy, size = bench.policy, bench.settings.sync.bucket_bytes
+    wire = WireFormat(policy.params, policy.tp_sizes(), torch.float32)
+    rounds = plan_rounds(wire, policy.local_shards(), lambda _: targets, size, bench.parallel)
+    resharder = Resharder(rounds, wire, policy.tensors)
     names, wrong = [], []
     with HfReader(bench.settings.model.path) as reader:
-        for bucket in resharder.buckets():
-            names += [name for name, _ in bucket]
-            wrong += [name for name, tensor in bucket if not _same(tensor, reader.read(name))]
-    return {"names": names, "wrong": wrong, "buckets": len(plan)}
+        for round_ in rounds:
+            staged = resharder.stage(round_)
+            names += [name for name, _ in staged]
+            wrong += [name for name, tensor in staged if not _same(tensor, reader.read(name))]
+    return {"names": names, "wrong": wrong, "rounds": len(rounds)}
 
 
 def _same(some: Tensor, other: Tensor) -> bool:

@@ -14,4 +14,4 @@ def test_every_tensor_arrives_once_and_bit_for_bit(case: Case, targets: str, out
         exported = rank[targets]
         assert sorted(exported["names"]) == (everything if targets == "all" or number == 0 else [])
         assert exported["wrong"] == []
-        assert exported["buckets"] > 4
+        assert exported["rounds"] > 4

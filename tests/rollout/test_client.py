@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from grpo_mp.errors import PhaseTimeout, UserError
 from grpo_mp.rollout.client import BUSY_POLL_S, IDLE_LIMIT_S, EngineClient, EngineOutput, SamplingParams, token_versions
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.weight_sync.transport import HostTransport
+from grpo_mp.rollout.shared_memory import LOADER, export_to_host
+from grpo_mp.weight_sync.transport import serialize
 
 TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -41,10 +42,14 @@ def weights_of(folder: Path) -> list[tuple[str, torch.Tensor]]:
 
 
 async def send_weights(client: EngineClient, folder: Path, version: int) -> None:
-    transport = HostTransport(client, engine_ranks=1)
-    await transport.begin()
-    await transport.send(weights_of(folder))
-    await transport.end(version)
+    await client.begin_weight_update()
+    await load_weights(client, folder)
+    await client.end_weight_update(version)
+
+
+async def load_weights(client: EngineClient, folder: Path) -> None:
+    with export_to_host(weights_of(folder)) as export:
+        await client.update_weights_from_tensor([serialize([export])], load_format=LOADER)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.4, 0.7)])
@@ -177,7 +182,7 @@ def test_errors_name_engine_path_and_reason(ask: Ask, model_folder: Path) -> Non
     with pytest.raises(UserError, match=r"engine 3: /generate: .*longer than the model's context"):
         ask(lambda client: client.generate([5] * 400, LONG))
     with pytest.raises(UserError, match=r"engine 3: /update_weights_from_tensor: .*begin_weight_update"):
-        ask(lambda client: HostTransport(client, 1).send(weights_of(model_folder)))
+        ask(lambda client: load_weights(client, model_folder))
 
 
 def test_a_request_without_the_key_is_refused(engine: EngineProcess) -> None:

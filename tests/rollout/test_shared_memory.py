@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mp.rollout.shared_memory import export_tensors
+from grpo_mp.rollout.shared_memory import as_tensor, export_to_host
 
 READER = """
 import json, sys, torch
-from grpo_mp.rollout.shared_memory import open_tensors
+from grpo_mp.rollout.shared_memory import open_exports
 metadata = torch.tensor(json.loads(sys.stdin.read()), dtype=torch.uint8)
-print(json.dumps({name: [str(x.dtype), list(x.shape), x.double().sum().item()] for name, x in open_tensors(metadata)}))
+print(json.dumps({name: [str(x.dtype), list(x.shape), x.double().sum().item()] for name, x in open_exports(metadata)}))
 """
 
 
@@ -35,10 +35,10 @@ def make_bucket() -> list[tuple[str, torch.Tensor]]:
 
 def test_another_process_opens_exported_tensors() -> None:
     bucket = make_bucket()
-    with export_tensors(bucket) as metadata:
+    with export_to_host(bucket) as export:
         reader = subprocess.run(
             [sys.executable, "-c", READER],
-            input=json.dumps(metadata.tolist()),
+            input=json.dumps(as_tensor([export]).tolist()),
             capture_output=True,
             text=True,
             timeout=120,
@@ -51,6 +51,6 @@ def test_another_process_opens_exported_tensors() -> None:
 
 def test_export_closes_its_file_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(ZeroDivisionError), export_tensors(make_bucket()):
+    with pytest.raises(ZeroDivisionError), export_to_host(make_bucket()):
         raise ZeroDivisionError
     assert os.listdir("/proc/self/fd") == before

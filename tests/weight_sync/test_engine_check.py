@@ -75,7 +75,10 @@ def phase(*_: object) -> AbstractContextManager[None]:
 
 def make_check(settings: Settings, policy: Policy, engine: Engine) -> EngineCheck:
     weight_sync = cast(
-        WeightSync, SimpleNamespace(resharder=SimpleNamespace(fp8=False), update_weights=engine.update_weights)
+        WeightSync,
+        SimpleNamespace(
+            resharder=SimpleNamespace(wire=SimpleNamespace(fp8=False)), update_weights=engine.update_weights
+        ),
     )
     scheduler = cast(PhaseManager, SimpleNamespace(phase=phase))
     return EngineCheck(settings, policy, weight_sync, cast(Rollout, engine), scheduler, PROMPTS)

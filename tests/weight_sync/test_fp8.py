@@ -14,7 +14,8 @@ from grpo_mp.distributed.process_groups import Parallel, single_process_group, s
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.policy import Policy
 from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.update import make_plan
+from grpo_mp.weight_sync.update import plan_rounds
+from grpo_mp.weight_sync.wire import WireFormat
 from tests.planner.jobs import BASE
 
 
@@ -36,9 +37,10 @@ def test_fp8_sync_equals_converter_output(family: str, parallel: Parallel, tmp_p
     to_hf(tmp_path / "megatron", tmp_path / "fp8", None, True, lambda done, total: None)
 
     policy = Policy(check_settings(BASE | {"model": {"path": model}}, "test"), parallel, with_reference=False)
-    plan = make_plan(policy.params, policy.local_shards(), (0,), 2**20, torch.bfloat16, parallel.cpu_group)
-    resharder = Resharder(plan, policy.params, policy.tensors, policy.tp_sizes(), is_target=True, fp8=True)
-    sent = {name: tensor for bucket in resharder.buckets() for name, tensor in bucket}
+    wire = WireFormat(policy.params, policy.tp_sizes(), torch.bfloat16, fp8=True)
+    rounds = plan_rounds(wire, policy.local_shards(), lambda _: (0,), 2**20, parallel)
+    resharder = Resharder(rounds, wire, policy.tensors)
+    sent = {name: tensor for round_ in rounds for name, tensor in resharder.stage(round_)}
     with HfReader(tmp_path / "fp8") as reader:
         assert sent.keys() == reader.stored_names
         assert any(tensor.dtype == torch.float8_e4m3fn for tensor in sent.values())

@@ -1,102 +1,128 @@
-"""Buckets sent by HostTransport, loaded as the engine's processes load them."""
+"""Exports and payloads of a sync, loaded as the engine's processes load them."""
 
 import asyncio
 import base64
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mp.rollout.shared_memory import LOADER, export_tensors, load_bucket, open_tensors
-from grpo_mp.weight_sync.transport import HostTransport
+from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.distributed.process_groups import make_groups, single_process_group, start_parallel, stop_parallel
+from grpo_mp.models.mapping import Rule, expand
+from grpo_mp.rollout.shared_memory import LOADER, as_tensor, export_to_host, load_weights, open_exports, select
+from grpo_mp.weight_sync.plan import RankRound
+from grpo_mp.weight_sync.transport import EngineLink, HostTransport, IpcTransport, serialize
+from grpo_mp.weight_sync.wire import NamedTensors, WireFormat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
+PARAMS = expand([Rule("a", ("x.weight", "y.weight"), ((3, 5), (4, 5))), Rule("b", ("z.weight",), ((7,),))])
+WIRE = WireFormat(PARAMS, {"a": 1, "b": 1}, torch.float32)
+ROUND = RankRound({}, {}, (), ("a", "b"), {}, {0: ("a", "b")})
 
 
 class RecordingClient:
-    """A client whose engine stores the tensors that each of its ranks receives."""
+    """A client whose engine stores the tensors that each of its ranks loads."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.received: list[dict[str, Tensor]] = []
-        self.payload_bytes = 0
+        self.loaded: list[dict[str, Tensor]] = []
 
     async def begin_weight_update(self) -> None:
         self.calls.append("begin")
 
     async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
         self.calls.append(f"update by {load_format}")
-        self.payload_bytes = sum(map(len, payloads))
-        self.received = [self._load(payload) for payload in payloads]
+        self.loaded += [load(payload) for payload in payloads]
 
     async def end_weight_update(self, version: int) -> None:
         self.calls.append(f"end {version}")
 
-    @staticmethod
-    def _load(payload: str) -> dict[str, Tensor]:
-        weights: dict[str, Tensor] = {}
 
-        def load_weights(named: Iterable[tuple[str, Tensor]]) -> None:
-            weights.update(named)
+def load(payload: str) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
 
-        load_bucket(SimpleNamespace(load_weights=load_weights), pickle.loads(base64.b64decode(payload)))
-        return weights
+    def load_into(named: Iterable[tuple[str, Tensor]]) -> None:
+        weights.update(named)
+
+    load_weights(SimpleNamespace(load_weights=load_into), pickle.loads(base64.b64decode(payload)))
+    return weights
 
 
-def send_bucket(bucket: list[tuple[str, Tensor]], engine_ranks: int = 1) -> RecordingClient:
-    async def update_weights() -> RecordingClient:
-        client = RecordingClient()
-        transport = HostTransport(client, engine_ranks)
-        await transport.begin()
-        await transport.send(bucket)
-        await transport.end(7)
-        return client
-
-    return asyncio.run(update_weights())
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    with single_process_group():
+        start_parallel(LayoutConfig(), 0, 60.0)
+        group = make_groups([[0]], 60.0)
+        assert group
+        yield group
+        stop_parallel()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_engine_rank_receives_the_bucket(dtype: torch.dtype) -> None:
-    bucket = [
+def test_a_payload_is_loaded_as_it_was_exported(dtype: torch.dtype) -> None:
+    tensors = [
         ("a.weight", torch.randn(3, 5).mul(9).to(dtype)),
         ("b.weight", torch.randn(4, 3).mul(9).to(dtype).t()),
         ("c.scale", torch.tensor(2.5)),
         ("d.bias", torch.randn(7)),
     ]
-    client = send_bucket(bucket, engine_ranks=3)
-    assert client.calls == ["begin", f"update by {LOADER}", "end 7"]
-    assert len(client.received) == 3
-    for received in client.received:
-        assert list(received) == [name for name, _ in bucket]
-        for name, expected in bucket:
-            assert received[name].dtype == expected.dtype
-            assert torch.equal(received[name].double(), expected.double())
+    with export_to_host(tensors) as export, export_to_host([("e", torch.ones(2))]) as other:
+        loaded = load(serialize([export, select(other, {"e"}), select(export, set())]))
+    assert list(loaded) == [name for name, _ in tensors] + ["e"]
+    for name, tensor in tensors:
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name].double(), tensor.double())
 
 
-def test_slice_is_sent_without_its_full_storage() -> None:
+def test_slice_is_exported_without_its_full_storage() -> None:
     matrix = torch.randn(1000, 64)
-    client = send_bucket([("rows", matrix[10:12]), ("columns", matrix[:2, 3:5])])
-    assert client.payload_bytes < 2000
-    (received,) = client.received
-    assert torch.equal(received["rows"], matrix[10:12])
-    assert torch.equal(received["columns"], matrix[:2, 3:5])
-    assert received["rows"].untyped_storage().nbytes() < 1000
+    with export_to_host([("rows", matrix[10:12]), ("columns", matrix[:2, 3:5])]) as export:
+        loaded = load(serialize([export]))
+    assert export["nbytes"] < 1000
+    assert torch.equal(loaded["rows"], matrix[10:12])
+    assert torch.equal(loaded["columns"], matrix[:2, 3:5])
 
 
 def test_opened_tensors_outlive_the_export_and_are_private() -> None:
     tensor = torch.arange(5.0)
-    with export_tensors([("a", tensor)]) as metadata:
-        (_, kept), *_ = open_tensors(metadata)
-        (_, changed), *_ = open_tensors(metadata)
+    with export_to_host([("a", tensor)]) as export:
+        (_, kept), *_ = open_exports(as_tensor([export]))
+        (_, changed), *_ = open_exports(as_tensor([export]))
         changed.zero_()
     tensor.fill_(9.0)
     assert kept.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert changed.tolist() == [0.0] * 5
 
 
+def staged() -> NamedTensors:
+    return [(spec.name, torch.randn(spec.shape)) for name in PARAMS for spec in WIRE.specs(name)]
+
+
+def test_the_engine_loads_while_the_body_runs(group: dist.ProcessGroup) -> None:
+    """One rank is the engine, its node and the job; more are in tests/parallel."""
+    client, tensors = RecordingClient(), staged()
+    link = EngineLink(client, asyncio.run, HostTransport(WIRE, group), group, group)  # type: ignore[arg-type]
+    link.begin()
+    with link.loading(ROUND, tensors):
+        pass
+    with pytest.raises(ZeroDivisionError), link.loading(ROUND, tensors[:0]):
+        raise ZeroDivisionError
+    link.end(7)
+    assert client.calls == ["begin", f"update by {LOADER}", f"update by {LOADER}", "end 7"]
+    assert client.loaded[0].keys() == dict(tensors).keys()
+    assert all(torch.equal(client.loaded[0][name], tensor) for name, tensor in tensors)
+
+
+def test_forwarding_to_oneself_is_all_that_is_loaded(group: dist.ProcessGroup) -> None:
+    tensors = staged()
+    assert IpcTransport(WIRE).forward(ROUND, tensors) == tensors
+
+
 def test_loader_name_is_importable() -> None:
     module, _, name = LOADER.rpartition(".")
-    assert (load_bucket.__module__, load_bucket.__name__) == (module, name)
+    assert (load_weights.__module__, load_weights.__name__) == (module, name)
