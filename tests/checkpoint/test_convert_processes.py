@@ -56,7 +56,7 @@ def test_two_ranks_divide_the_work(model: Path, undisturbed: Path, tmp_path: Pat
     for command, source in (("to-megatron", model), ("to-hf", undisturbed / "to-megatron")):
         result = torchrun(convert_arguments(command, source, together / command))
         assert result.returncode == 0, result.stderr
-        assert result.stdout.count("whole:") == 1
+        assert result.stdout.count("written:") == 1
         assert contents(together / command) == contents(undisturbed / command)
         assert [path.name for path in together.iterdir() if path.suffix] == []
 

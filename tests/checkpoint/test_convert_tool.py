@@ -57,7 +57,7 @@ def test_a_user_error_is_one_sentence(run_tool: RunTool, model: Path, tmp_path: 
     status, text = run_tool("to-hf", model, tmp_path / "back")
     assert status == 2
     assert text.splitlines()[-1].startswith(f"error: {model}: no torch_dist checkpoint is there")
-    assert "whole" not in text
+    assert "written" not in text
     assert run_tool("to-megatron", tmp_path / "nowhere", tmp_path / "back")[0] == 2
 
 
