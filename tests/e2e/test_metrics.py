@@ -167,7 +167,7 @@ def test_counts_and_speeds_follow_from_the_samples_of_all_ranks(
     }
     assert {name: line[name] for name in expected} == pytest.approx(expected)
     assert line["train/expert_load/max_over_mean"] >= 1
-    assert line["sync/largest_bucket_bytes"] <= line["sync/bytes"]
+    assert line["sync/largest_round_bytes"] <= line["sync/bytes"]
     assert all(math.isfinite(value) for value in line.values())
 
 
