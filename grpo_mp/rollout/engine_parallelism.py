@@ -22,7 +22,12 @@ from grpo_mp.rollout.precision import folder_in_fp8, in_fp8
 REPLICATING_A2A_BACKENDS = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "flashinfer_megamoe")
 
 # Arguments that place experts elsewhere than in order, and their values that do not.
-EXPERT_LOCATION_ARGS = {"enable_eplb": False, "ep_num_redundant_experts": 0, "init_expert_location": "trivial"}
+EXPERT_LOCATION_ARGS = {
+    "enable_eplb": False,
+    "ep_num_redundant_experts": 0,
+    "init_expert_location": "trivial",
+    "moe_dp_size": 1,
+}
 
 
 @dataclass(frozen=True)

@@ -36,15 +36,15 @@ H100 = SimpleNamespace(
 GPUS_PER_NODE = 8
 KERNEL_PACKAGES = ("deep_ep", "deep_gemm", "torch_memory_saver")
 BLACKWELL_KERNEL = "sglang.kernels.ops.gemm.cutedsl_dual_gemm"
-PARALLEL_SIZES = {  # group -> the field of SGLang's parallel state that holds its size
-    "world_group": "tp_size",
-    "tp_group": "tp_size",
-    "pp_group": "pp_size",
-    "moe_ep_group": "moe_ep_size",
-    "moe_tp_group": "moe_tp_size",
-    "moe_dp_group": "moe_dp_size",
-    "attn_tp_group": "attn_tp_size",
-    "attn_cp_group": "attn_cp_size",
+PARALLEL_FIELDS = {  # group -> the fields of SGLang's parallel state that hold its size and this process's rank in it
+    "world_group": ("tp_size", "tp_rank"),
+    "tp_group": ("tp_size", "tp_rank"),
+    "pp_group": ("pp_size", "pp_rank"),
+    "moe_ep_group": ("moe_ep_size", "moe_ep_rank"),
+    "moe_tp_group": ("moe_tp_size", "moe_tp_rank"),
+    "moe_dp_group": ("moe_dp_size", "moe_dp_rank"),
+    "attn_tp_group": ("attn_tp_size", "attn_tp_rank"),
+    "attn_cp_group": ("attn_cp_size", "attn_cp_rank"),
 }
 
 
@@ -56,21 +56,24 @@ class NullStream:
 
 @dataclass(frozen=True)
 class FakeGroup:
-    """The first rank's view of a process group that nobody joined."""
+    """One rank's view of a process group that nobody joined."""
 
     world_size: int
-    rank_in_group: int = 0
+    rank_in_group: int
     local_rank: int = 0
     device_group: None = None
-    is_first_rank: bool = True
 
     @property
     def cpu_group(self) -> "FakeGroup":
         return self
 
     @property
+    def is_first_rank(self) -> bool:
+        return self.rank_in_group == 0
+
+    @property
     def is_last_rank(self) -> bool:
-        return self.world_size == 1
+        return self.rank_in_group == self.world_size - 1
 
 
 def fake_cuda() -> None:
@@ -100,14 +103,17 @@ def fake_cuda() -> None:
     sys.modules[BLACKWELL_KERNEL] = kernel
 
 
-def set_group_sizes(parallel: Any) -> None:
-    """Give SGLang's parallel state, which knows its sizes, groups of them."""
+def set_groups(parallel: Any) -> None:
+    """Give SGLang's parallel state, which knows its sizes and ranks, groups of them."""
     from sglang.srt.distributed import parallel_state
 
     parallel_state.in_the_same_node_as = lambda group, source_rank=0: [
         rank // GPUS_PER_NODE == source_rank // GPUS_PER_NODE for rank in range(group.world_size)
     ]
-    groups = {group: FakeGroup(getattr(parallel, size)) for group, size in PARALLEL_SIZES.items()}
+    groups = {
+        group: FakeGroup(getattr(parallel, size), getattr(parallel, rank))
+        for group, (size, rank) in PARALLEL_FIELDS.items()
+    }
     parallel.override_permanently(**groups)
 
 

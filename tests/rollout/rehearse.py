@@ -1,7 +1,7 @@
 """SGLang's start on CUDA up to the first kernel: `python -m tests.rollout.rehearse < cases.json`.
 
 A case is {"name": ServerArgs}. Prints {"name": {"error": ...} or facts} as the last line. SGLang is imported once; each
-case runs in a fork, for SGLang keeps its arguments and groups in globals.
+case runs in a fork.
 """
 
 import json
@@ -9,12 +9,13 @@ import multiprocessing
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 from grpo_mp.rollout.engine_args import CUDA_ENVIRONMENT
-from tests.rollout.fake_cuda import cuda_on_meta, disable_other_models, fake_cuda, set_group_sizes
+from tests.rollout.fake_cuda import cuda_on_meta, disable_other_models, fake_cuda, set_groups
 
 MODELS = ("deepseek_v2", "glm4_moe", "qwen2", "qwen2_moe", "qwen3_moe", "qwen3", "llama", "mixtral")
 
@@ -29,12 +30,13 @@ def main() -> None:
     import sglang.srt.model_loader.loader
     import sglang.srt.models.registry  # noqa: F401
 
-    print(json.dumps({name: run_in_fork(arguments) for name, arguments in cases.items()}))
+    print(json.dumps({name: run_in_fork(rehearse, arguments) for name, arguments in cases.items()}))
 
 
-def run_in_fork(arguments: dict[str, Any]) -> dict[str, Any]:
+def run_in_fork(function: Callable[[dict[str, Any]], dict[str, Any]], case: dict[str, Any]) -> dict[str, Any]:
+    """Return what the function says of a case, or {"error": ...}: SGLang keeps its arguments and groups in globals."""
     receiver, sender = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(target=_send_facts, args=(sender, arguments))
+    child = multiprocessing.get_context("fork").Process(target=_send_facts, args=(sender, function, case))
     child.start()
     sender.close()
     try:
@@ -45,9 +47,11 @@ def run_in_fork(arguments: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _send_facts(connection: Connection, arguments: dict[str, Any]) -> None:
+def _send_facts(
+    connection: Connection, function: Callable[[dict[str, Any]], dict[str, Any]], case: dict[str, Any]
+) -> None:
     try:
-        connection.send(rehearse(arguments))
+        connection.send(function(case))
     except Exception as error:  # noqa: BLE001 - whatever SGLang raises is the result
         traceback.print_exc()
         connection.send({"error": f"{type(error).__name__}: {error}"})
@@ -62,8 +66,8 @@ def rehearse(arguments: dict[str, Any]) -> dict[str, Any]:
     server_args.resolve_once()
     server_args.check_server_args()
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    set_group_sizes(get_parallel())
-    model = _build_model(server_args)
+    set_groups(get_parallel())
+    model = build_model(server_args)
     graphs = get_exec().graph.cuda_graph_config
     return {
         "prefill": graphs.prefill.backend,
@@ -110,7 +114,8 @@ def _graph_backends(graphs: Any) -> list[str]:
     return [type(make(runner)).__name__ for make in enabled]  # type: ignore[arg-type]
 
 
-def _build_model(server_args: Any) -> Any:
+def build_model(server_args: Any) -> Any:
+    """Build the model of this process's rank on meta."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.dp_attention import initialize_dp_attention

@@ -1,0 +1,86 @@
+"""What SGLang's own loaders keep of each tensor on each rank: `python -m tests.rollout.record_loaders < cases.json`.
+
+A case is {"arguments": ServerArgs, "rank": int, "tensors": {name: [dtype, shape]}}. The model is built on meta as that
+rank of the engine builds it, its loaders get tensors without storage that record where they are copied to. Prints
+{"name": {tensor: elements copied}} as the last line.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from grpo_mp.rollout.engine_args import CUDA_ENVIRONMENT
+from tests.rollout.fake_cuda import cuda_on_meta, disable_other_models, fake_cuda, set_groups
+from tests.rollout.rehearse import MODELS, build_model, run_in_fork
+
+
+class RecordedTensor(torch.Tensor):
+    """A tensor without storage that knows which loaded tensors it was made from; `copied` counts their elements."""
+
+    names: frozenset[str]
+    copied: "Counter[str]"
+
+    @staticmethod
+    def of(meta: torch.Tensor, names: Iterable[str], copied: "Counter[str]") -> "RecordedTensor":
+        """Wrap a meta tensor."""
+        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            RecordedTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device="meta"
+        )
+        tensor.names, tensor.copied, tensor.meta = frozenset(names), copied, meta
+        recorded: RecordedTensor = tensor
+        return recorded
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, cls)]
+        names, copied = frozenset().union(*(tensor.names for tensor in given)), given[0].copied
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor) and not isinstance(args[0], cls):
+            for name in names:
+                copied[name] += args[1].numel()
+            return args[0]
+        plain = tree_map_only(cls, lambda tensor: tensor.meta, (args, kwargs or {}))
+        result = func(*plain[0], **plain[1])
+        return tree_map_only(torch.Tensor, lambda tensor: cls.of(tensor, names, copied), result)
+
+
+def main() -> None:
+    """Record the cases on stdin."""
+    cases = json.load(sys.stdin)
+    os.environ |= CUDA_ENVIRONMENT
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # as in an engine
+    fake_cuda()
+    disable_other_models(MODELS)
+    import sglang.srt.model_loader.loader
+    import sglang.srt.models.registry  # noqa: F401
+
+    print(json.dumps({name: run_in_fork(record, case) for name, case in cases.items()}))
+
+
+def record(case: dict[str, Any]) -> dict[str, int]:
+    """Return the elements of each tensor that one rank of the engine copies into its parameters."""
+    from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
+    from sglang.srt.server_args import ServerArgs
+
+    server_args = ServerArgs(**case["arguments"])
+    server_args.resolve_once()
+    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=case["rank"], gpu_id=0))
+    set_groups(get_parallel())
+    model = build_model(server_args)
+    copied: Counter[str] = Counter()
+    weights = (
+        (name, RecordedTensor.of(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), [name], copied))
+        for name, (dtype, shape) in case["tensors"].items()
+    )
+    with cuda_on_meta():
+        model.load_weights(weights)
+    return dict(copied)
+
+
+if __name__ == "__main__":
+    main()
