@@ -33,7 +33,7 @@ def rms_norm_forward(
 def routed_experts(original: Original, layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:
     """Replace `moe_forward_native`: x [T, H] through each token's experts -> [T, H].
 
-    `topk_output` holds weights [T, K] and expert ids [T, K]; `layer` [E, 2 I, H] and [E, H, I].
+    `topk_output` holds weights [T, K] and ids [T, K] of this rank's experts; `layer` [E, 2 I, H] and [E, H, I].
     """
     up, down = layer.w13_weight, layer.w2_weight
     if not _supports(layer, config, x):
@@ -43,10 +43,14 @@ def routed_experts(original: Original, layer: Any, x: Tensor, topk_output: Any, 
     tokens, topk = ids.shape
     experts = ids.flatten()
     order = experts.argsort()
-    offsets = torch.bincount(experts, minlength=len(up)).cumsum(0, dtype=torch.int32)
+    if layer.moe_ep_size > 1:  # -1 stands for experts of other ranks, whose part of the sum is theirs
+        order = order[int((experts < 0).sum()) :]
+        if not len(order):
+            return torch.zeros_like(x)
+    offsets = torch.bincount(experts[order], minlength=len(up)).cumsum(0, dtype=torch.int32)
     gate, linear = F.grouped_mm(x[order // topk], up.transpose(1, 2), offs=offsets).chunk(2, dim=-1)
     sorted_output = F.grouped_mm(F.silu(gate) * linear, down.transpose(1, 2), offs=offsets)
-    output = torch.empty_like(sorted_output).index_copy_(0, order, sorted_output).view(tokens, topk, -1)
+    output = x.new_zeros(tokens * topk, x.shape[1]).index_copy_(0, order, sorted_output).view(tokens, topk, -1)
     return (weights[:, None].to(output.dtype) @ output)[:, 0]
 
 

@@ -19,7 +19,7 @@ def no_fallback(*_: Any, **__: Any) -> NoReturn:
 
 def experts(count: int, hidden: int, inner: int, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
     up, down = torch.randn(count, 2 * inner, hidden) / 8, torch.randn(count, hidden, inner) / 8
-    return SimpleNamespace(w13_weight=up.to(dtype), w2_weight=down.to(dtype))
+    return SimpleNamespace(w13_weight=up.to(dtype), w2_weight=down.to(dtype), moe_ep_size=1)
 
 
 def experts_per_token(layer: SimpleNamespace, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -42,6 +42,20 @@ def test_routed_experts(tokens: int, topk: int) -> None:
     for dtype in (torch.int64, torch.int32):
         output = routed_experts(no_fallback, layer, x, (weights, ids.to(dtype), None), CONFIG)
         torch.testing.assert_close(output, experts_per_token(layer, x, weights, ids), **TOLERANCE)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_ranks_of_an_expert_parallel_engine_add_up(tokens: int) -> None:
+    torch.manual_seed(tokens)
+    layer, x = experts(6, 16, 8), torch.randn(tokens, 16)
+    weights, ids = torch.rand(tokens, 6).topk(2)
+    total = torch.zeros_like(x)
+    for rank in range(3):
+        rows = slice(2 * rank, 2 * rank + 2)
+        local = SimpleNamespace(w13_weight=layer.w13_weight[rows], w2_weight=layer.w2_weight[rows], moe_ep_size=3)
+        local_ids = torch.where(ids // 2 == rank, ids - 2 * rank, -1)
+        total += routed_experts(no_fallback, local, x, (weights, local_ids, None), CONFIG)
+    torch.testing.assert_close(total, experts_per_token(layer, x, weights, ids), **TOLERANCE)
 
 
 @pytest.mark.parametrize(
