@@ -1,6 +1,7 @@
 """Which rank holds which shard of which parameter. Pure."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates, coordinates
@@ -21,21 +22,26 @@ def tp_size(param: Param, layout: LayoutConfig) -> int:
     return layout.expert_tensor if param.expert is not None else layout.tensor
 
 
-def shards_by_rank(
+def shard_holders(
     params: Mapping[str, Param], layout: LayoutConfig, world_size: int, stage_layers: Sequence[Sequence[int]]
-) -> list[dict[str, int]]:
-    """Return for each rank the part that it holds of each of its parameters. `stage_layers`: of each pipeline stage."""
+) -> dict[str, dict[int, list[int]]]:
+    """Return the ranks that hold each part of each parameter. `stage_layers`: the layers of each pipeline stage."""
     stage_of = {layer: stage for stage, layers in enumerate(stage_layers) for layer in layers}
-    last = layout.pipeline - 1
-    shards = []
-    for rank in range(world_size):
-        coords = coordinates(rank, layout, world_size)
-        held = {}
-        for name, param in params.items():
-            outside = 0 if name.startswith("embedding") else last
-            stage = outside if param.layer is None else stage_of[param.layer]
-            local = param.expert is None or param.expert * layout.expert // param.experts == coords.expert
-            if stage == coords.pipeline and local:
-                held[name] = tensor_part(param, coords)
-        shards.append(held)
-    return shards
+    all_coords = [coordinates(rank, layout, world_size) for rank in range(world_size)]
+
+    @cache
+    def ranks_by_part(stage: int, expert_rank: int | None, divided: bool) -> dict[int, list[int]]:
+        held: dict[int, list[int]] = {}
+        for rank, coords in enumerate(all_coords):
+            if coords.pipeline == stage and expert_rank in (None, coords.expert):
+                part = coords.tensor if expert_rank is None else coords.expert_tensor
+                held.setdefault(part if divided else 0, []).append(rank)
+        return held
+
+    holders = {}
+    for name, param in params.items():
+        outside = 0 if name.startswith("embedding") else layout.pipeline - 1
+        stage = outside if param.layer is None else stage_of[param.layer]
+        expert_rank = None if param.expert is None else param.expert * layout.expert // param.experts
+        holders[name] = ranks_by_part(stage, expert_rank, param.tp_dim is not None)
+    return holders

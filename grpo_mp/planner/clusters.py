@@ -128,7 +128,9 @@ class Overheads:
     mem_fraction_static: float = 0.8  # where engine.args do not say
     decode_collective_s: float = 20e-6  # one small collective while decoding
     decode_layer_s: float = 60e-6  # kernel launches of one layer while decoding
-    sync_request_s: float = 0.05  # one request to an engine
+    sync_request_s: float = 0.02  # one request to an engine
+    sync_tensor_s: float = 1e-4  # SGLang's Python for one tensor that it loads
+    sync_unevenness: float = 1.75  # bytes of the busiest rank of each round over those of the busiest rank
 
 
 OVERHEADS = Overheads()

@@ -12,6 +12,7 @@ from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import DTYPE_BYTES, Job
 from grpo_mp.planner.parameter_count import ParameterCount, rule_parameters
 from grpo_mp.rollout.engine_parallelism import read_argument
+from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,9 @@ def _temporary_memory(job: Job, stage: int, sub_phase: SubPhase) -> dict[str, fl
         return {"float32 gradients": job.sharded_parameters(count) * per_parameter.fp32_gradients}
     if sub_phase is SubPhase.SAVE:
         return {"moments in float32": _largest_tensor(job) * per_parameter.fp32_moments}
-    if sub_phase is SubPhase.SYNC:  # one flat tensor; with several ranks also received shards, and gathered tensors
-        return {"sync bucket": (3.0 if job.world_size > 1 else 1.0) * job.settings.sync.bucket_bytes}
+    if sub_phase is SubPhase.SYNC:
+        vocabulary = job.model.vocab_size * job.model.hidden_size * per_parameter.weights  # an engine loads it at once
+        return {"sync rounds": max(job.settings.sync.bucket_bytes, ROUNDS_IN_MEMORY * vocabulary)}
     return {}
 
 

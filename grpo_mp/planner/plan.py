@@ -19,7 +19,9 @@ from grpo_mp.planner.resource_use import (
     plan_generation,
     train_use,
 )
+from grpo_mp.planner.weight_traffic import sync_traffic
 
+SYNC_REQUESTS = 4  # begin and end the update, empty the cache, set the version
 ONCE_PER_RUN = (SubPhase.START, SubPhase.LOAD)
 
 
@@ -90,21 +92,20 @@ def _resource_uses(job: Job, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
         SubPhase.TRAIN: train_use(job),
         SubPhase.OPTIMIZER: optimizer_use(job, stage),
         SubPhase.OFFLOAD: ResourceUse(host_link_bytes=weights + state),
-        SubPhase.SYNC: _sync_use(job, all_parameters * per_parameter.weights),
+        SubPhase.SYNC: _sync_use(job),
         SubPhase.SAVE: ResourceUse(disk_bytes=saved / job.nodes, host_copy_bytes=sharded * CHECKPOINT_BYTES),
     }
 
 
-def _sync_use(job: Job, weight_bytes: float) -> ResourceUse:
-    """Return the use of one GPU: every engine GPU receives the full model, in buckets, from the ranks that hold it."""
-    own_share = 1 / job.world_size
-    node_share = (min(job.gpus_per_node, job.world_size) - 1) / job.world_size
-    buckets = -(-weight_bytes // job.settings.sync.bucket_bytes)
+def _sync_use(job: Job) -> ResourceUse:
+    """Return the use of one GPU: what the busiest rank sends or receives in rounds that all ranks go through."""
+    traffic, uneven = sync_traffic(job), OVERHEADS.sync_unevenness
     return ResourceUse(
-        device_bytes=4 * weight_bytes,
-        nvlink_bytes=weight_bytes * node_share,
-        network_bytes=weight_bytes * max(0.0, 1 - node_share - own_share),
-        latency_s=buckets * OVERHEADS.sync_request_s,
+        device_bytes=4 * traffic.loaded,  # packed, joined, shared, loaded
+        nvlink_bytes=uneven * traffic.nvlink,
+        network_bytes=uneven * traffic.network,
+        latency_s=(traffic.rounds + SYNC_REQUESTS) * OVERHEADS.sync_request_s
+        + traffic.tensors * OVERHEADS.sync_tensor_s,
     )
 
 

@@ -1,44 +1,62 @@
-"""What the weight sync of a planned job sends, by the plan that the job itself will follow."""
+"""What the weight sync of a planned job moves, by the plan that the job itself will follow."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from grpo_mp.distributed.shards import shards_by_rank, tp_size
+from grpo_mp.distributed.shards import shard_holders, tp_size
 from grpo_mp.models.families import family_of
+from grpo_mp.models.mapping import Param
 from grpo_mp.planner.job import Job
 from grpo_mp.rollout.placement import engine_hosts, engine_placements
-from grpo_mp.weight_sync.plan import Delivery, SyncPlan, atoms_of, engine_readers, find_holders, plan_sync
-from grpo_mp.weight_sync.update import ROUNDS_IN_MEMORY
+from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, Delivery, SyncPlan, atoms_of, engine_readers, plan_sync
 from grpo_mp.weight_sync.wire import WireFormat
 
 
 @dataclass(frozen=True)
-class RoundTraffic:
-    """Bytes of one round, by rank: those that the busiest rank sends or receives over a link."""
+class SyncTraffic:
+    """Bytes of the busiest rank: that it sends or receives over a link, and that its engine loads."""
 
-    network: int
-    nvlink: int
-    loaded: int  # the most that one rank's engine loads
+    network: float
+    nvlink: float
+    loaded: float
+    tensors: float  # that one engine rank loads
+    rounds: int
 
 
-def plan_job_sync(job: Job) -> tuple[SyncPlan, WireFormat]:
-    """Plan the weight sync of a job: its layout to its engines."""
-    settings, layout = job.settings, job.settings.layout
-    params = family_of(job.hf).params(job.hf)
+def sync_traffic(job: Job) -> SyncTraffic:
+    """Return the traffic of a whole sync, from the plan of one layer of each kind and pipeline stage."""
+    params = {name: param for name, param in family_of(job.hf).params(job.hf).items() if not param.alias}
+    counts = _layers_like(job)
+    sample = {name: param for name, param in params.items() if param.layer is None or param.layer in counts}
+    plan, wire = plan_job_sync(job, sample)
+    deliveries = [delivery for round_ in plan.rounds for delivery in round_]
+    weights = [counts.get(_layer(params[delivery.names[0]]), 1) for delivery in deliveries]
+    network, nvlink, loaded = busiest(deliveries, weights, wire, job.gpus_per_node)
+    tensors: dict[int, int] = {}
+    for delivery, weight in zip(deliveries, weights, strict=True):
+        count = weight * sum(len(wire.specs(name)) for name in delivery.names)
+        tensors |= {reader: tensors.get(reader, 0) + count for reader in delivery.readers}
+    round_bytes = job.settings.sync.bucket_bytes // ROUNDS_IN_MEMORY
+    return SyncTraffic(network, nvlink, loaded, max(tensors.values()), rounds=int(-(-loaded // round_bytes)))
+
+
+def plan_job_sync(job: Job, params: Mapping[str, Param]) -> tuple[SyncPlan, WireFormat]:
+    """Plan the weight sync of these parameters of a job: from its layout to its engines."""
+    settings, layout, engine = job.settings, job.settings.layout, job.settings.engine
     wire = WireFormat(
         params,
         {name: tp_size(param, layout) for name, param in params.items()},
         torch.bfloat16 if settings.model.dtype == "bfloat16" else torch.float32,
         fp8=job.engine_in_fp8,
     )
-    engine = settings.engine
     hosts = engine_hosts(
         engine_placements(job.world_size, job.gpus_per_node, engine.gpus_per_engine, engine.num_engines)
     )
     plan = plan_sync(
         atoms_of(params),
-        find_holders(params, shards_by_rank(params, layout, job.world_size, job.stage_layers)),
+        shard_holders(params, layout, job.world_size, job.stage_layers),
         engine_readers(hosts, job.engine_parallelism),
         job.gpus_per_node,
         wire.sizes,
@@ -47,25 +65,46 @@ def plan_job_sync(job: Job) -> tuple[SyncPlan, WireFormat]:
     return plan, wire
 
 
-def round_traffic(deliveries: tuple[Delivery, ...], wire: WireFormat, ranks_per_node: int) -> RoundTraffic:
-    """Add up what each rank sends and receives in one round, and return the most of each."""
+def busiest(
+    deliveries: list[Delivery], weights: list[int], wire: WireFormat, ranks_per_node: int
+) -> tuple[float, float, float]:
+    """Return the most that a rank moves over the network, over NVLink, and loads; deliveries count `weight` times."""
     sizes = wire.sizes
-    network: dict[tuple[str, int], int] = {}
-    nvlink: dict[tuple[str, int], int] = {}
-    loaded: dict[int, int] = {}
+    used: dict[tuple[str, str, int], int] = {}
+
+    def add(link: str, direction: str, rank: int, size: int) -> None:
+        used[link, direction, rank] = used.get((link, direction, rank), 0) + size
 
     def send(source: int, target: int, size: int) -> None:
-        link = nvlink if source // ranks_per_node == target // ranks_per_node else network
-        link["sends", source] = link.get(("sends", source), 0) + size
-        link["receives", target] = link.get(("receives", target), 0) + size
+        link = "nvlink" if source // ranks_per_node == target // ranks_per_node else "network"
+        add(link, "sends", source, size)
+        add(link, "receives", target, size)
 
-    for delivery in deliveries:
+    for delivery, weight in zip(deliveries, weights, strict=True):
         for source, shard in delivery.shards():
             if source != delivery.stager:
-                send(source, delivery.stager, sizes.sent(shard))
-        size = sum(map(sizes.staged, delivery.names))
+                send(source, delivery.stager, weight * sizes.sent(shard))
+        size = weight * sum(map(sizes.staged, delivery.names))
         for reader in delivery.readers:
-            loaded[reader] = loaded.get(reader, 0) + size
+            add("loaded", "", reader, size)
             if reader != delivery.stager:
                 send(delivery.stager, reader, size)
-    return RoundTraffic(*(max(link.values(), default=0) for link in (network, nvlink, loaded)))
+    network, nvlink, loaded = (
+        max((size for (link, *_), size in used.items() if link == name), default=0)
+        for name in ("network", "nvlink", "loaded")
+    )
+    return network, nvlink, loaded
+
+
+def _layers_like(job: Job) -> dict[int, int]:
+    """Return one layer of each kind of each pipeline stage, and how many layers of the stage are like it."""
+    counts: dict[int, int] = {}
+    for layers in job.stage_layers:
+        for is_moe in (False, True):
+            alike = [layer for layer in layers if job.model.is_moe_layer[layer] == is_moe]
+            counts |= {alike[0]: len(alike)} if alike else {}
+    return counts
+
+
+def _layer(param: Param) -> int:
+    return -1 if param.layer is None else param.layer

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from grpo_mp.models.mapping import Param
 from grpo_mp.rollout.engine_parallelism import EngineParallelism
 
+ROUNDS_IN_MEMORY = 4  # sent, received, joined, and read by the engine: at most so many rounds' bytes at a time
 GOLDEN_RATIO = 0.618034
 SEND_SLACK = 1.25  # what a rank may send in a round, over its share of a round
 

@@ -107,11 +107,13 @@ class IpcTransport:
     def forward(self, round_: RankRound, staged: NamedTensors) -> NamedTensors:
         """Exchange staged tensors within the node; return those that this rank loads."""
         own, operations, arriving = dict(staged), [], []
+        messages: dict[tuple[str, ...], torch.Tensor] = {}  # most are the same for all readers
         for reader, names in round_.shares.items():
-            specs = [spec for name in names for spec in self.wire.specs(name)]
-            message = torch.empty(nbytes_of(specs), dtype=torch.uint8, device=platform.device())
-            pack([own[spec.name] for spec in specs], specs, message)
-            operations.append(dist.P2POp(dist.isend, message, reader))
+            if names not in messages:
+                specs = [spec for name in names for spec in self.wire.specs(name)]
+                messages[names] = torch.empty(nbytes_of(specs), dtype=torch.uint8, device=platform.device())
+                pack([own[spec.name] for spec in specs], specs, messages[names])
+            operations.append(dist.P2POp(dist.isend, messages[names], reader))
         loaded: NamedTensors = []
         for stager, names in round_.loads.items():
             specs = [spec for name in names for spec in self.wire.specs(name)]

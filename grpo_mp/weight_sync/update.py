@@ -14,12 +14,18 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_parallelism import engine_parallelism
 from grpo_mp.rollout.precision import in_fp8
-from grpo_mp.weight_sync.plan import Atom, RankRound, atoms_of, engine_readers, find_holders, plan_sync
+from grpo_mp.weight_sync.plan import (
+    ROUNDS_IN_MEMORY,
+    Atom,
+    RankRound,
+    atoms_of,
+    engine_readers,
+    find_holders,
+    plan_sync,
+)
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.transport import EngineLink, HostTransport, IpcTransport, RunCoroutine, uses_cuda_ipc
 from grpo_mp.weight_sync.wire import WireFormat
-
-ROUNDS_IN_MEMORY = 4  # sent, received, joined, and read by the engine: at most so many rounds' bytes at a time
 
 
 def plan_rounds(

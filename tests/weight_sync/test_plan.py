@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import coordinates
-from grpo_mp.distributed.shards import shards_by_rank, tp_size
+from grpo_mp.distributed.shards import shard_holders, tensor_part, tp_size
 from grpo_mp.examples.tiny_models import SHAPES
 from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.fp8 import SCALE, quantize
@@ -119,6 +119,21 @@ def model(family: str, wide: bool) -> tuple[dict[str, Param], dict[str, Tensor]]
     return params, tensors
 
 
+def shards_by_rank(case: Case) -> list[dict[str, int]]:
+    """Return each rank's parts: layers by stage, experts by expert rank, split tensors by tensor rank."""
+    parts: list[dict[str, int]] = [{} for _ in range(case.world_size)]
+    for rank, (name, param) in product(range(case.world_size), model(case.family, case.fp8)[0].items()):
+        coords = coordinates(rank, case.layout, case.world_size)
+        if param.layer is not None:
+            here = param.layer in STAGES[case.layout.pipeline][coords.pipeline]
+        else:
+            here = coords.pipeline == (0 if "embedding" in name else case.layout.pipeline - 1)
+        per_rank = EXPERTS // case.layout.expert
+        if here and (param.expert is None or param.expert // per_rank == coords.expert):
+            parts[rank][name] = tensor_part(param, coords)
+    return parts
+
+
 def wire_format(case: Case) -> WireFormat:
     params, _ = model(case.family, case.fp8)
     sizes = {name: tp_size(param, case.layout) for name, param in params.items()}
@@ -127,10 +142,9 @@ def wire_format(case: Case) -> WireFormat:
 
 def plan_of(case: Case) -> SyncPlan:
     wire = wire_format(case)
-    shards = shards_by_rank(wire.params, case.layout, case.world_size, STAGES[case.layout.pipeline])
     return plan_sync(
         atoms_of(wire.params),
-        find_holders(wire.params, shards),
+        find_holders(wire.params, shards_by_rank(case)),
         engine_readers(case.hosts, case.parallelism),
         case.ranks_per_node,
         wire.sizes,
@@ -150,10 +164,9 @@ def resharders(case: Case, plan: SyncPlan) -> list[Resharder]:
             )
         return made[name, part]
 
-    by_rank = shards_by_rank(params, case.layout, case.world_size, STAGES[case.layout.pipeline])
     return [
         Resharder(plan.of_rank(rank), wire, {name: shard(name, part) for name, part in held.items()})
-        for rank, held in enumerate(by_rank)
+        for rank, held in enumerate(shards_by_rank(case))
     ]
 
 
@@ -213,8 +226,7 @@ def check(case: Case) -> None:
 
 def check_economy(case: Case, plan: SyncPlan) -> None:
     """Each node gets an atom once; no shard is sent that is there; no round is larger than it may be."""
-    sizes, params = wire_format(case).sizes, model(case.family, case.fp8)[0]
-    shards = shards_by_rank(params, case.layout, case.world_size, STAGES[case.layout.pipeline])
+    sizes, shards = wire_format(case).sizes, shards_by_rank(case)
     arrivals: Counter[tuple[str, int]] = Counter()
     for deliveries in plan.rounds:
         uses: Counter[tuple[str, int]] = Counter()
@@ -285,19 +297,12 @@ def test_parameter_without_holder_or_with_missing_part_is_an_error() -> None:
         find_holders(params, [complete | {missing: 2}])
 
 
-def test_shards_by_rank_follow_the_coordinates() -> None:
-    """Every parameter is somewhere whole, on the ranks of its stage and expert group only."""
-    params, _ = model("qwen3_moe", wide=False)
-    layout = LayoutConfig(tensor=2, pipeline=2, expert=2)
-    shards = shards_by_rank(params, layout, 8, STAGES[2])
-    for rank, held in enumerate(shards):
-        coords = coordinates(rank, layout, 8)
-        assert {params[name].layer for name in held} - {None} == set(STAGES[2][coords.pipeline])
-        assert {params[name].expert for name in held} - {None} == {coords.expert * 2, coords.expert * 2 + 1}
-        assert all(
-            part == (coords.tensor if params[name].tp_dim is not None and params[name].expert is None else 0)
-            for name, part in held.items()
-        )
+def test_holders_by_layout_are_those_that_the_ranks_report() -> None:
+    """The planner reckons with the first, a run plans with the second."""
+    for case in all_cases():
+        params = {name: param for name, param in model(case.family, False)[0].items() if not param.alias}
+        reckoned = shard_holders(params, case.layout, case.world_size, STAGES[case.layout.pipeline])
+        assert reckoned == find_holders(params, shards_by_rank(case))
 
 
 def test_deliveries_are_small_and_excluded_from_garbage_collection() -> None:
