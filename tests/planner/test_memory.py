@@ -69,7 +69,7 @@ def test_residency_by_phase() -> None:
     assert {"engine weights", "KV cache"} <= device[SubPhase.GENERATE].keys()
     assert not {"weights", "gradients", "optimizer"} & device[SubPhase.GENERATE].keys()
     assert not {"engine weights", "KV cache"} & device[SubPhase.TRAIN].keys()
-    assert {"weights", "engine weights", "sync bucket"} <= device[SubPhase.SYNC].keys()
+    assert {"weights", "engine weights", "sync rounds"} <= device[SubPhase.SYNC].keys()
     assert "KV cache" not in device[SubPhase.SYNC]
 
 
