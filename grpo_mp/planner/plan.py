@@ -61,10 +61,10 @@ class Plan:
         return (1 / save_every if save_every else 0.0) if sub_phase is SubPhase.SAVE else 1.0
 
 
-def make_plan(job: Job) -> Plan:
-    """Plan a job."""
+def make_plan(job: Job, with_sync: bool = True) -> Plan:
+    """Plan a job; `with_sync` false leaves out the time of the weight sync, which takes most of a second to plan."""
     memory = plan_memory(job)
-    uses = _resource_uses(job, memory)
+    uses = _resource_uses(job, memory) | {SubPhase.SYNC: _sync_use(job) if with_sync else ResourceUse()}
     times = {sub_phase: estimate_time(use, job.cluster) for sub_phase, use in uses.items()}
     return Plan(job, memory, uses, times, plan_generation(job, memory.engine))
 
@@ -92,7 +92,6 @@ def _resource_uses(job: Job, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
         SubPhase.TRAIN: train_use(job),
         SubPhase.OPTIMIZER: optimizer_use(job, stage),
         SubPhase.OFFLOAD: ResourceUse(host_link_bytes=weights + state),
-        SubPhase.SYNC: _sync_use(job),
         SubPhase.SAVE: ResourceUse(disk_bytes=saved / job.nodes, host_copy_bytes=sharded * CHECKPOINT_BYTES),
     }
 

@@ -27,6 +27,7 @@ from grpo_mp.planner.plan import Plan, check_fits, make_plan
 LAYOUTS_WITH_EVERY_ENGINE = 12
 ENGINES_WITH_EVERY_LAYOUT = 4
 MAX_ATTENTION_TENSOR = 8  # the most that an engine divides attention by
+PLANNED_WITH_SYNC = 16
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,14 @@ def search_layouts(job: Job, count: int = 5) -> SearchResult:
     """
     engines = _fitting_engines(job)
     candidates = [_with_engine(_with_layout(job, layout), engines[0]) for layout in valid_layouts(job)]
-    fitting = _fastest(candidates)
+    fitting = _fitting(candidates)
     combined = [
         _with_engine(plan.job, engine)
         for plan in fitting[:LAYOUTS_WITH_EVERY_ENGINE]
         for engine in engines[:ENGINES_WITH_EVERY_LAYOUT]
     ]
-    best = _fastest(combined)[:count]
+    with_sync = [make_plan(plan.job) for plan in _fitting(combined)[:PLANNED_WITH_SYNC]]
+    best = sorted(with_sync, key=lambda plan: plan.step_s)[:count]
     return SearchResult(len(candidates) * len(engines), len(fitting) * len(engines), tuple(best))
 
 
@@ -87,9 +89,12 @@ def plan_to_yaml(plan: Plan) -> str:
     return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=120)
 
 
-def _fastest(jobs: list[Job]) -> list[Plan]:
-    """Plan the jobs and return those that fit, the fastest first."""
-    plans = map(make_plan, jobs)
+def _fitting(jobs: list[Job]) -> list[Plan]:
+    """Plan the jobs and return those that fit, the fastest first; the weight sync is left out.
+
+    It takes longest to plan and least of a step.
+    """
+    plans = (make_plan(job, with_sync=False) for job in jobs)
     return sorted((plan for plan in plans if check_fits(plan).fits), key=lambda plan: plan.step_s)
 
 
@@ -98,7 +103,7 @@ def _fitting_engines(job: Job) -> list[dict[str, Any]]:
     timed: list[tuple[float, dict[str, Any]]] = []
     for engine in _engine_candidates(job):
         try:
-            plan = make_plan(_with_engine(job, engine))
+            plan = make_plan(_with_engine(job, engine), with_sync=False)
         except UserError:
             continue  # sizes that do not divide
         needed = total(plan.memory.device[0][SubPhase.START])
