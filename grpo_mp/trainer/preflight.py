@@ -29,7 +29,6 @@ from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
 from grpo_mp.rollout.placement import engine_hosts, engine_placements
 from grpo_mp.rollout.precision import in_fp8
-from grpo_mp.weight_sync.transport import uses_cuda_ipc
 
 
 @dataclass(frozen=True)
@@ -111,16 +110,7 @@ def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node
 def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
     """Check run folder, engines, device and sizes; return the model's tokenizer."""
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
-    nodes = engine_placements(world_size, ranks_per_node, settings.engine.gpus_per_engine, settings.engine.num_engines)[
-        0
-    ].nodes
-    if nodes > 1 and not uses_cuda_ipc(settings.sync):
-        raise UserError(
-            f"engine.gpus_per_engine={settings.engine.gpus_per_engine} spans {nodes} nodes of {ranks_per_node} ranks, "
-            f"but through "
-            "host memory weights reach only the engine's first node: lower engine.gpus_per_engine, or use CUDA and "
-            "sync.transport=ipc"
-        )
+    engine_placements(world_size, ranks_per_node, settings.engine.gpus_per_engine, settings.engine.num_engines)
     _check_device_settings(settings)
     check_arguments(settings.engine.args, known_arguments())
     hf = HfConfig.read(settings.model.path, settings.model.family)

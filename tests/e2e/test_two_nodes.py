@@ -18,13 +18,17 @@ def node(number: int, port: int) -> tuple[str, ...]:
     return (sys.executable, "-m", "torch.distributed.run", *place, *meeting, "-m", "grpo_mp.train")
 
 
-def test_each_node_has_its_engine_and_both_train(start_job: StartJob, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engines", [2, 1])
+def test_each_node_has_its_engine_or_its_part_of_one_and_both_train(
+    engines: int, start_job: StartJob, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     claim = claim_ports()
-    jobs = [start_job(f"run.folder={run}", "run.steps=1", command=node(number, claim.port)) for number in range(2)]
+    settings = (f"run.folder={run}", "run.steps=1", f"engine.gpus_per_engine={2 // engines}")
+    jobs = [start_job(*settings, command=node(number, claim.port)) for number in range(2)]
     ends = [outcome(job) for job in jobs]
     assert [end.status for end in ends] == [0, 0], [end.err for end in ends]
     assert [end.left for end in ends] == [[], []]
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == [0, 1]
-    assert all((run / "logs" / f"engine_{number}.log").exists() for number in range(2))
+    assert all((run / "logs" / f"engine_{number}.log").exists() for number in range(engines))
     claim.release()

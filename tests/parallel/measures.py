@@ -21,6 +21,8 @@ from grpo_mp.checkpoint.describe import compare
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel, context_reduction
+from grpo_mp.distributed.shards import shard_holders
+from grpo_mp.planner.pipeline_layout import layers_of_stages
 from grpo_mp.policy.checkpoint import load_policy, save_policy
 from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.policy.shared_prompts import packed_sequences
@@ -28,7 +30,9 @@ from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import reduce_report
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from grpo_mp.weight_sync.engine_check import sequence_logprobs
+from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, RankRound, atoms_of, plan_sync
 from grpo_mp.weight_sync.reshard import Resharder
+from grpo_mp.weight_sync.transport import IpcTransport
 from grpo_mp.weight_sync.update import plan_rounds
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.algorithms.objective import loss_of
@@ -95,13 +99,33 @@ def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
     wire = WireFormat(policy.params, policy.tp_sizes(), torch.float32)
     rounds = plan_rounds(wire, policy.local_shards(), lambda _: targets, size, bench.parallel)
     resharder = Resharder(rounds, wire, policy.tensors)
-    names, wrong = [], []
+    names, wrong, forwarded = [], [], []
     with HfReader(bench.settings.model.path) as reader:
         for round_ in rounds:
             staged = resharder.stage(round_)
+            loaded = IpcTransport(wire).forward(round_, staged)  # what this rank's engine would load on a GPU
             names += [name for name, _ in staged]
-            wrong += [name for name, tensor in staged if not _same(tensor, reader.read(name))]
-    return {"names": names, "wrong": wrong, "rounds": len(rounds)}
+            forwarded += [name for name, _ in loaded]
+            wrong += [name for name, tensor in (*staged, *loaded) if not _same(tensor, reader.read(name))]
+    everything = [spec.name for name, param in wire.params.items() if not param.alias for spec in wire.specs(name)]
+    return {
+        "names": names,
+        "wrong": wrong,
+        "rounds": len(rounds),
+        "planned": rounds == _planned_rounds(bench, wire, targets),
+        "forwarded": sorted(forwarded) == sorted(everything if bench.parallel.rank in targets else []),
+    }
+
+
+def _planned_rounds(bench: Bench, wire: WireFormat, targets: tuple[int, ...]) -> tuple[RankRound, ...]:
+    """Plan from the layout alone, as the planner does."""
+    layout, world_size = bench.settings.layout, bench.parallel.world_size
+    stages = layers_of_stages(bench.policy.config.num_layers, layout, bench.settings.training.megatron_args)
+    sent = {name: param for name, param in wire.params.items() if not param.alias}
+    holders = shard_holders(sent, layout, world_size, stages)
+    round_bytes = bench.settings.sync.bucket_bytes // ROUNDS_IN_MEMORY
+    plan = plan_sync(atoms_of(sent), holders, lambda _: targets, bench.parallel.ranks_per_node, wire.sizes, round_bytes)
+    return plan.of_rank(bench.parallel.rank)
 
 
 def _same(some: Tensor, other: Tensor) -> bool:

@@ -131,13 +131,6 @@ def test_no_reward_at_all(refuse: Refuse) -> None:
     assert "no reward has a weight: set reward.answer, " in refuse("reward.answer=0", "reward.boxed=0")
 
 
-def test_an_engine_over_nodes_that_host_memory_does_not_join(refuse: Refuse) -> None:
-    message = refuse("engine.gpus_per_engine=4", "--ranks-per-node", "2", ranks=4)
-    assert message.startswith(
-        "engine.gpus_per_engine=4 spans 2 nodes of 2 ranks, but through host memory weights reach only "
-    )
-
-
 @pytest.mark.parametrize(
     ("model", "gpus", "args", "sentence"),
     [
