@@ -67,5 +67,5 @@ def evaluate_parser() -> Parser:
 def positive(text: str) -> int:
     """Return a number of ranks or nodes. Raises ArgumentTypeError for one below 1."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"give at least one, not {text}")
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
     return int(text)

@@ -269,7 +269,7 @@ class AlgorithmConfig(Section):
 
 
 def needs_old_logprobs(algorithm: AlgorithmConfig, updates: int) -> bool:
-    """Say whether a step computes the policy's logprobs before the first of its `updates`.
+    """Return whether a step computes the policy's logprobs before the first of its `updates`.
 
     With one update they are those of the update itself; with `old_logprobs: engine` the engine has returned them. The
     entropy mask needs entropies, which no engine returns.
@@ -307,14 +307,17 @@ def contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
     if kl.level == "sequence" and kl.estimator == "k3_unbiased" and algorithm.ratio != "product":
         yield "kl.level=sequence with kl.estimator=k3_unbiased needs the ratio of whole answers: set ratio=product"
     if kl.level == "sequence" and kl.apply_to == "reward":
-        yield "kl.level=sequence is for the loss; a reward takes the whole answer's KL anyway: set kl.apply_to=loss"
+        yield (
+            "kl.level=sequence applies to the KL loss only; a KL in the reward is always that of the full response: "
+            "set kl.apply_to=loss"
+        )
     yield from _advantage_contradictions(algorithm)
 
 
 def _advantage_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
     advantage = algorithm.advantage
     if advantage.estimator and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
-        yield "advantage.estimator knows no KL among its rewards: set kl.apply_to=loss"
+        yield "advantage.estimator cannot include the KL in the reward: set kl.apply_to=loss"
     if advantage.level == "process" and algorithm.ratio in ("sequence", "product"):
         yield f"advantage.level=process differs by token, ratio={algorithm.ratio} does not: set ratio=sequence_token"
     if advantage.level == "process" and (advantage.baseline, advantage.combine) != ("group_mean", "sum"):
@@ -322,7 +325,7 @@ def _advantage_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
     if advantage.level == "process" and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
         yield "advantage.level=process has no reward of the whole response for the KL: set kl.apply_to=loss"
     if advantage.combine == "normalize" and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
-        yield "advantage.combine=normalize knows no KL among its rewards: set kl.apply_to=loss"
+        yield "advantage.combine=normalize cannot include the KL in the reward: set kl.apply_to=loss"
     if advantage.combine == "normalize" and advantage.baseline == "none":
         yield "advantage.combine=normalize works inside groups: set advantage.baseline=group_mean"
     if advantage.baseline == "none" and advantage.scale == "group_std":

@@ -19,7 +19,7 @@ class ConvertedReader:
     """Reads full tensors, as HfReader does."""
 
     def __init__(self, folder: Path, verify: bool = False, family: str | None = None) -> None:
-        """Open a folder; raises UserError where a file is missing or torn, and where config.json is of another model.
+        """Open a folder. Raises UserError where a file is missing or damaged, or config.json is of another model.
 
         `verify`: compare each file with its checksum before it is used.
         """
@@ -63,7 +63,7 @@ class ConvertedReader:
 
 
 def open_weights(folder: Path, verify: bool = False, family: str | None = None) -> HfReader | ConvertedReader:
-    """Open a Hugging Face folder or a converted one. Raises UserError where it is neither, or torn.
+    """Open a Hugging Face folder or a converted one. Raises UserError where it is neither, or damaged.
 
     `verify`: compare each file that has a checksum with it before it is used. `family`: as in `HfConfig`.
     """

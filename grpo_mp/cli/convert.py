@@ -10,7 +10,7 @@
 or converted: names, shapes, dtypes and values, one line per difference, the worst first, exit status 1 where there is
 one. With --logits it runs both on the same tokens in float32, by transformers or by Megatron, and compares the logits.
 `to-megatron` writes the torch_dist format that any layout loads, with config and tokenizer beside the weights.
-`to-hf` takes such a folder, or a step of a run with --like for config and tokenizer. Both go on where an earlier
+`to-hf` takes such a folder, or a step of a run with --like for config and tokenizer. Both resume where an earlier
 start was stopped; DST appears under its name only when it is complete. torchrun --nproc-per-node 4 -m grpo_mp convert
 ... divides the work over processes.
 """
@@ -135,7 +135,7 @@ def _parser() -> Parser:
     check = commands.add_parser("check", help="compare two folders, Hugging Face or converted")
     check.add_argument("left", type=Path)
     check.add_argument("right", type=Path)
-    check.add_argument("--logits", action="store_true", help="run both on the same tokens and compare what they say")
+    check.add_argument("--logits", action="store_true", help="compare their logits on the same tokens")
     check.add_argument("--tolerance", type=float, help=f"largest difference that passes: {TOLERANCES}")
     check.set_defaults(run=_check)
     megatron = commands.add_parser("to-megatron", help="Hugging Face folder -> torch_dist")

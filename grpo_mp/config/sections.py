@@ -17,13 +17,13 @@ class RunConfig(Section):
     """The run: its folder, length, checkpoints and evaluations."""
 
     folder: Path = Field(description="where everything of the run is written (TRL output_dir)")
-    seed: int = Field(0, description="seed of data order, sampling and initialisation")
+    seed: int = Field(0, description="seed of data order, sampling and initialization")
     steps: int = Field(gt=0, description="steps in all; each generates, scores, trains and syncs; may be raised later")
     save_every: int = Field(20, ge=0, description="steps between checkpoints; 0 saves only at the end")
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 evaluates only before and after")
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints that are kept (TRL save_total_limit)")
     resume: Literal["auto", "never"] = Field(
-        "auto", description="auto: go on from the newest checkpoint of the folder; never: refuse a folder that has one"
+        "auto", description="auto: resume from the newest checkpoint of the folder; never: refuse a folder that has one"
     )
     export: bool = Field(True, description="write a Hugging Face folder, final/, at the end")
 
@@ -31,7 +31,7 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The policy, which is also the reference."""
 
-    path: Path = Field(description="a Hugging Face folder; the architecture comes from its config.json")
+    path: Path = Field(description="a Hugging Face or converted folder; the architecture comes from its config.json")
     family: Annotated[str, AfterValidator(MODEL_FAMILIES.check_name)] | None = Field(
         None, description="a built-in family's name or your own 'file.py:FAMILY'; null: by model_type of config.json"
     )

@@ -84,7 +84,7 @@ def model_shape(hf: HfConfig) -> ModelShape:
 
 
 def sets_pipeline_layout(megatron: Mapping[str, Any]) -> bool:
-    """Tell whether training.megatron_args places the layers on pipeline stages itself."""
+    """Return whether training.megatron_args places the layers on pipeline stages itself."""
     return not PLACEMENT_FIELDS.isdisjoint(megatron)
 
 

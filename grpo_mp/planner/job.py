@@ -172,7 +172,7 @@ class Job:
 
     @property
     def offload_enabled(self) -> bool:
-        """Tell whether policy and engine leave the device for each other; a float32 policy stays."""
+        """Return whether policy and engine leave the device for each other; a float32 policy stays."""
         return self.settings.model.dtype == "bfloat16"
 
     @property

@@ -188,7 +188,7 @@ def _notes(plan: Plan) -> list[str]:
         f"{plan.generation.running_per_replica:,.0f} sequences run at a time in each replica",
         f"micro-batches of an update on a rank: {job.packing.microbatches}; the busiest rank computes "
         f"{job.packing.load_factor:.2f} tokens for each token of its share",
-        f"assumed: lognormal responses of {job.mean_response_tokens:,.0f} tokens in the mean; achievable of the peaks: "
+        f"assumed: lognormal response lengths, mean {job.mean_response_tokens:,.0f} tokens; achievable of the peaks: "
         f"{describe_rates(job.cluster)}",
     ]
 

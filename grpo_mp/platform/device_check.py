@@ -29,13 +29,13 @@ def check_device(local_rank: int) -> None:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(
-            f"the {local_rank + 1} ranks of this node need a GPU each, it shows {count}: start fewer ranks, or let "
+            f"the {local_rank + 1} ranks of this node need a GPU each, torch sees {count}: start fewer ranks, or let "
             "every rank see all of the node's GPUs (CUDA_VISIBLE_DEVICES)"
         )
     try:
         free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank)
     except RuntimeError as error:
-        raise UserError(f"GPU {local_rank} cannot be used ({error}): mend it, or {CHOOSE_OTHER}") from error
+        raise UserError(f"GPU {local_rank} cannot be used ({error}): reset it, or {CHOOSE_OTHER}") from error
     check_free(local_rank, free_bytes, total_bytes)
 
 

@@ -156,7 +156,7 @@ class RewardConfig(Section):
 
     @property
     def has_outcome(self) -> bool:
-        """Say whether anything rewards complete responses."""
+        """Return whether anything rewards complete responses."""
         sections = (self.overlong, self.repetition, self.model, self.code)
         weights = [section.weight for section in sections if section]
         return any((self.answer, self.boxed, self.length, *weights, self.functions))
@@ -179,7 +179,7 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _overlong_has_a_range(self) -> "RewardConfig":
         if self.overlong.weight and not self.span:
-            raise ValueError("reward.overlong weighs by the range of the reward, which is 0 here: set reward.range")
+            raise ValueError("reward.overlong scales with the range of the reward, which is 0 here: set reward.range")
         return self
 
     @model_validator(mode="after")
