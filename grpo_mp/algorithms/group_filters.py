@@ -12,7 +12,8 @@ class GroupFilter(Protocol):
     Called on every rank with the same samples, and must say the same there.
     """
 
-    def __call__(self, samples: Sequence[SampleInfo], /) -> bool: ...
+    def __call__(self, samples: Sequence[SampleInfo], /) -> bool:
+        """Return whether the group is kept."""
 
 
 def rewards_differ(samples: Sequence[SampleInfo]) -> bool:

@@ -24,6 +24,8 @@ class PolicyLossEntry(Entry):
 
 @dataclass(frozen=True)
 class GroupFilterEntry(Entry):
+    """A group filter of the registry."""
+
     needs_correctness: bool = False  # which answers are right, by reward.correct
 
 

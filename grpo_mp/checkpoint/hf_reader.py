@@ -92,6 +92,7 @@ class HfReader:
         return dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor. Raises UserError where no file has it."""
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:

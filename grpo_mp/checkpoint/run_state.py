@@ -38,6 +38,7 @@ class TrainState:
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after `step`."""
     return run_folder / "checkpoints" / f"step_{step:06d}"
 
 

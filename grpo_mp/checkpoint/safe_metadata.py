@@ -51,6 +51,7 @@ class SafeReader(FileSystemReader):
     """torch's reader of a torch_dist folder, but with this module's `read_metadata`."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return the folder's metadata. Raises UserError as the function of that name."""
         metadata = read_metadata(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -45,10 +45,12 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
+        """Return the number of decoder layers."""
         return len(self.is_moe_layer)
 
     @property
     def num_moe_layers(self) -> int:
+        """Return the number of layers with routed experts."""
         return sum(self.is_moe_layer)
 
     @property

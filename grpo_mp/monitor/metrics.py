@@ -42,6 +42,7 @@ class Metric:
 
     @property
     def is_pattern(self) -> bool:
+        """Return whether the name has a place in braces, to be filled in."""
         return "{" in self.name
 
     def matches(self, name: str) -> bool:

@@ -34,10 +34,12 @@ class EngineParallelism:
 
     @property
     def attention_tensor(self) -> int:
+        """Return over how many GPUs attention is divided."""
         return self.gpus // self.replicas
 
     @property
     def expert_tensor(self) -> int:
+        """Return over how many GPUs a routed expert is divided."""
         return self.gpus // self.expert
 
     def divisor(self, name: str, routed_expert: bool) -> tuple[int, str]:
