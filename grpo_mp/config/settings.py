@@ -35,7 +35,7 @@ class Settings(Section):
     optimizer: OptimizerConfig = Field(description="AdamW and its learning rate")
     training: TrainingConfig = Field(TrainingConfig(), description="updates of a step, micro-batches, memory, Megatron")
     sync: SyncConfig = Field(SyncConfig(), description="weights from the trainer to the engines")
-    monitor: MonitorConfig = Field(MonitorConfig(), description="what a run shows, and the limit of its waits")
+    monitor: MonitorConfig = Field(MonitorConfig(), description="metrics, logs and time limits")
 
     @model_validator(mode="after")
     def _check_updates_divide_samples(self) -> "Settings":
