@@ -289,7 +289,7 @@ def contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"rollout_correction.kind={correction.kind} has no limit: set rollout_correction.high, e.g. 2.0"
     if correction.kind == "none" and (correction.low is not None or correction.high is not None):
         yield (
-            "rollout_correction.low and rollout_correction.high do nothing with rollout_correction.kind=none: "
+            "rollout_correction.low and rollout_correction.high have no effect with rollout_correction.kind=none: "
             "set it to truncate or mask"
         )
     if algorithm.old_logprobs == "engine" and correction.kind != "none":
@@ -305,7 +305,7 @@ def contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
             "set rollout_correction.level=token"
         )
     if kl.level == "sequence" and kl.estimator == "k3_unbiased" and algorithm.ratio != "product":
-        yield "kl.level=sequence with kl.estimator=k3_unbiased needs the ratio of whole answers: set ratio=product"
+        yield "kl.level=sequence with kl.estimator=k3_unbiased needs the ratio of full responses: set ratio=product"
     if kl.level == "sequence" and kl.apply_to == "reward":
         yield (
             "kl.level=sequence applies to the KL loss only; a KL in the reward is always that of the full response: "
@@ -323,7 +323,7 @@ def _advantage_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
     if advantage.level == "process" and (advantage.baseline, advantage.combine) != ("group_mean", "sum"):
         yield "advantage.level=process needs advantage.baseline=group_mean and advantage.combine=sum"
     if advantage.level == "process" and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
-        yield "advantage.level=process has no reward of the whole response for the KL: set kl.apply_to=loss"
+        yield "advantage.level=process has no outcome reward for the KL: set kl.apply_to=loss"
     if advantage.combine == "normalize" and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
         yield "advantage.combine=normalize cannot include the KL in the reward: set kl.apply_to=loss"
     if advantage.combine == "normalize" and advantage.baseline == "none":

@@ -191,7 +191,7 @@ class SyncConfig(Section):
     )
     bucket_bytes: int = Field(2**30, gt=0, description="bytes sent at a time; lower it if memory is short")
     check_tolerance: float | None = Field(
-        None, gt=0, description="allowed mean logprob difference of engine and policy, in nats; null: by dtype"
+        None, gt=0, description="allowed mean absolute logprob difference of engine and policy, in nats; null: by dtype"
     )
     timeout_s: float = Field(600.0, gt=0, description="time limit of one sync, in seconds")
 

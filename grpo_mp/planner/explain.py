@@ -40,7 +40,7 @@ def describe_step(settings: Settings) -> str:
 def _step(job: Job) -> Iterator[str]:
     settings, rollout, training = job.settings, job.settings.rollout, job.settings.training
     samples, updates = settings.samples_per_step, settings.optimizer_steps_per_step
-    yield f"{describe_step(settings)}; {settings.run.steps} steps in all"
+    yield f"{describe_step(settings)}; {settings.run.steps} steps in total"
     stale = f"those of its last update are {updates - 1} updates old" if updates > 1 else "none is stale"
     yield f"staleness: a step samples from the weights before its first update; {stale}"
     yield (
