@@ -175,8 +175,8 @@ def test_a_changed_file_is_found_by_the_rank_that_checks_it(tmp_path: Path) -> N
         except UserError as error:
             errors.append(str(error))
     assert errors == [
-        f"{folder / 'policy' / '__1_0.distcp'} differs from its checksum: copy it again, or rename step_000006 to go "
-        "on from the checkpoint before it"
+        f"{folder / 'policy' / '__1_0.distcp'} differs from its checksum: copy it again, or rename step_000006 to "
+        "resume from the one before"
     ]
 
 
