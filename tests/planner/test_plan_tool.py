@@ -27,7 +27,7 @@ from tests.cli.command import Result, run_command
 from tests.planner.jobs import job_of
 
 ROOT = Path(__file__).parents[2]
-COMMAND = re.compile(r"tools/plan\.py (\S+) --cluster (\S+) --nodes (\d+)")
+COMMAND = re.compile(r"grpo-mp plan (\S+) --cluster (\S+) --nodes (\d+)")
 Plan = Callable[..., Result]
 RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "tiny_moe"]
 
