@@ -15,7 +15,7 @@ class UserError(Exception):
 
 
 class PhaseTimeout(UserError):  # noqa: N818
-    """A wait timed out; the message names rank, engine and phase."""
+    """A wait timed out."""
 
 
 def read_number(kind: type[Number], value: Any, where: str) -> Number:

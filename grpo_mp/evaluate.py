@@ -51,7 +51,7 @@ class EvaluationJob:
 
     @property
     def needs_policy(self) -> bool:
-        """Tell whether the engines cannot load the weights themselves."""
+        """Return whether the engines cannot load the weights themselves."""
         return self.checkpoint is not None or not engines_can_load_weights(self.settings)
 
 

@@ -1,4 +1,4 @@
-"""Files: write one whole, and read the end of a log."""
+"""Write files atomically, and read the last lines of a log."""
 
 import os
 from pathlib import Path

@@ -54,7 +54,7 @@ def log_to_terminal() -> None:
 
 
 def is_known_notice(record: logging.LogRecord) -> bool:
-    """Tell whether a record is one of the notices that mean nothing. Errors never are."""
+    """Return whether a record is one of the notices that mean nothing. Errors never are."""
     message = record.getMessage()
     if record.levelno >= logging.ERROR:
         return False

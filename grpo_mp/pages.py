@@ -16,12 +16,12 @@ from grpo_mp.section import Section, nested_sections, section_type
 ROOT, TEMPLATES = Path(__file__).parents[1], Path(__file__).with_name("page_templates")
 CHANCES = (0.01, 0.1, 0.3, 0.5)
 GROUP_SIZES = {
-    2: "Samples are dear and p is near 0.5: 98 % of what 16 reached, with an eighth of them (2-GRPO, arXiv 2510.00977)",
-    4: "A first try, a judge that costs, answers of many thousand tokens",
+    2: "Samples are expensive, p is near 0.5: 98 % of what 16 reached, by an eighth of them (2-GRPO, arXiv 2510.00977)",
+    4: "A first try, an expensive judge, answers of many thousand tokens",
     8: "The usual start, and TRL's default",
     16: "Long reasoning on problems of mixed difficulty: DAPO and R1",
     32: "Most groups of 16 are all wrong (reward/zero_std_ratio above 0.8 with a low reward)",
-    64: "Problems solved once in fifty: DeepSeekMath; pass@64 before training says whether they are solved at all",
+    64: "Problems solved once in fifty: DeepSeekMath; pass@64 before training shows if they are solved",
 }
 METRIC_COLUMNS = ("name", "unit", "meaning", "healthy", "what to do", "known as")
 SETTING_COLUMNS = ("setting", "type", "default", "description")
@@ -63,7 +63,7 @@ def algorithms_page() -> str:
     )
     return fill(
         "algorithms",
-        uses=table(("preset", "take it when"), ((f"`{name}`", preset.use) for name, preset in PRESETS.items())),
+        uses=table(("preset", "use it when"), ((f"`{name}`", preset.use) for name, preset in PRESETS.items())),
         group_sizes=_group_sizes(),
         presets=table(("preset", "source", "constants that differ from the defaults"), presets),
     )
@@ -76,7 +76,7 @@ def _group_sizes() -> str:
         (str(size), *(f"{1 - p**size - (1 - p) ** size:.0%}" for p in CHANCES), f"{size / (size - 1):.2f}", f"{use}.")
         for size, use in GROUP_SIZES.items()
     )
-    return table(("G", f"informative groups at {chances[0]}", *chances[1:], "variance", "take it when"), rows)
+    return table(("G", f"informative groups at {chances[0]}", *chances[1:], "variance", "use it when"), rows)
 
 
 def _constants(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:

@@ -75,4 +75,4 @@ class Registry(Generic[T]):
         except TypeError as error:
             raise UserError(f"{label}: as {self.kind} it is called with ({', '.join(names)}): {error}") from error
         except ValueError:
-            return  # written in C: it says nothing about its parameters
+            return  # written in C: it has no signature

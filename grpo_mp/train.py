@@ -66,7 +66,7 @@ def train(ctx: TrainContext) -> None:
 
 
 def make_logger(ctx: TrainContext) -> StepLogger:
-    """Make the logger of the run's steps, which goes on after the steps that are done."""
+    """Make the logger of the run's steps, which continues after the steps that are done."""
     return StepLogger(
         ctx.settings,
         ctx.parallel,
@@ -135,7 +135,7 @@ def save(ctx: TrainContext) -> None:
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Tell whether `step` is the last, or one of those that come `every` steps (0: never)."""
+    """Return whether `step` is the last, or one of those that come `every` steps (0: never)."""
     return step == last or (every > 0 and step % every == 0)
 
 
@@ -143,7 +143,7 @@ def finish(ctx: TrainContext, first: Evaluation, last: Evaluation) -> None:
     """Export the Hugging Face folder, merge the traces, and show the first and the last evaluation."""
     settings = ctx.settings
     if ctx.state.step < settings.run.steps:
-        ctx.progress.note(f"stopped after step {ctx.state.step}: start again to go on")
+        ctx.progress.note(f"stopped after step {ctx.state.step}: run the same command to resume")
         return
     if settings.run.export:
         with ctx.scheduler.phase(Phase.SAVE, "export"):

@@ -56,6 +56,7 @@ class Sample:
 
     @property
     def total_tokens(self) -> int:
+        """Return the tokens of prompt and response."""
         return len(self.prompt_tokens) + len(self.tokens)
 
 
@@ -91,10 +92,12 @@ class SampleInfo:
 
     @property
     def key(self) -> tuple[int, int]:
+        """Return group and index, which identify the sample in the run."""
         return self.group_id, self.index
 
     @property
     def total_tokens(self) -> int:
+        """Return the tokens of prompt and response."""
         return self.prompt_tokens + self.response_tokens
 
 
@@ -132,6 +135,7 @@ class MicroBatch:
 
     @property
     def total_tokens(self) -> int:
+        """Return T, padding included."""
         return self.tokens.numel()
 
     def to(self, device: torch.device) -> "MicroBatch":

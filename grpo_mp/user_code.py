@@ -43,7 +43,7 @@ def _exit_or_raise(status: int) -> NoReturn:
 
 
 def is_path(name: str) -> bool:
-    """Tell whether a name has the form of a path: something on both sides of its last colon."""
+    """Return whether a name has the form of a path: something on both sides of its last colon."""
     source, _, attribute = name.rpartition(":")
     return bool(source and attribute)
 

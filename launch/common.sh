@@ -140,7 +140,7 @@ resubmit_without_bad_nodes() {
   local bad
   bad=$(paste -sd, "$attempt/bad_nodes")${EXCLUDED:+,$EXCLUDED}
   export EXCLUDED=$bad RESUBMITS=$((${RESUBMITS:-0} + 1))
-  [ "$RESUBMITS" -le "$MOST_RESUBMITS" ] || fail "$RESUBMITS times nodes were bad, now $bad: mend them"
+  [ "$RESUBMITS" -le "$MOST_RESUBMITS" ] || fail "bad nodes in $RESUBMITS jobs in a row, last $bad: drain or repair them"
   sbatch --exclude="$bad" --nodes="$SLURM_JOB_NUM_NODES" --partition="$SLURM_JOB_PARTITION" \
     ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} "$(script_path)" "${submitted[@]}" ||
     fail "no job without $bad could be submitted"
@@ -155,7 +155,7 @@ train() {
   local again=no follower
   GRPO_MP_FINISHED_DIR=$(realpath "$attempt") # where a rank that comes to its end leaves a marker
   export GRPO_MP_FINISHED_DIR
-  trap 'again=yes; kill -USR1 "$step" || true' USR1 # the time limit is near: save, end, and go on in a new attempt
+  trap 'again=yes; kill -USR1 "$step" || true' USR1 # the time limit is near: save, exit, and resume in a new attempt
   trap 'echo "told to end"; kill -TERM "$step" 2>/dev/null || true' TERM
   tail -n +1 --retry -f "$attempt/$first_log" 2>/dev/null &
   follower=$!
@@ -163,7 +163,7 @@ train() {
   sleep 1
   kill "$follower"
   if [ "$again" = yes ] && "$python" -m grpo_mp.launch.job has-steps-left "$config" "${arguments[@]}"; then
-    echo "saved before the time limit: goes on in a new attempt"
+    echo "saved before the time limit: resumes in a new attempt"
     scontrol requeue "$SLURM_JOB_ID"
   elif [ "$status" != 0 ]; then
     "$python" -m grpo_mp.launch.job failure "$attempt"

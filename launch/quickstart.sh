@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From a clone to a policy that has learnt by GRPO, on two CPU cores: `bash launch/quickstart.sh [section.key=value ...]`.
-# Makes .venv, a tiny DeepSeek-V3-shaped model with a cold start, its data, and runs/quickstart. A second run goes on
+# From a clone to a policy trained by GRPO, on two CPU cores: `bash launch/quickstart.sh [section.key=value ...]`.
+# Makes .venv, a tiny DeepSeek-V3-shaped model with a cold start, its data, and runs/quickstart. A second run resumes
 # from what is there. SEED=1 takes another seed, RUN=runs/other another run folder, VENV=folder another environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -154,11 +154,11 @@ def test_settings_do_not_change(file: Path) -> None:
         ({"training": {"updates_per_step": 5}}, "here: training.updates_per_step=5 does not divide the 32"),
         (
             {"reward": {"boxed": 1}, "algorithm": {"curriculum": {"solved_streak": 2}}},
-            "here: algorithm.curriculum.solved_streak skips prompts that are answered right, and nothing says what",
+            "here: algorithm.curriculum.solved_streak skips prompts that are answered right, and no reward term",
         ),
         (
             {"reward": {"boxed": 1}, "algorithm": "dapo"},
-            "here: algorithm.filter.metric=accuracy drops groups that are all right or all wrong, and nothing says",
+            "here: algorithm.filter.metric=accuracy drops groups that are all right or all wrong, and no reward",
         ),
         (of_eval(sampels=8), "unknown setting data.eval.a.sampels (did you mean data.eval.a.samples?)"),
         (of_eval(samples=0), "here: data.eval.a.samples: Input should be greater than or equal to 1"),
@@ -215,7 +215,7 @@ def test_settings_do_not_change(file: Path) -> None:
         ),
         (
             {"training": {"share_prompts": True}, "layout": {"context": 2}},
-            "training.share_prompts needs sequences that are whole on a rank, and layout.context=2 cuts them",
+            "training.share_prompts does not work with context parallelism (layout.context=2): set share_prompts=false",
         ),
         ({"sync": {"timeout_s": 4000}}, "monitor.phase_timeout_s=3600 is shorter than sync.timeout_s=4000"),
         ({"rollout": 3}, "here: rollout: expected settings below it, as rollout.KEY=VALUE, found 3"),

@@ -22,7 +22,8 @@ class AdvantageEstimator(Protocol):
 
     def __call__(
         self, samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float], /
-    ) -> Sequence[PerToken]: ...
+    ) -> Sequence[PerToken]:
+        """Return one advantage per sample."""
 
 
 def load_estimator(advantage: AdvantageConfig) -> AdvantageEstimator:

@@ -44,7 +44,7 @@ def update_adaptive_coefs(
 
 
 def should_early_stop(kl: float, ess: float, limits: EarlyStopConfig) -> bool:
-    """Say whether the policy is too far from the one that the step's samples count as drawn from."""
+    """Return whether the policy is too far from the one that the step's samples count as drawn from."""
     too_far = limits.max_kl is not None and not abs(kl) <= limits.max_kl  # `not <=`: NaN has drifted as well
     too_few = limits.min_ess is not None and not ess >= limits.min_ess
     return too_far or too_few

@@ -12,7 +12,8 @@ class GroupFilter(Protocol):
     Called on every rank with the same samples, and must say the same there.
     """
 
-    def __call__(self, samples: Sequence[SampleInfo], /) -> bool: ...
+    def __call__(self, samples: Sequence[SampleInfo], /) -> bool:
+        """Return whether the group is kept."""
 
 
 def rewards_differ(samples: Sequence[SampleInfo]) -> bool:
@@ -21,7 +22,7 @@ def rewards_differ(samples: Sequence[SampleInfo]) -> bool:
 
 
 def accuracies_differ(samples: Sequence[SampleInfo]) -> bool:
-    """Keep a group that is neither all right nor all wrong (DAPO, eq. 11); where nothing says so, by its rewards."""
+    """Keep a group that is neither all right nor all wrong (DAPO, eq. 11); without correctness, by its rewards."""
     if all(sample.is_correct is None for sample in samples):
         return rewards_differ(samples)
     return len({sample.is_correct is True for sample in samples}) > 1

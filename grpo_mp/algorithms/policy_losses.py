@@ -30,7 +30,8 @@ class PolicyLoss(Protocol):
     Prompts and padding have values too, which do not count.
     """
 
-    def __call__(self, terms: TokenTerms, algorithm: AlgorithmConfig, /) -> Tensor: ...
+    def __call__(self, terms: TokenTerms, algorithm: AlgorithmConfig, /) -> Tensor:
+        """Return the loss of each token, [T]."""
 
 
 def ppo_clip(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:

@@ -27,7 +27,7 @@ def _r1(stage: str, algorithm: Tree) -> Preset:
     """Make a preset of R1: a new reference every 400 updates, which are 25 steps of 16."""
     return Preset(
         f"DeepSeek-R1, Nature 645 (2025) and arXiv 2501.12948, {stage}",
-        "Repeating it, or a policy of its size.",
+        "You reproduce it, or train a policy of its size.",
         {
             "algorithm": {"kl": {"coef": 0.001, "ref_update_every": 25, "ref_update_mix": 1.0}} | algorithm,
             "rollout": {"prompts_per_step": 512, "group_size": 16},
@@ -68,7 +68,7 @@ PRESETS: dict[str, Preset] = {
     "degrpo": _algorithm(
         "Thinkless, arXiv 2505.13379, eq. 5 (decoupled GRPO); no std, KL 0.001 as in its published script, whose "
         "rewards are 1 (short, right), 0.5 (thinking, right) and -1 (wrong)",
-        "The first token chooses a mode, such as thinking or a short answer, and must not be drowned by the rest.",
+        "The first token chooses a mode, such as thinking or a short answer, and must not be outweighed by the rest.",
         advantage=GROUP_MEAN_ONLY,
         aggregation="decoupled",
         control_token_weight=1e-3,

@@ -24,6 +24,8 @@ class PolicyLossEntry(Entry):
 
 @dataclass(frozen=True)
 class GroupFilterEntry(Entry):
+    """A group filter of the registry."""
+
     needs_correctness: bool = False  # which answers are right, by reward.correct
 
 
@@ -59,6 +61,6 @@ def policy_loss_entry(name: str) -> PolicyLossEntry:
 
 
 def needs_correctness(filter_name: str) -> bool:
-    """Tell whether a group filter needs to know which answers are right; a user's own must see to it itself."""
+    """Return whether a group filter needs to know which answers are right; a user's own must see to it itself."""
     entry = GROUP_FILTERS.built_in.get(filter_name)
     return isinstance(entry, GroupFilterEntry) and entry.needs_correctness

@@ -47,7 +47,7 @@ class AdvantageConfig(Section):
 
 
 class ClipConfig(Section):
-    """Bounds of the importance ratio. DAPO raises high alone (clip higher)."""
+    """Bounds of the importance ratio. DAPO raises only high (clip higher)."""
 
     low: float = Field(
         0.2, gt=0, description="ratios below 1 - low are clipped; 1 or more: none (TRL epsilon, verl clip_ratio_low)"
@@ -63,7 +63,7 @@ class ClipConfig(Section):
 
 
 class SapoConfig(Section):
-    """Temperatures of the gates of `policy_loss: sapo`; other losses do not read them."""
+    """Temperatures of the gates of `policy_loss: sapo`; other losses ignore them."""
 
     temperature_positive: float = Field(1.0, gt=0, description="tau of tokens with a positive advantage")
     temperature_negative: float = Field(
@@ -72,7 +72,7 @@ class SapoConfig(Section):
 
 
 class VespoConfig(Section):
-    """Weights w^k e^(lambda (1 - w)) of `policy_loss: vespo`, by the sign of the advantage; others do not read them."""
+    """Weights w^k e^(lambda (1 - w)) of `policy_loss: vespo`, by the sign of the advantage; others ignore them."""
 
     k_positive: float = Field(2.0, gt=0, description="exponent k where the advantage is positive")
     lambda_positive: float = Field(3.0, gt=0, description="decay lambda where the advantage is positive")
@@ -106,7 +106,7 @@ class KLConfig(Section):
         "token", description="estimate from the log ratio of each token, or of the full response (R1, eq. 2)"
     )
     target: float | None = Field(
-        None, gt=0, description="nats per token that an adaptive coef aims at (verl target_kl); null: coef is constant"
+        None, gt=0, description="target of an adaptive coef, in nats per token (verl target_kl); null: coef is constant"
     )
     ref_update_every: int = Field(
         0, ge=0, description="steps between updates of the reference by the policy (TRL ref_model_sync_steps); 0: never"
@@ -126,14 +126,14 @@ class EntropyConfig(Section):
 
     coef: float = Field(0.0, ge=0, description="coefficient of the bonus (TRL entropy_coef, verl entropy_coeff)")
     target: float | None = Field(
-        None, gt=0, description="nats that an adaptive coef aims at (TRL entropy_target); null: coef is constant"
+        None, gt=0, description="target of an adaptive coef, in nats (TRL entropy_target); null: coef is constant"
     )
     coef_step: float = Field(
         0.005,
         gt=0,
         description="change of an adaptive coef at each update (TRL entropy_coef_delta)",
     )
-    max_coef: float = Field(1.0, gt=0, description="the largest that an adaptive coef becomes (TRL entropy_coef_max)")
+    max_coef: float = Field(1.0, gt=0, description="upper limit of an adaptive coef (TRL entropy_coef_max)")
     top_quantile: float = Field(
         1.0,
         gt=0,
@@ -194,25 +194,25 @@ class FilterConfig(Section):
         "keep", description="mask: truncated samples do not learn (TRL mask_truncated_completions)"
     )
     oversample_factor: float = Field(
-        1.0, ge=1, description="groups launched for each that is needed, so that enough remain; see select_by"
+        1.0, ge=1, description="groups launched per group needed, so that enough remain; see select_by"
     )
     select_by: Literal["launch", "finish"] = Field(
         "launch",
-        description="which launched groups are taken: first launched, or first finished, which prefers short ones",
+        description="which launched groups are used: first launched, or first finished, which prefers short ones",
     )
 
 
 class CurriculumConfig(Section):
-    """Prompts that the policy has learnt are skipped for a while."""
+    """Prompts that the policy always solves are skipped for a while."""
 
     solved_streak: int = Field(
-        0, ge=0, description="times in a row that all samples of a prompt are right until it is skipped; 0: never"
+        0, ge=0, description="times in a row that all samples of a prompt are right before it is skipped; 0: never"
     )
     skip_steps: int = Field(50, ge=1, description="steps for which such a prompt is skipped")
 
 
 class AlgorithmConfig(Section):
-    """The algorithm by its parts. `algorithm: dapo` takes a preset; any part can be set over it."""
+    """The algorithm by its parts. `algorithm: dapo` selects a preset; any part of it can be overridden."""
 
     preset: str = Field(
         "grpo",
@@ -252,7 +252,7 @@ class AlgorithmConfig(Section):
     )
     early_stop: EarlyStopConfig = Field(EarlyStopConfig(), description="when a step's remaining updates are skipped")
     filter: FilterConfig = Field(FilterConfig(), description="which groups and samples a step trains on")
-    curriculum: CurriculumConfig = Field(CurriculumConfig(), description="when a learnt prompt is skipped")
+    curriculum: CurriculumConfig = Field(CurriculumConfig(), description="when a solved prompt is skipped")
 
     @field_validator("preset")
     @classmethod
@@ -269,7 +269,7 @@ class AlgorithmConfig(Section):
 
 
 def needs_old_logprobs(algorithm: AlgorithmConfig, updates: int) -> bool:
-    """Say whether a step computes the policy's logprobs before the first of its `updates`.
+    """Return whether a step computes the policy's logprobs before the first of its `updates`.
 
     With one update they are those of the update itself; with `old_logprobs: engine` the engine has returned them. The
     entropy mask needs entropies, which no engine returns.
@@ -289,7 +289,7 @@ def contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"rollout_correction.kind={correction.kind} has no limit: set rollout_correction.high, e.g. 2.0"
     if correction.kind == "none" and (correction.low is not None or correction.high is not None):
         yield (
-            "rollout_correction.low and rollout_correction.high do nothing with rollout_correction.kind=none: "
+            "rollout_correction.low and rollout_correction.high have no effect with rollout_correction.kind=none: "
             "set it to truncate or mask"
         )
     if algorithm.old_logprobs == "engine" and correction.kind != "none":
@@ -305,24 +305,27 @@ def contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
             "set rollout_correction.level=token"
         )
     if kl.level == "sequence" and kl.estimator == "k3_unbiased" and algorithm.ratio != "product":
-        yield "kl.level=sequence with kl.estimator=k3_unbiased needs the ratio of whole answers: set ratio=product"
+        yield "kl.level=sequence with kl.estimator=k3_unbiased needs the ratio of full responses: set ratio=product"
     if kl.level == "sequence" and kl.apply_to == "reward":
-        yield "kl.level=sequence is for the loss; a reward takes the whole answer's KL anyway: set kl.apply_to=loss"
+        yield (
+            "kl.level=sequence applies to the KL loss only; a KL in the reward is always that of the full response: "
+            "set kl.apply_to=loss"
+        )
     yield from _advantage_contradictions(algorithm)
 
 
 def _advantage_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
     advantage = algorithm.advantage
     if advantage.estimator and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
-        yield "advantage.estimator knows no KL among its rewards: set kl.apply_to=loss"
+        yield "advantage.estimator cannot include the KL in the reward: set kl.apply_to=loss"
     if advantage.level == "process" and algorithm.ratio in ("sequence", "product"):
         yield f"advantage.level=process differs by token, ratio={algorithm.ratio} does not: set ratio=sequence_token"
     if advantage.level == "process" and (advantage.baseline, advantage.combine) != ("group_mean", "sum"):
         yield "advantage.level=process needs advantage.baseline=group_mean and advantage.combine=sum"
     if advantage.level == "process" and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
-        yield "advantage.level=process has no reward of the whole response for the KL: set kl.apply_to=loss"
+        yield "advantage.level=process has no outcome reward for the KL: set kl.apply_to=loss"
     if advantage.combine == "normalize" and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
-        yield "advantage.combine=normalize knows no KL among its rewards: set kl.apply_to=loss"
+        yield "advantage.combine=normalize cannot include the KL in the reward: set kl.apply_to=loss"
     if advantage.combine == "normalize" and advantage.baseline == "none":
         yield "advantage.combine=normalize works inside groups: set advantage.baseline=group_mean"
     if advantage.baseline == "none" and advantage.scale == "group_std":

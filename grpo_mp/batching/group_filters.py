@@ -75,7 +75,7 @@ class PromptCurriculum:
     skipped_until: Mapping[int, int]
 
     def is_skipped(self, prompt: int, step: int) -> bool:
-        """Tell whether a prompt is skipped in `step`."""
+        """Return whether a prompt is skipped in `step`."""
         return self.skipped_until.get(prompt, 0) >= step
 
     def updated(self, infos: Sequence[SampleInfo], step: int, rule: CurriculumConfig) -> "PromptCurriculum":

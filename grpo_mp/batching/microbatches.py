@@ -43,6 +43,7 @@ class MicroBatchPlan:
 
     @property
     def tokens(self) -> int:
+        """Return its padded tokens, shared prompts included."""
         return sum(self.lengths) + sum(prompt.length for prompt in self.prompts)
 
 
@@ -55,6 +56,7 @@ class Schedule:
 
     @property
     def microbatches(self) -> int:
+        """Return the micro-batches of one rank; all have equally many."""
         return len(self.ranks[0])
 
 

@@ -67,7 +67,7 @@ def to_megatron(
 ) -> None:
     """Convert a Hugging Face folder; config and tokenizer go with the weights.
 
-    Raises UserError, if possible before the first byte is written: torn files, missing, unknown or wrongly shaped
+    Raises UserError, if possible before the first byte is written: damaged files, missing, unknown or wrongly shaped
     tensors, a full disk, another model at `destination`, NaN. The source is only read. FP8 is stored as bfloat16,
     except in tensors that are no part of the policy, which stay as they are.
     """

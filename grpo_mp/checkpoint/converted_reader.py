@@ -19,7 +19,7 @@ class ConvertedReader:
     """Reads full tensors, as HfReader does."""
 
     def __init__(self, folder: Path, verify: bool = False, family: str | None = None) -> None:
-        """Open a folder; raises UserError where a file is missing or torn, and where config.json is of another model.
+        """Open a folder. Raises UserError where a file is missing or damaged, or config.json is of another model.
 
         `verify`: compare each file with its checksum before it is used.
         """
@@ -41,10 +41,12 @@ class ConvertedReader:
         self._cached_param, self._cached = "", {}
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a Hugging Face tensor."""
         param = self._params.get(name)
         return param.shapes[param.hf.index(name)] if param else self._non_policy[name].shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which a Hugging Face tensor is stored."""
         return self._dtypes[self._params[name].name] if name in self._params else self._non_policy[name].dtype(name)
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
@@ -53,6 +55,7 @@ class ConvertedReader:
         return tensor if axis is None else tensor.narrow(axis, start, stop - start)
 
     def read_stored(self, name: str) -> Tensor:
+        """Return the full tensor in its stored dtype."""
         if name not in self._params:
             return self._non_policy[name].read_stored(name)
         param = self._params[name]
@@ -63,7 +66,7 @@ class ConvertedReader:
 
 
 def open_weights(folder: Path, verify: bool = False, family: str | None = None) -> HfReader | ConvertedReader:
-    """Open a Hugging Face folder or a converted one. Raises UserError where it is neither, or torn.
+    """Open a Hugging Face folder or a converted one. Raises UserError where it is neither, or damaged.
 
     `verify`: compare each file that has a checksum with it before it is used. `family`: as in `HfConfig`.
     """

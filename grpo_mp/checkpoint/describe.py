@@ -45,14 +45,14 @@ class HfSummary:
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Tell whether the folder, or its `policy` as in a run's checkpoints, is in Megatron's torch_dist format."""
+    """Return whether the folder, or its `policy` as in a run's checkpoints, is in Megatron's torch_dist format."""
     return (folder / TORCH_DIST).is_file() or (folder / "policy" / TORCH_DIST).is_file()
 
 
 def describe_hf(folder: Path) -> HfSummary:
     """Summarize a folder from its headers; compare all files for which a conversion left checksums.
 
-    Raises UserError for an unsupported architecture, for missing, torn or changed files, and for too many layers.
+    Raises UserError for an unsupported architecture, for missing, damaged or changed files, and for too many layers.
     """
     hf = HfConfig.read(folder)
     params = family_of(hf).params(hf).values()

@@ -56,14 +56,14 @@ class HfReader:
         files: Sequence[Path] = (),
         verify: bool = False,
     ) -> None:
-        """Open every shard, or the given files. Raises UserError for a missing or torn file, and for an index that
+        """Open every shard, or the given files. Raises UserError for a missing or damaged file, and for an index that
         names tensors the files lack. `fp8_as`: what FP8 is read as. `verify`: compare a file that a conversion wrote
         with its checksum before a tensor of it is read.
         """
         self.folder, self.fp8_as = folder, fp8_as
         self.checksums = Checksums.of_conversion(folder) if verify else Checksums(folder, {})
         if not (files or has_hf_weights(folder)):
-            raise UserError(f"{folder}: neither {SINGLE_FILE} nor {INDEX} is there")
+            raise UserError(f"{folder} contains neither {SINGLE_FILE} nor {INDEX}")
         index = folder / INDEX
         weight_map = _read_index(index) if index.is_file() else {}
         shards = sorted(set(weight_map.values())) if index.is_file() else [SINGLE_FILE]
@@ -92,6 +92,7 @@ class HfReader:
         return dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor. Raises UserError where no file has it."""
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
@@ -131,7 +132,7 @@ class HfReader:
 
 
 def has_hf_weights(folder: Path) -> bool:
-    """Tell whether the folder has safetensors weights as Hugging Face stores them."""
+    """Return whether the folder has safetensors weights as Hugging Face stores them."""
     return (folder / INDEX).is_file() or (folder / SINGLE_FILE).is_file()
 
 
@@ -165,11 +166,11 @@ def _open(file: Path):  # type: ignore[no-untyped-def]
     try:
         return safe_open(file, framework="pt", backend="pread")  # mapped pages would count as memory
     except SafetensorError as error:
-        raise UserError(f"{file} is torn or not a safetensors file ({error}): copy it again") from error
+        raise UserError(f"{file} is damaged or not a safetensors file ({error}): copy it again") from error
 
 
 def is_non_policy_tensor(name: str, hf: HfConfig) -> bool:
-    """Tell whether a tensor is no part of the policy (multi-token prediction, rotary table): it is carried unchanged.
+    """Return whether a tensor is no part of the policy (multi-token prediction, rotary table): it is carried unchanged.
 
     A conversion keeps them as files beside its parts; an export takes them from the folder that the policy came from.
     """

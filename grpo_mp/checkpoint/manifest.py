@@ -30,7 +30,7 @@ class Checksums:
 
     @classmethod
     def of_conversion(cls, folder: Path) -> "Checksums":
-        """Read a conversion's record; knows no file where there is none. Raises UserError for a torn record."""
+        """Read a conversion's record; empty where there is no record. Raises UserError for a damaged one."""
         if not (folder / CONVERSION_RECORD).is_file():
             return cls(folder, {})
         try:
@@ -41,7 +41,7 @@ class Checksums:
                 return cls(folder, files)
         except (ValueError, KeyError, TypeError, AttributeError):
             pass
-        raise UserError(f"{folder / CONVERSION_RECORD} is torn: copy it again")
+        raise UserError(f"{folder / CONVERSION_RECORD} is damaged: copy it again")
 
     @property
     def summary(self) -> str:
@@ -68,7 +68,7 @@ class Checksums:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; return an empty one where the file is missing or torn."""
+    """Read a JSON object; return an empty one where the file is missing or damaged."""
     try:
         values: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Write a folder part by part, with checksums, so that a second start goes on where the first stopped.
+"""Write a folder part by part, with checksums, so that a second start resumes where the first stopped.
 
 It is written beside its final name as NAME.incomplete and renamed when it is complete.
 """
@@ -77,7 +77,7 @@ class WorkerGroup:
                 )
 
     def elects_itself(self) -> bool:
-        """Tell whether this rank is the first to ask, and so the one that prints the error."""
+        """Return whether this rank is the first to ask, and so the one that prints the error."""
         try:
             return self._store is None or self._store.add("reporters", 1) == 1
         except DistError:

@@ -23,7 +23,7 @@ RENAMED_STATE = {"resting": "skipped_until", "controls": "adaptive_coefs", "refe
 
 @dataclass(frozen=True)
 class TrainState:
-    """What a run must know to go on between two steps."""
+    """The state from which a run resumes between two steps."""
 
     step: int = 0  # steps done
     optimizer_step: int = 0
@@ -38,6 +38,7 @@ class TrainState:
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after `step`."""
     return run_folder / "checkpoints" / f"step_{step:06d}"
 
 
@@ -67,7 +68,7 @@ def read_manifest(folder: Path) -> TrainState:
         file = folder / name
         if not file.is_file() or file.stat().st_size != entry["bytes"]:
             raise UserError(
-                f"{folder}: the checkpoint is torn, {name} is missing or cut short: copy it again{_rename_hint(folder)}"
+                f"{folder}: damaged checkpoint, {name} is missing or cut short: copy it again{_rename_hint(folder)}"
             )
     return state
 
@@ -99,7 +100,7 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
     """Check that a folder can be this run's; writes nothing. `resolved`: the run's settings as YAML.
 
     Raises UserError: not a folder or not writable, results of other settings in it, results without `resume`, or a
-    torn checkpoint to resume from. A start that never finished a step leaves no obstacle.
+    damaged checkpoint to resume from. A start that never finished a step leaves no obstacle.
     """
     existing = next(path for path in (run_folder, *run_folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -114,7 +115,7 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
             f"{run_folder} holds a run of other settings ({difference}): choose another run.folder, or move it away"
         )
     if checkpoint and not resume:
-        raise UserError(f"{run_folder} holds checkpoints of this run: set run.resume=auto to go on, or move it away")
+        raise UserError(f"{run_folder} has checkpoints of this run: set run.resume=auto to resume it, or move it away")
     if checkpoint:
         read_manifest(checkpoint)
 
@@ -162,4 +163,4 @@ def _parse_manifest(folder: Path) -> tuple[TrainState, Files]:
 
 
 def _rename_hint(folder: Path) -> str:
-    return f", or rename {folder.name} to go on from the checkpoint before it"
+    return f", or rename {folder.name} to resume from the one before"

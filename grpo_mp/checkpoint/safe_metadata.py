@@ -51,6 +51,7 @@ class SafeReader(FileSystemReader):
     """torch's reader of a torch_dist folder, but with this module's `read_metadata`."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return the folder's metadata. Raises UserError as the function of that name."""
         metadata = read_metadata(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -58,7 +59,7 @@ class SafeReader(FileSystemReader):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read the folder's `.metadata`. Raises UserError where it is torn, or names anything outside the format."""
+    """Read the folder's `.metadata`. Raises UserError where it is damaged, or names anything outside the format."""
     file = folder / TORCH_DIST
     try:
         with file.open("rb") as stream:
@@ -68,10 +69,10 @@ def read_metadata(folder: Path) -> Metadata:
     except ForeignNameError as error:
         raise UserError(f"{file} names {error}, which is no part of a checkpoint: do not use this folder") from error
     except Exception as error:
-        raise UserError(f"{file} is torn ({type(error).__name__}): copy it again") from error
+        raise UserError(f"{file} is damaged ({type(error).__name__}): copy it again") from error
     tables = ("state_dict_metadata", "storage_data")
     if not isinstance(metadata, Metadata) or not all(isinstance(vars(metadata).get(table), dict) for table in tables):
-        raise UserError(f"{file} is torn (it holds no list of tensors): copy it again")
+        raise UserError(f"{file} is damaged (it holds no list of tensors): copy it again")
     return metadata
 
 

@@ -41,7 +41,7 @@ class CheckpointSlot:
     padded: bool = False  # the vocabulary may have more rows in the checkpoint
 
     def accepts(self, size: tuple[int, ...]) -> bool:
-        """Tell whether a tensor of this size can contain the parameter."""
+        """Return whether a tensor of this size can contain the parameter."""
         expected = (*(count for _, count in self.stacked), *self.shape)
         if not self.padded:
             return size == expected

@@ -77,7 +77,7 @@ class TorchDistReader:
         """
         self.folder = folder / "policy" if (folder / "policy").is_dir() else folder
         if not is_torch_dist(folder):
-            raise UserError(f"{folder}: no torch_dist checkpoint is there ({TORCH_DIST} is missing)")
+            raise UserError(f"{folder} is not a torch_dist checkpoint ({TORCH_DIST} is missing)")
         if not verify:
             self.checksums = Checksums(self.folder, {})
         elif (folder / MANIFEST).is_file():
@@ -110,7 +110,7 @@ class TorchDistReader:
         for key in self.tensors():
             layer = LAYER.match(key)
             if layer and int(layer[1]) >= count:
-                raise UserError(f"{self.folder}: {key} is there, but config.json has num_hidden_layers={count}")
+                raise UserError(f"{self.folder} contains {key}, but config.json has num_hidden_layers={count}")
 
     def dtype(self, slot: CheckpointSlot) -> torch.dtype:
         """Return a parameter's dtype. Raises UserError where the checkpoint lacks it or has it in another shape."""
@@ -158,7 +158,7 @@ class TorchDistReader:
 
 
 def describe_torch_dist(folder: Path) -> dict[str, str]:
-    """Describe a checkpoint for people. Raises UserError for a torn one, or one that differs from its checksums."""
+    """Describe a checkpoint for people. Raises UserError for a damaged one, or one that differs from its checksums."""
     reader = TorchDistReader(folder, verify=True)
     reader.checksums.check_share()
     tensors = reader.tensors()

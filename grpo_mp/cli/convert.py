@@ -1,4 +1,4 @@
-"""Convert checkpoints, look at them and compare them; memory stays bounded whatever the model's size.
+"""Inspect, compare and convert checkpoints, in bounded memory whatever the model's size.
 
     grpo-mp convert info PATH
     grpo-mp convert check A B --tolerance 1e-6
@@ -6,11 +6,11 @@
     grpo-mp convert to-megatron SRC DST
     grpo-mp convert to-hf SRC DST --fp8 --like HF_FOLDER
 
-`info` says what a Hugging Face folder or a checkpoint of a run holds. `check` compares two of them, Hugging Face
+`info` describes a Hugging Face folder or a checkpoint of a run. `check` compares two of them, Hugging Face
 or converted: names, shapes, dtypes and values, one line per difference, the worst first, exit status 1 where there is
 one. With --logits it runs both on the same tokens in float32, by transformers or by Megatron, and compares the logits.
 `to-megatron` writes the torch_dist format that any layout loads, with config and tokenizer beside the weights.
-`to-hf` takes such a folder, or a step of a run with --like for config and tokenizer. Both go on where an earlier
+`to-hf` takes such a folder, or a step of a run with --like for config and tokenizer. Both resume where an earlier
 start was stopped; DST appears under its name only when it is complete. torchrun --nproc-per-node 4 -m grpo_mp convert
 ... divides the work over processes.
 """
@@ -129,23 +129,23 @@ def _progress(console: Console, destination: Path, workers: WorkerGroup) -> Iter
 def _parser() -> Parser:
     parser = Parser("grpo-mp convert", __doc__)
     commands = parser.add_subparsers(required=True)
-    info = commands.add_parser("info", help="what a folder holds")
+    info = commands.add_parser("info", help="describe a folder")
     info.add_argument("path", type=Path)
     info.set_defaults(run=_info)
     check = commands.add_parser("check", help="compare two folders, Hugging Face or converted")
     check.add_argument("left", type=Path)
     check.add_argument("right", type=Path)
-    check.add_argument("--logits", action="store_true", help="run both on the same tokens and compare what they say")
+    check.add_argument("--logits", action="store_true", help="compare their logits on the same tokens")
     check.add_argument("--tolerance", type=float, help=f"largest difference that passes: {TOLERANCES}")
     check.set_defaults(run=_check)
     megatron = commands.add_parser("to-megatron", help="Hugging Face folder -> torch_dist")
     megatron.set_defaults(run=_to_megatron)
     hf = commands.add_parser("to-hf", help="torch_dist -> Hugging Face folder")
     hf.add_argument("--fp8", action="store_true", help="write blockwise FP8")
-    hf.add_argument("--like", type=Path, help="folder of config, tokenizer, and FP8 bytes of what did not change")
+    hf.add_argument("--like", type=Path, help="folder with config, tokenizer, and the FP8 bytes of unchanged blocks")
     hf.set_defaults(run=_to_hf)
     for command in (megatron, hf):
         command.add_argument("source", type=Path)
         command.add_argument("destination", type=Path)
-        command.add_argument("--part-bytes", type=int, default=PART_BYTES, help="written at once, a file each")
+        command.add_argument("--part-bytes", type=int, default=PART_BYTES, help="bytes of a part, one file each")
     return parser

@@ -12,11 +12,11 @@ COMMANDS = {
     "train": ("grpo_mp.cli.launch:train", "train a policy; --ranks N starts N ranks on this machine"),
     "evaluate": ("grpo_mp.cli.launch:evaluate", "score a model or a checkpoint on held-out problems"),
     "launch": ("grpo_mp.cli.launch:main", "submit a run to Slurm, or show what would be submitted"),
-    "plan": ("grpo_mp.cli.plan:main", "memory and time of a run, before the machines are booked"),
-    "convert": ("grpo_mp.cli.convert:main", "convert checkpoints, look at them, compare them"),
+    "plan": ("grpo_mp.cli.plan:main", "estimate memory and time of a run, without a GPU"),
+    "convert": ("grpo_mp.cli.convert:main", "inspect, compare and convert checkpoints"),
     "make-tiny": ("grpo_mp.cli.make_tiny:main", "make a tiny model and its task, as the quickstart does"),
 }
-HELP_FOOTER = "`grpo-mp COMMAND --help` says more, `grpo-mp --version` says which this is."
+HELP_FOOTER = "`grpo-mp COMMAND --help` shows its options, `grpo-mp --version` the version."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

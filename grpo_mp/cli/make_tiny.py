@@ -75,10 +75,10 @@ def _parser() -> Parser:
     parser.add_argument("--largest", type=int, default=29, help="largest operand")
     parser.add_argument("--kinds", nargs="+", choices=sorted(TEMPLATES), default=["add"])
     parser.add_argument("--train", type=int, default=6000, help="train problems")
-    parser.add_argument("--eval", type=int, default=200, help="eval problems; no operands of theirs are in train")
+    parser.add_argument("--eval", type=int, default=200, help="eval problems; their operands never occur in train")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cold-start", type=float, default=0.0, metavar="P", help="probability to reach; 0: random")
     parser.add_argument("--slips", type=float, default=0.5, help="share of the worked examples with a careless slip")
-    parser.add_argument("--steps", type=int, default=200, help="most supervised steps")
+    parser.add_argument("--steps", type=int, default=200, help="maximum number of supervised steps")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     return parser

@@ -1,8 +1,8 @@
-"""Know what a run needs before the machines are booked: grpo-mp plan CONFIG --cluster h100-80 --nodes 16
+"""Estimate memory and time of a run, without a GPU: grpo-mp plan CONFIG --cluster h100-80 --nodes 16
 
-The plan says for every phase what a rank's device and a node's host hold, what moves, and how long it takes; then
-whether it fits (exit status 0 or 1). `explain CONFIG` says in words what the settings mean. --search ranks the layouts
-of trainer and engines that fit these machines. Nothing is started, no GPU is needed.
+The plan shows for every phase the memory of a rank's device and a node's host, the traffic, and the time; then whether
+the run fits (exit status 0 or 1). `explain CONFIG` describes the settings in words. --search ranks the layouts of
+trainer and engines that fit these machines. Nothing is started.
 """
 
 from collections.abc import Sequence
@@ -52,9 +52,9 @@ def _parser() -> Parser:
     parser = settings_parser("plan", __doc__)
     parser.add_argument("--cluster", default="h100-80", help=f"{', '.join(cluster_names())}, or a YAML file")
     parser.add_argument("--nodes", type=positive, default=1)
-    parser.add_argument("--gpus-per-node", type=positive, help="default: as the cluster has")
+    parser.add_argument("--gpus-per-node", type=positive, help="default: that of the cluster")
     parser.add_argument("--search", action="store_true", help="rank the layouts that fit, print the best five")
-    parser.add_argument("--ppo", action="store_true", help="what the four models of PPO would need beside it")
-    parser.add_argument("--model-config", type=Path, help="config.json to plan with, where model.path is not here")
-    parser.add_argument("--response-tokens", type=positive, help="mean to plan for (default: half of the limit)")
+    parser.add_argument("--ppo", action="store_true", help="also show what the four models of PPO would need")
+    parser.add_argument("--model-config", type=Path, help="config.json to use where model.path does not exist")
+    parser.add_argument("--response-tokens", type=positive, help="assumed mean length (default: half of the limit)")
     return parser

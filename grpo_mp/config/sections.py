@@ -16,14 +16,14 @@ SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
 class RunConfig(Section):
     """The run: its folder, length, checkpoints and evaluations."""
 
-    folder: Path = Field(description="where everything of the run is written (TRL output_dir)")
-    seed: int = Field(0, description="seed of data order, sampling and initialisation")
-    steps: int = Field(gt=0, description="steps in all; each generates, scores, trains and syncs; may be raised later")
+    folder: Path = Field(description="folder for all output of the run (TRL output_dir)")
+    seed: int = Field(0, description="seed of data order, sampling and initialization")
+    steps: int = Field(gt=0, description="total steps; each generates, scores, trains and syncs; may be raised later")
     save_every: int = Field(20, ge=0, description="steps between checkpoints; 0 saves only at the end")
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 evaluates only before and after")
-    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints that are kept (TRL save_total_limit)")
+    keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints to keep (TRL save_total_limit)")
     resume: Literal["auto", "never"] = Field(
-        "auto", description="auto: go on from the newest checkpoint of the folder; never: refuse a folder that has one"
+        "auto", description="auto: resume from the newest checkpoint of the folder; never: refuse a folder that has one"
     )
     export: bool = Field(True, description="write a Hugging Face folder, final/, at the end")
 
@@ -31,7 +31,7 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The policy, which is also the reference."""
 
-    path: Path = Field(description="a Hugging Face folder; the architecture comes from its config.json")
+    path: Path = Field(description="a Hugging Face or converted folder; the architecture comes from its config.json")
     family: Annotated[str, AfterValidator(MODEL_FAMILIES.check_name)] | None = Field(
         None, description="a built-in family's name or your own 'file.py:FAMILY'; null: by model_type of config.json"
     )
@@ -39,16 +39,16 @@ class ModelConfig(Section):
 
 
 class LayoutConfig(Section):
-    """Sizes of the parallel dimensions over which the trainer divides the model; data parallelism is what remains."""
+    """Sizes of the parallel dimensions that divide the model of the trainer; the remaining ranks are data parallel."""
 
     tensor: int = Field(1, ge=1, description="ranks over which attention and dense layers are divided")
     pipeline: int = Field(1, ge=1, description="stages into which the layers are divided")
     virtual_pipeline: int | None = Field(
-        None, ge=2, description="model chunks per pipeline stage, which shortens idle time; null: one"
+        None, ge=2, description="model chunks per pipeline stage, to reduce idle time; null: one"
     )
     context: int = Field(1, ge=1, description="ranks over which each sequence is divided; for long responses")
     expert: int = Field(1, ge=1, description="ranks over which the experts of a layer are divided")
-    expert_tensor: int = Field(1, ge=1, description="ranks over which each single expert is divided")
+    expert_tensor: int = Field(1, ge=1, description="ranks over which each expert is divided")
 
 
 class EvalSetConfig(Section):
@@ -59,16 +59,16 @@ class EvalSetConfig(Section):
         1, ge=1, le=MAX_SAMPLES, description="responses to each problem: avg@n, pass@k and maj@k up to n"
     )
     temperature: float | None = Field(
-        None, ge=0, description="sampling temperature; 0: the likeliest token; null: rollout.temperature"
+        None, ge=0, description="sampling temperature; 0: greedy; null: rollout.temperature"
     )
     top_p: float | None = Field(None, gt=0, le=1, description="mass of nucleus sampling; null: rollout.top_p")
     max_response_tokens: int | None = Field(
-        None, gt=0, description="tokens at which a response is cut; null: rollout.max_response_tokens"
+        None, gt=0, description="maximum tokens of a response; null: rollout.max_response_tokens"
     )
     max_prompts: int | None = Field(
-        None, gt=0, description="number of prompts, the first ones; null: data.max_eval_prompts"
+        None, gt=0, description="use only the first prompts, up to this number; null: data.max_eval_prompts"
     )
-    source: SourceName | None = Field(None, description="what reads `path`; null: as data.source")
+    source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
 
     @model_validator(mode="after")
     def _check_samples_can_differ(self) -> "EvalSetConfig":
@@ -88,15 +88,15 @@ class DataConfig(Section):
     )
     source: SourceName | None = Field(
         None,
-        description="what reads `train` and `eval`: jsonl, parquet, datasets, or your own 'file.py:function', which is "
-        "called with their text; null: by the file's suffix",
+        description="reader of `train` and `eval`: jsonl, parquet, datasets, or your own 'file.py:function', which is "
+        "called with their value; null: by the file's suffix",
     )
     prompt_column: str = Field("question", description="column of the prompt: text, or a list of chat messages")
-    answer_column: str | None = Field("answer", description="column of the expected answer; null: there is none")
+    answer_column: str | None = Field("answer", description="column of the expected answer; null: none")
     system_prompt: str | None = Field(None, description="system message before every prompt; null: none")
-    shuffle: bool = Field(True, description="new order of the train prompts in each epoch; false: order of the file")
+    shuffle: bool = Field(True, description="reorder the train prompts in each epoch; false: order of the file")
     max_eval_prompts: int | None = Field(
-        None, gt=0, description="number of prompts of each set, the first ones; null: all"
+        None, gt=0, description="use only the first prompts of each set, up to this number; null: all"
     )
 
     @field_validator("eval", mode="before")
@@ -112,12 +112,12 @@ class RolloutConfig(Section):
 
     prompts_per_step: int = Field(gt=0, description="prompts of one step (verl train_batch_size)")
     group_size: int = Field(gt=0, description="samples for each prompt (TRL num_generations, verl rollout.n)")
-    max_prompt_tokens: int = Field(gt=0, description="longer prompts are left out, never cut (verl max_prompt_length)")
-    max_response_tokens: int = Field(gt=0, description="tokens at which a response is cut (TRL max_completion_length)")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; logprobs in training are taken at it, too")
+    max_prompt_tokens: int = Field(gt=0, description="longer prompts are dropped, not cut (verl max_prompt_length)")
+    max_response_tokens: int = Field(gt=0, description="maximum tokens of a response (TRL max_completion_length)")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; logprobs in training use it, too")
     top_p: float = Field(1.0, gt=0, le=1, description="mass of nucleus sampling; logprobs are of the full distribution")
-    stop: tuple[str, ...] = Field((), description="texts that end a response, beside the model's end token")
-    group_timeout_s: float = Field(600.0, gt=0, description="seconds that a group may take; more for long responses")
+    stop: tuple[str, ...] = Field((), description="texts that end a response, in addition to the model's end token")
+    group_timeout_s: float = Field(600.0, gt=0, description="time limit of a group in seconds; more for long responses")
 
 
 class EngineConfig(Section):
@@ -125,9 +125,9 @@ class EngineConfig(Section):
 
     gpus_per_engine: int = Field(1, ge=1, description="consecutive ranks that one engine spans (SGLang tp_size)")
     num_engines: int | None = Field(None, ge=1, description="number of engines; null: as many as fit the ranks")
-    start_timeout_s: float = Field(600.0, gt=0, description="seconds that the start of an engine may take")
+    start_timeout_s: float = Field(600.0, gt=0, description="time limit of an engine's start, in seconds")
     request_timeout_s: float = Field(
-        600.0, gt=0, description="seconds that one request may take; at least rollout.group_timeout_s"
+        600.0, gt=0, description="time limit of a request, in seconds; at least rollout.group_timeout_s"
     )
     concurrent_groups: int = Field(64, gt=0, description="groups in flight on one engine; more fill it better")
     args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
@@ -140,23 +140,23 @@ class OptimizerConfig(Section):
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the schedule")
     warmup_updates: int = Field(0, ge=0, description="updates over which the learning rate rises to lr")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="course of the rate from lr to min_lr (TRL lr_scheduler_type, Megatron lr_decay_style)"
+        "constant", description="shape of the decay from lr to min_lr (TRL lr_scheduler_type, Megatron lr_decay_style)"
     )
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of AdamW")
     betas: tuple[float, float] = Field((0.9, 0.98), description="decay rates of Adam's first and second moments")
     eps: float = Field(1e-8, gt=0, description="number added to the root of Adam's second moment")
     clip_grad: float = Field(
-        1.0, ge=0, description="norm to which the full gradient is clipped (TRL max_grad_norm); 0 does not clip"
+        1.0, ge=0, description="norm to which the full gradient is clipped (TRL max_grad_norm); 0: no clipping"
     )
 
 
 class TrainingConfig(Section):
-    """How a step's samples become updates, and what the trainer computes and keeps for them."""
+    """How a step's samples become updates, and how the trainer uses memory."""
 
     updates_per_step: int = Field(
         1,
         ge=1,
-        description="parts of a step's samples, each one optimizer update (verl: mini-batches)",
+        description="mini-batches of a step's samples, one optimizer update each",
     )
     epochs: int = Field(
         1, ge=1, description="passes over a step's samples: mu of GRPO, TRL num_iterations, verl ppo_epochs"
@@ -169,14 +169,14 @@ class TrainingConfig(Section):
     )
     share_prompts: bool = Field(
         False,
-        description="compute a prompt once for all its responses in a micro-batch, not once for each; pays for long "
-        "prompts, not with context parallelism",
+        description="compute a prompt once for all its responses in a micro-batch, not once for each; for long "
+        "prompts; not with context parallelism",
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="activations computed again in the backward pass to save memory (gradient checkpointing)"
+        "none", description="activations recomputed in the backward pass to save memory (gradient checkpointing)"
     )
     logprob_chunk_tokens: int = Field(
-        1024, gt=0, description="tokens whose logits exist at one time; lower it when memory is short"
+        1024, gt=0, description="tokens whose logits are computed at a time; lower it if memory is short"
     )
     megatron_args: dict[str, Any] = Field(
         {}, description="any field of Megatron's transformer, optimizer and data-parallel configs, checked by name"
@@ -189,29 +189,29 @@ class SyncConfig(Section):
     transport: Literal["auto", "host", "ipc"] = Field(
         "auto", description="host: shared host memory; ipc: CUDA IPC; auto: ipc on GPUs"
     )
-    bucket_bytes: int = Field(2**30, gt=0, description="bytes sent at one time; lower it when memory is short")
+    bucket_bytes: int = Field(2**30, gt=0, description="bytes sent at a time; lower it if memory is short")
     check_tolerance: float | None = Field(
-        None, gt=0, description="nats by which engine and policy may differ after a sync; null: by dtype"
+        None, gt=0, description="allowed mean absolute logprob difference of engine and policy, in nats; null: by dtype"
     )
-    timeout_s: float = Field(600.0, gt=0, description="seconds that one sync may take")
+    timeout_s: float = Field(600.0, gt=0, description="time limit of one sync, in seconds")
 
     _parse_unit = field_validator("bucket_bytes", mode="before")(as_bytes)
 
 
 class MonitorConfig(Section):
-    """What a run shows, and the limit of its waits."""
+    """Metrics, logs and time limits."""
 
     loggers: dict[str, dict[str, Any]] = Field(
         {"tensorboard": {}, "jsonl": {}},
-        description="what writes the metrics: names, or your own 'file.py:Class', each with its arguments; or a "
-        "name, or a list of them (TRL report_to, verl trainer.logger)",
+        description="writers of the metrics: built-in names, or your own 'file.py:Class', each with its arguments; "
+        "also one name, or a list (TRL report_to, verl trainer.logger)",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="level of RUN/logs/rank_N.log; warnings go to the terminal, too"
     )
     samples_per_step: int = Field(4, ge=0, description="sample texts written at each step")
     phase_timeout_s: float = Field(
-        3600.0, gt=0, description="the longest that a phase may take and a rank may wait for the others, in seconds"
+        3600.0, gt=0, description="time limit of a phase, and of a wait for other ranks, in seconds"
     )
 
     @field_validator("loggers", mode="before")

@@ -35,7 +35,7 @@ class Settings(Section):
     optimizer: OptimizerConfig = Field(description="AdamW and its learning rate")
     training: TrainingConfig = Field(TrainingConfig(), description="updates of a step, micro-batches, memory, Megatron")
     sync: SyncConfig = Field(SyncConfig(), description="weights from the trainer to the engines")
-    monitor: MonitorConfig = Field(MonitorConfig(), description="what a run shows, and the limit of its waits")
+    monitor: MonitorConfig = Field(MonitorConfig(), description="metrics, logs and time limits")
 
     @model_validator(mode="after")
     def _check_updates_divide_samples(self) -> "Settings":
@@ -51,8 +51,8 @@ class Settings(Section):
     def _check_prompts_can_be_shared(self) -> "Settings":
         if self.training.share_prompts and self.layout.context > 1:
             raise ValueError(
-                f"training.share_prompts needs sequences that are whole on a rank, and layout.context="
-                f"{self.layout.context} cuts them: set share_prompts=false, or layout.context=1"
+                "training.share_prompts does not work with context parallelism "
+                f"(layout.context={self.layout.context}): set share_prompts=false, or layout.context=1"
             )
         return self
 
@@ -90,14 +90,14 @@ class Settings(Section):
     def _check_correct_is_known(self) -> "Settings":
         if self.algorithm.curriculum.solved_streak and self.reward.correctness_rule is None:
             raise ValueError(
-                "algorithm.curriculum.solved_streak skips prompts that are answered right, and nothing says what right "
-                "means: set reward.correct to the term that does, or solved_streak=0"
+                "algorithm.curriculum.solved_streak skips prompts that are answered right, and no reward term defines "
+                "correctness: set reward.correct to the term that does, or solved_streak=0"
             )
         rule = self.algorithm.filter
         if rule.zero_std != "keep" and needs_correctness(rule.metric) and self.reward.correctness_rule is None:
             raise ValueError(
-                f"algorithm.filter.metric={rule.metric} drops groups that are all right or all wrong, and nothing says "
-                "what right means: set reward.correct to the term that does, or metric=reward"
+                f"algorithm.filter.metric={rule.metric} drops groups that are all right or all wrong, and no reward "
+                "term defines correctness: set reward.correct to the term that does, or metric=reward"
             )
         return self
 
@@ -117,9 +117,7 @@ class Settings(Section):
         if process and not self.reward.steps:
             raise ValueError("advantage.level=process has no step rewards: set reward.steps, or level=outcome")
         if not process and self.reward.steps and not self.reward.has_outcome:
-            raise ValueError(
-                "reward.steps alone rewards no whole response: set algorithm=grpo_process, or reward.answer"
-            )
+            raise ValueError("reward.steps gives no outcome reward: set algorithm=grpo_process, or reward.answer")
         return self
 
     @property

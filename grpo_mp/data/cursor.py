@@ -28,7 +28,7 @@ class Cursor:
 def take(cursor: Cursor, size: int, count: int, shuffle: bool) -> tuple[tuple[int, ...], Cursor]:
     """Take the next `count` indices out of `size` prompts; return them and the cursor after them.
 
-    Every epoch holds every prompt once. A take that runs over the end of an epoch goes on in the next one and
+    Every epoch holds every prompt once. A take that runs over the end of an epoch continues in the next one and
     repeats no prompt, unless `count` is larger than `size`. Raises ValueError for a cursor of a larger set.
     """
     if size <= 0 or count < 0 or not 0 <= cursor.position <= size:

@@ -22,11 +22,8 @@ class Overlap:
     @property
     def sentence(self) -> str:
         """Return the line that a run prints."""
-        near_verb = "shares" if self.near == 1 else "share"
-        near_text = f"; {self.near} more {near_verb} {NGRAM_WORDS} words in a row with one" if self.near else ""
-        exact_text = f"{self.exact} of {self.problems}" if self.exact else f"none of {self.problems}"
-        verb = "stands" if self.exact in (0, 1) else "stand"
-        return f"data.eval {self.name}: {exact_text} problems {verb} in data.train too{near_text}"
+        near = f"; {self.near} more with {NGRAM_WORDS} consecutive words of a train problem" if self.near else ""
+        return f"data.eval {self.name}: {self.exact} of {self.problems} problems are also in data.train{near}"
 
 
 def find_overlaps(train: Iterable[str], evals: Mapping[str, Iterable[str]]) -> list[Overlap]:

@@ -18,7 +18,8 @@ class DataSource(Protocol):
     Every rank reads the same rows in the same order.
     """
 
-    def __call__(self, name: str, /) -> Iterable[Columns]: ...
+    def __call__(self, name: str, /) -> Iterable[Columns]:
+        """Yield the rows."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ def ranks_without_marker(folder: Path, ranks: int) -> list[int]:
 def silent_exit_message(rank: int) -> str:
     """Return the error message for a rank that exited with status 0 and wrote no marker."""
     return (
-        f"rank {rank} ended with status 0 before the run did: something that it called ended its process; look for an "
-        "exit in reward functions and what they import"
+        f"rank {rank} exited with status 0 before the run finished: look for an exit call in reward functions and what "
+        "they import"
     )
 
 

@@ -45,10 +45,12 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
+        """Return the number of decoder layers."""
         return len(self.is_moe_layer)
 
     @property
     def num_moe_layers(self) -> int:
+        """Return the number of layers with routed experts."""
         return sum(self.is_moe_layer)
 
     @property
@@ -84,7 +86,7 @@ def model_shape(hf: HfConfig) -> ModelShape:
 
 
 def sets_pipeline_layout(megatron: Mapping[str, Any]) -> bool:
-    """Tell whether training.megatron_args places the layers on pipeline stages itself."""
+    """Return whether training.megatron_args places the layers on pipeline stages itself."""
     return not PLACEMENT_FIELDS.isdisjoint(megatron)
 
 

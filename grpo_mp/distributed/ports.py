@@ -35,7 +35,7 @@ class PortClaim:
         return self.ports[0]
 
     def release(self) -> None:
-        """Let others choose these ports again. Safe to call twice."""
+        """Release the ports. Safe to call twice."""
         self.reservations.close()
 
 
@@ -52,7 +52,9 @@ def claim_ports(count: int = 1) -> PortClaim:
         if reservations := _reserve_all(ports):
             return PortClaim(ports, reservations)
     name = "port" if count == 1 else f"{count} ports in a row"
-    raise UserError(f"no free {name} between {port_range[0]} and {port_range[-1]} on this host: end what holds them")
+    raise UserError(
+        f"no free {name} between {port_range[0]} and {port_range[-1]} on this host: stop the processes that use them"
+    )
 
 
 def own_address() -> str:

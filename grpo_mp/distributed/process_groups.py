@@ -42,7 +42,7 @@ class Parallel:
 
     @property
     def is_reporting_rank(self) -> bool:
-        """Tell whether this rank's tokens count: tensor ranks have the same, and only the last stage computes any."""
+        """Return whether this rank's tokens count: tensor ranks have the same, and only the last stage computes any."""
         return self.coords.tensor == 0 and self.coords.pipeline == self.layout.pipeline - 1
 
 

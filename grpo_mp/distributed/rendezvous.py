@@ -24,4 +24,4 @@ def rendezvous(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
         if "EADDRINUSE" in str(error):
             raise UserError(f"MASTER_PORT={port} of {host} is taken: choose another, for every rank") from error
         reason = str(error).partition("\n")[0]
-        raise UserError(f"rank {os.environ['RANK']} cannot meet the others at {host}:{port}: {reason}") from error
+        raise UserError(f"rank {os.environ['RANK']} cannot reach the rendezvous at {host}:{port}: {reason}") from error

@@ -26,7 +26,7 @@ COLOURS = {"before": "tab:gray", "after": "tab:blue"}
 class EvalScore:
     """The score of one eval set; all problems count alike."""
 
-    accuracy: float | None  # avg@n: mean over problems of the share of right samples; None: nothing says what is right
+    accuracy: float | None  # avg@n: mean over problems of the share of right samples; None: correctness is not defined
     reward: float
     length: float  # tokens
     accuracy_error: float | None = None  # standard error over problems

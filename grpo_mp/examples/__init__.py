@@ -1,1 +1,1 @@
-"""The quickstart's problem, tokenizer and tiny models, and its supervised cold start. Nothing else needs them."""
+"""The quickstart's problem, tokenizer, tiny models and supervised cold start; only `grpo-mp make-tiny` uses them."""

@@ -51,6 +51,7 @@ class Problem:
 
     @property
     def result(self) -> int:
+        """Return the number that answers the question."""
         return solve(self.kind, self.operands)[1]
 
     @property

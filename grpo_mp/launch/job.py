@@ -102,7 +102,7 @@ def first_failure(attempt: Path) -> Failure:
         rank = int(file.name.split("_")[1].split(".")[0])
         reason = json.loads(file.read_text())["message"]["message"]
     else:
-        reason = f"no rank said why; the end of {srun_log}:"
+        reason = f"no rank reported an error; last lines of {srun_log}:"
         return Failure(None, reason, last_lines(srun_log, NUM_LAST_LINES))
     return Failure(rank, reason, last_lines(attempt / f"rank_{rank}.log", NUM_LAST_LINES))
 

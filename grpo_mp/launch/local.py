@@ -1,8 +1,8 @@
 """Start the ranks of one machine.
 
-torchrun starts the same program. This front end over torch's own launcher keeps quiet, so that the sentence of the rank
-that knows is the last word; it ends with that rank's status; a signal to it goes to every rank, with all the time they
-need to save; and ranks that vanish with status 0 are an error, which torchrun cannot see where all of them do.
+torchrun starts the same program. This front end over torch's own launcher prints no traces of its own, so that the
+failing rank's error is the last line; exits with that rank's status; forwards signals to every rank and gives them the
+time they need to save; and reports ranks that exit early with status 0, which torchrun cannot see where all of them do.
 """
 
 import logging

@@ -124,7 +124,7 @@ class NodeCheck:
         try:
             self.store.wait(keys, TIMEOUT * 2)
         except dist.DistError as error:
-            raise UserError(f"node check: rank {self.rank} heard nothing from rank 0 in time") from error
+            raise UserError(f"node check: rank {self.rank} got no answer from rank 0 in {2 * TIMEOUT_S:g} s") from error
 
     def _node_of(self, rank: int) -> str:
         return self.nodes[rank // self.ranks_per_node]
@@ -161,7 +161,7 @@ def _difference(report: NodeReport, reports: Sequence[NodeReport]) -> str | None
         return f"its clock is {report.clock_offset_s:+.1f} s off that of {first.node}"
     if report.host_free_bytes < MIN_FREE_SHARE * report.host_total_bytes:
         free, total = report.host_free_bytes / 2**30, report.host_total_bytes / 2**30
-        return f"only {free:.0f} of {total:.0f} GiB host memory are free: end what holds it"
+        return f"only {free:.0f} of {total:.0f} GiB host memory are free: stop the processes that use it"
     return _slow_rate(report, reports)
 
 

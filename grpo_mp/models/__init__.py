@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints as Megatron sees them: configs, the parameter mapping, and the files."""
+"""Model families: configs and the parameter mapping."""

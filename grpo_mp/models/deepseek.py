@@ -66,7 +66,7 @@ def _mla_rotary(hf: HfConfig) -> dict[str, Any]:
     if rope["rope_type"] == "default":
         return {"rope_type": "rope", "rotary_base": rope["rope_theta"], "rotary_scaling_factor": 1.0}
     if rope["rope_type"] != "yarn":
-        raise hf.error(f"rope type {rope['rope_type']!r} is not supported, only yarn")
+        raise hf.error(f"rope type {rope['rope_type']!r} is not supported, only 'default' or 'yarn'")
     # Hugging Face uses mscale only together with mscale_all_dim, and 1.0 otherwise.
     for key, supported in (("attention_factor", None), ("truncate", True)):
         if rope.get(key, supported) != supported:

@@ -35,10 +35,12 @@ class HfConfig:
 
     @property
     def model_type(self) -> str:
+        """Return `model_type`, 'None' where it is missing."""
         return str(self.values.get("model_type"))
 
     @property
     def tied(self) -> bool:
+        """Return whether embedding and output layer share their weights."""
         return bool(self.values.get("tie_word_embeddings", False))
 
     @property
@@ -71,6 +73,7 @@ class HfConfig:
         return self._number(key, self.rope[key], float)
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Return a value as it is in the file, or `default`."""
         return self.values.get(key, default)
 
     def int(self, *keys: str) -> int:
@@ -81,6 +84,7 @@ class HfConfig:
         return next(iter(given.values())) if given else self._number(keys[0], self._require(keys[0]), int)
 
     def float(self, key: str) -> float:
+        """Return a required number. Raises UserError where it is missing or not a number."""
         return self._number(key, self._require(key), float)
 
     def expect(self, key: str, *allowed: Any) -> None:

@@ -54,6 +54,7 @@ class Param(Rule):
 
     @property
     def num_elements(self) -> int:
+        """Return the number of elements in the full model."""
         return sum(prod(shape) for shape in self.shapes)
 
     def shard_shape(self, shape: Shape, tp_size: int) -> Shape:

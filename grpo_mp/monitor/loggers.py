@@ -48,7 +48,8 @@ class MakeLogger(Protocol):
     should be dropped. `settings`: all of the run, as in settings.yaml. The arguments in `monitor.loggers` come by name.
     """
 
-    def __call__(self, run_folder: Path, first_step: int, settings: Mapping[str, Any], /) -> Logger: ...
+    def __call__(self, run_folder: Path, first_step: int, settings: Mapping[str, Any], /) -> Logger:
+        """Return the logger."""
 
 
 class TensorBoardLogger(Logger):
@@ -58,20 +59,25 @@ class TensorBoardLogger(Logger):
         self._events = SummaryWriter(str(run_folder / "tensorboard"), purge_step=first_step)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one curve per name."""
         for name, value in values.items():
             self._events.add_scalar(name, value, step)
         self._events.flush()
 
     def histogram(self, step: int, name: str, values: torch.Tensor) -> None:
+        """Write one step of a histogram."""
         self._events.add_histogram(name, values, step)
 
     def text(self, step: int, name: str, markdown: str) -> None:
+        """Write one step of a text."""
         self._events.add_text(name, markdown, step)
 
     def image(self, step: int, name: str, figure: "Figure") -> None:
+        """Write a figure as an image."""
         self._events.add_figure(name, figure, step, close=False)
 
     def close(self) -> None:
+        """Close the event file."""
         self._events.close()
 
 
@@ -84,12 +90,14 @@ class JsonLinesLogger(Logger):
         self._lines = file.open("a", encoding="utf-8")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the line of the step."""
         numbers = {name: float(value) for name, value in values.items()}
         line = {"step": step, **{name: n if math.isfinite(n) else None for name, n in numbers.items()}}
         self._lines.write(json.dumps(line, allow_nan=False) + "\n")
         self._lines.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._lines.close()
 
 

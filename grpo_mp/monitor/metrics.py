@@ -42,17 +42,18 @@ class Metric:
 
     @property
     def is_pattern(self) -> bool:
+        """Return whether the name has a place in braces, to be filled in."""
         return "{" in self.name
 
     def matches(self, name: str) -> bool:
-        """Check whether `name` is this metric, or an instance of this pattern."""
+        """Return whether `name` is this metric, or an instance of this pattern."""
         if not self.is_pattern:
             return name == self.name
         literal = [re.escape(part) for part in re.split(r"\{\w+\}", self.name)]
         return re.fullmatch(r"[\w.\-]+".join(literal), name) is not None
 
     def is_healthy(self, value: float) -> bool:
-        """Check whether `value` is in the healthy range; NaN never is where there is one."""
+        """Return whether `value` is in the healthy range; NaN never is where there is one."""
         above_low = self.low is None or value >= self.low
         below_high = self.high is None or value <= self.high
         return above_low and below_high

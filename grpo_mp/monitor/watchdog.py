@@ -29,7 +29,7 @@ class Deadline:
         return self.started_s + self.limit_s - time.monotonic()
 
     def message(self) -> str:
-        """Say which rank and phase passed which limit."""
+        """Return the sentence that names rank, phase and limit."""
         return f"rank {self.rank}: {self.phase} passed its limit of {self.limit_s:g} s"
 
 

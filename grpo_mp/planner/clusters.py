@@ -43,10 +43,12 @@ class Cluster:
 
     @property
     def gpu_bytes(self) -> float:
+        """Return the memory of one GPU in bytes."""
         return self.gpu_memory_gib * GIB
 
     @property
     def host_bytes(self) -> float:
+        """Return the host memory of one node in bytes."""
         return self.host_memory_gib * GIB
 
     def matmul_tflops(self, fp8: bool) -> float:

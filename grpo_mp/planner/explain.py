@@ -40,7 +40,7 @@ def describe_step(settings: Settings) -> str:
 def _step(job: Job) -> Iterator[str]:
     settings, rollout, training = job.settings, job.settings.rollout, job.settings.training
     samples, updates = settings.samples_per_step, settings.optimizer_steps_per_step
-    yield f"{describe_step(settings)}; {settings.run.steps} steps in all"
+    yield f"{describe_step(settings)}; {settings.run.steps} steps in total"
     stale = f"those of its last update are {updates - 1} updates old" if updates > 1 else "none is stale"
     yield f"staleness: a step samples from the weights before its first update; {stale}"
     yield (
@@ -49,7 +49,7 @@ def _step(job: Job) -> Iterator[str]:
         f"{job.microbatch_tokens:,} tokens, {-(-job.microbatch_tokens // settings.layout.context):,} of them on a rank"
     )
     per_gpu = samples * job.mean_seq_len / job.world_size
-    yield f"tokens per GPU and step: {per_gpu:,.0f}, with responses of {job.mean_response_tokens:,.0f} in the mean"
+    yield f"tokens per GPU and step: {per_gpu:,.0f}, with a mean response length of {job.mean_response_tokens:,.0f}"
 
 
 def _placement(job: Job) -> Iterator[str]:
@@ -71,9 +71,9 @@ def _placement(job: Job) -> Iterator[str]:
         f"experts over {parallelism.expert}"
     )
     yield (
-        "away while the engines generate: weights and optimizer on the host, gradients nowhere"
+        "offloaded while the engines generate: weights and optimizer to the host; gradients are freed"
         if job.offload_enabled
-        else "nothing leaves the devices: a float32 policy and its engines stay beside each other"
+        else "nothing is offloaded: a float32 policy and its engine share the device"
     )
 
 

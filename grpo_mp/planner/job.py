@@ -131,10 +131,12 @@ class Job:
 
     @property
     def world_size(self) -> int:
+        """Return the number of ranks, one per GPU."""
         return self.nodes * self.gpus_per_node
 
     @property
     def dp_size(self) -> int:
+        """Return the data-parallel size of the dense layers."""
         return data_parallel(self.settings.layout, self.world_size)
 
     @property
@@ -154,6 +156,7 @@ class Job:
 
     @property
     def num_engines(self) -> int:
+        """Return the number of engines."""
         engine = self.settings.engine
         return engine.num_engines or self.world_size // engine.gpus_per_engine
 
@@ -168,15 +171,17 @@ class Job:
 
     @property
     def engine_in_fp8(self) -> bool:
+        """Return whether the engines compute in blockwise FP8."""
         return in_fp8(self.settings.engine.args, self.hf, cpu=False)
 
     @property
     def offload_enabled(self) -> bool:
-        """Tell whether policy and engine leave the device for each other; a float32 policy stays."""
+        """Return whether policy and engine leave the device for each other; a float32 policy stays."""
         return self.settings.model.dtype == "bfloat16"
 
     @property
     def has_reference(self) -> bool:
+        """Return whether the run holds reference weights."""
         return self.settings.algorithm.kl.measured_share > 0
 
     @property

@@ -25,7 +25,7 @@ def layers_of_stages(num_layers: int, layout: LayoutConfig, megatron: Mapping[st
     if len(chunks) % layout.pipeline or sum(chunks) != num_layers or min(chunks) < 0:
         raise UserError(
             f"training.megatron_args places {sum(chunks)} layers on {len(chunks)} stages {chunks}, the model has "
-            f"{num_layers} and layout.pipeline={layout.pipeline}: let them agree"
+            f"{num_layers} and layout.pipeline={layout.pipeline}: make the numbers equal"
         )
     bounds = list(pairwise(accumulate(chunks, initial=0)))
     return tuple(

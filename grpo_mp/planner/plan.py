@@ -37,10 +37,12 @@ class Plan:
 
     @property
     def step_s(self) -> float:
+        """Return the expected seconds of a step, with its share of saving."""
         return sum(self.times[sub_phase].expected_s * self.times_per_step(sub_phase) for sub_phase in SubPhase)
 
     @property
     def roofline_s(self) -> float:
+        """Return the seconds of a step at the roofline, with its share of saving."""
         return sum(self.times[sub_phase].roofline_s * self.times_per_step(sub_phase) for sub_phase in SubPhase)
 
     @property
@@ -127,10 +129,12 @@ class MemoryPeak:
 
     @property
     def headroom(self) -> float:
+        """Return the bytes to spare; negative where the peak does not fit."""
         return self.capacity - self.needed
 
     @property
     def fits(self) -> bool:
+        """Return whether the peak is within the capacity."""
         return self.headroom >= 0
 
     @property
@@ -153,6 +157,7 @@ class Feasibility:
 
     @property
     def fits(self) -> bool:
+        """Return whether device, host and KV cache suffice."""
         return self.device.fits and self.host.fits and not self.kv_cache_problem
 
     @property

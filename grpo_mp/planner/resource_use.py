@@ -49,6 +49,7 @@ class TimeEstimate:
 
     @property
     def expected_s(self) -> float:
+        """Return the expected seconds, all resources one after the other."""
         return sum(self.parts.values())
 
 

@@ -103,7 +103,7 @@ def show_models(plan: Plan, console: Console) -> None:
     for name, models in (("GRPO", grpo_models(plan)), ("PPO", ppo_models(plan))):
         rows = [(model.model, "yes" if model.trained else "", _gib(model.device), _gib(model.host)) for model in models]
         device, host = sum(model.device for model in models), sum(model.host for model in models)
-        rows.append(("in all", "", _gib(device), _gib(host)))
+        rows.append(("total", "", _gib(device), _gib(host)))
         console.print(_table(f"Models of {name}", ("", "trained", "a rank's device, GiB", "a node's host, GiB"), rows))
 
 
@@ -139,7 +139,7 @@ def _parameter_table(plan: Plan) -> Table:
         for stage, (layers, count) in enumerate(zip(job.stage_layers, job.parameter_counts, strict=True))
     ]
     title = f"Parameters of one rank ({describe_parallelism(job.settings.layout, job.world_size)})"
-    return _table(title, ("stage", "layers", "dense", "routed experts", "in all"), rows)
+    return _table(title, ("stage", "layers", "dense", "routed experts", "total"), rows)
 
 
 def _memory_table(title: str, memory: Mapping[SubPhase, BytesByKind]) -> Table:
@@ -148,7 +148,7 @@ def _memory_table(title: str, memory: Mapping[SubPhase, BytesByKind]) -> Table:
         (str(sub_phase), *(_gib(sizes.get(kind, 0)) for kind in kinds), f"{total(sizes) / GIB:.1f}")
         for sub_phase, sizes in memory.items()
     ]
-    return _table(title, ("", *kinds, "in all"), rows)
+    return _table(title, ("", *kinds, "total"), rows)
 
 
 def _time_table(plan: Plan) -> Table:
@@ -188,7 +188,7 @@ def _notes(plan: Plan) -> list[str]:
         f"{plan.generation.running_per_replica:,.0f} sequences run at a time in each replica",
         f"micro-batches of an update on a rank: {job.packing.microbatches}; the busiest rank computes "
         f"{job.packing.load_factor:.2f} tokens for each token of its share",
-        f"assumed: lognormal responses of {job.mean_response_tokens:,.0f} tokens in the mean; achievable of the peaks: "
+        f"assumed: lognormal response lengths, mean {job.mean_response_tokens:,.0f} tokens; achievable of the peaks: "
         f"{describe_rates(job.cluster)}",
     ]
 

@@ -20,7 +20,7 @@ PINNED = "pinned_max_cached_size_mb"  # torch neither rounds up nor caches large
 
 
 def on_cuda() -> bool:
-    """Tell whether this process computes on a CUDA device."""
+    """Return whether this process computes on a CUDA device."""
     return torch.cuda.is_available()
 
 

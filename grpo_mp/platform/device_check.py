@@ -29,13 +29,13 @@ def check_device(local_rank: int) -> None:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(
-            f"the {local_rank + 1} ranks of this node need a GPU each, it shows {count}: start fewer ranks, or let "
+            f"the {local_rank + 1} ranks of this node need a GPU each, torch sees {count}: start fewer ranks, or let "
             "every rank see all of the node's GPUs (CUDA_VISIBLE_DEVICES)"
         )
     try:
         free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank)
     except RuntimeError as error:
-        raise UserError(f"GPU {local_rank} cannot be used ({error}): mend it, or {CHOOSE_OTHER}") from error
+        raise UserError(f"GPU {local_rank} cannot be used ({error}): reset it, or {CHOOSE_OTHER}") from error
     check_free(local_rank, free_bytes, total_bytes)
 
 
@@ -54,7 +54,7 @@ def check_requirements(environment: Mapping[str, str], load: Callable[[str], obj
     """Raise UserError where a module does not load, or the allocator's memory cannot be shared by CUDA IPC."""
     for name in ALLOCATOR_VARIABLES:
         if "expandable_segments:true" in environment.get(name, "").lower():
-            raise UserError(f"{name}: expandable segments cannot be shared with an engine: take them out")
+            raise UserError(f"{name}: expandable segments cannot be shared with an engine: remove them")
     for module, advice in REQUIRED.items():
         try:
             load(module)
@@ -68,5 +68,5 @@ def check_free(device: int, free_bytes: int, total_bytes: int) -> None:
     if used_bytes > MAX_USED_SHARE * total_bytes:
         raise UserError(
             f"GPU {device}: {used_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB are in use by another process: "
-            f"end it, or {CHOOSE_OTHER}"
+            f"stop it, or {CHOOSE_OTHER}"
         )

@@ -106,7 +106,7 @@ def _decode(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: An
 
 
 def _is_self_attention(encoder_lengths: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether this is self-attention without a sliding window."""
+    """Return whether this is self-attention without a sliding window."""
     return encoder_lengths is None and not kwargs["is_cross_attn"] and kwargs["sliding_window_size"] is None
 
 

@@ -38,6 +38,7 @@ class Stream:
     query = _returns(True)
 
     def record_event(self, event: Event | None = None) -> Event:
+        """Return the given event, or a new one."""
         return event or Event()
 
     def __eq__(self, other: object) -> bool:

@@ -46,7 +46,7 @@ def set_group_ranking(model: nn.Module, best: int) -> None:
             continue
         if router.config.moe_router_fusion:
             raise UserError(
-                "training.megatron_args.moe_router_fusion: fused routing ranks this model's groups otherwise"
+                "training.megatron_args.moe_router_fusion: fused routing ranks this model's groups differently"
             )
         router.router_replay = GroupLimitedTopk(best)
 

@@ -51,7 +51,7 @@ def state_dict_without_copies(parts: Sequence[MegatronOptimizer]) -> Iterator[No
 
 
 def stores_param_remainders(parts: list[MegatronOptimizer]) -> bool:
-    """Tell whether checkpoints hold remainders instead of main weights."""
+    """Return whether checkpoints hold remainders instead of main weights."""
     return any(
         _stores_remainder(part.optimizer, param)
         for part in parts

@@ -35,7 +35,8 @@ class Reward(Protocol):
 
     def __call__(
         self, prompts: list[Any], completions: list[Any], **columns: Any
-    ) -> Sequence[float | None] | Coroutine[Any, Any, Sequence[float | None]]: ...
+    ) -> Sequence[float | None] | Coroutine[Any, Any, Sequence[float | None]]:
+        """Return one reward per completion; None where it does not apply."""
 
 
 class StepReward(Protocol):
@@ -47,7 +48,8 @@ class StepReward(Protocol):
 
     def __call__(
         self, prompts: list[Any], completions: list[Any], **columns: Any
-    ) -> Sequence[Sequence[tuple[int, float]]] | Coroutine[Any, Any, Sequence[Sequence[tuple[int, float]]]]: ...
+    ) -> Sequence[Sequence[tuple[int, float]]] | Coroutine[Any, Any, Sequence[Sequence[tuple[int, float]]]]:
+        """Return the (end, reward) pairs of each completion."""
 
 
 def call_arguments(group: SampleGroup, prompt_column: str, **others: Any) -> dict[str, Any]:

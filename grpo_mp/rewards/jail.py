@@ -82,7 +82,7 @@ def _exec_program(job: dict[str, Any], user: int) -> None:
         _drop_privileges(user)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.execve(job["python"], [job["python"], "-I", "-B", "-c", source, *job["arguments"]], job["environment"])
-    except BaseException as error:  # noqa: BLE001 - whatever it is, this copy of the monitor must not go on
+    except BaseException as error:  # noqa: BLE001 - whatever it is, this copy of the monitor must not continue
         os.write(monitor_stderr, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
 

@@ -31,7 +31,7 @@ def answer_reward(response: str, answer: str, verifier: MathVerifier, which: Box
 
 
 def same_answer(expected: str, predicted: str, verifier: MathVerifier) -> bool:
-    """Say whether two answers are equal: plain numbers by `is_close`, all else by math-verify."""
+    """Return whether two answers are equal: plain numbers by `is_close`, all else by math-verify."""
     expected_values, predicted_values = numeric_readings(expected), numeric_readings(predicted)
     if expected_values and predicted_values:
         return any(is_close(a, b, verifier.tolerance) for a in expected_values for b in predicted_values)

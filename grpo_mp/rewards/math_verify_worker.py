@@ -26,8 +26,8 @@ ROUNDING = 1e-12  # 7.01 - 7 is no more than 0.01
 
 
 def is_close(expected: float, predicted: float, tolerance: float) -> bool:
-    """Say whether a number is near enough: within `tolerance`, and where the expected number is smaller than 1, within
-    that share of it. So 0 is not 0.005, and nothing but 0 is 0.
+    """Return whether a number is near enough: within `tolerance`, and where the expected number is below 1, within that
+    share of it. So 0 is not 0.005, and nothing but 0 is 0.
     """
     return abs(expected - predicted) <= tolerance * min(1.0, abs(expected)) + ROUNDING * min(1.0, abs(expected))
 

@@ -107,7 +107,7 @@ class StepModelClient(ModelClient):
         ]
         scores = self.scores(prefixes)
         if len(scores) != len(prefixes):
-            raise RewardError(f"the model of steps answered {len(scores)} scores for {len(prefixes)} steps")
+            raise RewardError(f"the process reward model returned {len(scores)} scores for {len(prefixes)} steps")
         remaining = iter(scores)
         return [[(end, next(remaining)) for end in sample_ends] for sample_ends in ends]
 

@@ -59,7 +59,7 @@ class Sandbox:
                 _write(stdin_file, stdin.encode(errors="replace"))
                 status = self._wait(self._start(folder, files, timeout_s), timeout_s)
                 if reason := _read(stderr):
-                    raise RewardError(f"the program could not be shut in: {reason}")
+                    raise RewardError(f"the program could not be isolated: {reason}")
                 passed = status == 0 if tests is None else _read(verdict) == token
                 return Outcome(passed, _read(output))
             finally:

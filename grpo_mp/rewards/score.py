@@ -115,15 +115,13 @@ class Scorer:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return sentences that a user should read before the run goes on."""
-        missing = (
-            "nothing says which answers are right, so there is no accuracy: reward.correct names the term that does"
-        )
+        """Return the warnings that a user should read at the start."""
+        missing = "no reward term defines correctness, so there is no accuracy: name one by reward.correct"
         return (*self._built_in.warnings, *([] if self._correctness_rule else [missing]))
 
     @property
     def has_answers(self) -> bool:
-        """Say whether correctness is decided by comparing answers: then samples can vote on them."""
+        """Return whether correctness is decided by comparing answers: then samples can vote on them."""
         return self._correctness_rule is not None and self._correctness_rule.term == "answer"
 
     def answer_numbers(self, group: SampleGroup) -> list[int | None]:
@@ -223,7 +221,7 @@ class Scorer:
             excerpt = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
             sentence = (
                 f"reward {name}: prompt {group.prompt.index}: {failure}; sample {failure.sample}: {excerpt!r}; "
-                "mend it, or set reward.on_error to the reward that a failing call scores"
+                "fix the reward function, or set reward.on_error to the score of a failing call"
             )
             if self._settings.on_error == "stop":
                 raise UserError(sentence) from failure

@@ -12,7 +12,7 @@ STEPS = "steps"  # the name under which step rewards are logged; no term of the 
 
 
 class OverlongConfig(Section):
-    """DAPO's soft penalty of responses near the limit of their length (verl overlong_buffer)."""
+    """DAPO's soft penalty of responses near the length limit (verl overlong_buffer)."""
 
     weight: float = Field(
         0.0,
@@ -43,8 +43,8 @@ class RewardModelConfig(Section):
     api_key_env: str | None = Field(
         None, description="environment variable that holds the server's API key; null: none"
     )
-    timeout_s: float = Field(30.0, gt=0, description="seconds that one call for one group may take")
-    retries: int = Field(2, ge=0, description="further calls after no answer, or a status of 429 or 500 and above")
+    timeout_s: float = Field(30.0, gt=0, description="time limit of one call for one group, in seconds")
+    retries: int = Field(2, ge=0, description="retries when there is no answer, or the status is 429 or 500 and above")
 
 
 class StepModelConfig(RewardModelConfig):
@@ -54,16 +54,16 @@ class StepModelConfig(RewardModelConfig):
 
 
 class CodeConfig(Section):
-    """Tests that the Python code of a response must pass; it runs in Linux namespaces of its own."""
+    """Tests that the Python code of a response must pass; it runs in its own Linux namespaces."""
 
     weight: float = Field(1.0, description="weight of the tests' result in the reward")
     tests: str = Field("tests", description="data column: asserts, a list of them, or a list of {input, output}")
     partial: bool = Field(False, description="true: score the share of passed tests; false: 1 if all pass, else 0")
     isolation: Literal["required", "best_effort"] = Field(
-        "required", description="where the kernel gives no namespaces: refuse to start, or run with limits only"
+        "required", description="if the kernel allows no namespaces: refuse to start, or run with limits only"
     )
     parallel: int = Field(4, gt=0, description="programs that run at one time on one rank")
-    timeout_s: float = Field(5.0, gt=0, description="seconds that all tests of one response may take")
+    timeout_s: float = Field(5.0, gt=0, description="time limit of all tests of one response, in seconds")
     memory_bytes: int = Field(512 * 2**20, gt=0, description="address space of each process of a program")
     output_bytes: int = Field(2**20, gt=0, description="the largest file a program may write, its output included")
     processes: int = Field(16, gt=0, description="processes and threads that one program may have")
@@ -92,7 +92,7 @@ class RewardConfig(Section):
         ge=0,
         description="difference between numbers that count as equal answers; below 1, relative to the expected number",
     )
-    length: float = Field(0.0, description="weight of min(1, tokens / max_response_tokens); negative punishes length")
+    length: float = Field(0.0, description="weight of min(1, tokens / max_response_tokens); negative penalizes length")
     range: tuple[float, float] | None = Field(
         None,
         description="lowest and highest reward without penalties, which overlong is measured by; null: from 0 to the "
@@ -101,7 +101,7 @@ class RewardConfig(Section):
     overlong: OverlongConfig = Field(OverlongConfig(), description="penalty of responses near the length limit")
     repetition: RepetitionConfig = Field(RepetitionConfig(), description="penalty of repeated n-grams")
     model: RewardModelConfig | None = Field(None, description="a served reward model; null: none")
-    code: CodeConfig | None = Field(None, description="run the response's code against tests; null: do not")
+    code: CodeConfig | None = Field(None, description="run the response's code against tests; null: off")
     functions: dict[str, float] = Field(
         {},
         description="your own functions: 'module:function' or 'file.py:function' to its weight (TRL reward_funcs)",
@@ -114,11 +114,11 @@ class RewardConfig(Section):
     correct: CorrectnessRule | None = Field(
         None,
         description="which answers count as correct, in accuracy, filters and curriculum: a term's name, or {term, "
-        "min_value}; null: answer, or code, where it has a weight, else nothing",
+        "min_value}; null: answer, or code, if it has a weight, else none",
     )
-    timeout_s: float = Field(30.0, gt=0, description="seconds that one call of a reward may take")
+    timeout_s: float = Field(30.0, gt=0, description="time limit of one call of a reward, in seconds")
     on_error: Literal["stop"] | float = Field(
-        "stop", description="what a failing call does: stop the run, or score this reward"
+        "stop", description="on a failing call: stop the run, or score this value"
     )
 
     @property
@@ -156,7 +156,7 @@ class RewardConfig(Section):
 
     @property
     def has_outcome(self) -> bool:
-        """Say whether anything rewards complete responses."""
+        """Return whether anything rewards complete responses."""
         sections = (self.overlong, self.repetition, self.model, self.code)
         weights = [section.weight for section in sections if section]
         return any((self.answer, self.boxed, self.length, *weights, self.functions))
@@ -179,7 +179,7 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _overlong_has_a_range(self) -> "RewardConfig":
         if self.overlong.weight and not self.span:
-            raise ValueError("reward.overlong weighs by the range of the reward, which is 0 here: set reward.range")
+            raise ValueError("reward.overlong scales with the range of the reward, which is 0 here: set reward.range")
         return self
 
     @model_validator(mode="after")

@@ -44,10 +44,12 @@ class EngineParallelism:
 
     @property
     def attention_tensor(self) -> int:
+        """Return over how many GPUs attention is divided."""
         return self.gpus // self.replicas
 
     @property
     def expert_tensor(self) -> int:
+        """Return over how many GPUs a routed expert is divided."""
         return self.gpus // self.expert
 
     def keeps_expert(self, index: int, expert: int) -> bool:
@@ -82,7 +84,7 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
     replicas, expert = attention_replicas(args), read_argument(args, "ep_size", 1)
     if read_argument(args, "dp_size", 1) > 1 and not args.get("enable_dp_attention"):
         raise UserError(
-            f"engine.args.dp_size={args['dp_size']} would start whole copies of the engine on other GPUs: set "
+            f"engine.args.dp_size={args['dp_size']} would start full replicas of the engine on other GPUs: set "
             "engine.num_engines for more engines, or attn_dp_size for replicas of attention inside one"
         )
     values = family_of(hf).config(hf)

@@ -16,6 +16,7 @@ class EnginePlacement:
 
     @property
     def is_host(self) -> bool:
+        """Return whether this process is the one that serves requests."""
         return self.node_rank == 0
 
 

@@ -30,7 +30,7 @@ def in_fp8(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> bool:
 
 
 def folder_in_fp8(hf: HfConfig) -> bool:
-    """Check whether the folder's weights are blockwise FP8."""
+    """Return whether the folder's weights are blockwise FP8."""
     return bool(hf.get(QUANTISED))
 
 

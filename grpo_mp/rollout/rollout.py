@@ -167,6 +167,6 @@ def engine_spec(
 
 
 def engines_can_load_weights(settings: Settings) -> bool:
-    """Check whether engines can read the weights of `model.path` and compute in the precision of `engine.args`."""
+    """Return whether engines can read the weights of `model.path` and compute in the precision of `engine.args`."""
     folder, cpu = settings.model.path, not platform.on_cuda()
     return has_hf_weights(folder) and not precision_arguments(settings.engine.args, HfConfig.read(folder), cpu)

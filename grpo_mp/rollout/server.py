@@ -75,7 +75,7 @@ class EngineProcess:
             while (served := self._served_model(client)) != self.served_model_name:
                 if served is not None:
                     if attempts == PORT_ATTEMPTS or self.spec.nodes > 1:  # the other nodes know this address
-                        message = f"somebody else served each of the {attempts} port(s) chosen for it"
+                        message = f"another server answered on each of the {attempts} port(s) that were tried"
                         raise UserError(f"{self._label()}: {message}")
                     self.stop()
                     self.start()

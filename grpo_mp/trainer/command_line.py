@@ -44,6 +44,6 @@ def started_job(ranks: int | None) -> Iterator[tuple[int, int]]:
     with nullcontext() if "RANK" in os.environ else single_process_group():
         world_size, ranks_per_node = local_ranks()
         if ranks not in (None, world_size):
-            raise UserError(f"--ranks {ranks}, but {world_size} started: start {ranks}, or leave it to `grpo-mp`")
+            raise UserError(f"--ranks {ranks}, but the launcher started {world_size}: start {ranks}, or omit --ranks")
         check_device(int(os.environ["LOCAL_RANK"]))
         yield world_size, ranks_per_node

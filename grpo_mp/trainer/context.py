@@ -58,7 +58,7 @@ class TrainContext:
     state: TrainState
 
     def should_stop(self) -> bool:
-        """Tell whether any rank was asked to stop, once the slowest rank is here too. Every rank must call this."""
+        """Return whether any rank was asked to stop, once the slowest rank is here too. Every rank must call this."""
         with self.scheduler.waiting():
             return self.preemption.requested(self.parallel.cpu_group)
 
@@ -211,7 +211,7 @@ def build_policy(settings: Settings, parallel: Parallel, state: TrainState, chec
 
 def _greeting(settings: Settings, parallel: Parallel, state: TrainState) -> str:
     rollout = settings.rollout
-    start = f"goes on after step {state.step}" if state.step else "starts"
+    start = f"resumes after step {state.step}" if state.step else "starts"
     return (
         f"{settings.run.folder}: {start}; {settings.model.path} on {parallel.world_size} ranks, "
         f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples a step, "

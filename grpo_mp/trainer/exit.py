@@ -39,7 +39,7 @@ class PreemptionHandler:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
     def requested(self, cpu_group: dist.ProcessGroup) -> bool:
-        """Tell whether any rank was asked to stop, alike on all. Every rank must call this."""
+        """Return whether any rank was asked to stop, alike on all. Every rank must call this."""
         requested = torch.tensor([self._received or signal.SIGUSR1 in signal.sigpending()], dtype=torch.int32)
         dist.all_reduce(requested, op=dist.ReduceOp.MAX, group=cpu_group)
         return bool(requested.item())
@@ -111,7 +111,7 @@ def exit_on_error() -> Iterator[None]:
 
 
 def _peer_failed(rank: int, error: BaseException) -> PeerFailedError:
-    return PeerFailedError(f"{_failed_phase(rank, error)}: another rank ended; its message says why")
+    return PeerFailedError(f"{_failed_phase(rank, error)}: another rank failed; see its error")
 
 
 def _failed_phase(rank: int, error: BaseException) -> str:

@@ -18,7 +18,7 @@ INITIAL_RESIDENCY = Residency(policy_weights=True, gradients=True, optimizer=Tru
 
 
 def offload_enabled(dtype: str) -> bool:
-    """Tell whether policy and engine leave the device for each other.
+    """Return whether policy and engine leave the device for each other.
 
     Float32 policies stay: their optimizer works on views of the model's own weights.
     """

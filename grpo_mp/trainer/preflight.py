@@ -211,7 +211,7 @@ def _warn_without_effect(algorithm: AlgorithmConfig, updates: int) -> Iterator[s
     if idle:
         yield (
             f"algorithm.preset={algorithm.preset}: with one update a step (training.updates_per_step and "
-            f"training.epochs are 1) every importance ratio is 1, and {', '.join(idle)} does nothing: set 2 or more"
+            f"training.epochs are 1) every importance ratio is 1, and {', '.join(idle)} has no effect: set 2 or more"
         )
 
 

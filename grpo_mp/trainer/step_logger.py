@@ -64,7 +64,7 @@ class StepLogger:
         expert_load: ExpertLoad,
         steps_done: int,
     ) -> None:
-        """Open the files of the run folder to go on after `steps_done`; what they hold of later steps is cut."""
+        """Open the files of the run folder to continue after `steps_done`; their lines of later steps are dropped."""
         self._folder, self._epochs = settings.run.folder, settings.training.epochs
         self._parallel, self._timeline, self._progress = parallel, timeline, progress
         self._scorer, self._memory_tracker, self._expert_load = inputs.scorer, memory_tracker, expert_load

@@ -81,10 +81,10 @@ def describe_difference(before: EngineChecksums, again: EngineChecksums, restore
     after the third is reached by no sync.
     """
     if changed := [name for name in again if before.get(name) != again[name]]:
-        return f"a second push changed {_first_names(changed)}: the first did not arrive whole"
+        return f"a second sync changed {_first_names(changed)}: the first sync was incomplete"
     if unreached := [name for name in restored if again.get(name) != restored[name]]:
-        return f"no push reaches {_first_names(unreached)}"
-    return "every tensor arrives as it was sent: the difference lies in how the engine computes, not in its weights"
+        return f"no sync updates {_first_names(unreached)}"
+    return "all tensors arrive unchanged: the engine computes differently, its weights are right"
 
 
 def _first_names(names: list[str], shown: int = 3) -> str:

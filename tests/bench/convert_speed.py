@@ -1,4 +1,4 @@
-"""Speed and memory of tools/convert.py beside `cp -r`: `python -m tests.bench.convert_speed [--gb 12] [--fp8]`.
+"""Speed and memory of `grpo-mp convert` beside `cp -r`: `python -m tests.bench.convert_speed [--gb 12] [--fp8]`.
 
 A Qwen3-MoE folder with the widths of Qwen3-30B-A3B and as many layers as make up its size, random values, is copied,
 converted to torch_dist, converted back and checked, each in a process of its own, and copied again after each: a

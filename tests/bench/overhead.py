@@ -1,4 +1,4 @@
-"""Share of step time outside generate, logprob, train and sync: `python -m tests.bench.overhead RUN_FOLDER`.
+"""Share of step time outside generate, logprob, train, sync and check: `python -m tests.bench.overhead RUN_FOLDER`.
 
 Reads metrics.jsonl of any finished run, such as the quickstart's. Reach: the median is under 0.05.
 """

@@ -3,7 +3,7 @@
 Each seed makes its own data and cold start and trains with the quickstart's own settings. Columns: accuracy on
 held-out prompts before and after (4 samples each at temperature 1), the chance that one of the 4 is right, training
 seconds (first to last event of the trace), the largest mean |engine - policy| logprob difference of any step and of any
-check after a sync, and the median share of step time outside generate, logprob, train and sync work.
+check after a sync, and the median share of step time outside generate, logprob, train, sync and check.
 """
 
 import argparse

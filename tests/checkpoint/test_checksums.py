@@ -98,7 +98,7 @@ def test_metadata_files_have_checksums(name: str, model: Path, tmp_path: Path) -
 def test_a_torn_record_is_refused(text: str, model: Path, tmp_path: Path) -> None:
     to_megatron(model, tmp_path / "megatron", no_progress)
     (tmp_path / "megatron" / CONVERSION_RECORD).write_text(text)
-    with pytest.raises(UserError, match=r"conversion.json is torn: copy it again"):
+    with pytest.raises(UserError, match=r"conversion.json is damaged: copy it again"):
         describe_torch_dist(tmp_path / "megatron")
 
 
@@ -112,7 +112,7 @@ def test_a_run_does_not_resume_from_a_changed_checkpoint(model: Path, tmp_path: 
     start_policy(model, tmp_path / "run")
     file = largest_file(step, "*.distcp")
     flip_bit(file, file.stat().st_size // 2)
-    hint = "or rename step_000020 to go on from the checkpoint before it"
+    hint = "or rename step_000020 to resume from the one before"
     with pytest.raises(UserError, match=f"{file} {DIFFERS}, {hint}$"):
         start_policy(model, tmp_path / "run")
     with pytest.raises(UserError, match=f"{file} {DIFFERS}"):

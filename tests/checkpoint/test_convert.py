@@ -254,7 +254,7 @@ def test_a_full_disk_is_refused_before_the_first_byte(tmp_path: Path, monkeypatc
 
 def test_wrong_checkpoints_are_refused(tmp_path: Path) -> None:
     model, megatron = make_model(tmp_path / "model"), tmp_path / "megatron"
-    with pytest.raises(UserError, match="no torch_dist checkpoint is there"):
+    with pytest.raises(UserError, match="is not a torch_dist checkpoint"):
         to_hf(model, tmp_path / "back", None, False, no_progress)
     to_megatron(model, megatron, no_progress)
     with pytest.raises(UserError, match=r"is missing: it is of another model"):

@@ -69,7 +69,7 @@ def test_an_error_is_reported_once(model: Path, tmp_path: Path) -> None:
     result = torchrun(convert_arguments("to-hf", model, tmp_path / "back"))
     assert result.returncode != 0
     assert result.stderr.count("error: ") == 1
-    assert "no torch_dist checkpoint is there" in result.stderr
+    assert "is not a torch_dist checkpoint" in result.stderr
 
 
 def test_killed_twice(model: Path, undisturbed: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_check_reports_fp8_as_different(run_tool: RunTool, model: Path, tmp_path
 def test_a_user_error_is_one_sentence(run_tool: RunTool, model: Path, tmp_path: Path) -> None:
     status, text = run_tool("to-hf", model, tmp_path / "back")
     assert status == 2
-    assert text.splitlines()[-1].startswith(f"error: {model}: no torch_dist checkpoint is there")
+    assert text.splitlines()[-1].startswith(f"error: {model} is not a torch_dist checkpoint")
     assert "written" not in text
     assert run_tool("to-megatron", tmp_path / "nowhere", tmp_path / "back")[0] == 2
 
@@ -106,7 +106,7 @@ def enlarge_vocabulary(model: Path) -> None:
     ("damage", "message"),
     [
         (remove_a_shard, "model-00001-of-00002.safetensors is missing: the index names it"),
-        (truncate_the_shard, "model.safetensors is torn or not a safetensors file"),
+        (truncate_the_shard, "model.safetensors is damaged or not a safetensors file"),
         (change_model_type, "model_type 'deepseek_v4' is not supported (did you mean deepseek_v3?)"),
         (enlarge_vocabulary, "config.json says [1000, 64]"),
     ],

@@ -1,4 +1,4 @@
-"""Folders of safetensors: written here and read by safetensors, and the other way; torn and missing files."""
+"""Folders of safetensors: written here and read by safetensors, and the other way; damaged and missing files."""
 
 import json
 from collections.abc import Iterator
@@ -95,12 +95,12 @@ def test_a_torn_file_is_named(keep: int, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(100)}, file)
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(UserError, match=r"model.safetensors is torn or not a safetensors file .*copy it again"):
+    with pytest.raises(UserError, match=r"model.safetensors is damaged or not a safetensors file .*copy it again"):
         HfReader(tmp_path)
 
 
 def test_missing_files_and_a_broken_index_are_named(tmp_path: Path, like: Path) -> None:
-    with pytest.raises(UserError, match=rf"neither model.safetensors nor {INDEX} is there"):
+    with pytest.raises(UserError, match=rf"contains neither model.safetensors nor {INDEX}"):
         HfReader(tmp_path)
     write_hf(tmp_path / "out", TENSORS.items(), like, 130)
     (tmp_path / "out" / "model-00002-of-00003.safetensors").unlink()

@@ -71,8 +71,8 @@ def test_a_checkpoint_counts_once_it_has_a_manifest(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
     save(tmp_path, 4)
     save(tmp_path, 12)
-    torn = save(tmp_path, 20, complete=False)
-    (torn / (MANIFEST + ".incomplete")).write_text("{")
+    damaged = save(tmp_path, 20, complete=False)
+    (damaged / (MANIFEST + ".incomplete")).write_text("{")
     assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 12)
 
 
@@ -103,7 +103,7 @@ def test_a_file_that_is_cut_or_gone_is_named(damage: str, tmp_path: Path) -> Non
     folder = save(tmp_path, 6)
     weights = folder / "policy" / "weights"
     weights.write_bytes(b"w" * 99) if damage == "cut" else weights.unlink()
-    with pytest.raises(UserError, match=r"step_000006: the checkpoint is torn, policy/weights is missing or cut short"):
+    with pytest.raises(UserError, match=r"step_000006: damaged checkpoint, policy/weights is missing or cut short"):
         read_manifest(folder)
 
 
@@ -175,8 +175,8 @@ def test_a_changed_file_is_found_by_the_rank_that_checks_it(tmp_path: Path) -> N
         except UserError as error:
             errors.append(str(error))
     assert errors == [
-        f"{folder / 'policy' / '__1_0.distcp'} differs from its checksum: copy it again, or rename step_000006 to go "
-        "on from the checkpoint before it"
+        f"{folder / 'policy' / '__1_0.distcp'} differs from its checksum: copy it again, or rename step_000006 to "
+        "resume from the one before"
     ]
 
 
@@ -222,14 +222,14 @@ def test_results_of_other_settings_are_refused(trace: str, tmp_path: Path) -> No
 def test_checkpoints_are_not_overwritten_without_resume(tmp_path: Path) -> None:
     claim_run_folder(tmp_path, RESOLVED)
     save(tmp_path, 2)
-    with pytest.raises(UserError, match=r"set run.resume=auto to go on, or move it away"):
+    with pytest.raises(UserError, match=r"set run.resume=auto to resume it, or move it away"):
         check_run_folder(tmp_path, RESOLVED, resume=False)
 
 
 def test_a_torn_checkpoint_is_found_before_the_run_starts(tmp_path: Path) -> None:
     claim_run_folder(tmp_path, RESOLVED)
     (save(tmp_path, 2) / "policy" / "weights").unlink()
-    with pytest.raises(UserError, match="the checkpoint is torn"):
+    with pytest.raises(UserError, match="damaged checkpoint"):
         check_run_folder(tmp_path, RESOLVED, resume=True)
 
 

@@ -103,7 +103,7 @@ def test_flipped_bits_raise_user_errors_only(checkpoint: Path, tmp_path: Path) -
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"hello", b"\x80\x04N.", b"\x80\x04]."])
 def test_a_pickle_that_is_no_metadata_is_torn(content: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(UserError, match=r"\.metadata is torn .*: copy it again"):
+    with pytest.raises(UserError, match=r"\.metadata is damaged .*: copy it again"):
         read_metadata(tmp_path)
 
 

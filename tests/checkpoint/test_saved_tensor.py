@@ -25,7 +25,7 @@ def save_all(folder: Path, *values: object) -> list[tuple[int, int]]:
 
 @pytest.fixture(autouse=True, params=[True, False])
 def _checksums(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Archives with checksums, and without, as tools/convert.py writes them."""
+    """Archives with checksums, and without, as `grpo-mp convert` writes them."""
     before = get_crc32_options()
     set_crc32_options(request.param)
     yield

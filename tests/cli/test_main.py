@@ -53,7 +53,10 @@ def test_every_command_has_its_own_help(command: str, capsys: pytest.CaptureFixt
         ([], "no command was given: `grpo-mp --help` lists them"),
         (["trian"], "unknown command trian (did you mean train?): `grpo-mp --help` lists them"),
         (["train"], "the following arguments are required: config: see `grpo-mp train --help`"),
-        (["train", "x.yaml", "--ranks", "0"], "argument --ranks: give at least one, not 0: see `grpo-mp train --help`"),
+        (
+            ["train", "x.yaml", "--ranks", "0"],
+            "argument --ranks: expected a positive integer, got 0: see `grpo-mp train --help`",
+        ),
         (["evaluate", "x.yaml", "--rank", "2"], "unrecognized arguments: --rank 2: see `grpo-mp evaluate --help`"),
         (["plan", "x.yaml"], "x.yaml: No such file or directory: give an existing file"),
         (["convert", "info"], "the following arguments are required: path: see `grpo-mp convert info --help`"),

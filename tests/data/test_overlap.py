@@ -49,9 +49,9 @@ def test_near_duplicates_share_thirteen_words_in_a_row() -> None:
 def test_sets_are_counted_apart_and_reported() -> None:
     overlaps = find_overlaps(["a", "b", LONG], {"x": ["A", "b", "c"], "y": ["A"], "z": ["c", f"x {LONG}"]})
     assert [overlap.sentence for overlap in overlaps] == [
-        "data.eval x: 2 of 3 problems stand in data.train too",
-        "data.eval y: 1 of 1 problems stands in data.train too",
-        "data.eval z: none of 2 problems stands in data.train too; 1 more shares 13 words in a row with one",
+        "data.eval x: 2 of 3 problems are also in data.train",
+        "data.eval y: 1 of 1 problems are also in data.train",
+        "data.eval z: 0 of 2 problems are also in data.train; 1 more with 13 consecutive words of a train problem",
     ]
 
 

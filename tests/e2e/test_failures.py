@@ -10,7 +10,7 @@ from tests.conftest import TinyRun
 from tests.e2e.conftest import Outcome, StartJob, outcome
 from tests.e2e.jobs import ALONE, TORCHRUN, spans
 
-PEER_LOST = "another rank ended; its message says why"
+PEER_LOST = "another rank failed; see its error"
 CORRUPT = (*TORCHRUN[:-1], "tests.e2e.corrupt_weights")
 # No handler of Python sees this end, and its status says that all is well.
 VANISHING = """
@@ -60,7 +60,7 @@ def test_an_engine_with_one_wrong_tensor_stops_the_run_and_is_named(start_job: S
     assert result.status != 0
     sentence = next(line for line in result.err.splitlines() if line.startswith("error: "))
     assert sentence.startswith("error: after the weight sync engine ")
-    assert "a second push changed model.layers.1.mlp.experts.w2_weight: the first did not arrive whole" in sentence
+    assert "a second sync changed model.layers.1.mlp.experts.w2_weight: the first sync was incomplete" in sentence
     assert not (run / "checkpoints").exists()
     assert result.left == []
 

@@ -1,4 +1,4 @@
-"""A run that is told to stop saves what it has; the same command goes on as if nothing had been."""
+"""A run that is told to stop saves its state; the same command resumes as if it had never stopped."""
 
 import json
 
@@ -14,13 +14,13 @@ LR, PROMPTS_PER_STEP, SAMPLES_PER_STEP, UPDATES_PER_STEP = 1e-3, 4, 16, 2
 def test_the_step_in_hand_is_finished_and_saved(finished_run: FinishedRun) -> None:
     assert finished_run.first.status == 0, finished_run.first.err
     assert finished_run.stopped_after == 2
-    assert "stopped after step 2: start again to go on" in finished_run.first.out
+    assert "stopped after step 2: run the same command to resume" in finished_run.first.out
     assert finished_run.first.err == ""
 
 
 def test_the_second_job_goes_on_there(finished_run: FinishedRun) -> None:
     assert finished_run.second.status == 0, finished_run.second.err
-    assert "goes on after step 2" in finished_run.second.out
+    assert "resumes after step 2" in finished_run.second.out
     assert finished_run.second.err == ""
 
 

@@ -29,7 +29,9 @@ def test_launcher_reports_ranks_that_exit_early(tiny_run: TinyRun, tmp_path: Pat
     command = [*LAUNCH, str(tiny_run.config), f"run.folder={tmp_path / 'run'}", exit_early_reward(tmp_path, "01")]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 1
-    assert process.stderr.startswith("error: rank 0 ended with status 0 before the run did: something that it called ")
+    assert process.stderr.startswith(
+        "error: rank 0 exited with status 0 before the run finished: look for an exit call"
+    )
     assert process.stderr.count("\n") == 1
 
 
@@ -62,6 +64,6 @@ def test_batch_script_checks_marks(tmp_path: Path) -> None:
     assert ranks_without_marker(tmp_path, 3) == [1]
     process = check_ended()
     assert process.returncode == 2
-    assert process.stderr.startswith("error: rank 1 ended with status 0 before the run did")
+    assert process.stderr.startswith("error: rank 1 exited with status 0 before the run finished")
     mark_finished(1, {FINISHED_DIR_VARIABLE: str(tmp_path)})
     assert check_ended().returncode == 0

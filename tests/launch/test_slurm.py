@@ -29,7 +29,7 @@ def test_run_survives_a_lost_node_a_drained_node_and_the_time_limit(
     job.wait_for(f"step 4/{steps}")
     with cluster.node_in_state("n3", "DRAIN"):
         job.signal()
-        job.wait_for("goes on in a new attempt")
+        job.wait_for("resumes in a new attempt")
         job.wait_requeued()
         job.wait_for("restarts so far: 2")
         assert job.nodes == "n[1-2]"

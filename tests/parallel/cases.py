@@ -105,7 +105,7 @@ class Case:
     variant: str = ""
     training: dict[str, Any] = field(default_factory=dict, hash=False)  # over the settings of every case
     saves: bool = False  # a checkpoint after the second update
-    loads: str = ""  # the case that saved the checkpoint this one goes on from
+    loads: str = ""  # the case that saved the checkpoint this one resumes from
 
     @property
     def name(self) -> str:
@@ -275,7 +275,7 @@ CONVERTED = {
 
 
 def _converted() -> list[Case]:
-    """Weights that tools/convert.py wrote and reads."""
+    """Weights that `grpo-mp convert` wrote and reads."""
     return [
         Case(model, layout, ("converted",), "converted") for model, layouts in CONVERTED.items() for layout in layouts
     ]

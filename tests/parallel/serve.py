@@ -41,7 +41,7 @@ class Server:
         results: dict[str, Any] = {}
         try:
             self._measure(case, results)
-        except Exception:  # noqa: BLE001  the test of this case shows it, and the other cases go on
+        except Exception:  # noqa: BLE001  the test of this case shows it, and the other cases continue
             results["error"] = f"rank {self.rank}: {traceback.format_exc()}"
             self.leave()  # at once: ranks that wait for this one wait no more
         if not self._all_well(case, "error" not in results):

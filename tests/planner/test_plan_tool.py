@@ -27,7 +27,7 @@ from tests.cli.command import Result, run_command
 from tests.planner.jobs import job_of
 
 ROOT = Path(__file__).parents[2]
-COMMAND = re.compile(r"tools/plan\.py (\S+) --cluster (\S+) --nodes (\d+)")
+COMMAND = re.compile(r"grpo-mp plan (\S+) --cluster (\S+) --nodes (\d+)")
 Plan = Callable[..., Result]
 RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "tiny_moe"]
 
@@ -109,8 +109,8 @@ def test_explain_command(plan: Plan) -> None:
         (["model.path=checkpoints/unknown"], "no config published under that name is known"),
         (["--cluster", "h100-81"], r"no such profile \(did you mean h100-80\?\)"),
         (["--cluster", "a100-80"], "the plan needs fp8_tflops, which the profile lacks"),
-        (["--nodes", "0"], "--nodes: give at least one, not 0"),
-        (["--response-tokens", "-5"], "--response-tokens: give at least one, not -5"),
+        (["--nodes", "0"], "--nodes: expected a positive integer, got 0"),
+        (["--response-tokens", "-5"], "--response-tokens: expected a positive integer, got -5"),
         (["--cluster", "{tmp}/broken.yaml"], r"broken\.yaml: not valid YAML"),
         (["--cluster", "{tmp}/number.yaml"], "cluster number: unknown number 1"),
         (["--model-config", "{tmp}/broken.json"], r"broken\.json: not valid JSON"),

@@ -13,7 +13,7 @@ GIB = 2**30
 
 def test_device_in_use_is_an_error_with_the_used_memory() -> None:
     with pytest.raises(
-        UserError, match=r"^GPU 3: 70\.0 of 140\.0 GiB are in use by another process: end it, or choose"
+        UserError, match=r"^GPU 3: 70\.0 of 140\.0 GiB are in use by another process: stop it, or choose"
     ):
         check_free(3, 70 * GIB, 140 * GIB)
 

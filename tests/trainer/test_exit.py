@@ -42,7 +42,7 @@ def test_only_the_first_error_of_a_job_is_reported(store: dist.Store) -> None:
     with pytest.raises(UserError, match="engine 1 ended"), report_error_once(1, store):
         raise UserError("engine 1 ended")
     with (
-        pytest.raises(PeerFailedError, match=r"^rank 0: another rank ended; its message says why$"),
+        pytest.raises(PeerFailedError, match=r"^rank 0: another rank failed; see its error$"),
         report_error_once(0, store),
     ):
         raise UserError("engine 0 ended")
@@ -53,7 +53,7 @@ def test_a_rank_that_lost_its_peers_names_only_its_phase(store: dist.Store, tmp_
     with Watchdog(1, tmp_path) as watchdog:
         with pytest.raises(PeerFailedError) as raised, report_error_once(1, store), watchdog.phase("TRAIN", 60.0):
             raise RuntimeError(message)
-        assert str(raised.value) == "rank 1 in TRAIN: another rank ended; its message says why"
+        assert str(raised.value) == "rank 1 in TRAIN: another rank failed; see its error"
     with pytest.raises(UserError), report_error_once(0, store):  # no rank has reported yet
         raise UserError("the cause")
 
@@ -92,8 +92,8 @@ def test_other_ranks_wait_for_rank_0_to_report_what_every_rank_finds(
 
 def test_a_lost_peer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised, exit_on_error():
-        raise PeerFailedError("rank 1: another rank ended; its message says why")
-    assert (raised.value.code, capsys.readouterr().err) == (1, "rank 1: another rank ended; its message says why\n")
+        raise PeerFailedError("rank 1: another rank failed; see its error")
+    assert (raised.value.code, capsys.readouterr().err) == (1, "rank 1: another rank failed; see its error\n")
 
 
 @pytest.mark.parametrize(("rank", "message"), [("0", "rank 0 in SYNC: stopped by Ctrl-C\n"), ("1", "")])

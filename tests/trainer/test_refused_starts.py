@@ -115,7 +115,7 @@ def test_a_misspelt_option(refuse: Refuse) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--ranks", "2"], "--ranks 2, but 1 started: start 2, or leave it to `grpo-mp`"),
+        (["--ranks", "2"], "--ranks 2, but the launcher started 1: start 2, or omit --ranks"),
         (["--ranks-per-node", "2"], "--ranks-per-node is for --dry-run: a launcher says how many ranks a node has"),
     ],
 )
@@ -162,7 +162,7 @@ def test_no_reward_at_all(refuse: Refuse) -> None:
             "qwen3-30b-a3b",
             4,
             {"dp_size": 2},
-            "engine.args.dp_size=2 would start whole copies of the engine on other GPUs",
+            "engine.args.dp_size=2 would start full replicas of the engine on other GPUs",
         ),
     ],
 )
@@ -206,13 +206,13 @@ def test_a_safetensors_file_that_is_cut_short(refuse: Refuse, model: Path) -> No
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     message = refuse(f"model.path={model}")
-    assert message.startswith(f"{file} is torn or not a safetensors file")
+    assert message.startswith(f"{file} is damaged or not a safetensors file")
     assert message.endswith("copy it again")
 
 
 def test_no_weights_at_all(refuse: Refuse, model: Path) -> None:
     (model / "model.safetensors").unlink()
-    assert "neither model.safetensors nor model.safetensors.index.json is there" in refuse(f"model.path={model}")
+    assert "contains neither model.safetensors nor model.safetensors.index.json" in refuse(f"model.path={model}")
 
 
 def test_an_index_that_names_an_absent_file(refuse: Refuse, model: Path) -> None:
@@ -376,15 +376,15 @@ def test_a_folder_of_other_settings(refuse: Refuse, saved_run: Path) -> None:
 
 
 def test_a_folder_with_checkpoints_and_no_wish_to_resume(refuse: Refuse, saved_run: Path) -> None:
-    assert "holds checkpoints of this run: set run.resume=auto" in refuse("run.resume=never")
+    assert "has checkpoints of this run: set run.resume=auto" in refuse("run.resume=never")
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"weigh")])
 def test_a_torn_checkpoint_to_resume_from(refuse: Refuse, saved_run: Path, damage: Callable[[Path], Any]) -> None:
     damage(saved_run / "checkpoints" / "step_000002" / "policy" / "__0_0.distcp")
     message = refuse()
-    assert "step_000002: the checkpoint is torn, policy/__0_0.distcp is missing or cut short: copy it again" in message
-    assert message.endswith("or rename step_000002 to go on from the checkpoint before it")
+    assert "step_000002: damaged checkpoint, policy/__0_0.distcp is missing or cut short: copy it again" in message
+    assert message.endswith("or rename step_000002 to resume from the one before")
 
 
 def test_a_manifest_of_something_else(refuse: Refuse, saved_run: Path) -> None:
@@ -423,7 +423,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
     assert "engines: 4 x 1 rank(s), hosted by ranks (0, 1, 2, 3)" in facts
     assert "train prompts: 60 (0 longer than the limit left out); eval: 6 of arithmetic" in facts
     assert "a step: 4 prompts x 4 = 16 samples, 2 updates of 8" in facts
-    assert "data.eval arithmetic: none of 6 problems stands in data.train too" in facts
+    assert "data.eval arithmetic: 0 of 6 problems are also in data.train" in facts
     assert "nothing was started" in facts
     assert err == ""
     assert not run.exists()

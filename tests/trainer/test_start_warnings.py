@@ -32,8 +32,8 @@ def test_one_update_makes_a_ratio_void_and_two_do_not(name: str) -> None:
 
 
 def test_what_is_named_is_what_does_nothing() -> None:
-    assert "ratio=sequence, clip does nothing" in start_warnings(settings_of("gspo"), fp8=False)[0]
-    assert "policy_loss=sapo does nothing" in start_warnings(settings_of("sapo"), fp8=False)[0]
+    assert "ratio=sequence, clip has no effect" in start_warnings(settings_of("gspo"), fp8=False)[0]
+    assert "policy_loss=sapo has no effect" in start_warnings(settings_of("sapo"), fp8=False)[0]
     quiet = ("grpo", "dr_grpo", "bnpo", "reinforce_pp", "grpo_process")
     assert not [name for name in quiet if start_warnings(settings_of(name), fp8=False)]
     assert set(quiet) < set(PRESETS)

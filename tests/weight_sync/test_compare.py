@@ -96,22 +96,22 @@ def test_random_sequences_cover_the_vocabulary_at_a_bounded_length(longest: int,
 
 def test_tensor_changed_by_second_sync_did_not_arrive() -> None:
     text = describe_difference(CHECKSUMS, CHECKSUMS | {"b": "9"}, CHECKSUMS | {"b": "9", "c": "8"})
-    assert text == "a second push changed b: the first did not arrive whole"
+    assert text == "a second sync changed b: the first sync was incomplete"
 
 
 def test_tensor_still_overwritten_is_reached_by_no_sync() -> None:
-    assert describe_difference(CHECKSUMS, CHECKSUMS, CHECKSUMS | {"c": "9", "e": "9"}) == "no push reaches c, e"
+    assert describe_difference(CHECKSUMS, CHECKSUMS, CHECKSUMS | {"c": "9", "e": "9"}) == "no sync updates c, e"
 
 
 def test_tensor_missing_on_one_side_counts() -> None:
-    assert describe_difference({}, {"a": "1"}, {"a": "1"}).startswith("a second push changed a:")
-    assert describe_difference(CHECKSUMS, CHECKSUMS, CHECKSUMS | {"f": "6"}) == "no push reaches f"
+    assert describe_difference({}, {"a": "1"}, {"a": "1"}).startswith("a second sync changed a:")
+    assert describe_difference(CHECKSUMS, CHECKSUMS, CHECKSUMS | {"f": "6"}) == "no sync updates f"
 
 
 def test_more_than_three_names_are_counted() -> None:
     text = describe_difference(CHECKSUMS, CHECKSUMS, dict.fromkeys(CHECKSUMS, "0"))
-    assert text == "no push reaches a, b, c and 2 more"
+    assert text == "no sync updates a, b, c and 2 more"
 
 
 def test_no_difference_blames_the_computation() -> None:
-    assert "not in its weights" in describe_difference(CHECKSUMS, dict(CHECKSUMS), dict(CHECKSUMS))
+    assert "its weights are right" in describe_difference(CHECKSUMS, dict(CHECKSUMS), dict(CHECKSUMS))

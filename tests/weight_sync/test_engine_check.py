@@ -106,4 +106,4 @@ def test_an_error_in_every_set_names_engine_and_tensor(settings: Settings, polic
         make_check(settings, policy, Engine(policy, [0.5])).run(3)
     message = str(raised.value)
     assert message.startswith("after the weight sync engine 0 (rank 0) disagrees with the policy: mean |logprob diff")
-    assert "largest 0.5, allowed mean 0.0001 (sync.check_tolerance); engine 0: no push reaches b" in message
+    assert "largest 0.5, allowed mean 0.0001 (sync.check_tolerance); engine 0: no sync updates b" in message

@@ -1,4 +1,4 @@
-"""An engine in blockwise FP8 gets the same tensors that tools/convert.py writes to an FP8 folder."""
+"""An engine in blockwise FP8 gets the same tensors that `grpo-mp convert` writes to an FP8 folder."""
 
 from collections.abc import Iterator
 from pathlib import Path
