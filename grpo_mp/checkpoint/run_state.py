@@ -4,16 +4,22 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums, write_json
+from grpo_mp.config.load import read_yaml
 from grpo_mp.errors import UserError
 from grpo_mp.files import write_atomically
 
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
+# Settings that may change between two attempts of a run.
+CHANGEABLE = {f"run.{name}" for name in ("steps", "save_every", "eval_every", "resume", "keep_checkpoints", "export")}
 FINAL = "final"  # the exported Hugging Face folder
 STEP = re.compile(r"step_([0-9]{6,})")  # other names are copies that users made
 DISTCP_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")  # the number is the rank that wrote the file
@@ -108,7 +114,9 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
     file = run_folder / SETTINGS
     if checkpoint is None and not (run_folder / "metrics.jsonl").exists():
         return
-    difference = _settings_difference(file.read_text(), resolved) if file.exists() else f"it has no {SETTINGS}"
+    difference = f"it has no {SETTINGS}"
+    if file.exists():
+        difference = _settings_difference(read_yaml(file), yaml.safe_load(resolved))
     if difference:
         raise UserError(
             f"{run_folder} holds a run of other settings ({difference}): choose another run.folder, or move it away"
@@ -124,16 +132,23 @@ def claim_run_folder(run_folder: Path, resolved: str) -> None:
     write_atomically(run_folder / SETTINGS, resolved)
 
 
-def _settings_difference(old: str, new: str) -> str:
-    """Describe the first line that differs, leaving out settings that may change between attempts."""
-    changeable = ("steps:", "save_every:", "eval_every:", "resume:", "keep_checkpoints:", "export:")
-    old_lines, new_lines = (
-        [line for line in text.splitlines() if not line.strip().startswith(changeable)] for text in (old, new)
-    )
-    for old_line, new_line in zip(old_lines, new_lines, strict=False):
-        if old_line != new_line:
-            return f"{old_line.strip()} there, {new_line.strip()} here"
-    return "" if len(old_lines) == len(new_lines) else "one has more settings"
+def _settings_difference(old: Any, new: Any) -> str:
+    """Describe the first setting that differs, leaving out those that may change between attempts."""
+    old_values, new_values = dict(_dotted(old)), dict(_dotted(new))
+    for name in new_values | old_values:
+        before, now = old_values.get(name), new_values.get(name)
+        if before != now and name not in CHANGEABLE:
+            return f"{name} was {before!r}, is now {now!r}"
+    return ""
+
+
+def _dotted(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested settings with its dotted name."""
+    if not isinstance(tree, dict):
+        yield name, tree
+        return
+    for key, value in tree.items():
+        yield from _dotted(value, f"{name}.{key}".removeprefix("."))
 
 
 def _complete_checkpoints(run_folder: Path) -> list[Path]:

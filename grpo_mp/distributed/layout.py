@@ -150,7 +150,7 @@ def nearest_layout(layout: LayoutConfig, model: ModelShape, world_size: int) -> 
 
     valid = (
         candidate
-        for candidate in _candidates(layout, model, world_size)
+        for candidate in _candidates(model, world_size)
         if next(layout_violations(candidate, model, world_size), None) is None
     )
     return min(valid, key=distance, default=None)
@@ -171,7 +171,7 @@ def describe_parallelism(layout: LayoutConfig, world_size: int) -> str:
     return f"{describe(layout)}, data={data_parallel(layout, world_size)}"
 
 
-def _candidates(layout: LayoutConfig, model: ModelShape, world_size: int) -> Iterator[LayoutConfig]:
+def _candidates(model: ModelShape, world_size: int) -> Iterator[LayoutConfig]:
     sizes = divisors(world_size)
     experts = sizes if model.num_experts else [1]
     virtual = [None, *divisors(model.num_layers)[1:]]

@@ -21,6 +21,8 @@ Decode = Callable[[list[int]], str]
 class ModelClient:
     """Client of one server. Thread-safe."""
 
+    section = "reward.model"  # of the settings
+
     def __init__(self, settings: RewardModelConfig) -> None:
         """Open no connection yet: the server may come up later. Raises UserError where the key is not set."""
         self._retries = settings.retries
@@ -28,7 +30,7 @@ class ModelClient:
         key, headers = settings.api_key_env, dict[str, str]()
         if key is not None:
             if key not in os.environ:
-                raise UserError(f"reward.model.api_key_env: {key} is not set in the environment: export it")
+                raise UserError(f"{self.section}.api_key_env: {key} is not set in the environment: export it")
             headers = {"Authorization": f"Bearer {os.environ[key]}"}
         # trust_env is off: a proxy of the environment would be asked for loopback addresses, too.
         self._http = httpx.Client(
@@ -87,6 +89,8 @@ class StepModelClient(ModelClient):
 
     A causal model's score at the end of a step depends on nothing after it: it is the score of the response cut there.
     """
+
+    section = "reward.steps"
 
     def __init__(self, settings: StepModelConfig, decode: Decode) -> None:
         """Take `decode`, the policy's tokenizer. Opens no connection. Raises UserError where the key is not set."""

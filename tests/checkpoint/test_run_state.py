@@ -210,13 +210,25 @@ def test_results_of_other_settings_are_refused(trace: str, tmp_path: Path) -> No
     claim_run_folder(tmp_path, RESOLVED)
     check_run_folder(tmp_path, RESOLVED.replace("lr: 1.0e-06", "lr: 2.0e-06"), resume=True)
     save(tmp_path, 2) if trace == "checkpoint" else (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=r"other settings \(lr: 1.0e-06 there, lr: 2.0e-06 here\): choose another"):
+    with pytest.raises(UserError, match=r"other settings \(optimizer.lr was 1e-06, is now 2e-06\): choose another"):
         check_run_folder(tmp_path, RESOLVED.replace("lr: 1.0e-06", "lr: 2.0e-06"), resume=True)
-    with pytest.raises(UserError, match="one has more settings"):
+    with pytest.raises(UserError, match=r"optimizer.eps was None, is now 1e-08"):
         check_run_folder(tmp_path, RESOLVED + "  eps: 1.0e-08\n", resume=True)
+    (tmp_path / SETTINGS).write_text("run: [")
+    with pytest.raises(UserError, match=r"settings.yaml: not valid YAML"):
+        check_run_folder(tmp_path, RESOLVED, resume=True)
     (tmp_path / SETTINGS).unlink()
     with pytest.raises(UserError, match=r"it has no settings.yaml"):
         check_run_folder(tmp_path, RESOLVED, resume=True)
+
+
+def test_only_the_length_and_the_saves_of_a_run_may_change(tmp_path: Path) -> None:
+    """reward.steps has the name of run.steps in another section."""
+    claim_run_folder(tmp_path, RESOLVED + "reward:\n  steps: a.py:f\n  args: {}\n")
+    save(tmp_path, 2)
+    check_run_folder(tmp_path, RESOLVED.replace("10", "20") + "reward:\n  steps: a.py:f\n", resume=True)
+    with pytest.raises(UserError, match=r"\(reward.steps was 'a.py:f', is now 'b.py:g'\)"):
+        check_run_folder(tmp_path, RESOLVED + "reward:\n  steps: b.py:g\n", resume=True)
 
 
 def test_checkpoints_are_not_overwritten_without_resume(tmp_path: Path) -> None:
