@@ -76,7 +76,6 @@ class SampleInfo:
 
     group_id: int
     index: int
-    source_rank: int
     prompt_tokens: int
     response_tokens: int
     reward: float

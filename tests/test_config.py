@@ -8,10 +8,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from grpo_mp.config import Settings, check_settings, dump_settings, exit_with, load_settings
+from grpo_mp.config import Settings, check_settings, dump_settings, load_settings
 from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.config.sections import EvalSetConfig
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, exit_with
 from grpo_mp.section import parse_bytes
 from tests.minimal_settings import MINIMAL_SETTINGS
 

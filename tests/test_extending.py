@@ -62,7 +62,7 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Use:
 
 def make_samples(*rewards: tuple[float, ...]) -> list[SampleInfo]:
     return [
-        SampleInfo(group, index, 0, 3, 5, reward, False, 0)
+        SampleInfo(group, index, 3, 5, reward, False, 0)
         for group, group_rewards in enumerate(rewards)
         for index, reward in enumerate(group_rewards)
     ]

@@ -50,6 +50,16 @@ class LayoutConfig(Section):
     expert: int = Field(1, ge=1, description="ranks over which the experts of a layer are divided")
     expert_tensor: int = Field(1, ge=1, description="ranks over which each single expert is divided")
 
+    @property
+    def model_parallel(self) -> int:
+        """Return the ranks over which one replica of the dense parameters is divided."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """Return the number of micro-batches that a pipeline schedule takes at a time: 1 unless it is interleaved."""
+        return self.pipeline if self.virtual_pipeline else 1
+
 
 class EvalSetConfig(Section):
     """A held-out set, and how its answers are sampled; null: as in the rollout."""

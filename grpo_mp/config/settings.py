@@ -132,6 +132,16 @@ class Settings(Section):
         """Return the optimizer updates of one step: its parts times the epochs over them."""
         return self.training.updates_per_step * self.training.epochs
 
+    @property
+    def step_summary(self) -> str:
+        """Return how many samples and updates a step has, in words."""
+        rollout, training, updates = self.rollout, self.training, self.optimizer_steps_per_step
+        return (
+            f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {self.samples_per_step:,} samples, "
+            f"{updates} update{'s' * (updates > 1)} of {self.samples_per_step // training.updates_per_step:,}"
+            f"{f' in {training.epochs} passes' * (training.epochs > 1)}"
+        )
+
     def eval_set(self, name: str) -> EvalSetConfig:
         """Return a held-out set with its sampling settings; the rollout's where it has none of its own."""
         eval_set, rollout = self.data.eval[name], self.rollout

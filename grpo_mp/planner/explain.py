@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.planner.job import Job
 from grpo_mp.rollout.placement import engine_hosts, engine_placements
@@ -26,21 +25,10 @@ def explain(job: Job) -> str:
     return "\n".join(f"- {line}" for line in (*_step(job), *_placement(job), *_numerics(job), environment))
 
 
-def describe_step(settings: Settings) -> str:
-    """Return how many samples and updates a step has."""
-    rollout, training = settings.rollout, settings.training
-    samples, epochs, updates = settings.samples_per_step, training.epochs, settings.optimizer_steps_per_step
-    return (
-        f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {samples:,} samples, "
-        f"{updates} update{'s' * (updates > 1)} of {samples // training.updates_per_step:,}"
-        f"{f' in {epochs} passes' * (epochs > 1)}"
-    )
-
-
 def _step(job: Job) -> Iterator[str]:
     settings, rollout, training = job.settings, job.settings.rollout, job.settings.training
     samples, updates = settings.samples_per_step, settings.optimizer_steps_per_step
-    yield f"{describe_step(settings)}; {settings.run.steps} steps in all"
+    yield f"{settings.step_summary}; {settings.run.steps} steps in all"
     stale = f"those of its last update are {updates - 1} updates old" if updates > 1 else "none is stale"
     yield f"staleness: a step samples from the weights before its first update; {stale}"
     yield (
@@ -59,9 +47,7 @@ def _placement(job: Job) -> Iterator[str]:
         f"the optimizer of dense parameters over {job.dense_shards} ranks, of experts over {job.expert_shards}; "
         f"layers of the stages: {', '.join(str(len(layers)) for layers in job.stage_layers)}"
     )
-    hosts = engine_hosts(
-        engine_placements(job.world_size, job.gpus_per_node, engine.gpus_per_engine, engine.num_engines)
-    )
+    hosts = engine_hosts(engine_placements(engine, job.world_size, job.gpus_per_node))
     replicas = parallelism.replicas
     yield (
         f"engines: {len(hosts)} of {engine.gpus_per_engine} GPUs on the same devices, in turn with the trainer; "

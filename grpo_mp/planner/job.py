@@ -237,12 +237,12 @@ def make_job(
 ) -> Job:
     """Make the job, with parameters by the closed form. Raises UserError for an invalid layout or engine."""
     gpus_per_node = gpus_per_node or cluster.gpus_per_node
-    world_size, layout, engine = nodes * gpus_per_node, settings.layout, settings.engine
+    world_size, layout = nodes * gpus_per_node, settings.layout
     hf = replace(hf, family=settings.model.family)
     megatron = settings.training.megatron_args
     model = model_shape(hf)
     check_layout(layout, model, world_size, sets_pipeline_layout(megatron))
-    engine_placements(world_size, gpus_per_node, engine.gpus_per_engine, engine.num_engines)
+    engine_placements(settings.engine, world_size, gpus_per_node)
     stage_layers = layers_of_stages(model.num_layers, layout, megatron)
     return Job(
         settings=settings,

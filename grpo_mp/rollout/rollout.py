@@ -42,9 +42,7 @@ class Rollout:
         """
         self._settings, self._tokenizer, self._scorer = settings, tokenizer, scorer
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        placements = engine_placements(
-            world_size, ranks_per_node, settings.engine.gpus_per_engine, settings.engine.num_engines
-        )
+        placements = engine_placements(settings.engine, world_size, ranks_per_node)
         self.hosts = engine_hosts(placements)
         self.placement = next((placement for placement in placements if placement.rank == rank), None)
         self._process: EngineProcess | None = None

@@ -13,9 +13,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from grpo_mp.config import exit_with
 from grpo_mp.distributed.finish_markers import mark_finished
-from grpo_mp.errors import INTERRUPT_STATUS, UserError
+from grpo_mp.errors import INTERRUPT_STATUS, UserError, exit_with
 
 PEER_FAILED_STATUS = 1
 FIRST_RANK_LIMIT_S = 30.0  # the other ranks wait so long for rank 0 to report what every rank finds wrong

@@ -22,7 +22,6 @@ from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
-from grpo_mp.planner.explain import describe_step
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
@@ -111,15 +110,12 @@ def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node
 def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
     """Check run folder, engines, device and sizes; return the model's tokenizer."""
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
-    nodes = engine_placements(world_size, ranks_per_node, settings.engine.gpus_per_engine, settings.engine.num_engines)[
-        0
-    ].nodes
+    nodes = engine_placements(settings.engine, world_size, ranks_per_node)[0].nodes
     if nodes > 1 and not uses_cuda_ipc(settings.sync):
         raise UserError(
             f"engine.gpus_per_engine={settings.engine.gpus_per_engine} spans {nodes} nodes of {ranks_per_node} ranks, "
-            f"but through "
-            "host memory weights reach only the engine's first node: lower engine.gpus_per_engine, or use CUDA and "
-            "sync.transport=ipc"
+            "but through host memory weights reach only the engine's first node: lower engine.gpus_per_engine, or use "
+            "CUDA and sync.transport=ipc"
         )
     _check_device_settings(settings)
     check_arguments(settings.engine.args, known_arguments())
@@ -228,9 +224,7 @@ def _warn_without_effect(algorithm: AlgorithmConfig, updates: int) -> Iterator[s
 def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_per_node: int) -> str:
     """Return the resolved settings as YAML, then the facts that follow from them, for a dry run."""
     rollout, training = settings.rollout, settings.training
-    hosts = engine_hosts(
-        engine_placements(world_size, ranks_per_node, settings.engine.gpus_per_engine, settings.engine.num_engines)
-    )
+    hosts = engine_hosts(engine_placements(settings.engine, world_size, ranks_per_node))
     layout = describe_parallelism(settings.layout, world_size)
     samples = {name: eval_set.samples for name, eval_set in settings.data.eval.items()}
     evals = [
@@ -243,7 +237,7 @@ def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_p
         f"train prompts: {len(inputs.train)} ({inputs.train.num_too_long} longer than the limit left out); eval: "
         f"{', '.join(evals) or 'none'}",
         *inputs.overlaps(),
-        describe_step(settings),
+        settings.step_summary,
         f"longest sequence: {rollout.max_prompt_tokens} + {rollout.max_response_tokens} tokens; "
         f"micro-batches of up to {training.max_tokens_per_microbatch} tokens",
         *(f"warning: {text}" for text in inputs.warnings),

@@ -58,7 +58,7 @@ def test_infos_and_samples_in_a_job_of_one_rank(single_rank_group: dist.ProcessG
     infos = all_gather_sample_info(groups, single_rank_group)
     assert [info.key for info in infos] == [(3, 0), (3, 1), (7, 0), (7, 1)]
     parts = {"answer": 1.0}
-    assert infos[0] == SampleInfo(3, 0, 0, 2, 3, 1.5, True, oldest_version=2, reward_parts=parts, versions_sum=9)
+    assert infos[0] == SampleInfo(3, 0, 2, 3, 1.5, True, oldest_version=2, reward_parts=parts, versions_sum=9)
     assert infos[0].total_tokens == 5
     assert gather_groups(groups, {3, 8}, single_rank_group) == [groups[1]]
     keys_by_rank = {0: [(7, 1), (3, 0)]}

@@ -18,7 +18,7 @@ from grpo_mp.types import SampleInfo
 def make_infos(*groups: tuple[float, ...], first: int = 10) -> list[SampleInfo]:
     """Make one group for each tuple of rewards; prompts are numbered from 100."""
     return [
-        SampleInfo(first + group, index, 0, 3, 5, reward, False, 0, prompt=100 + group, is_correct=reward >= 1)
+        SampleInfo(first + group, index, 3, 5, reward, False, 0, prompt=100 + group, is_correct=reward >= 1)
         for group, rewards in enumerate(groups)
         for index, reward in enumerate(rewards)
     ]
@@ -52,7 +52,7 @@ def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
     right = {"answer": 1.0, "overlong": -1.0}, {"answer": 0.0, "overlong": 0.0}
     wrong = {"answer": 0.0, "overlong": -0.5}, {"answer": 0.0, "overlong": 0.0}
     groups = [
-        SampleInfo(group, index, 0, 3, 5, reward, False, 0, parts, is_correct=parts["answer"] >= 1)
+        SampleInfo(group, index, 3, 5, reward, False, 0, parts, is_correct=parts["answer"] >= 1)
         for group, (rewards, parts_of_group) in enumerate([((cut_reward, 0.0), right), ((-0.5, 0.0), wrong)])
         for index, (reward, parts) in enumerate(zip(rewards, parts_of_group, strict=True))
     ]

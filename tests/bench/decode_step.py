@@ -77,7 +77,7 @@ async def measure(
 
 
 def processes(process: EngineProcess) -> list[psutil.Process]:
-    return psutil.Process(process.session_id).children(recursive=True)
+    return psutil.Process(process._process.pid).children(recursive=True)
 
 
 def usage(process: EngineProcess) -> Usage:

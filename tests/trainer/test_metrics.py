@@ -40,7 +40,6 @@ def info(group_id: int, index: int, reward: float, response: int, version: int =
     return SampleInfo(
         group_id=group_id,
         index=index,
-        source_rank=0,
         prompt_tokens=10 + group_id,
         response_tokens=response,
         reward=reward,
