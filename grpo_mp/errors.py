@@ -40,6 +40,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {matches[0]}?)" if matches else ""
 
 
-def one_line(error: object, limit: int = 300) -> str:
-    """Return an error's message as one line of at most `limit` characters."""
+def one_line(error: object, limit: int | None = 300) -> str:
+    """Return an error's message as one line of at most `limit` characters; None: however long."""
     return " ".join(str(error).split())[:limit]

@@ -124,7 +124,6 @@ def sync_weights(ctx: TrainContext) -> tuple[SyncReport, CheckReport]:
     """Push the policy's weights into every engine and check that the engines hold them."""
     with ctx.scheduler.phase(Phase.SYNC):
         report = ctx.weight_sync.update_weights(ctx.state.optimizer_step)
-    ctx.state = replace(ctx.state, weight_version=report.version)
     return report, ctx.engine_check.run(report.version)
 
 

@@ -24,7 +24,7 @@ TOTALS = ("train/loss", "train/pg_loss", "mismatch/tokens_without_rollout_logpro
 PROBABILITIES = ("engine_p", "policy_p", "engine_p2", "policy_p2", "both_p")
 SUMS = (*MEANS, *TOTALS, *PROBABILITIES, "ratio2", "tokens", "kl", "kl_tokens")
 MAXIMA = ("train/ratio/max", "mismatch/logprob_abs_diff/max")
-MAX_LOG_RATIO = 300.0  # the square of its exponential is still a float64
+MAX_SQUARED_LOG_RATIO = 300.0  # the square of its exponential is still a float64
 
 
 def loss_report(
@@ -35,7 +35,7 @@ def loss_report(
     `on_policy`: 1, or 0 where the off-policy mask takes a token out. Engine and policy are compared over the tokens
     with a finite rollout logprob.
     """
-    mask, ratio = batch.mask.double(), terms.log_ratio.detach().clamp(max=MAX_LOG_RATIO).exp()
+    mask, ratio = batch.mask.double(), terms.log_ratio.detach().clamp(max=MAX_SQUARED_LOG_RATIO).exp()
     new, has_rollout_logprob = terms.new.detach(), batch.rollout_logprobs.isfinite()
     rollout = batch.rollout_logprobs.where(has_rollout_logprob, new)
     difference = new - rollout

@@ -4,17 +4,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums, write_json
+from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums
 from grpo_mp.config.load import read_yaml
+from grpo_mp.data.cursor import Cursor
 from grpo_mp.errors import UserError
-from grpo_mp.files import write_atomically
+from grpo_mp.files import write_atomically, write_json
 
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
@@ -25,6 +26,7 @@ STEP = re.compile(r"step_([0-9]{6,})")  # other names are copies that users made
 DISTCP_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")  # the number is the rank that wrote the file
 # Names of the state in manifests of older versions.
 RENAMED_STATE = {"resting": "skipped_until", "controls": "adaptive_coefs", "reference_refreshed": "reference_updated"}
+REMOVED_STATE = {"weight_version"}
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,10 @@ class TrainState:
     step: int = 0  # steps done
     optimizer_step: int = 0
     samples_seen: int = 0
-    weight_version: int = 0
-    cursor: dict[str, Any] | None = None  # position in the train prompts
+    cursor: Cursor | None = None  # position in the train prompts
     groups_launched: int = 0
-    solve_streak: dict[str, int] = field(default_factory=dict)  # by prompt index
-    skipped_until: dict[str, int] = field(default_factory=dict)  # prompt index -> step after which it is taken again
+    solve_streak: Mapping[int, int] = field(default_factory=dict)  # by prompt index
+    skipped_until: Mapping[int, int] = field(default_factory=dict)  # prompt index -> step after which it is taken again
     adaptive_coefs: dict[str, float] = field(default_factory=dict)  # current values of adaptive weights
     reference_updated: bool = False  # the checkpoint has a reference of its own
 
@@ -162,7 +163,7 @@ def _complete_checkpoints(run_folder: Path) -> list[Path]:
 def _parse_manifest(folder: Path) -> tuple[TrainState, Files]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        state = TrainState(**{RENAMED_STATE.get(name, name): value for name, value in manifest["state"].items()})
+        state = _parse_state(manifest["state"])
         files = {
             str(name): {"bytes": int(entry["bytes"]), HASH: str(entry[HASH])}
             for name, entry in manifest["files"].items()
@@ -174,6 +175,15 @@ def _parse_manifest(folder: Path) -> tuple[TrainState, Files]:
             f"{folder / MANIFEST}: not a checkpoint manifest ({error!r}): copy it again{_rename_hint(folder)}"
         ) from error
     return state, files
+
+
+def _parse_state(tree: dict[str, Any]) -> TrainState:
+    values = {RENAMED_STATE.get(name, name): value for name, value in tree.items() if name not in REMOVED_STATE}
+    if cursor := values.get("cursor"):
+        values["cursor"] = Cursor(**{**cursor, "deferred": tuple(cursor["deferred"])})
+    for name in {"solve_streak", "skipped_until"} & values.keys():  # keys are text in JSON
+        values[name] = {int(prompt): value for prompt, value in values[name].items()}
+    return TrainState(**values)
 
 
 def _rename_hint(folder: Path) -> str:

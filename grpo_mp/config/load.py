@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from grpo_mp.algorithms.presets import with_preset
 from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.config.settings import Settings
-from grpo_mp.errors import UserError, nearest
+from grpo_mp.errors import UserError, nearest, one_line
 from grpo_mp.rewards.settings import StepModelConfig
 from grpo_mp.section import Section, section_type
 
@@ -51,7 +51,7 @@ def read_yaml(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: give an existing file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path}: not valid YAML: {one_line(error, None)}") from error
 
 
 def check_settings(tree: dict[str, Any], where: str) -> Settings:

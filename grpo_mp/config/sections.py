@@ -37,6 +37,11 @@ class ModelConfig(Section):
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="precision of weights and activations")
 
+    @property
+    def offloads(self) -> bool:
+        """Return whether policy and engine leave a GPU for each other: a float32 optimizer works on the weights."""
+        return self.dtype == "bfloat16"
+
 
 class LayoutConfig(Section):
     """Sizes of the parallel dimensions over which the trainer divides the model; data parallelism is what remains."""
@@ -128,6 +133,11 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="mass of nucleus sampling; logprobs are of the full distribution")
     stop: tuple[str, ...] = Field((), description="texts that end a response, beside the model's end token")
     group_timeout_s: float = Field(600.0, gt=0, description="seconds that a group may take; more for long responses")
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Return the tokens of the longest training sample."""
+        return self.max_prompt_tokens + self.max_response_tokens
 
 
 class EngineConfig(Section):

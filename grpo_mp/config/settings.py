@@ -155,7 +155,7 @@ class Settings(Section):
         )
 
     @property
-    def longest_response(self) -> int:
-        """Return the tokens of the longest response that is sampled, in a step or in an evaluation."""
+    def max_request_tokens(self) -> int:
+        """Return the tokens of the longest prompt with the longest response, in a step or in an evaluation."""
         limits = (self.eval_set(name).max_response_tokens for name in self.data.eval)
-        return max(filter(None, [self.rollout.max_response_tokens, *limits]))
+        return self.rollout.max_prompt_tokens + max(filter(None, [self.rollout.max_response_tokens, *limits]))

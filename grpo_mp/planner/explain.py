@@ -32,9 +32,9 @@ def _step(job: Job) -> Iterator[str]:
     stale = f"those of its last update are {updates - 1} updates old" if updates > 1 else "none is stale"
     yield f"staleness: a step samples from the weights before its first update; {stale}"
     yield (
-        f"longest sequence: {rollout.max_prompt_tokens:,} + {rollout.max_response_tokens:,} = {job.max_seq_len:,} "
-        f"tokens; a micro-batch holds up to {training.max_tokens_per_microbatch:,}, or one longer sequence: "
-        f"{job.microbatch_tokens:,} tokens, {-(-job.microbatch_tokens // settings.layout.context):,} of them on a rank"
+        f"longest sequence: {rollout.max_prompt_tokens:,} + {rollout.max_response_tokens:,} = "
+        f"{rollout.max_sequence_tokens:,} tokens; a micro-batch holds up to "
+        f"{training.max_tokens_per_microbatch:,}, or one longer sequence: {job.microbatch_tokens:,} tokens, {-(-job.microbatch_tokens // settings.layout.context):,} of them on a rank"
     )
     per_gpu = samples * job.mean_seq_len / job.world_size
     yield f"tokens per GPU and step: {per_gpu:,.0f}, with responses of {job.mean_response_tokens:,.0f} in the mean"
@@ -58,7 +58,7 @@ def _placement(job: Job) -> Iterator[str]:
     )
     yield (
         "away while the engines generate: weights and optimizer on the host, gradients nowhere"
-        if job.offload_enabled
+        if job.settings.model.offloads
         else "nothing leaves the devices: a float32 policy and its engines stay beside each other"
     )
 

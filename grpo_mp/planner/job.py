@@ -171,24 +171,8 @@ class Job:
         return in_fp8(self.settings.engine.args, self.hf, cpu=False)
 
     @property
-    def offload_enabled(self) -> bool:
-        """Tell whether policy and engine leave the device for each other; a float32 policy stays."""
-        return self.settings.model.dtype == "bfloat16"
-
-    @property
     def has_reference(self) -> bool:
         return self.settings.algorithm.kl.measured_share > 0
-
-    @property
-    def max_seq_len(self) -> int:
-        """Return the tokens of the longest training sample."""
-        rollout = self.settings.rollout
-        return rollout.max_prompt_tokens + rollout.max_response_tokens
-
-    @property
-    def max_request_len(self) -> int:
-        """Return the tokens of the longest sequence of an engine, which answers the eval sets too."""
-        return self.settings.rollout.max_prompt_tokens + self.settings.longest_response
 
     @property
     def mean_seq_len(self) -> float:
@@ -198,9 +182,9 @@ class Job:
     @property
     def microbatch_tokens(self) -> int:
         """Return the most tokens of one micro-batch; a longer sequence gets one of its own."""
-        training = self.settings.training
-        update_tokens = self.settings.samples_per_step // training.updates_per_step * self.max_seq_len
-        return min(max(training.max_tokens_per_microbatch, self.max_seq_len), update_tokens)
+        training, longest = self.settings.training, self.settings.rollout.max_sequence_tokens
+        update_tokens = self.settings.samples_per_step // training.updates_per_step * longest
+        return min(max(training.max_tokens_per_microbatch, longest), update_tokens)
 
     @property
     def expanded_keys(self) -> float:

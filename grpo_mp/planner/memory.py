@@ -127,7 +127,7 @@ def _device_memory(job: Job, stage: int, engine: EngineMemory) -> dict[SubPhase,
     always = {"contexts": 2 * OVERHEADS.cuda_context, "communication": OVERHEADS.trainer_nccl + engine.communication}
     memory: dict[SubPhase, BytesByKind] = {}
     for sub_phase in SubPhase:
-        resident = RESIDENT[sub_phase] if job.offload_enabled else ALL_RESIDENT
+        resident = RESIDENT[sub_phase] if job.settings.model.offloads else ALL_RESIDENT
         trainer = {
             "weights": resident.policy_weights * count.total * per_parameter.weights,
             "gradients": resident.gradients * count.total * per_parameter.gradients,
@@ -200,9 +200,9 @@ def _rank_host_memory(
     if sub_phase in (SubPhase.START, SubPhase.LOAD):
         sizes["weights"] = 0.0
     elif sub_phase is not SubPhase.SAVE:  # the pinned copy stays while the optimizer is on the device
-        sizes["optimizer"] += sharded * per_parameter.optimizer * job.offload_enabled
+        sizes["optimizer"] += sharded * per_parameter.optimizer * job.settings.model.offloads
     if sub_phase is SubPhase.OFFLOAD:
-        sizes["weights"] += count.total * per_parameter.weights * job.offload_enabled
+        sizes["weights"] += count.total * per_parameter.weights * job.settings.model.offloads
     return sizes
 
 

@@ -71,8 +71,11 @@ class Policy:
         """Swap in the reference's weights inside. Raises ValueError where the policy was built without one."""
         if self.reference is None:
             raise ValueError("this policy was built without a reference")
-        with self.reference.on_device():
+        self.reference.swap()
+        try:
             yield
+        finally:
+            self.reference.swap()
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:

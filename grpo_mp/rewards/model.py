@@ -7,13 +7,12 @@ from typing import Any
 
 import httpx
 
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, one_line
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.settings import RewardModelConfig, StepModelConfig
 from grpo_mp.types import SampleGroup
 
 PATH = "/classify"  # SGLang's "reward model request": {"input_ids"} to [{"embedding": [score], "meta_info"}, ...]
-MESSAGE_CHARACTERS = 300
 KEEPALIVE_S = 2.0  # less than the five seconds after which SGLang closes an idle connection
 Decode = Callable[[list[int]], str]
 
@@ -59,7 +58,7 @@ class ModelClient:
             scores = [float(score) for (score,) in vectors]
         except (ValueError, TypeError, KeyError) as error:
             raise RewardError(
-                f"{self._endpoint} answered {_excerpt(reply)!r}, not one score per sequence: "
+                f"{self._endpoint} answered {one_line(reply.text)!r}, not one score per sequence: "
                 "serve a model with one label"
             ) from error
         return scores
@@ -74,14 +73,10 @@ class ModelClient:
                 continue
             if reply.is_success:
                 return reply
-            failure = f"answered status {reply.status_code}: {_excerpt(reply)}"
+            failure = f"answered status {reply.status_code}: {one_line(reply.text)}"
             if reply.status_code < 500 and reply.status_code != 429:
                 break
         raise RewardError(f"{self._endpoint} {failure}")
-
-
-def _excerpt(reply: httpx.Response) -> str:
-    return " ".join(reply.text[:MESSAGE_CHARACTERS].split())
 
 
 class StepModelClient(ModelClient):

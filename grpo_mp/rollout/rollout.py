@@ -151,7 +151,7 @@ def engine_spec(
         rank=placement.rank,
         model=settings.model.path,
         dtype=settings.model.dtype,
-        context_tokens=settings.rollout.max_prompt_tokens + settings.longest_response,
+        context_tokens=settings.max_request_tokens,
         seed=settings.run.seed + placement.engine,
         gpus=settings.engine.gpus_per_engine,
         cpu=cpu,

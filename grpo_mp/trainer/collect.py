@@ -63,7 +63,7 @@ class RolloutCollector:
         prompts_per_step = rollout.prompts_per_step
         groups, infos = list[SampleGroup](), list[SampleInfo]()
         selection, rounds, launched = GroupSelection((), 0, 0, 0), 0, 0
-        while (missing := selection.num_missing(prompts_per_step)) > 0:
+        while (missing := prompts_per_step - len(selection.admitted)) > 0:
             if rounds == rule.max_rounds:
                 raise UserError(self._too_few_groups(step, selection, launched))
             prompts, state = self._next_prompts(state, groups_to_launch(missing, launched, selection, rule), step)
@@ -82,12 +82,8 @@ class RolloutCollector:
             if rule.zero_std != "refill":
                 break
         admitted = set(selection.admitted)
-        curriculum = _curriculum(state).updated(
+        curriculum = PromptCurriculum(state.solve_streak, state.skipped_until).updated(
             [info for info in infos if info.finish_order], step, self.settings.algorithm.curriculum
-        )
-        solve_streak, skipped_until = (
-            {str(prompt): value for prompt, value in by_prompt.items()}
-            for by_prompt in (curriculum.solve_streak, curriculum.skipped_until)
         )
         return RolloutBatch(
             groups=[group for group in groups if group.samples[0].group_id in admitted],
@@ -96,13 +92,14 @@ class RolloutCollector:
             dropped=Counter(zero_std=selection.zero_std, surplus=selection.surplus, unfinished=selection.unfinished),
             length_bias=length_bias(infos, admitted),
             rounds=rounds,
-            state=replace(state, solve_streak=solve_streak, skipped_until=skipped_until),
+            state=replace(state, **vars(curriculum)),
         )
 
     def _next_prompts(self, state: TrainState, count: int, step: int) -> tuple[list[Prompt], TrainState]:
         """Take the next prompts that are not skipped, where nearly all are also those that are; and the state after."""
-        prompts, shuffle, curriculum = self.prompts, self.settings.data.shuffle, _curriculum(state)
-        cursor = Cursor.from_dict(state.cursor) if state.cursor else Cursor(seed=self.settings.run.seed)
+        prompts, shuffle = self.prompts, self.settings.data.shuffle
+        curriculum = PromptCurriculum(state.solve_streak, state.skipped_until)
+        cursor = state.cursor or Cursor(seed=self.settings.run.seed)
         taken: list[int] = []
         for _ in range(max(1, len(prompts) // count)):
             indices, cursor = take(cursor, len(prompts), count - len(taken), shuffle)
@@ -110,7 +107,7 @@ class RolloutCollector:
             if len(taken) == count:
                 break
         remaining, cursor = take(cursor, len(prompts), count - len(taken), shuffle)
-        return [prompts[index] for index in (*taken, *remaining)], replace(state, cursor=cursor.to_dict())
+        return [prompts[index] for index in (*taken, *remaining)], replace(state, cursor=cursor)
 
     def _too_few_groups(self, step: int, selection: GroupSelection, launched: int) -> str:
         settings, rule = self.settings, self.settings.algorithm.filter
@@ -120,10 +117,3 @@ class RolloutCollector:
             f"{settings.rollout.prompts_per_step} are needed: take data that is neither too easy nor too hard, "
             "raise algorithm.filter.max_rounds or rollout.group_size, or set algorithm.filter.zero_std=keep"
         )
-
-
-def _curriculum(state: TrainState) -> PromptCurriculum:
-    """Read the curriculum from a state, whose keys are text as in JSON."""
-    return PromptCurriculum(
-        *({int(prompt): value for prompt, value in side.items()} for side in (state.solve_streak, state.skipped_until))
-    )

@@ -35,7 +35,7 @@ from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.collect import RolloutCollector
 from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
-from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_enabled, offload_functions, start_engines_first
+from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.weight_sync.engine_check import EngineCheck
 from grpo_mp.weight_sync.reshard import Resharder
@@ -94,7 +94,7 @@ def open_train_context(
         policy = _start(settings, job, state, checkpoint)
         if rollout.client:
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
-        moves = offload_enabled(settings.model.dtype)
+        moves = platform.on_cuda() and settings.model.offloads
         scheduler = PhaseManager(
             job.timeline,
             job.watchdog,
@@ -191,7 +191,7 @@ def _start(settings: Settings, job: Job, state: TrainState, checkpoint: Path | N
     parallel, rollout = job.parallel, job.rollout
     with job.watchdog.phase("START", settings.engine.start_timeout_s * 2), job.progress.phase("START"):
         rollout.start(parallel.store)
-        offload = offload_enabled(settings.model.dtype)
+        offload = platform.on_cuda() and settings.model.offloads
         if offload:
             start_engines_first(rollout, parallel.cpu_group)
         with explain_out_of_memory(parallel.rank, "START", dict):

@@ -7,12 +7,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.algorithms.advantages import AdvantageEstimator, load_estimator
-from grpo_mp.algorithms.group_filters import GroupFilter
+from grpo_mp.algorithms.group_filters import GroupFilter, load_group_filter
 from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.registries import policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig
-from grpo_mp.batching.group_filters import load_group_filter
 from grpo_mp.checkpoint.run_state import FINAL, check_run_folder
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.config.sections import EngineConfig

@@ -24,6 +24,7 @@ from grpo_mp.checkpoint.run_state import (
     read_manifest,
     write_manifest,
 )
+from grpo_mp.data.cursor import Cursor
 from grpo_mp.errors import UserError
 
 RESOLVED = "run:\n  steps: 10\n  save_every: 2\n  resume: auto\noptimizer:\n  lr: 1.0e-06\n"
@@ -34,8 +35,9 @@ def make_state(step: int) -> TrainState:
         step=step,
         optimizer_step=2 * step,
         samples_seen=64 * step,
-        weight_version=2 * step + 1,
-        cursor={"seed": 3, "epoch": 1, "next": step},
+        cursor=Cursor(epoch=1, position=step, seed=3, deferred=(5, 2)),
+        solve_streak={4: 1},
+        skipped_until={11: step + 2},
     )
 
 
@@ -60,10 +62,11 @@ def test_the_state_is_read_back(tmp_path: Path) -> None:
 def test_a_state_with_older_names_is_read(tmp_path: Path) -> None:
     manifest = save(tmp_path, 7) / MANIFEST
     tree = json.loads(manifest.read_text())
-    tree["state"] = {"step": 7, "resting": {"5": 9}, "controls": {"kl": 0.1}, "reference_refreshed": True}
+    renamed = {"resting": {"5": 9}, "controls": {"kl": 0.1}, "reference_refreshed": True}
+    tree["state"] = {"step": 7, "weight_version": 14, **renamed}
     manifest.write_text(json.dumps(tree))
     assert read_manifest(manifest.parent) == TrainState(
-        step=7, skipped_until={"5": 9}, adaptive_coefs={"kl": 0.1}, reference_updated=True
+        step=7, skipped_until={5: 9}, adaptive_coefs={"kl": 0.1}, reference_updated=True
     )
 
 
