@@ -55,7 +55,7 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Use:
         monkeypatch.chdir(tmp_path)
         sections |= {name: sections.get(name, {}) | values for name, values in tree.items()}
         settings = check_settings(MINIMAL_SETTINGS | sections, "test.yaml")
-        return settings, load_extensions(settings)
+        return settings, load_extensions(settings.algorithm, settings.monitor.loggers)
 
     return load
 
@@ -152,7 +152,7 @@ def test_model_family(use: Use, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(renamed))
     prepare()
     settings, _ = use("Model family", model={"path": str(folder), "dtype": "float32"})
-    check_policy(settings, world_size=1)
+    check_policy(HfConfig.read(folder, settings.model.family), settings.model, settings.layout, settings.training, 1)
     assert make_job(settings, HfConfig.read(folder), read_cluster("h100-80"), 1, 1).model.num_layers == 2
     with single_process_group():
         policy = Policy(settings, start_parallel(settings.layout, 0, 60.0), with_reference=False)

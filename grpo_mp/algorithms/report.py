@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from grpo_mp.algorithms.policy_losses import TokenTerms
-from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.algorithms.settings import ClipConfig
 from grpo_mp.types import MicroBatch
 
 MEANS = (  # metrics that are means over the response tokens
@@ -28,7 +28,7 @@ MAX_SQUARED_LOG_RATIO = 300.0  # the square of its exponential is still a float6
 
 
 def loss_report(
-    batch: MicroBatch, terms: TokenTerms, entropy: Tensor, kl: Tensor, on_policy: Tensor, algorithm: AlgorithmConfig
+    batch: MicroBatch, terms: TokenTerms, entropy: Tensor, kl: Tensor, on_policy: Tensor, clip: ClipConfig
 ) -> dict[str, Tensor]:
     """Compute SUMS but the losses, and MAXIMA, over the response tokens of one micro-batch; inputs: [T] in float64.
 
@@ -43,8 +43,8 @@ def loss_report(
     by_token = {
         "train/entropy": entropy,
         "train/ppo_kl": -terms.token_log_ratio.detach(),
-        "train/pg_clipfrac_low": (ratio < 1 - algorithm.clip.low) & (batch.advantages < 0),
-        "train/pg_clipfrac_high": (ratio > 1 + algorithm.clip.high) & (batch.advantages > 0),
+        "train/pg_clipfrac_low": (ratio < 1 - clip.low) & (batch.advantages < 0),
+        "train/pg_clipfrac_high": (ratio > 1 + clip.high) & (batch.advantages > 0),
         "train/ratio/mean": ratio,
         "mismatch/logprob_abs_diff/mean": abs_difference,
         "mismatch/token_mult_prob_error": abs_difference.exp(),

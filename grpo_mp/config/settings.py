@@ -133,6 +133,11 @@ class Settings(Section):
         return self.training.updates_per_step * self.training.epochs
 
     @property
+    def total_updates(self) -> int:
+        """Return the optimizer updates of the whole run."""
+        return self.run.steps * self.optimizer_steps_per_step
+
+    @property
     def step_summary(self) -> str:
         """Return how many samples and updates a step has, in words."""
         rollout, training, updates = self.rollout, self.training, self.optimizer_steps_per_step

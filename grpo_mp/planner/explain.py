@@ -33,8 +33,9 @@ def _step(job: Job) -> Iterator[str]:
     yield f"staleness: a step samples from the weights before its first update; {stale}"
     yield (
         f"longest sequence: {rollout.max_prompt_tokens:,} + {rollout.max_response_tokens:,} = "
-        f"{rollout.max_sequence_tokens:,} tokens; a micro-batch holds up to "
-        f"{training.max_tokens_per_microbatch:,}, or one longer sequence: {job.microbatch_tokens:,} tokens, {-(-job.microbatch_tokens // settings.layout.context):,} of them on a rank"
+        f"{rollout.max_sequence_tokens:,} tokens; a micro-batch holds up to {training.max_tokens_per_microbatch:,}, "
+        f"or one longer sequence: {job.microbatch_tokens:,} tokens, "
+        f"{-(-job.microbatch_tokens // settings.layout.context):,} of them on a rank"
     )
     per_gpu = samples * job.mean_seq_len / job.world_size
     yield f"tokens per GPU and step: {per_gpu:,.0f}, with responses of {job.mean_response_tokens:,.0f} in the mean"

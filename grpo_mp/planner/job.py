@@ -1,9 +1,11 @@
 """What a plan is made for: settings, the model's dimensions, the machines; what follows from these alone."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import exp
 from statistics import NormalDist, fmean
+from typing import Any
 
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import padded_size, plan_update
@@ -35,20 +37,19 @@ class BytesPerParameter:
     fp32_moments: int = 0  # of one parameter at a time, copied on the device while they are saved
 
 
-def bytes_per_parameter(settings: Settings) -> BytesPerParameter:
+def bytes_per_parameter(dtype: str, megatron_args: Mapping[str, Any]) -> BytesPerParameter:
     """Return what this trainer keeps: distributed Adam, offloaded between phases; one host copy of the weights.
 
     In float32 the optimizer works on the model's own weights, and nothing is offloaded.
     """
-    megatron = settings.training.megatron_args
-    if settings.model.dtype == "float32":
+    if dtype == "float32":
         return BytesPerParameter(weights=4, gradients=4, optimizer=8)
-    reduce_in_fp32 = megatron.get("grad_reduce_in_fp32", True)
-    precision_aware = bool(megatron.get("use_precision_aware_optimizer"))
+    reduce_in_fp32 = megatron_args.get("grad_reduce_in_fp32", True)
+    precision_aware = bool(megatron_args.get("use_precision_aware_optimizer"))
     # Transformer Engine's Adam keeps of a float32 main weight only the half that its bfloat16 weight lacks.
-    main_weight = DTYPE_BYTES[str(megatron.get("main_params_dtype", "float32"))]
-    main_weight = 2 if megatron.get("store_param_remainders", True) and main_weight == 4 else main_weight
-    moment_bytes = [DTYPE_BYTES[str(megatron.get(f"exp_avg{suffix}_dtype", "float32"))] for suffix in ("", "_sq")]
+    main_weight = DTYPE_BYTES[str(megatron_args.get("main_params_dtype", "float32"))]
+    main_weight = 2 if megatron_args.get("store_param_remainders", True) and main_weight == 4 else main_weight
+    moment_bytes = [DTYPE_BYTES[str(megatron_args.get(f"exp_avg{suffix}_dtype", "float32"))] for suffix in ("", "_sq")]
     return BytesPerParameter(
         weights=2,
         gradients=4 if reduce_in_fp32 else 2,
@@ -238,5 +239,5 @@ def make_job(
         stage_layers=stage_layers,
         parameter_counts=local_parameter_counts(hf, layout, stage_layers),
         mean_response_tokens=mean_response_tokens or settings.rollout.max_response_tokens / 2,
-        per_parameter=bytes_per_parameter(settings),
+        per_parameter=bytes_per_parameter(settings.model.dtype, megatron),
     )

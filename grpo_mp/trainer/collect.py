@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from grpo_mp.algorithms.group_filters import GroupFilter
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.group_filters import (
     GroupSelection,
@@ -13,7 +14,7 @@ from grpo_mp.batching.group_filters import (
     select_groups,
 )
 from grpo_mp.checkpoint.run_state import TrainState
-from grpo_mp.config import Settings
+from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.data.cursor import Cursor, take
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.process_groups import Parallel
@@ -47,7 +48,10 @@ class RolloutBatch:
 class RolloutCollector:
     """Generates the groups of each step from the train prompts."""
 
-    settings: Settings
+    rollout_config: RolloutConfig
+    algorithm: AlgorithmConfig
+    shuffle: bool
+    seed: int
     prompts: PromptSet
     rollout: Rollout
     parallel: Parallel
@@ -59,7 +63,7 @@ class RolloutCollector:
 
         Raises UserError where `filter.zero_std: refill` finds too few groups within `filter.max_rounds` rounds.
         """
-        rollout, rule = self.settings.rollout, self.settings.algorithm.filter
+        rollout, rule = self.rollout_config, self.algorithm.filter
         prompts_per_step = rollout.prompts_per_step
         groups, infos = list[SampleGroup](), list[SampleInfo]()
         selection, rounds, launched = GroupSelection((), 0, 0, 0), 0, 0
@@ -83,7 +87,7 @@ class RolloutCollector:
                 break
         admitted = set(selection.admitted)
         curriculum = PromptCurriculum(state.solve_streak, state.skipped_until).updated(
-            [info for info in infos if info.finish_order], step, self.settings.algorithm.curriculum
+            [info for info in infos if info.finish_order], step, self.algorithm.curriculum
         )
         return RolloutBatch(
             groups=[group for group in groups if group.samples[0].group_id in admitted],
@@ -97,23 +101,22 @@ class RolloutCollector:
 
     def _next_prompts(self, state: TrainState, count: int, step: int) -> tuple[list[Prompt], TrainState]:
         """Take the next prompts that are not skipped, where nearly all are also those that are; and the state after."""
-        prompts, shuffle = self.prompts, self.settings.data.shuffle
-        curriculum = PromptCurriculum(state.solve_streak, state.skipped_until)
-        cursor = state.cursor or Cursor(seed=self.settings.run.seed)
+        prompts, curriculum = self.prompts, PromptCurriculum(state.solve_streak, state.skipped_until)
+        cursor = state.cursor or Cursor(seed=self.seed)
         taken: list[int] = []
         for _ in range(max(1, len(prompts) // count)):
-            indices, cursor = take(cursor, len(prompts), count - len(taken), shuffle)
+            indices, cursor = take(cursor, len(prompts), count - len(taken), self.shuffle)
             taken += [index for index in indices if not curriculum.is_skipped(prompts[index].index, step)]
             if len(taken) == count:
                 break
-        remaining, cursor = take(cursor, len(prompts), count - len(taken), shuffle)
+        remaining, cursor = take(cursor, len(prompts), count - len(taken), self.shuffle)
         return [prompts[index] for index in (*taken, *remaining)], replace(state, cursor=cursor)
 
     def _too_few_groups(self, step: int, selection: GroupSelection, launched: int) -> str:
-        settings, rule = self.settings, self.settings.algorithm.filter
+        rule = self.algorithm.filter
         return (
             f"step {step}: of {launched} groups in {rule.max_rounds} rounds only "
             f"{len(selection.admitted)} pass algorithm.filter.metric={rule.metric}, "
-            f"{settings.rollout.prompts_per_step} are needed: take data that is neither too easy nor too hard, "
+            f"{self.rollout_config.prompts_per_step} are needed: take data that is neither too easy nor too hard, "
             "raise algorithm.filter.max_rounds or rollout.group_size, or set algorithm.filter.zero_std=keep"
         )

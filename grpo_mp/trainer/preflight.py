@@ -1,7 +1,8 @@
 """Check and read everything that needs no process group, model or engine: settings, files, data."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -40,21 +41,21 @@ class Extensions:
     make_loggers: tuple[MakeLogger, ...]
 
 
-def load_extensions(settings: Settings) -> Extensions:
+def load_extensions(algorithm: AlgorithmConfig, loggers: Mapping[str, Mapping[str, Any]]) -> Extensions:
     """Load them. Raises UserError, which names the setting, where one cannot be loaded or called."""
-    algorithm = settings.algorithm
     return Extensions(
         load_policy_loss(algorithm),
         load_estimator(algorithm.advantage),
         load_group_filter(algorithm.filter),
-        load_loggers(settings.monitor.loggers),
+        load_loggers(loggers),
     )
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads: tokenizer, prompts, rewards."""
+    """What a run reads: model config, tokenizer, prompts, rewards."""
 
+    hf: HfConfig
     tokenizer: PreTrainedTokenizerBase
     train: PromptSet
     evals: dict[str, PromptSet]
@@ -62,23 +63,25 @@ class RunInputs:
     extensions: Extensions
     warnings: tuple[str, ...] = ()  # sentences that the start of the run shows
 
-    def overlaps(self) -> list[str]:
-        """Return a sentence for each eval set that shares problems with the train data."""
+    def overlaps(self) -> Iterator[str]:
+        """Yield a sentence for each eval set that shares problems with the train data."""
         evals = {name: [prompt.text for prompt in prompts] for name, prompts in self.evals.items()}
-        return [overlap.sentence for overlap in find_overlaps((prompt.text for prompt in self.train), evals)]
+        for overlap in find_overlaps((prompt.text for prompt in self.train), evals):
+            yield overlap.sentence
 
 
 def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> RunInputs:
     """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
-    extensions = load_extensions(settings)
-    check_policy(settings, world_size)
+    extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
+    hf = HfConfig.read(settings.model.path, settings.model.family)
+    check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     final = settings.run.folder / FINAL
     if settings.run.export and final.resolve() == settings.model.path.resolve():
         raise UserError(
             f"{final}: the export would take the place of model.path: choose another run.folder, or set "
             "run.export=false"
         )
-    tokenizer = _check_engines(settings, world_size, ranks_per_node)
+    tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     train = load_prompts(settings.data.train, settings.data, tokenizer, settings.rollout.max_prompt_tokens)
     if len(train) < settings.rollout.prompts_per_step:
         raise UserError(
@@ -86,10 +89,9 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
             f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
         )
     scorer = _make_scorer(settings, tokenizer)
-    hf = HfConfig.read(settings.model.path, settings.model.family)
     fp8 = in_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
     warnings = (*scorer.warnings, *start_warnings(settings, fp8))
-    return RunInputs(tokenizer, train, _read_evals(settings, tokenizer), scorer, extensions, warnings)
+    return RunInputs(hf, tokenizer, train, _read_evals(settings, tokenizer), scorer, extensions, warnings)
 
 
 def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
@@ -97,16 +99,17 @@ def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node
 
     The first set takes the place of the train prompts, which are not read.
     """
-    extensions = load_extensions(settings)
+    extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
+    hf = HfConfig.read(settings.model.path, settings.model.family)
     if with_policy:
-        check_policy(settings, world_size)
-    tokenizer = _check_engines(settings, world_size, ranks_per_node)
+        check_policy(hf, settings.model, settings.layout, settings.training, world_size)
+    tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     evals = _read_evals(settings, tokenizer)
     scorer = _make_scorer(settings, tokenizer)
-    return RunInputs(tokenizer, next(iter(evals.values())), evals, scorer, extensions, scorer.warnings)
+    return RunInputs(hf, tokenizer, next(iter(evals.values())), evals, scorer, extensions, scorer.warnings)
 
 
-def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
+def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
     """Check run folder, engines, device and sizes; return the model's tokenizer."""
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
     nodes = engine_placements(settings.engine, world_size, ranks_per_node)[0].nodes
@@ -116,9 +119,8 @@ def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> 
             "but through host memory weights reach only the engine's first node: lower engine.gpus_per_engine, or use "
             "CUDA and sync.transport=ipc"
         )
-    _check_device_settings(settings)
+    _check_device(settings.sync.transport, settings.model.dtype, settings.layout.context)
     check_arguments(settings.engine.args, known_arguments())
-    hf = HfConfig.read(settings.model.path, settings.model.family)
     check_engine(settings.engine, hf, cpu=not platform.on_cuda())
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path))
@@ -159,12 +161,13 @@ def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
         check_engine_parallelism(engine.gpus_per_engine, engine.args, hf)
 
 
-def _check_device_settings(settings: Settings) -> None:
-    if settings.sync.transport == "ipc" and not platform.on_cuda():
+def _check_device(transport: str, dtype: str, context: int) -> None:
+    """Raise UserError for settings that this machine's device cannot compute."""
+    if transport == "ipc" and not platform.on_cuda():
         raise UserError("sync.transport=ipc needs CUDA, and this machine computes on its CPU: set auto or host")
-    if platform.on_cuda() and settings.model.dtype == "float32" and settings.layout.context > 1:
+    if platform.on_cuda() and dtype == "float32" and context > 1:
         raise UserError(
-            f"layout.context={settings.layout.context}: no attention kernel divides float32 sequences on a GPU: set "
+            f"layout.context={context}: no attention kernel divides float32 sequences on a GPU: set "
             "model.dtype=bfloat16 or layout.context=1"
         )
 
