@@ -2,8 +2,9 @@
 
 import difflib
 import signal
+import sys
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 Number = TypeVar("Number", int, float)
 USER_STATUS = 2  # exit status of a process that ended with a UserError
@@ -16,6 +17,12 @@ class UserError(Exception):
 
 class PhaseTimeout(UserError):  # noqa: N818
     """A wait timed out."""
+
+
+def exit_with(error: UserError) -> NoReturn:
+    """Exit with status 2 and the error's sentence on stderr."""
+    sys.stderr.write(f"error: {error}\n")
+    raise SystemExit(USER_STATUS)
 
 
 def read_number(kind: type[Number], value: Any, where: str) -> Number:
@@ -33,6 +40,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {matches[0]}?)" if matches else ""
 
 
-def one_line(error: object, limit: int = 300) -> str:
-    """Return an error's message as one line of at most `limit` characters."""
+def one_line(error: object, limit: int | None = 300) -> str:
+    """Return an error's message as one line of at most `limit` characters; None: however long."""
     return " ".join(str(error).split())[:limit]

@@ -52,7 +52,7 @@ class EvaluationJob:
     @property
     def needs_policy(self) -> bool:
         """Return whether the engines cannot load the weights themselves."""
-        return self.checkpoint is not None or not engines_can_load_weights(self.settings)
+        return self.checkpoint is not None or not engines_can_load_weights(self.settings.model, self.settings.engine)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

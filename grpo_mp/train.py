@@ -10,6 +10,8 @@ if __name__ == "__main__":
 from grpo_mp.batching.step_batch import StepBatch, Updates, assemble_step_batch
 from grpo_mp.checkpoint.run_state import FINAL, latest_checkpoint
 from grpo_mp.config import Settings
+from grpo_mp.monitor.loggers import open_loggers
+from grpo_mp.monitor.samples import drop_samples
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.phases import Phase
 from grpo_mp.policy.policy import UpdateReport
@@ -66,16 +68,23 @@ def train(ctx: TrainContext) -> None:
 
 
 def make_logger(ctx: TrainContext) -> StepLogger:
-    """Make the logger of the run's steps, which continues after the steps that are done."""
+    """Open the loggers of the run, which continue after the steps that are done; lines of later steps are dropped."""
+    settings, first_step = ctx.settings, ctx.state.step + 1 if ctx.state.step else 0
+    folder, samples_per_step = settings.run.folder, settings.monitor.samples_per_step
+    make_loggers = ctx.inputs.extensions.make_loggers if ctx.parallel.rank == 0 else ()
+    if ctx.parallel.rank == 0 and samples_per_step:
+        drop_samples(folder, first_step)
     return StepLogger(
-        ctx.settings,
+        folder,
+        settings.training.epochs,
+        samples_per_step,
         ctx.parallel,
         ctx.timeline,
         ctx.progress,
-        ctx.inputs,
+        ctx.inputs.scorer,
+        open_loggers(make_loggers, folder, first_step, settings.model_dump(mode="json")),
         ctx.scheduler.memory_tracker,
         ctx.policy.expert_load,
-        ctx.state.step,
     )
 
 
@@ -124,7 +133,6 @@ def sync_weights(ctx: TrainContext) -> tuple[SyncReport, CheckReport]:
     """Push the policy's weights into every engine and check that the engines hold them."""
     with ctx.scheduler.phase(Phase.SYNC):
         report = ctx.weight_sync.update_weights(ctx.state.optimizer_step)
-    ctx.state = replace(ctx.state, weight_version=report.version)
     return report, ctx.engine_check.run(report.version)
 
 

@@ -9,7 +9,6 @@ import torch
 
 PerToken = float | torch.Tensor  # one number for all response tokens of a sample, or [response tokens]
 
-# By step: the index of its last token in the response, ascending, and its reward.
 StepRewards = tuple[tuple[int, float], ...]  # (index of a step's last token in the response, its reward), ascending
 
 
@@ -77,7 +76,6 @@ class SampleInfo:
 
     group_id: int
     index: int
-    source_rank: int
     prompt_tokens: int
     response_tokens: int
     reward: float

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from grpo_mp.errors import UserError, nearest
+from grpo_mp.errors import UserError, nearest, one_line
 
 HOW_TO_WRITE = "write module:function or path/file.py:function"
 
@@ -62,7 +62,7 @@ def load_attribute(path: str, label: str) -> Any:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        reason = one_line(f"{type(error).__name__}: {error}", None).removesuffix(":")
         raise UserError(f"{label}: importing {source} failed: {reason}") from error
     if attribute not in vars(module):
         raise UserError(f"{label}: {source} has no {attribute}{nearest(attribute, vars(module))}")

@@ -1,17 +1,21 @@
 """Small inputs of a run, made once per session: nothing outside the repository is needed."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 from grpo_mp.examples.arithmetic import make_problems, vocabulary_words, write_jsonl
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
+from grpo_mp.platform import prepare
 
 # A loaded machine is slow, not wrong. A test that passes here passes everywhere: it draws the same cases.
 PATIENT = hypothesis.settings(
@@ -40,7 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test module is imported: its own settings of hypothesis are made of the profile."""
+    """Before any test module is imported: it may import Megatron, and its settings of hypothesis are of the profile."""
+    prepare()
     hypothesis.settings.load_profile("fresh draws" if config.getoption("--fresh-draws") else "same draws")
 
 
@@ -50,6 +55,23 @@ def _same_random_numbers() -> None:
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
+
+
+@pytest.fixture
+def one_rank_group() -> Iterator[dist.ProcessGroup]:
+    """The gloo group of a job of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Iterator[Any]:
+    """The process groups of a job of one rank."""
+    from tests.one_rank import one_rank_job  # imports Megatron
+
+    with one_rank_job() as parallel:
+        yield parallel
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from grpo_mp.config import Settings, check_settings, dump_settings, exit_with, load_settings
+from grpo_mp.config import Settings, check_settings, dump_settings, load_settings
 from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.config.sections import EvalSetConfig
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, exit_with
 from grpo_mp.section import parse_bytes
 from tests.minimal_settings import MINIMAL_SETTINGS
 
@@ -75,9 +75,9 @@ def test_engines_hold_the_longest_response_of_all() -> None:
         sets = {name: {"path": "x", "max_response_tokens": limit} for name, limit in limits.items()}
         return check_settings(
             MINIMAL_SETTINGS | {"data": MINIMAL_SETTINGS["data"] | {"eval": sets}}, "here"
-        ).longest_response
+        ).max_request_tokens
 
-    assert (longest(), longest(a=None), longest(a=31), longest(a=31, b=50)) == (32, 32, 32, 50)
+    assert (longest(), longest(a=None), longest(a=31), longest(a=31, b=50)) == (64 + 32, 64 + 32, 64 + 32, 64 + 50)
 
 
 @pytest.mark.parametrize("override", ["steps=3", "run.steps", "run.steps=[", ""])

@@ -20,13 +20,11 @@ from grpo_mp.batching.group_filters import select_groups
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.data.prompts import load_prompts
-from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.loggers import open_loggers, read_lines, write_metrics
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
-from grpo_mp.platform import prepare
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.policy import Policy, check_policy
 from grpo_mp.rewards.score import Scorer
@@ -34,6 +32,7 @@ from grpo_mp.trainer.preflight import Extensions, load_extensions
 from grpo_mp.types import Prompt, Sample, SampleGroup, SampleInfo
 from tests.algorithms.objective import draw_update, loss_of, objective, to_microbatches
 from tests.minimal_settings import MINIMAL_SETTINGS
+from tests.one_rank import one_rank_job
 
 PAGE = (Path(grpo_mp.__file__).parent / "EXTENDING.md").read_text()
 EXAMPLES = {
@@ -55,14 +54,14 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Use:
         monkeypatch.chdir(tmp_path)
         sections |= {name: sections.get(name, {}) | values for name, values in tree.items()}
         settings = check_settings(MINIMAL_SETTINGS | sections, "test.yaml")
-        return settings, load_extensions(settings)
+        return settings, load_extensions(settings.algorithm, settings.monitor.loggers)
 
     return load
 
 
 def make_samples(*rewards: tuple[float, ...]) -> list[SampleInfo]:
     return [
-        SampleInfo(group, index, 0, 3, 5, reward, False, 0)
+        SampleInfo(group, index, 3, 5, reward, False, 0)
         for group, group_rewards in enumerate(rewards)
         for index, reward in enumerate(group_rewards)
     ]
@@ -150,13 +149,11 @@ def test_model_family(use: Use, tmp_path: Path) -> None:
         expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(tokens).logits
     renamed = values | {"model_type": "my_type", "architectures": ["MyForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(renamed))
-    prepare()
     settings, _ = use("Model family", model={"path": str(folder), "dtype": "float32"})
-    check_policy(settings, world_size=1)
+    check_policy(HfConfig.read(folder, settings.model.family), settings.model, settings.layout, settings.training, 1)
     assert make_job(settings, HfConfig.read(folder), read_cluster("h100-80"), 1, 1).model.num_layers == 2
-    with single_process_group():
-        policy = Policy(settings, start_parallel(settings.layout, 0, 60.0), with_reference=False)
+    with one_rank_job() as parallel:
+        policy = Policy(settings, parallel, with_reference=False)
         with torch.no_grad():
             logits = [sequence_logits(policy.models()[0], row)[:, : values["vocab_size"]] for row in tokens]
-        stop_parallel()
     assert_close(torch.stack(logits), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))

@@ -60,14 +60,14 @@ ORDER = (
     "policy",
     "rollout",
     "weight_sync",
-    "planner",
     "trainer",
+    "planner",
     "examples",
     "train",
     "evaluate",
     "launch",
     "cli",
-    "__main__",  # of any folder
+    "__main__",
 )
 
 
@@ -87,7 +87,7 @@ def imported_packages(file: Path) -> set[str]:
 
 
 def package_of(file: Path) -> str:
-    return "__main__" if file.name == "__main__.py" else file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def test_imports_go_one_way() -> None:

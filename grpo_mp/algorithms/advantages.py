@@ -142,14 +142,6 @@ def estimate_process(
     return [values.flip(0).cumsum(0).flip(0) for values in step_advantages]
 
 
-def zero_std_groups(rewards: Sequence[float], group_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the ids of the groups whose samples all have the same reward."""
-    groups = Groups.by_id(group_ids)
-    same = ~groups.has_nonzero_std(torch.tensor(rewards, dtype=torch.float64))
-    ids = sorted(set(group_ids))
-    return tuple(ids[i] for i in same.nonzero()[:, 0].tolist())
-
-
 def _group_mean(values: Tensor, groups: Groups) -> Tensor:
     """Return the mean of each value's group (DeepSeekMath, section 4.1.2)."""
     return groups.sums(values)[groups.index] / groups.sizes()[groups.index]

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from grpo_mp.algorithms.registries import GROUP_FILTERS
+from grpo_mp.algorithms.settings import FilterConfig
 from grpo_mp.types import SampleInfo
 
 
@@ -14,6 +16,11 @@ class GroupFilter(Protocol):
 
     def __call__(self, samples: Sequence[SampleInfo], /) -> bool:
         """Return whether the group is kept."""
+
+
+def load_group_filter(rule: FilterConfig) -> GroupFilter:
+    """Return the filter that the settings name. Raises UserError where a user's own cannot be loaded."""
+    return GROUP_FILTERS.resolve(rule.metric, "algorithm.filter.metric", rule.args)
 
 
 def rewards_differ(samples: Sequence[SampleInfo]) -> bool:

@@ -11,7 +11,7 @@ from grpo_mp.algorithms.policy_losses import PolicyLoss, TokenTerms
 from grpo_mp.algorithms.registries import POLICY_LOSSES, policy_loss_entry
 from grpo_mp.algorithms.report import loss_report
 from grpo_mp.algorithms.sequences import Reduce, Sequences
-from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
+from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig, RatioLevel, RolloutCorrectionConfig
 from grpo_mp.errors import UserError
 from grpo_mp.types import MicroBatch, PerToken
 
@@ -56,12 +56,12 @@ def make_loss(
         )
         token_losses = _token_losses(policy_loss, terms, algorithm) * on_policy * entropy_mask
         weighted_policy_loss = (token_losses * batch.weights).sum()
-        kl = _kl(terms, batch, algorithm, algorithm.kl.level) * has_rollout_logprob
+        kl = _kl(terms, batch, algorithm.kl, algorithm.kl.level) * has_rollout_logprob
         kl_loss = kl_coefficient * (kl * batch.weights).sum() if kl_coefficient else 0.0  # 0 x inf would be NaN
         entropy_bonus = (entropy * entropy_mask * batch.mask).sum() * batch.entropy_weight
         total = weighted_policy_loss + kl_loss - coefficients.entropy * entropy_bonus
-        token_kl = _kl(terms, batch, algorithm, "token").detach() * has_rollout_logprob
-        report = loss_report(batch, terms, entropy.detach(), token_kl, on_policy, algorithm)
+        token_kl = _kl(terms, batch, algorithm.kl, "token").detach() * has_rollout_logprob
+        report = loss_report(batch, terms, entropy.detach(), token_kl, on_policy, algorithm.clip)
         return total.to(logprobs.dtype), report | {
             "train/loss": total.detach(),
             "train/pg_loss": weighted_policy_loss.detach(),
@@ -95,22 +95,22 @@ def _token_terms(new: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig, seq
     return TokenTerms(
         new,
         token_log_ratio,
-        _log_ratio(token_log_ratio, sequences, algorithm).clamp(max=MAX_LOG_RATIO),
+        _log_ratio(token_log_ratio, sequences, algorithm.ratio).clamp(max=MAX_LOG_RATIO),
         batch.advantages,
         rollout_is_weights(old, rollout, sequences, algorithm.rollout_correction),
         sequences,
     )
 
 
-def _log_ratio(token_log_ratio: Tensor, sequences: Sequences, algorithm: AlgorithmConfig) -> Tensor:
-    """Return the log of the importance ratio at the level of `algorithm.ratio`, [T] -> [T].
+def _log_ratio(token_log_ratio: Tensor, sequences: Sequences, level: RatioLevel) -> Tensor:
+    """Return the log of the importance ratio at the level that `algorithm.ratio` names, [T] -> [T].
 
     token: pi / pi_old of the token (PPO; DeepSeekMath, eq. 3).
     sequence: s = (pi / pi_old of the sequence)^(1 / tokens) (GSPO, arXiv 2507.18071, eq. 7).
     sequence_token: sg(s) pi / sg(pi), the sequence's value, the token's gradient (GSPO-token, eq. 14).
     product: pi / pi_old of the sequence (DeepSeek-R1, arXiv 2501.12948, eq. 1; RLOO, arXiv 2402.14740).
     """
-    match algorithm.ratio:
+    match level:
         case "token":
             return token_log_ratio
         case "sequence":
@@ -121,14 +121,14 @@ def _log_ratio(token_log_ratio: Tensor, sequences: Sequences, algorithm: Algorit
             return sequences.sums(token_log_ratio)
 
 
-def _kl(terms: TokenTerms, batch: MicroBatch, algorithm: AlgorithmConfig, level: str) -> Tensor:
+def _kl(terms: TokenTerms, batch: MicroBatch, kl: KLConfig, level: str) -> Tensor:
     """Estimate KL(policy || reference) -> [T]: of each token, or at every token that of its sequence (R1, eq. 2)."""
     if batch.reference_logprobs is None:
         return torch.zeros_like(terms.new)
     log_r = batch.reference_logprobs - terms.new
     if level == "sequence":
         log_r = terms.sequences.sums(log_r).clamp(max=MAX_LOG_RATIO)
-    return estimate_kl(algorithm.kl, log_r, terms.log_ratio.exp())
+    return estimate_kl(kl, log_r, terms.log_ratio.exp())
 
 
 def estimate_kl(kl: KLConfig, log_r: Tensor, ratio: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from grpo_mp.algorithms.policy_losses import TokenTerms
-from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.algorithms.settings import ClipConfig
 from grpo_mp.types import MicroBatch
 
 MEANS = (  # metrics that are means over the response tokens
@@ -24,18 +24,18 @@ TOTALS = ("train/loss", "train/pg_loss", "mismatch/tokens_without_rollout_logpro
 PROBABILITIES = ("engine_p", "policy_p", "engine_p2", "policy_p2", "both_p")
 SUMS = (*MEANS, *TOTALS, *PROBABILITIES, "ratio2", "tokens", "kl", "kl_tokens")
 MAXIMA = ("train/ratio/max", "mismatch/logprob_abs_diff/max")
-MAX_LOG_RATIO = 300.0  # the square of its exponential is still a float64
+MAX_SQUARED_LOG_RATIO = 300.0  # the square of its exponential is still a float64
 
 
 def loss_report(
-    batch: MicroBatch, terms: TokenTerms, entropy: Tensor, kl: Tensor, on_policy: Tensor, algorithm: AlgorithmConfig
+    batch: MicroBatch, terms: TokenTerms, entropy: Tensor, kl: Tensor, on_policy: Tensor, clip: ClipConfig
 ) -> dict[str, Tensor]:
     """Compute SUMS but the losses, and MAXIMA, over the response tokens of one micro-batch; inputs: [T] in float64.
 
     `on_policy`: 1, or 0 where the off-policy mask takes a token out. Engine and policy are compared over the tokens
     with a finite rollout logprob.
     """
-    mask, ratio = batch.mask.double(), terms.log_ratio.detach().clamp(max=MAX_LOG_RATIO).exp()
+    mask, ratio = batch.mask.double(), terms.log_ratio.detach().clamp(max=MAX_SQUARED_LOG_RATIO).exp()
     new, has_rollout_logprob = terms.new.detach(), batch.rollout_logprobs.isfinite()
     rollout = batch.rollout_logprobs.where(has_rollout_logprob, new)
     difference = new - rollout
@@ -43,8 +43,8 @@ def loss_report(
     by_token = {
         "train/entropy": entropy,
         "train/ppo_kl": -terms.token_log_ratio.detach(),
-        "train/pg_clipfrac_low": (ratio < 1 - algorithm.clip.low) & (batch.advantages < 0),
-        "train/pg_clipfrac_high": (ratio > 1 + algorithm.clip.high) & (batch.advantages > 0),
+        "train/pg_clipfrac_low": (ratio < 1 - clip.low) & (batch.advantages < 0),
+        "train/pg_clipfrac_high": (ratio > 1 + clip.high) & (batch.advantages > 0),
         "train/ratio/mean": ratio,
         "mismatch/logprob_abs_diff/mean": abs_difference,
         "mismatch/token_mult_prob_error": abs_difference.exp(),

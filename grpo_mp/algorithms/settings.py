@@ -10,6 +10,8 @@ from grpo_mp.algorithms.registries import ADVANTAGE_ESTIMATORS, GROUP_FILTERS, P
 from grpo_mp.errors import nearest
 from grpo_mp.section import Section
 
+RatioLevel = Literal["token", "sequence", "sequence_token", "product"]
+
 
 class AdvantageConfig(Section):
     """How rewards become advantages."""
@@ -219,7 +221,7 @@ class AlgorithmConfig(Section):
         description="a published algorithm (grpo_mp/algorithms/README.md); sets defaults of all the others",
     )
     advantage: AdvantageConfig = Field(AdvantageConfig(), description="how rewards become advantages")
-    ratio: Literal["token", "sequence", "sequence_token", "product"] = Field(
+    ratio: RatioLevel = Field(
         "token",
         description="importance ratio: of a token, of a sequence (GSPO: geometric mean), of GSPO-token, or the "
         "product over the tokens (TRL importance_sampling_level)",

@@ -16,8 +16,7 @@ from grpo_mp.types import Sample, SampleGroup, SampleInfo
 
 def all_gather_sample_info(groups: Iterable[SampleGroup], process_group: dist.ProcessGroup) -> list[SampleInfo]:
     """All-gather the infos of all samples, in the order of (group id, index): the same on every rank."""
-    rank = dist.get_rank(process_group)
-    local_infos = [_sample_info(sample, group, rank) for group in groups for sample in group.samples]
+    local_infos = [_sample_info(sample, group) for group in groups for sample in group.samples]
     by_rank = all_gather(local_infos, process_group)
     return sorted((info for infos in by_rank for info in infos), key=lambda info: info.key)
 
@@ -81,11 +80,10 @@ def _all_to_all(outgoing: Sequence[list[Sample]], group: dist.ProcessGroup) -> l
     return [sample for part in parts for sample in pickle.loads(part.numpy())]
 
 
-def _sample_info(sample: Sample, group: SampleGroup, rank: int) -> SampleInfo:
+def _sample_info(sample: Sample, group: SampleGroup) -> SampleInfo:
     return SampleInfo(
         group_id=sample.group_id,
         index=sample.index,
-        source_rank=rank,
         prompt_tokens=len(sample.prompt_tokens),
         response_tokens=len(sample.tokens),
         reward=sample.reward,

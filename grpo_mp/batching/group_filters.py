@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from grpo_mp.algorithms.group_filters import GroupFilter
-from grpo_mp.algorithms.registries import GROUP_FILTERS
 from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
 from grpo_mp.types import SampleInfo
 
@@ -22,15 +21,6 @@ class GroupSelection:
     zero_std: int  # groups dropped as uninformative, by filter.metric
     surplus: int  # groups that were not needed
     unfinished: int  # groups that were aborted
-
-    def num_missing(self, count: int) -> int:
-        """Return how many groups are missing of `count`."""
-        return count - len(self.admitted)
-
-
-def load_group_filter(rule: FilterConfig) -> GroupFilter:
-    """Return the filter that the settings name. Raises UserError where a user's own cannot be loaded."""
-    return GROUP_FILTERS.resolve(rule.metric, "algorithm.filter.metric", rule.args)
 
 
 def select_groups(

@@ -80,8 +80,7 @@ def plan_update(
     one micro-batch take no more memory, and leave less padding.
     """
     cost, align = Cost(1.0, 1.0 / (12 * hidden_size)), alignment(layout)
-    multiple = layout.pipeline if layout.virtual_pipeline else 1
-    longest = round_up(max(lengths, default=0), align)
+    multiple, longest = layout.microbatch_multiple, round_up(max(lengths, default=0), align)
     limit = max(max_tokens, longest) if layout.pipeline > 1 else max_tokens
     if not prompts:
         costs = [cost.of(length) for length in lengths]

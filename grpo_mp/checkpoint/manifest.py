@@ -11,7 +11,6 @@ from typing import Any
 import xxhash
 
 from grpo_mp.errors import UserError
-from grpo_mp.files import write_atomically
 
 CONVERSION_RECORD = "conversion.json"  # the source's fingerprint, and size and checksum of every file of every part
 SHARED_FILES = "joint"  # key of the record: files that belong to no single part
@@ -65,20 +64,6 @@ class Checksums:
         by_size = sorted(self._files, key=lambda name: (-int(self._files[name]["bytes"]), name))
         for name in by_size[rank::size]:
             self.check(self._folder / name)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; return an empty one where the file is missing or damaged."""
-    try:
-        values: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return values
-
-
-def write_json(file: Path, values: Mapping[str, Any]) -> None:
-    """Write a file atomically: it is complete and on disk, or absent."""
-    write_atomically(file, json.dumps(values, indent=2))
 
 
 def checksums(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:

@@ -17,10 +17,12 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.distributed import DistError, PrefixStore, Store, rendezvous
+from torch.distributed import PrefixStore, Store, rendezvous
 
-from grpo_mp.checkpoint.manifest import CONVERSION_RECORD, SHARED_FILES, checksums, read_json, write_json
+from grpo_mp.checkpoint.manifest import CONVERSION_RECORD, SHARED_FILES, checksums
+from grpo_mp.distributed.rendezvous import is_first_failure
 from grpo_mp.errors import PhaseTimeout, UserError
+from grpo_mp.files import read_json, write_json
 
 TIMEOUT_S = 1800.0  # without a byte from any rank
 POLL_S = 0.1
@@ -78,10 +80,7 @@ class WorkerGroup:
 
     def elects_itself(self) -> bool:
         """Return whether this rank is the first to ask, and so the one that prints the error."""
-        try:
-            return self._store is None or self._store.add("reporters", 1) == 1
-        except DistError:
-            return True  # the store is gone: two reports are better than none
+        return self._store is None or is_first_failure(self._store, "reporters")
 
 
 Content = TypeVar("Content")

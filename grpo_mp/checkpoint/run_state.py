@@ -4,21 +4,29 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums, write_json
+import yaml
+
+from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums
+from grpo_mp.config.load import read_yaml
+from grpo_mp.data.cursor import Cursor
 from grpo_mp.errors import UserError
-from grpo_mp.files import write_atomically
+from grpo_mp.files import write_atomically, write_json
 
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
+# Settings that may change between two attempts of a run.
+CHANGEABLE = {f"run.{name}" for name in ("steps", "save_every", "eval_every", "resume", "keep_checkpoints", "export")}
 FINAL = "final"  # the exported Hugging Face folder
 STEP = re.compile(r"step_([0-9]{6,})")  # other names are copies that users made
 DISTCP_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")  # the number is the rank that wrote the file
 # Names of the state in manifests of older versions.
 RENAMED_STATE = {"resting": "skipped_until", "controls": "adaptive_coefs", "reference_refreshed": "reference_updated"}
+REMOVED_STATE = {"weight_version"}
 
 
 @dataclass(frozen=True)
@@ -28,11 +36,10 @@ class TrainState:
     step: int = 0  # steps done
     optimizer_step: int = 0
     samples_seen: int = 0
-    weight_version: int = 0
-    cursor: dict[str, Any] | None = None  # position in the train prompts
+    cursor: Cursor | None = None  # position in the train prompts
     groups_launched: int = 0
-    solve_streak: dict[str, int] = field(default_factory=dict)  # by prompt index
-    skipped_until: dict[str, int] = field(default_factory=dict)  # prompt index -> step after which it is taken again
+    solve_streak: Mapping[int, int] = field(default_factory=dict)  # by prompt index
+    skipped_until: Mapping[int, int] = field(default_factory=dict)  # prompt index -> step after which it is taken again
     adaptive_coefs: dict[str, float] = field(default_factory=dict)  # current values of adaptive weights
     reference_updated: bool = False  # the checkpoint has a reference of its own
 
@@ -109,7 +116,9 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
     file = run_folder / SETTINGS
     if checkpoint is None and not (run_folder / "metrics.jsonl").exists():
         return
-    difference = _settings_difference(file.read_text(), resolved) if file.exists() else f"it has no {SETTINGS}"
+    difference = f"it has no {SETTINGS}"
+    if file.exists():
+        difference = _settings_difference(read_yaml(file), yaml.safe_load(resolved))
     if difference:
         raise UserError(
             f"{run_folder} holds a run of other settings ({difference}): choose another run.folder, or move it away"
@@ -125,16 +134,23 @@ def claim_run_folder(run_folder: Path, resolved: str) -> None:
     write_atomically(run_folder / SETTINGS, resolved)
 
 
-def _settings_difference(old: str, new: str) -> str:
-    """Describe the first line that differs, leaving out settings that may change between attempts."""
-    changeable = ("steps:", "save_every:", "eval_every:", "resume:", "keep_checkpoints:", "export:")
-    old_lines, new_lines = (
-        [line for line in text.splitlines() if not line.strip().startswith(changeable)] for text in (old, new)
-    )
-    for old_line, new_line in zip(old_lines, new_lines, strict=False):
-        if old_line != new_line:
-            return f"{old_line.strip()} there, {new_line.strip()} here"
-    return "" if len(old_lines) == len(new_lines) else "one has more settings"
+def _settings_difference(old: Any, new: Any) -> str:
+    """Describe the first setting that differs, leaving out those that may change between attempts."""
+    old_values, new_values = dict(_dotted(old)), dict(_dotted(new))
+    for name in new_values | old_values:
+        before, now = old_values.get(name), new_values.get(name)
+        if before != now and name not in CHANGEABLE:
+            return f"{name} was {before!r}, is now {now!r}"
+    return ""
+
+
+def _dotted(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested settings with its dotted name."""
+    if not isinstance(tree, dict):
+        yield name, tree
+        return
+    for key, value in tree.items():
+        yield from _dotted(value, f"{name}.{key}".removeprefix("."))
 
 
 def _complete_checkpoints(run_folder: Path) -> list[Path]:
@@ -148,7 +164,7 @@ def _complete_checkpoints(run_folder: Path) -> list[Path]:
 def _parse_manifest(folder: Path) -> tuple[TrainState, Files]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        state = TrainState(**{RENAMED_STATE.get(name, name): value for name, value in manifest["state"].items()})
+        state = _parse_state(manifest["state"])
         files = {
             str(name): {"bytes": int(entry["bytes"]), HASH: str(entry[HASH])}
             for name, entry in manifest["files"].items()
@@ -160,6 +176,15 @@ def _parse_manifest(folder: Path) -> tuple[TrainState, Files]:
             f"{folder / MANIFEST}: not a checkpoint manifest ({error!r}): copy it again{_rename_hint(folder)}"
         ) from error
     return state, files
+
+
+def _parse_state(tree: dict[str, Any]) -> TrainState:
+    values = {RENAMED_STATE.get(name, name): value for name, value in tree.items() if name not in REMOVED_STATE}
+    if cursor := values.get("cursor"):
+        values["cursor"] = Cursor(**{**cursor, "deferred": tuple(cursor["deferred"])})
+    for name in {"solve_streak", "skipped_until"} & values.keys():  # keys are text in JSON
+        values[name] = {int(prompt): value for prompt, value in values[name].items()}
+    return TrainState(**values)
 
 
 def _rename_hint(folder: Path) -> str:

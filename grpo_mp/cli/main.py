@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 
 import grpo_mp
-from grpo_mp.errors import INTERRUPT_STATUS, UserError, nearest
+from grpo_mp.errors import INTERRUPT_STATUS, UserError, exit_with, nearest
 
 # What runs a command, and its line in the help. Functions take the arguments and return the exit status.
 COMMANDS = {
@@ -33,8 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         return _function(command)(rest)
     except UserError as error:
-        from grpo_mp.config import exit_with  # pydantic is slow to import
-
         exit_with(error)
     except KeyboardInterrupt:
         sys.stderr.write("stopped by Ctrl-C\n")

@@ -5,10 +5,9 @@ Every section refuses unknown names and suggests the nearest known one.
 """
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, get_origin
+from typing import Any, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 from grpo_mp.algorithms.presets import with_preset
 from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.config.settings import Settings
-from grpo_mp.errors import USER_STATUS, UserError, nearest
+from grpo_mp.errors import UserError, nearest, one_line
 from grpo_mp.rewards.settings import StepModelConfig
 from grpo_mp.section import Section, section_type
 
@@ -52,7 +51,7 @@ def read_yaml(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: give an existing file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path}: not valid YAML: {one_line(error, None)}") from error
 
 
 def check_settings(tree: dict[str, Any], where: str) -> Settings:
@@ -128,9 +127,3 @@ def _written_names(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _written_names(f"{name}.{key}", inner)
-
-
-def exit_with(error: UserError) -> NoReturn:
-    """Exit with status 2 and the error's sentence on stderr."""
-    sys.stderr.write(f"error: {error}\n")
-    raise SystemExit(USER_STATUS)

@@ -37,6 +37,11 @@ class ModelConfig(Section):
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="precision of weights and activations")
 
+    @property
+    def offloads(self) -> bool:
+        """Return whether policy and engine leave a GPU for each other: a float32 optimizer works on the weights."""
+        return self.dtype == "bfloat16"
+
 
 class LayoutConfig(Section):
     """Sizes of the parallel dimensions that divide the model of the trainer; the remaining ranks are data parallel."""
@@ -49,6 +54,16 @@ class LayoutConfig(Section):
     context: int = Field(1, ge=1, description="ranks over which each sequence is divided; for long responses")
     expert: int = Field(1, ge=1, description="ranks over which the experts of a layer are divided")
     expert_tensor: int = Field(1, ge=1, description="ranks over which each expert is divided")
+
+    @property
+    def model_parallel(self) -> int:
+        """Return the ranks over which one replica of the dense parameters is divided."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """Return the number of micro-batches that a pipeline schedule takes at a time: 1 unless it is interleaved."""
+        return self.pipeline if self.virtual_pipeline else 1
 
 
 class EvalSetConfig(Section):
@@ -118,6 +133,11 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="mass of nucleus sampling; logprobs are of the full distribution")
     stop: tuple[str, ...] = Field((), description="texts that end a response, in addition to the model's end token")
     group_timeout_s: float = Field(600.0, gt=0, description="time limit of a group in seconds; more for long responses")
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Return the tokens of the longest training sample."""
+        return self.max_prompt_tokens + self.max_response_tokens
 
 
 class EngineConfig(Section):

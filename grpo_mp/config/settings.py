@@ -130,6 +130,21 @@ class Settings(Section):
         """Return the optimizer updates of one step: its parts times the epochs over them."""
         return self.training.updates_per_step * self.training.epochs
 
+    @property
+    def total_updates(self) -> int:
+        """Return the optimizer updates of the whole run."""
+        return self.run.steps * self.optimizer_steps_per_step
+
+    @property
+    def step_summary(self) -> str:
+        """Return how many samples and updates a step has, in words."""
+        rollout, training, updates = self.rollout, self.training, self.optimizer_steps_per_step
+        return (
+            f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {self.samples_per_step:,} samples, "
+            f"{updates} update{'s' * (updates > 1)} of {self.samples_per_step // training.updates_per_step:,}"
+            f"{f' in {training.epochs} passes' * (training.epochs > 1)}"
+        )
+
     def eval_set(self, name: str) -> EvalSetConfig:
         """Return a held-out set with its sampling settings; the rollout's where it has none of its own."""
         eval_set, rollout = self.data.eval[name], self.rollout
@@ -143,7 +158,7 @@ class Settings(Section):
         )
 
     @property
-    def longest_response(self) -> int:
-        """Return the tokens of the longest response that is sampled, in a step or in an evaluation."""
+    def max_request_tokens(self) -> int:
+        """Return the tokens of the longest prompt with the longest response, in a step or in an evaluation."""
         limits = (self.eval_set(name).max_response_tokens for name in self.data.eval)
-        return max(filter(None, [self.rollout.max_response_tokens, *limits]))
+        return self.rollout.max_prompt_tokens + max(filter(None, [self.rollout.max_response_tokens, *limits]))

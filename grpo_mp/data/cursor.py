@@ -1,7 +1,6 @@
 """The run's position in its prompt set: a seeded permutation per epoch and a position that can be saved."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,15 +13,6 @@ class Cursor:
     position: int = 0
     seed: int = 0
     deferred: tuple[int, ...] = ()  # prompts that this epoch takes last: the end of the epoch before
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the cursor as plain JSON values; `from_dict` restores it."""
-        return {**asdict(self), "deferred": list(self.deferred)}
-
-    @classmethod
-    def from_dict(cls, state: dict[str, Any]) -> "Cursor":
-        """Restore a cursor. Raises KeyError or TypeError for a dictionary that `to_dict` did not make."""
-        return cls(**{**state, "deferred": tuple(state["deferred"])})
 
 
 def take(cursor: Cursor, size: int, count: int, shuffle: bool) -> tuple[tuple[int, ...], Cursor]:

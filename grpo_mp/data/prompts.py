@@ -53,12 +53,19 @@ def load_prompts(
             "add chat_template.jinja or `chat_template` in tokenizer_config.json"
         )
     rows = list(read_rows(source, data.source))
+    if not rows:
+        raise UserError(f"{source}: no rows: give a file with at least one prompt")
     chats = [_read_messages(row, data) for row in rows]
     answers = [_read_answer(row, data) for row in rows]
-    tokens = _tokenize(chats, rows, tokenizer)
+    texts = [_apply_chat_template(chat, row, tokenizer) for chat, row in zip(chats, rows, strict=True)]
+    # The template has written the special tokens already; adding them here would begin prompts with two.
+    tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
     fitting = [i for i in range(len(rows)) if len(tokens[i]) <= max_prompt_tokens]
     if not fitting:
-        raise UserError(_nothing_left(source, len(rows), max_prompt_tokens))
+        raise UserError(
+            f"{source}: all {len(rows)} prompts are longer than rollout.max_prompt_tokens={max_prompt_tokens}: "
+            "raise it or give shorter prompts"
+        )
     prompts = (
         Prompt(index, chats[i][-1]["content"], tuple(tokens[i]), answers[i], rows[i].columns)
         for index, i in enumerate(fitting[:count])
@@ -121,25 +128,8 @@ def _read_column(row: Row, name: str, setting: str) -> Any:
     )
 
 
-def _tokenize(chats: list[Messages], rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    if not chats:
-        return []
-    texts = [_apply_chat_template(chat, row, tokenizer) for chat, row in zip(chats, rows, strict=True)]
-    # The template has written the special tokens already; adding them here would begin prompts with two.
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]
-
-
 def _apply_chat_template(chat: Messages, row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise UserError(f"{row.location}: the tokenizer's chat template refuses the prompt: {error}") from error
-
-
-def _nothing_left(source: str, rows: int, max_prompt_tokens: int) -> str:
-    if not rows:
-        return f"{source}: no rows: give a file with at least one prompt"
-    return (
-        f"{source}: all {rows} prompts are longer than rollout.max_prompt_tokens={max_prompt_tokens}: "
-        "raise it or give shorter prompts"
-    )

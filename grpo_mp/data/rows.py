@@ -64,17 +64,13 @@ def read_jsonl(name: str) -> Iterator[Columns]:
             location = f"{name}, line {number}"
             if not line.strip():
                 raise UserError(f"{location}: empty row: remove it")
-            yield _json_object(line, location)
-
-
-def _json_object(line: bytes, location: str) -> dict[str, Any]:
-    try:
-        columns = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{location}: not valid JSON ({error}): write one object per line") from error
-    if not isinstance(columns, dict):
-        raise UserError(f"{location}: expected an object with columns, found {type(columns).__name__}")
-    return columns
+            try:
+                columns = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{location}: not valid JSON ({error}): write one object per line") from error
+            if not isinstance(columns, dict):
+                raise UserError(f"{location}: expected an object with columns, found {type(columns).__name__}")
+            yield columns
 
 
 def read_parquet(name: str) -> Iterable[Columns]:
@@ -90,17 +86,12 @@ def read_parquet(name: str) -> Iterable[Columns]:
 
 def read_datasets(source: str) -> Iterable[Columns]:
     """Load the rows of `name`, `name:split` or `name:config:split` by the library `datasets`."""
+    import datasets
+
     name, *rest = source.split(":")
     if len(rest) > 2 or not name:
         raise UserError(f"{source!r}: write a .jsonl or .parquet file, name:split or name:config:split")
-    split = rest[-1] if rest else None
-    config = rest[0] if len(rest) == 2 else None
-    return _load_dataset(name, config, split or "train", source)
-
-
-def _load_dataset(name: str, config: str | None, split: str, source: str) -> Iterable[dict[str, Any]]:
-    import datasets
-
+    config, split = rest[0] if len(rest) == 2 else None, (rest and rest[-1]) or "train"
     try:
         if (Path(name) / "dataset_dict.json").is_file() or (Path(name) / "dataset_info.json").is_file():
             loaded = datasets.load_from_disk(name)

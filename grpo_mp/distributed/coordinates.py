@@ -24,7 +24,7 @@ class RankCoordinates:
 
 def data_parallel(layout: LayoutConfig, world_size: int) -> int:
     """Return the data-parallel size: how many replicas of the dense parameters there are."""
-    return world_size // (layout.tensor * layout.context * layout.pipeline)
+    return world_size // layout.model_parallel
 
 
 def coordinates(rank: int, layout: LayoutConfig, world_size: int) -> RankCoordinates:

@@ -4,16 +4,15 @@ User code in a rank may end the process with status 0 (C's `_exit`, for example)
 """
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 FINISHED_DIR_VARIABLE = "GRPO_MP_FINISHED_DIR"  # names the folder of markers; without it ranks write none
 
 
-def mark_finished(rank: int, environment: Mapping[str, str] = os.environ) -> None:
+def mark_finished(rank: int) -> None:
     """Write this rank's marker into the folder that its launcher named."""
-    if FINISHED_DIR_VARIABLE in environment:
-        _marker(Path(environment[FINISHED_DIR_VARIABLE]), rank).touch()
+    if folder := os.environ.get(FINISHED_DIR_VARIABLE):
+        _marker(Path(folder), rank).touch()
 
 
 def ranks_without_marker(folder: Path, ranks: int) -> list[int]:

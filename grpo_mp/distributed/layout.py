@@ -97,9 +97,8 @@ def layout_violations(
 
     `uneven_pipeline`: Megatron's own settings place the layers, so they need not divide evenly.
     """
-    dense = layout.tensor * layout.context * layout.pipeline
-    if world_size % dense:
-        yield f"tensor x context x pipeline = {dense} does not divide the {world_size} ranks"
+    if world_size % layout.model_parallel:
+        yield f"tensor x context x pipeline = {layout.model_parallel} does not divide the {world_size} ranks"
     sparse = layout.expert_tensor * layout.expert * layout.pipeline
     if world_size % sparse:
         yield f"expert_tensor x expert x pipeline = {sparse} does not divide the {world_size} ranks"
@@ -131,9 +130,7 @@ def check_layout(layout: LayoutConfig, model: ModelShape, world_size: int, uneve
         return
     nearest = nearest_layout(layout, model, world_size)
     advice = f"the nearest valid layout is {describe(nearest)}" if nearest else "no layout fits this many ranks"
-    fewest = lcm(
-        layout.tensor * layout.context * layout.pipeline, layout.expert_tensor * layout.expert * layout.pipeline
-    )
+    fewest = lcm(layout.model_parallel, layout.expert_tensor * layout.expert * layout.pipeline)
     if world_size == 1 < fewest:  # nobody said how many to start
         advice = f"start {fewest} ranks or a multiple (grpo-mp train CONFIG --ranks {fewest}), or {advice}"
     raise UserError(f"layout: {violation}; {advice}")
@@ -152,7 +149,7 @@ def nearest_layout(layout: LayoutConfig, model: ModelShape, world_size: int) -> 
 
     valid = (
         candidate
-        for candidate in _candidates(layout, model, world_size)
+        for candidate in _candidates(model, world_size)
         if next(layout_violations(candidate, model, world_size), None) is None
     )
     return min(valid, key=distance, default=None)
@@ -173,7 +170,7 @@ def describe_parallelism(layout: LayoutConfig, world_size: int) -> str:
     return f"{describe(layout)}, data={data_parallel(layout, world_size)}"
 
 
-def _candidates(layout: LayoutConfig, model: ModelShape, world_size: int) -> Iterator[LayoutConfig]:
+def _candidates(model: ModelShape, world_size: int) -> Iterator[LayoutConfig]:
     sizes = divisors(world_size)
     experts = sizes if model.num_experts else [1]
     virtual = [None, *divisors(model.num_layers)[1:]]

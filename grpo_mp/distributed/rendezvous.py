@@ -25,3 +25,11 @@ def rendezvous(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
             raise UserError(f"MASTER_PORT={port} of {host} is taken: choose another, for every rank") from error
         reason = str(error).partition("\n")[0]
         raise UserError(f"rank {os.environ['RANK']} cannot reach the rendezvous at {host}:{port}: {reason}") from error
+
+
+def is_first_failure(store: dist.Store, key: str) -> bool:
+    """Return whether this rank is the first of the job to ask with this key, and so the one that reports its error."""
+    try:
+        return store.add(key, 1) == 1
+    except RuntimeError:
+        return True  # the store is gone: two reports are better than none

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.pass_at_k import Estimate, k_values, maj_at_k, mean_over_problems, pass_at_k
-from grpo_mp.files import write_atomically
+from grpo_mp.files import write_json
 from grpo_mp.types import SampleInfo
 
 if TYPE_CHECKING:
@@ -93,8 +93,7 @@ def step_file(run_folder: Path, step: int) -> Path:
 
 def write_scores(file: Path, scores: Mapping[str, EvalScore], **metadata: Any) -> None:
     """Write the scores of all sets with their metadata; a reader never sees half a file."""
-    tree = {**metadata, "sets": {name: asdict(score) for name, score in scores.items()}}
-    write_atomically(file, json.dumps(tree, indent=2) + "\n")
+    write_json(file, {**metadata, "sets": {name: asdict(score) for name, score in scores.items()}})
 
 
 def read_scores(file: Path) -> dict[str, EvalScore]:

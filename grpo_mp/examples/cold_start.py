@@ -19,6 +19,7 @@ from grpo_mp.trainer.save import export_policy
 from grpo_mp.types import MicroBatch, Sample
 
 LIMIT_S = 600.0  # of a wait in a job of one rank
+MICROBATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def cold_start(
     with single_process_group():
         parallel = start_parallel(settings.layout, seed, LIMIT_S)
         policy = Policy(settings, parallel, with_reference=False)
-        for step in supervise(policy, settings, train, held_out, recipe.batch, target):
+        for step in supervise(policy, train, held_out, recipe, seed, target):
             on_step(step)
         export_policy(policy, output, random_model, settings.sync.bucket_bytes)
         stop_parallel()
@@ -80,24 +81,24 @@ def make_example(number: int, prompt: str, response: str, tokenizer: PreTrainedT
 
 def supervise(
     policy: Policy,
-    settings: Settings,
     examples: Sequence[Sample],
     held_out: Sequence[Sample],
-    batch: int,
+    recipe: Recipe,
+    seed: int,
     target: float,
     eval_every: int = 10,
 ) -> Iterator[ColdStartStep]:
-    """Update until the held-out examples are answered with probability `target`, or run.steps is reached.
+    """Update until the held-out examples are answered with probability `target`, or `recipe.steps` are done.
 
     The probability of the worked response itself is a lower bound of the accuracy of sampled answers.
     """
-    cursor = Cursor(seed=settings.run.seed)
-    for step in range(1, settings.run.steps + 1):
-        indices, cursor = take(cursor, len(examples), batch, shuffle=True)
-        update = _microbatches(policy, settings, [examples[i] for i in indices])
+    cursor = Cursor(seed=seed)
+    for step in range(1, recipe.steps + 1):
+        indices, cursor = take(cursor, len(examples), recipe.batch, shuffle=True)
+        update = _microbatches(policy, [examples[i] for i in indices])
         report = policy.update(update, negative_log_likelihood)
         loss = sum(float(value) for value in report.losses)
-        right = _response_probability(policy, settings, held_out) if step % eval_every == 0 else None
+        right = _response_probability(policy, held_out) if step % eval_every == 0 else None
         yield ColdStartStep(step, loss, right)
         if right is not None and right >= target:
             return
@@ -117,13 +118,12 @@ def _settings(model: Path, seed: int, recipe: Recipe) -> Settings:
         "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 64, "max_response_tokens": 64},
         "reward": {"answer": 1.0},
         "optimizer": {"lr": recipe.lr, "min_lr": recipe.lr / 10, "lr_schedule": "linear", "warmup_updates": 5},
-        "training": {"max_tokens_per_microbatch": 8192},
     }
     return check_settings(values, "cold start")
 
 
-def _response_probability(policy: Policy, settings: Settings, held_out: Sequence[Sample]) -> float:
-    batches = _microbatches(policy, settings, held_out)
+def _response_probability(policy: Policy, held_out: Sequence[Sample]) -> float:
+    batches = _microbatches(policy, held_out)
     with policy.at_temperature(1.0):
         outputs = policy.logprobs(batches)
     responses = [
@@ -134,8 +134,8 @@ def _response_probability(policy: Policy, settings: Settings, held_out: Sequence
     return float(torch.stack(responses).exp().mean())
 
 
-def _microbatches(policy: Policy, settings: Settings, samples: Sequence[Sample]) -> list[MicroBatch]:
-    lengths, max_tokens = [sample.total_tokens for sample in samples], settings.training.max_tokens_per_microbatch
-    (update,) = plan_updates(lengths, 1, settings.layout, 1, max_tokens, policy.config.hidden_size)
+def _microbatches(policy: Policy, samples: Sequence[Sample]) -> list[MicroBatch]:
+    lengths, layout = [sample.total_tokens for sample in samples], policy.parallel.layout
+    (update,) = plan_updates(lengths, 1, layout, 1, MICROBATCH_TOKENS, policy.config.hidden_size)
     weights = [1.0 / sum(len(sample.tokens) for sample in samples)] * len(samples)
-    return microbatches(update, dict(enumerate(samples)), [1.0] * len(samples), weights, settings.layout, 0, 0)
+    return microbatches(update, dict(enumerate(samples)), [1.0] * len(samples), weights, layout, 0, 0)

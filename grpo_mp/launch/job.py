@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_mp.checkpoint.run_state import latest_checkpoint, read_manifest
-from grpo_mp.config import Settings, dump_settings, exit_with, load_settings
+from grpo_mp.config import dump_settings, load_settings
+from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.finish_markers import ranks_without_marker, silent_exit_message
 from grpo_mp.distributed.layout import describe_parallelism
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, exit_with
 from grpo_mp.files import last_lines
 from grpo_mp.rollout.placement import engine_placements
 
@@ -47,7 +48,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.command == "folder":
         print(settings.run.folder)
         return 0
-    text = node_map(settings, args.nodes.split(","), args.per_node)
+    text = node_map(settings.layout, settings.engine, args.nodes.split(","), args.per_node)
     if args.settings:
         print(dump_settings(settings))
     print(text)
@@ -107,22 +108,18 @@ def first_failure(attempt: Path) -> Failure:
     return Failure(rank, reason, last_lines(attempt / f"rank_{rank}.log", NUM_LAST_LINES))
 
 
-def node_map(settings: Settings, nodes: Sequence[str], ranks_per_node: int) -> str:
+def node_map(layout: LayoutConfig, engine: EngineConfig, nodes: Sequence[str], ranks_per_node: int) -> str:
     """Return a line for the layout, then one for each node.
 
     Raises UserError where the job is too small for the settings.
     """
     world_size = len(nodes) * ranks_per_node
-    layout = settings.layout
-    model_parallel = layout.tensor * layout.context * layout.pipeline
-    if model_parallel > world_size:
+    if (needed := layout.model_parallel) > world_size:
         raise UserError(
-            f"layout: tensor x context x pipeline = {model_parallel} needs {-(-model_parallel // ranks_per_node)} "
+            f"layout: tensor x context x pipeline = {needed} needs {-(-needed // ranks_per_node)} "
             f"nodes of {ranks_per_node} ranks, the allocation has {len(nodes)}: ask for more with sbatch --nodes"
         )
-    placements = engine_placements(
-        world_size, ranks_per_node, settings.engine.gpus_per_engine, settings.engine.num_engines
-    )
+    placements = engine_placements(engine, world_size, ranks_per_node)
     lines = [f"{world_size} ranks; layout: {describe_parallelism(layout, world_size)}"]
     for index, name in enumerate(nodes):
         ranks = range(index * ranks_per_node, (index + 1) * ranks_per_node)

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp import platform
-from grpo_mp.config import exit_with
 from grpo_mp.distributed.rendezvous import rendezvous
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, exit_with
 from grpo_mp.launch.task import rank_environment
 from grpo_mp.options import Parser
 

@@ -10,8 +10,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo_mp.config import exit_with
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, exit_with
 from grpo_mp.options import Parser
 
 TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x\d+\))?")

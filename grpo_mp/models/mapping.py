@@ -5,7 +5,7 @@ Loading, export and weight sync use the same rules. Nothing here touches files, 
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -38,6 +38,12 @@ class Rule:
     def in_no_layer(self) -> bool:
         """Return whether the rule is about layers of a kind that the model lacks."""
         return self.layers is not None and not self.layers
+
+    def example(self) -> "Param":
+        """Return the parameter of the first layer and expert, which the others are like."""
+        single = replace(self, layers=self.layers and self.layers[:1], experts=min(self.experts, 1))
+        (param,) = expand([single]).values()
+        return param
 
 
 @dataclass(frozen=True)

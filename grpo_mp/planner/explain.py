@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.planner.job import Job
 from grpo_mp.rollout.placement import engine_hosts, engine_placements
@@ -26,27 +25,17 @@ def explain(job: Job) -> str:
     return "\n".join(f"- {line}" for line in (*_step(job), *_placement(job), *_numerics(job), environment))
 
 
-def describe_step(settings: Settings) -> str:
-    """Return how many samples and updates a step has."""
-    rollout, training = settings.rollout, settings.training
-    samples, epochs, updates = settings.samples_per_step, training.epochs, settings.optimizer_steps_per_step
-    return (
-        f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {samples:,} samples, "
-        f"{updates} update{'s' * (updates > 1)} of {samples // training.updates_per_step:,}"
-        f"{f' in {epochs} passes' * (epochs > 1)}"
-    )
-
-
 def _step(job: Job) -> Iterator[str]:
     settings, rollout, training = job.settings, job.settings.rollout, job.settings.training
     samples, updates = settings.samples_per_step, settings.optimizer_steps_per_step
-    yield f"{describe_step(settings)}; {settings.run.steps} steps in total"
+    yield f"{settings.step_summary}; {settings.run.steps} steps in total"
     stale = f"those of its last update are {updates - 1} updates old" if updates > 1 else "none is stale"
     yield f"staleness: a step samples from the weights before its first update; {stale}"
     yield (
-        f"longest sequence: {rollout.max_prompt_tokens:,} + {rollout.max_response_tokens:,} = {job.max_seq_len:,} "
-        f"tokens; a micro-batch holds up to {training.max_tokens_per_microbatch:,}, or one longer sequence: "
-        f"{job.microbatch_tokens:,} tokens, {-(-job.microbatch_tokens // settings.layout.context):,} of them on a rank"
+        f"longest sequence: {rollout.max_prompt_tokens:,} + {rollout.max_response_tokens:,} = "
+        f"{rollout.max_sequence_tokens:,} tokens; a micro-batch holds up to {training.max_tokens_per_microbatch:,}, "
+        f"or one longer sequence: {job.microbatch_tokens:,} tokens, "
+        f"{-(-job.microbatch_tokens // settings.layout.context):,} of them on a rank"
     )
     per_gpu = samples * job.mean_seq_len / job.world_size
     yield f"tokens per GPU and step: {per_gpu:,.0f}, with a mean response length of {job.mean_response_tokens:,.0f}"
@@ -59,9 +48,7 @@ def _placement(job: Job) -> Iterator[str]:
         f"the optimizer of dense parameters over {job.dense_shards} ranks, of experts over {job.expert_shards}; "
         f"layers of the stages: {', '.join(str(len(layers)) for layers in job.stage_layers)}"
     )
-    hosts = engine_hosts(
-        engine_placements(job.world_size, job.gpus_per_node, engine.gpus_per_engine, engine.num_engines)
-    )
+    hosts = engine_hosts(engine_placements(engine, job.world_size, job.gpus_per_node))
     replicas = parallelism.replicas
     yield (
         f"engines: {len(hosts)} of {engine.gpus_per_engine} GPUs on the same devices, in turn with the trainer; "
@@ -72,7 +59,7 @@ def _placement(job: Job) -> Iterator[str]:
     )
     yield (
         "offloaded while the engines generate: weights and optimizer to the host; gradients are freed"
-        if job.offload_enabled
+        if job.settings.model.offloads
         else "nothing is offloaded: a float32 policy and its engine share the device"
     )
 

@@ -1,9 +1,11 @@
 """What a plan is made for: settings, the model's dimensions, the machines; what follows from these alone."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import exp
 from statistics import NormalDist, fmean
+from typing import Any
 
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import padded_size, plan_update
@@ -35,20 +37,19 @@ class BytesPerParameter:
     fp32_moments: int = 0  # of one parameter at a time, copied on the device while they are saved
 
 
-def bytes_per_parameter(settings: Settings) -> BytesPerParameter:
+def bytes_per_parameter(dtype: str, megatron_args: Mapping[str, Any]) -> BytesPerParameter:
     """Return what this trainer keeps: distributed Adam, offloaded between phases; one host copy of the weights.
 
     In float32 the optimizer works on the model's own weights, and nothing is offloaded.
     """
-    megatron = settings.training.megatron_args
-    if settings.model.dtype == "float32":
+    if dtype == "float32":
         return BytesPerParameter(weights=4, gradients=4, optimizer=8)
-    reduce_in_fp32 = megatron.get("grad_reduce_in_fp32", True)
-    precision_aware = bool(megatron.get("use_precision_aware_optimizer"))
+    reduce_in_fp32 = megatron_args.get("grad_reduce_in_fp32", True)
+    precision_aware = bool(megatron_args.get("use_precision_aware_optimizer"))
     # Transformer Engine's Adam keeps of a float32 main weight only the half that its bfloat16 weight lacks.
-    main_weight = DTYPE_BYTES[str(megatron.get("main_params_dtype", "float32"))]
-    main_weight = 2 if megatron.get("store_param_remainders", True) and main_weight == 4 else main_weight
-    moment_bytes = [DTYPE_BYTES[str(megatron.get(f"exp_avg{suffix}_dtype", "float32"))] for suffix in ("", "_sq")]
+    main_weight = DTYPE_BYTES[str(megatron_args.get("main_params_dtype", "float32"))]
+    main_weight = 2 if megatron_args.get("store_param_remainders", True) and main_weight == 4 else main_weight
+    moment_bytes = [DTYPE_BYTES[str(megatron_args.get(f"exp_avg{suffix}_dtype", "float32"))] for suffix in ("", "_sq")]
     return BytesPerParameter(
         weights=2,
         gradients=4 if reduce_in_fp32 else 2,
@@ -175,25 +176,9 @@ class Job:
         return in_fp8(self.settings.engine.args, self.hf, cpu=False)
 
     @property
-    def offload_enabled(self) -> bool:
-        """Return whether policy and engine leave the device for each other; a float32 policy stays."""
-        return self.settings.model.dtype == "bfloat16"
-
-    @property
     def has_reference(self) -> bool:
         """Return whether the run holds reference weights."""
         return self.settings.algorithm.kl.measured_share > 0
-
-    @property
-    def max_seq_len(self) -> int:
-        """Return the tokens of the longest training sample."""
-        rollout = self.settings.rollout
-        return rollout.max_prompt_tokens + rollout.max_response_tokens
-
-    @property
-    def max_request_len(self) -> int:
-        """Return the tokens of the longest sequence of an engine, which answers the eval sets too."""
-        return self.settings.rollout.max_prompt_tokens + self.settings.longest_response
 
     @property
     def mean_seq_len(self) -> float:
@@ -203,9 +188,9 @@ class Job:
     @property
     def microbatch_tokens(self) -> int:
         """Return the most tokens of one micro-batch; a longer sequence gets one of its own."""
-        training = self.settings.training
-        update_tokens = self.settings.samples_per_step // training.updates_per_step * self.max_seq_len
-        return min(max(training.max_tokens_per_microbatch, self.max_seq_len), update_tokens)
+        training, longest = self.settings.training, self.settings.rollout.max_sequence_tokens
+        update_tokens = self.settings.samples_per_step // training.updates_per_step * longest
+        return min(max(training.max_tokens_per_microbatch, longest), update_tokens)
 
     @property
     def expanded_keys(self) -> float:
@@ -242,12 +227,12 @@ def make_job(
 ) -> Job:
     """Make the job, with parameters by the closed form. Raises UserError for an invalid layout or engine."""
     gpus_per_node = gpus_per_node or cluster.gpus_per_node
-    world_size, layout, engine = nodes * gpus_per_node, settings.layout, settings.engine
+    world_size, layout = nodes * gpus_per_node, settings.layout
     hf = replace(hf, family=settings.model.family)
     megatron = settings.training.megatron_args
     model = model_shape(hf)
     check_layout(layout, model, world_size, sets_pipeline_layout(megatron))
-    engine_placements(world_size, gpus_per_node, engine.gpus_per_engine, engine.num_engines)
+    engine_placements(settings.engine, world_size, gpus_per_node)
     stage_layers = layers_of_stages(model.num_layers, layout, megatron)
     return Job(
         settings=settings,
@@ -259,5 +244,5 @@ def make_job(
         stage_layers=stage_layers,
         parameter_counts=local_parameter_counts(hf, layout, stage_layers),
         mean_response_tokens=mean_response_tokens or settings.rollout.max_response_tokens / 2,
-        per_parameter=bytes_per_parameter(settings),
+        per_parameter=bytes_per_parameter(settings.model.dtype, megatron),
     )

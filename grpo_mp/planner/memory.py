@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from grpo_mp.distributed.coordinates import coordinates
+from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.families import family_of
 from grpo_mp.phases import Phase, Residency
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
@@ -128,7 +129,7 @@ def _device_memory(job: Job, stage: int, engine: EngineMemory) -> dict[SubPhase,
     always = {"contexts": 2 * OVERHEADS.cuda_context, "communication": OVERHEADS.trainer_nccl + engine.communication}
     memory: dict[SubPhase, BytesByKind] = {}
     for sub_phase in SubPhase:
-        resident = RESIDENT[sub_phase] if job.offload_enabled else ALL_RESIDENT
+        resident = RESIDENT[sub_phase] if job.settings.model.offloads else ALL_RESIDENT
         trainer = {
             "weights": resident.policy_weights * count.total * per_parameter.weights,
             "gradients": resident.gradients * count.total * per_parameter.gradients,
@@ -146,8 +147,9 @@ def _device_memory(job: Job, stage: int, engine: EngineMemory) -> dict[SubPhase,
 def _temporary_memory(job: Job, stage: int, sub_phase: SubPhase) -> dict[str, float]:
     """Return what a sub-phase allocates and frees again."""
     per_parameter = job.per_parameter
+    largest_tensor = _largest_tensor(job.model, job.settings.layout.tensor)
     if sub_phase is SubPhase.LOGPROB:
-        reference = _largest_tensor(job) * per_parameter.weights if job.has_reference else 0.0
+        reference = largest_tensor * per_parameter.weights if job.has_reference else 0.0
         logits = logits_bytes(job, stage, backward=False)
         return {"activations": forward_bytes(job, stage), "logits": logits, "reference": reference}
     if sub_phase is SubPhase.TRAIN:
@@ -156,18 +158,17 @@ def _temporary_memory(job: Job, stage: int, sub_phase: SubPhase) -> dict[str, fl
         count = job.parameter_counts[stage]
         return {"float32 gradients": job.sharded_parameters(count) * per_parameter.fp32_gradients}
     if sub_phase is SubPhase.SAVE:
-        return {"moments in float32": _largest_tensor(job) * per_parameter.fp32_moments}
+        return {"moments in float32": largest_tensor * per_parameter.fp32_moments}
     if sub_phase is SubPhase.SYNC:
         vocabulary = job.model.vocab_size * job.model.hidden_size * per_parameter.weights  # an engine loads it at once
         return {"sync rounds": max(job.settings.sync.bucket_bytes, ROUNDS_IN_MEMORY * vocabulary)}
     return {}
 
 
-def _largest_tensor(job: Job) -> float:
-    """Return the elements, on one rank, of the output layer or the largest matrix of a layer."""
-    model = job.model
+def _largest_tensor(model: ModelShape, tensor: int) -> float:
+    """Return the elements, on one of `tensor` ranks, of the output layer or the largest matrix of a layer."""
     rows = max(model.vocab_size, 2 * model.ffn_hidden_size, 2 * model.moe_ffn_hidden_size)
-    return rows / job.settings.layout.tensor * model.hidden_size
+    return rows / tensor * model.hidden_size
 
 
 def _host_memory(job: Job) -> dict[SubPhase, BytesByKind]:
@@ -202,9 +203,9 @@ def _rank_host_memory(
     if sub_phase in (SubPhase.START, SubPhase.LOAD):
         sizes["weights"] = 0.0
     elif sub_phase is not SubPhase.SAVE:  # the pinned copy stays while the optimizer is on the device
-        sizes["optimizer"] += sharded * per_parameter.optimizer * job.offload_enabled
+        sizes["optimizer"] += sharded * per_parameter.optimizer * job.settings.model.offloads
     if sub_phase is SubPhase.OFFLOAD:
-        sizes["weights"] += count.total * per_parameter.weights * job.offload_enabled
+        sizes["weights"] += count.total * per_parameter.weights * job.settings.model.offloads
     return sizes
 
 
@@ -216,7 +217,7 @@ def _checkpoint_host_bytes(job: Job, sub_phase: SubPhase, count: ParameterCount,
     as the file's bytes and as a tensor.
     """
     if sub_phase is SubPhase.LOAD:
-        return count.total * CHECKPOINT_BYTES + 2 * 4 * _largest_tensor(job)
+        return count.total * CHECKPOINT_BYTES + 2 * 4 * _largest_tensor(job.model, job.settings.layout.tensor)
     if sub_phase is not SubPhase.SAVE:
         return 0.0
     bucketed = job.settings.training.megatron_args.get("overlap_grad_reduce", False)

@@ -1,13 +1,13 @@
 """Parameters of each rank in closed form: the family's mapping, divided by the layout."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.mapping import Rule, expand
+from grpo_mp.models.mapping import Rule
 from grpo_mp.planner.pipeline_layout import StageLayers
 
 
@@ -68,7 +68,5 @@ def local_parameter_counts(hf: HfConfig, layout: LayoutConfig, stage_layers: Sta
 
 def rule_parameters(rule: Rule, tensor: int, expert: int, expert_tensor: int) -> ParameterCount:
     """Count what one rank holds of a mapping rule in one layer."""
-    single = replace(rule, layers=rule.layers and rule.layers[:1], experts=min(rule.experts, 1))
-    (param,) = expand([single]).values()
-    size = prod(param.local_shape(expert_tensor if rule.experts else tensor))
+    size = prod(rule.example().local_shape(expert_tensor if rule.experts else tensor))
     return ParameterCount(0, size * rule.experts // expert) if rule.experts else ParameterCount(size, 0)

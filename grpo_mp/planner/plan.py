@@ -78,8 +78,8 @@ def _resource_uses(job: Job, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
     passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + algorithm.kl.measured_share
     swap = 4 * count.total * per_parameter.weights * job.has_reference
     sharded = job.sharded_parameters(count)
-    weights = 2 * count.total * per_parameter.weights * job.offload_enabled
-    state = sharded * per_parameter.optimizer * 2 * job.offload_enabled  # there and back
+    weights = 2 * count.total * per_parameter.weights * job.settings.model.offloads
+    state = sharded * per_parameter.optimizer * 2 * job.settings.model.offloads  # there and back
     # Of the model; what tensor-parallel ranks hold alike is counted once for each.
     all_parameters = sum(count.dense for count in job.parameter_counts) * layout.tensor
     all_parameters += sum(count.expert for count in job.parameter_counts) * layout.expert * layout.expert_tensor
@@ -182,10 +182,10 @@ def check_fits(plan: Plan) -> Feasibility:
     host = MemoryPeak.of("a node's host", sub_phase, memory.host[sub_phase], job.cluster.host_bytes)
     # The KV cache of each replica of an engine must hold at least one of the longest sequences.
     tokens, kv_cache_problem = memory.engine.kv_cache_tokens // job.engine_parallelism.replicas, ""
-    if tokens < job.max_request_len:
+    if tokens < job.settings.max_request_tokens:
         kv_cache_problem = (
             f"the engine's cache holds {tokens:,} tokens beside {memory.engine.weights / GIB:.1f} GiB of weights, the "
-            f"longest sequence has {job.max_request_len:,}: raise engine.gpus_per_engine or "
+            f"longest sequence has {job.settings.max_request_tokens:,}: raise engine.gpus_per_engine or "
             f"engine.args.mem_fraction_static"
         )
     return Feasibility(device, host, kv_cache_problem)

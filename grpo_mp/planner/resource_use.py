@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
 from grpo_mp.planner.job import Job
 from grpo_mp.planner.memory import EngineMemory
@@ -78,31 +80,29 @@ def estimate_time(use: ResourceUse, cluster: Cluster) -> TimeEstimate:
     return TimeEstimate(max(at_peak.values()), parts)
 
 
-def forward_flops_per_token(job: Job, context_tokens: float) -> float:
+def forward_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) -> float:
     """Return two FLOPs per active parameter, and attention over half of the context."""
-    model = job.model
     attention = model.num_layers * model.num_heads * (model.qk_head_dim + model.v_head_dim) * context_tokens
-    return 2.0 * active_parameters(job) + attention
+    return 2.0 * active_parameters(model, hf) + attention
 
 
-def active_parameters(job: Job) -> int:
+def active_parameters(model: ModelShape, hf: HfConfig) -> int:
     """Count the parameters that one token uses: its experts and everything else but the embedding, of which one row."""
-    model = job.model
     attention = sum(
         len(rule.layers or ()) * sum(shape[0] * shape[1] for shape in rule.shapes if len(shape) == 2)
-        for rule in family_of(job.hf).rules(job.hf)
+        for rule in family_of(hf).rules(hf)
         if "self_attention" in rule.name
     )
     num_dense_layers = model.num_layers - model.num_moe_layers
     mlp_width = model.ffn_hidden_size * num_dense_layers + model.shared_expert_size * model.num_moe_layers
     router = model.num_moe_layers * model.hidden_size * model.num_experts
-    routed = routed_parameters(job, model.experts_per_token)
+    routed = routed_parameters(model, model.experts_per_token)
     return attention + 3 * model.hidden_size * mlp_width + routed + router + model.hidden_size * model.vocab_size
 
 
-def routed_parameters(job: Job, experts: int) -> int:
+def routed_parameters(model: ModelShape, experts: int) -> int:
     """Count the parameters of so many routed experts in every MoE layer."""
-    return job.model.num_moe_layers * experts * 3 * job.model.hidden_size * job.model.moe_ffn_hidden_size
+    return model.num_moe_layers * experts * 3 * model.hidden_size * model.moe_ffn_hidden_size
 
 
 def logprob_use(job: Job, passes: float) -> ResourceUse:
@@ -142,7 +142,7 @@ def _forward_use(job: Job) -> ResourceUse:
     layout, model = job.settings.layout, job.model
     padded_tokens = job.settings.samples_per_step * job.mean_seq_len * job.packing.load_factor
     tokens = padded_tokens / job.dp_size / layout.context
-    flops = padded_tokens * forward_flops_per_token(job, job.mean_seq_len) / job.world_size
+    flops = padded_tokens * forward_flops_per_token(model, job.hf, job.mean_seq_len) / job.world_size
     num_layers = max(len(layers) for layers in job.stage_layers)
     num_moe_layers = max(sum(model.is_moe_layer[layer] for layer in layers) for layers in job.stage_layers)
     token_bytes = model.hidden_size * ACTIVATION_BYTES
@@ -211,7 +211,7 @@ def generation_use(job: Job, engine: EngineMemory) -> ResourceUse:
     layer_s = OVERHEADS.decode_layer_s + (2 if gpus > 1 else 0) * OVERHEADS.decode_collective_s
     all_reduce = 4 * model.num_layers * model.hidden_size * tokens * parallelism.attention_tensor
     return ResourceUse(
-        flops=(tokens + prompt_tokens) * forward_flops_per_token(job, job.mean_seq_len),
+        flops=(tokens + prompt_tokens) * forward_flops_per_token(model, job.hf, job.mean_seq_len),
         fp8=job.engine_in_fp8,
         device_bytes=plan.decode_steps * weights + context_tokens * engine.bytes_per_token / parallelism.replicas,
         nvlink_bytes=all_reduce * (parallelism.attention_tensor > 1)
@@ -227,7 +227,7 @@ def _weight_bytes_per_step(job: Job, engine: EngineMemory, running: float) -> fl
     if not model.num_experts:
         return engine.weights
     used = 1 - (1 - model.experts_per_token / model.num_experts) ** running
-    routed = routed_parameters(job, model.num_experts)
-    rest = active_parameters(job) - routed_parameters(job, model.experts_per_token)
+    routed = routed_parameters(model, model.num_experts)
+    rest = active_parameters(model, job.hf) - routed_parameters(model, model.experts_per_token)
     routed_share = routed / (routed + rest)
     return engine.weights * (routed_share * used + 1 - routed_share)

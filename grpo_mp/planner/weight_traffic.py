@@ -51,9 +51,7 @@ def plan_job_sync(job: Job, params: Mapping[str, Param]) -> tuple[SyncPlan, Wire
         torch.bfloat16 if settings.model.dtype == "bfloat16" else torch.float32,
         fp8=job.engine_in_fp8,
     )
-    hosts = engine_hosts(
-        engine_placements(job.world_size, job.gpus_per_node, engine.gpus_per_engine, engine.num_engines)
-    )
+    hosts = engine_hosts(engine_placements(engine, job.world_size, job.gpus_per_node))
     plan = plan_sync(
         atoms_of(params),
         shard_holders(params, layout, job.world_size, job.stage_layers),

@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
+from grpo_mp.files import ENGINE_SCRATCH
 from grpo_mp.platform import engine_layers
 from grpo_mp.platform.engine_attention import paged_attention
 from grpo_mp.platform.engine_decode import RunningSequences
 
-SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # set in engines of this program: their scratch folder, removed when they end
-
 
 def register() -> None:
     """Apply the patches. SGLang calls it before it builds a model, in server, scheduler and detokenizer processes."""
-    if SCRATCH not in os.environ:
+    if ENGINE_SCRATCH not in os.environ:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -31,9 +30,7 @@ def register() -> None:
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         # SGLang's debugging tools import Megatron where it is installed; an engine does not need it.
         sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
-        _use_absorbed_mla()
-        _allocate_routed_experts_without_cuda()
-        _use_cpu_device_module()
+        _patch_cpu_engine()
         hooks += CPU_HOOKS
     for target, kind, hook in hooks:
         HookRegistry.register(f"sglang.srt.{target}", hook, HookType(kind))
@@ -41,26 +38,19 @@ def register() -> None:
 
 def _move_load_snapshot(path: str, *_: Any) -> str:
     # Every SGLang server leaves one of these in /dev/shm.
-    return str(Path(os.environ[SCRATCH], Path(path).name))
+    return str(Path(os.environ[ENGINE_SCRATCH], Path(path).name))
 
 
-def _use_absorbed_mla() -> None:
-    # torch_native attention requires equal head sizes of keys and values, as in absorbed latent attention;
-    # SGLang would otherwise prefill with the unabsorbed form.
+def _patch_cpu_engine() -> None:
+    from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
+    # torch_native attention requires equal head sizes of keys and values, as in absorbed latent attention;
+    # SGLang would otherwise prefill with the unabsorbed form.
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
-
-
-def _allocate_routed_experts_without_cuda() -> None:
     # For `enable_return_routed_experts` SGLang allocates host memory that it registers with CUDA.
-    from sglang.srt.mem_cache.pool_host import common
-
     common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
-
-
-def _use_cpu_device_module() -> None:
     # To release and resume memory, SGLang waits for the device that torch was built for, be it there or not.
     get_device_module = torch.get_device_module
     torch.get_device_module = lambda device="cpu": get_device_module(device)  # type: ignore[assignment]

@@ -134,8 +134,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def install_import_hook(patches: Mapping[str, Patch], packages: Sequence[str] = (PACKAGE,)) -> None:
-    """Rewrite the packages' modules from now on; call `patches[name]` with a module right after its import.
+def install_import_hook(patches: Mapping[str, Patch]) -> None:
+    """Rewrite Megatron's modules from now on; call `patches[name]` with a module right after its import.
 
     Raises RuntimeError where a Megatron module was imported without the hook.
     """
@@ -144,4 +144,4 @@ def install_import_hook(patches: Mapping[str, Patch], packages: Sequence[str] = 
     imported = [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]
     if imported:
         raise RuntimeError(f"{imported[0]} was imported before grpo_mp.platform.prepare(): call prepare() first")
-    sys.meta_path.insert(0, _Finder(patches, packages))
+    sys.meta_path.insert(0, _Finder(patches, (PACKAGE,)))

@@ -10,7 +10,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from grpo_mp import platform
-from grpo_mp.config import Settings
+from grpo_mp.config import sections
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.distributed.process_groups import megatron_sizes
 from grpo_mp.errors import UserError, nearest
@@ -76,9 +76,10 @@ def ddp_config(megatron_args: Mapping[str, Any]) -> DistributedDataParallelConfi
     return DistributedDataParallelConfig(**values | overrides_for(megatron_args, DistributedDataParallelConfig))
 
 
-def optimizer_config(settings: Settings) -> OptimizerConfig:
+def optimizer_config(
+    optimizer: sections.OptimizerConfig, dtype: str, megatron_args: Mapping[str, Any]
+) -> OptimizerConfig:
     """Build the config of AdamW, sharded over data-parallel ranks."""
-    optimizer = settings.optimizer
     values: dict[str, Any] = {
         "optimizer": "adam",
         "lr": optimizer.lr,
@@ -88,11 +89,11 @@ def optimizer_config(settings: Settings) -> OptimizerConfig:
         "adam_beta2": optimizer.betas[1],
         "adam_eps": optimizer.eps,
         "clip_grad": optimizer.clip_grad,
-        "bf16": settings.model.dtype == "bfloat16",
-        "params_dtype": DTYPES[settings.model.dtype],
+        "bf16": dtype == "bfloat16",
+        "params_dtype": DTYPES[dtype],
         "use_distributed_optimizer": True,
     }
-    return OptimizerConfig(**values | overrides_for(settings.training.megatron_args, OptimizerConfig))
+    return OptimizerConfig(**values | overrides_for(megatron_args, OptimizerConfig))
 
 
 def overrides_for(megatron_args: Mapping[str, Any], config_class: type) -> dict[str, Any]:

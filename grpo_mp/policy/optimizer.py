@@ -1,6 +1,6 @@
 """Megatron's distributed optimizer and its learning-rate schedule, counted in optimizer updates."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from grpo_mp.config import Settings
 from grpo_mp.config.sections import LayoutConfig, OptimizerConfig
 from grpo_mp.policy.megatron_config import ddp_config, optimizer_config
 from grpo_mp.policy.model import PolicyModel
@@ -18,12 +17,12 @@ from grpo_mp.policy.te_adam import init_state
 
 
 def wrap_for_training(
-    settings: Settings, config: TransformerConfig, chunks: Sequence[PolicyModel]
+    layout: LayoutConfig, megatron_args: Mapping[str, Any], config: TransformerConfig, chunks: Sequence[PolicyModel]
 ) -> list[DistributedDataParallel]:
     """Wrap every chunk in DDP: gradient buffers that are summed over data- and context-parallel ranks."""
-    config.finalize_model_grads_func, megatron_args = _sum_gradients, settings.training.megatron_args
+    config.finalize_model_grads_func = _sum_gradients
     for chunk in chunks:
-        _mark_expert_gradients(settings.layout, chunk)
+        _mark_expert_gradients(layout, chunk)
         if megatron_args.get("gradient_accumulation_fusion", True):
             # Let TransformerEngine's layers accumulate weight gradients in the gradient buffers, without rounding.
             # Megatron's own switch requires apex, for an output layer with its backward pass, which is not used here.
@@ -42,14 +41,17 @@ def wrap_for_training(
 
 
 def build_optimizer(
-    settings: Settings, chunks: list[DistributedDataParallel]
+    settings: OptimizerConfig,
+    dtype: str,
+    megatron_args: Mapping[str, Any],
+    total_updates: int,
+    chunks: list[DistributedDataParallel],
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Build the optimizer over all chunks and the learning-rate schedule, which counts optimizer updates."""
-    optimizer = get_megatron_optimizer(optimizer_config(settings), chunks)
+    optimizer = get_megatron_optimizer(optimizer_config(settings, dtype, megatron_args), chunks)
     for part in optimizer.chained_optimizers:
         init_state(part)
-    total_updates = settings.run.steps * settings.optimizer_steps_per_step
-    return optimizer, _schedule(optimizer, settings.optimizer, total_updates)
+    return optimizer, _schedule(optimizer, settings, total_updates)
 
 
 def _mark_expert_gradients(layout: LayoutConfig, chunk: PolicyModel) -> None:

@@ -12,6 +12,7 @@ from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.hf_reader import check_layers, check_tensors
 from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.config import Settings
+from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.distributed.shards import tensor_part, tp_size
@@ -49,9 +50,10 @@ class Policy:
         self.parallel = parallel
         self.hf = HfConfig.read(settings.model.path, settings.model.family)
         self.params = family_of(self.hf).params(self.hf)
-        self.config = transformer_config(settings.layout, settings.training, settings.model.dtype, self.hf)
+        dtype, megatron_args = settings.model.dtype, settings.training.megatron_args
+        self.config = transformer_config(settings.layout, settings.training, dtype, self.hf)
         models = build_chunks(self.config, self.hf, settings.training, settings.rollout.temperature)
-        self.chunks = wrap_for_training(settings, self.config, models)
+        self.chunks = wrap_for_training(settings.layout, megatron_args, self.config, models)
         self.tensors = local_tensors(models, self.params, parallel.coords, settings.layout.expert)
         Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
         with open_weights(settings.model.path, family=settings.model.family) as reader:
@@ -59,7 +61,9 @@ class Policy:
         for name, tensor in self.tensors.items():
             # Megatron marks a weight when it initialises it, and counts unmarked ones in the norm on one rank only.
             tensor.tensor_model_parallel = self.params[name].tp_dim is not None  # type: ignore[attr-defined]
-        self.optimizer, self.schedule = build_optimizer(settings, self.chunks)
+        self.optimizer, self.schedule = build_optimizer(
+            settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
+        )
         self.expert_load = ExpertLoad(models, self.config.num_layers, self.config.num_moe_experts or 0)
         self.reference = Reference(self.tensors) if with_reference else None
 
@@ -72,8 +76,11 @@ class Policy:
         """Swap in the reference's weights inside. Raises ValueError where the policy was built without one."""
         if self.reference is None:
             raise ValueError("this policy was built without a reference")
-        with self.reference.on_device():
+        self.reference.swap()
+        try:
             yield
+        finally:
+            self.reference.swap()
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
@@ -116,18 +123,17 @@ class Policy:
         return {name: tensor_part(self.params[name], self.parallel.coords) for name in self.tensors}
 
 
-def check_policy(settings: Settings, world_size: int) -> None:
+def check_policy(
+    hf: HfConfig, model: ModelConfig, layout: LayoutConfig, training: TrainingConfig, world_size: int
+) -> None:
     """Check model and layout before process groups exist.
 
     Raises UserError: unsupported architecture, invalid layout, unknown Megatron field, missing or incomplete files,
     missing tensors.
     """
-    hf = HfConfig.read(settings.model.path, settings.model.family)
-    family = family_of(hf)
-    uneven_pipeline = sets_pipeline_layout(settings.training.megatron_args)
-    check_layout(settings.layout, model_shape(hf), world_size, uneven_pipeline)
-    check_overrides(settings.training.megatron_args)
-    transformer_config(settings.layout, settings.training, settings.model.dtype, hf)
-    with open_weights(settings.model.path, family=settings.model.family) as reader:
-        check_tensors(reader, family.params(hf).values())
+    check_layout(layout, model_shape(hf), world_size, sets_pipeline_layout(training.megatron_args))
+    check_overrides(training.megatron_args)
+    transformer_config(layout, training, model.dtype, hf)
+    with open_weights(model.path, family=model.family) as reader:
+        check_tensors(reader, family_of(hf).params(hf).values())
         check_layers(reader.names, hf)

@@ -1,8 +1,5 @@
 """The reference model: frozen weights in host memory, swapped with the policy's to compute logprobs."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from grpo_mp import platform
@@ -12,22 +9,13 @@ class Reference:
     """A host copy of this rank's weights. A swap needs extra memory for one tensor only."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy `tensors` as they are now; `on_device` swaps their values."""
+        """Copy `tensors` as they are now; `swap` exchanges their values."""
         self._tensors = tensors
         pinned = platform.on_cuda()
         self._host = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor.detach())
             for name, tensor in tensors.items()
         }
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Swap the reference into the model inside; the policy's weights are on the host meanwhile."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
 
     @torch.no_grad()
     def update(self, mix: float) -> None:
@@ -37,7 +25,8 @@ class Reference:
             host.copy_(host.lerp(tensor.detach().to(host.device), mix))
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def swap(self) -> None:
+        """Exchange the values of the reference and of the policy; a second call exchanges them back."""
         for name, tensor in self._tensors.items():
             policy = tensor.detach().clone()
             tensor.copy_(self._host[name])

@@ -7,6 +7,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from grpo_mp.checkpoint.hf_reader import Weights, check_shape
+from grpo_mp.checkpoint.torch_dist import LAYER
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates
 from grpo_mp.distributed.shards import tensor_part, tp_size
@@ -64,7 +65,7 @@ def load_hf(
 
 def _full_name(name: str, chunk: PolicyModel, params: dict[str, Param], expert_rank: int, expert_parallel: int) -> str:
     """Replace the local layer and expert numbers in a parameter's name by those of the full model."""
-    match = re.match(r"decoder\.layers\.(\d+)\.", name)
+    match = LAYER.match(name)
     if not match:
         return name
     layer: TransformerLayer = chunk.decoder.layers[int(match.group(1))]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from grpo_mp.errors import one_line
 from grpo_mp.registry import Registry
 from grpo_mp.types import SampleGroup, StepRewards
 from grpo_mp.user_code import no_exit
@@ -104,8 +105,7 @@ def run_with_timeout(call: Callable[[], T], limit_s: float) -> T:
     except TimeoutError:
         raise RewardError(f"took longer than reward.timeout_s={limit_s:g} s") from None
     if error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RewardError(f"raised {reason}") from error
+        raise RewardError(one_line(f"raised {type(error).__name__}: {error}", None)) from error
     return future.result()
 
 

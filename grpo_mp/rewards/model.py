@@ -7,19 +7,20 @@ from typing import Any
 
 import httpx
 
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, one_line
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.settings import RewardModelConfig, StepModelConfig
 from grpo_mp.types import SampleGroup
 
 PATH = "/classify"  # SGLang's "reward model request": {"input_ids"} to [{"embedding": [score], "meta_info"}, ...]
-MESSAGE_CHARACTERS = 300
 KEEPALIVE_S = 2.0  # less than the five seconds after which SGLang closes an idle connection
 Decode = Callable[[list[int]], str]
 
 
 class ModelClient:
     """Client of one server. Thread-safe."""
+
+    section = "reward.model"  # of the settings
 
     def __init__(self, settings: RewardModelConfig) -> None:
         """Open no connection yet: the server may come up later. Raises UserError where the key is not set."""
@@ -28,7 +29,7 @@ class ModelClient:
         key, headers = settings.api_key_env, dict[str, str]()
         if key is not None:
             if key not in os.environ:
-                raise UserError(f"reward.model.api_key_env: {key} is not set in the environment: export it")
+                raise UserError(f"{self.section}.api_key_env: {key} is not set in the environment: export it")
             headers = {"Authorization": f"Bearer {os.environ[key]}"}
         # trust_env is off: a proxy of the environment would be asked for loopback addresses, too.
         self._http = httpx.Client(
@@ -57,7 +58,7 @@ class ModelClient:
             scores = [float(score) for (score,) in vectors]
         except (ValueError, TypeError, KeyError) as error:
             raise RewardError(
-                f"{self._endpoint} answered {_excerpt(reply)!r}, not one score per sequence: "
+                f"{self._endpoint} answered {one_line(reply.text)!r}, not one score per sequence: "
                 "serve a model with one label"
             ) from error
         return scores
@@ -72,14 +73,10 @@ class ModelClient:
                 continue
             if reply.is_success:
                 return reply
-            failure = f"answered status {reply.status_code}: {_excerpt(reply)}"
+            failure = f"answered status {reply.status_code}: {one_line(reply.text)}"
             if reply.status_code < 500 and reply.status_code != 429:
                 break
         raise RewardError(f"{self._endpoint} {failure}")
-
-
-def _excerpt(reply: httpx.Response) -> str:
-    return " ".join(reply.text[:MESSAGE_CHARACTERS].split())
 
 
 class StepModelClient(ModelClient):
@@ -87,6 +84,8 @@ class StepModelClient(ModelClient):
 
     A causal model's score at the end of a step depends on nothing after it: it is the score of the response cut there.
     """
+
+    section = "reward.steps"
 
     def __init__(self, settings: StepModelConfig, decode: Decode) -> None:
         """Take `decode`, the policy's tokenizer. Opens no connection. Raises UserError where the key is not set."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.errors import UserError, nearest
-from grpo_mp.rollout.engine_main import ARGUMENTS, SCRATCH
+from grpo_mp.files import ENGINE_SCRATCH
+from grpo_mp.rollout.engine_main import ARGUMENTS
 from grpo_mp.rollout.engine_parallelism import attention_replicas
 from grpo_mp.rollout.shared_memory import LOADER
 
@@ -163,7 +164,7 @@ def engine_environment(
     return {
         **inherited,
         ARGUMENTS: json.dumps(arguments),
-        SCRATCH: scratch,
+        ENGINE_SCRATCH: scratch,
         "TMPDIR": scratch,
         "PYTHONPATH": ":".join(python_path),
         "PYTHONSAFEPATH": "1",  # the working folder is not on the path: a user's queue.py would shadow the library

@@ -13,8 +13,9 @@ import signal
 import sys
 import time
 
+from grpo_mp.files import ENGINE_SCRATCH
+
 ARGUMENTS = "GRPO_MP_ENGINE_ARGUMENTS"  # ServerArgs as JSON: by environment, since it holds the engine's key
-SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # a folder that is removed when the engine has ended
 WATCH_INTERVAL_S = 0.5
 TERM_GRACE_S = 1.0  # nothing in an engine is worth saving
 REAP_LIMIT_S = 10.0
@@ -34,7 +35,7 @@ def main() -> None:
         _run_server()
     status = _wait_for_server(server, trainer)
     _reap_all(server)
-    shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
+    shutil.rmtree(os.environ[ENGINE_SCRATCH], ignore_errors=True)
     sys.exit(status)
 
 

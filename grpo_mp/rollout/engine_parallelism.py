@@ -6,7 +6,7 @@ is whole blocks (`Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod.cr
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -15,7 +15,6 @@ from grpo_mp.errors import Number, UserError, read_number
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import BLOCK
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.mapping import expand
 from grpo_mp.rollout.precision import folder_in_fp8, in_fp8
 
 # With these every rank computes the shared experts for its own tokens, so it holds all of them.
@@ -123,13 +122,8 @@ def check_engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -
 
 def _first_misaligned_matrix(parallelism: EngineParallelism, hf: HfConfig) -> str | None:
     """Describe the first tensor whose part on a GPU is not whole blocks."""
-    # The first layer and expert of each rule are like the others.
-    rules = [
-        replace(rule, layers=rule.layers[:1], experts=min(rule.experts, 1))
-        for rule in family_of(hf).rules(hf)
-        if rule.layers
-    ]
-    for param in (param for param in expand(rules).values() if param.is_projection):
+    examples = [rule.example() for rule in family_of(hf).rules(hf) if rule.layers]
+    for param in (param for param in examples if param.is_projection):
         count, setting = parallelism.divisor(param.name, param.expert is not None)
         fused = len(param.hf) > 1 or param.expert is not None  # SGLang concatenates such matrices
         if param.tp_dim is None or not (fused or count > 1):

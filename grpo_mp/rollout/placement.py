@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from grpo_mp.config.sections import EngineConfig
 from grpo_mp.errors import UserError
 
 
@@ -20,14 +21,13 @@ class EnginePlacement:
         return self.node_rank == 0
 
 
-def engine_placements(
-    world_size: int, ranks_per_node: int, gpus: int, count: int | None
-) -> tuple[EnginePlacement, ...]:
+def engine_placements(engine: EngineConfig, world_size: int, ranks_per_node: int) -> tuple[EnginePlacement, ...]:
     """Place engine e on ranks [e * gpus, (e + 1) * gpus), with one process on each node it spans.
 
     Raises UserError where the engines do not fit the job or would span nodes unevenly.
     """
-    engines = world_size // gpus if count is None else count
+    gpus = engine.gpus_per_engine
+    engines = engine.num_engines or world_size // gpus
     if engines < 1 or engines * gpus > world_size:
         raise UserError(
             f"engine.num_engines={engines} engines of engine.gpus_per_engine={gpus} do not fit the {world_size} ranks "
@@ -39,8 +39,8 @@ def engine_placements(
         )
     nodes = max(1, gpus // ranks_per_node)
     return tuple(
-        EnginePlacement(engine, engine * gpus + node * ranks_per_node, node, nodes)
-        for engine in range(engines)
+        EnginePlacement(index, index * gpus + node * ranks_per_node, node, nodes)
+        for index in range(engines)
         for node in range(nodes)
     )
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_mp import platform
 from grpo_mp.checkpoint.hf_reader import has_hf_weights
 from grpo_mp.config import Settings
-from grpo_mp.config.sections import RolloutConfig
+from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
 from grpo_mp.distributed.ports import own_address
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.score import Scorer
@@ -30,6 +30,7 @@ class Rollout:
     def __init__(
         self,
         settings: Settings,
+        hf: HfConfig,
         tokenizer: PreTrainedTokenizerBase,
         scorer: Scorer,
         rank: int,
@@ -42,18 +43,16 @@ class Rollout:
         """
         self._settings, self._tokenizer, self._scorer = settings, tokenizer, scorer
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        placements = engine_placements(
-            world_size, ranks_per_node, settings.engine.gpus_per_engine, settings.engine.num_engines
-        )
+        placements = engine_placements(settings.engine, world_size, ranks_per_node)
         self.hosts = engine_hosts(placements)
         self.placement = next((placement for placement in placements if placement.rank == rank), None)
         self._process: EngineProcess | None = None
         if self.placement:
             cpu = not platform.on_cuda()
             first_gpu = 0 if cpu else int(os.environ.get("LOCAL_RANK", 0))
-            hf, log = HfConfig.read(settings.model.path, settings.model.family), f"engine_{self.placement.engine}.log"
             spec = engine_spec(settings, hf, self.placement, cpu, first_gpu, load_weights)
-            self._process = EngineProcess(spec, settings.run.folder / "logs" / log)
+            log = settings.run.folder / "logs" / f"engine_{self.placement.engine}.log"
+            self._process = EngineProcess(spec, log)
         self._runner = asyncio.Runner()
         self.client: EngineClient | None = None
 
@@ -153,7 +152,7 @@ def engine_spec(
         rank=placement.rank,
         model=settings.model.path,
         dtype=settings.model.dtype,
-        context_tokens=settings.rollout.max_prompt_tokens + settings.longest_response,
+        context_tokens=settings.max_request_tokens,
         seed=settings.run.seed + placement.engine,
         gpus=settings.engine.gpus_per_engine,
         cpu=cpu,
@@ -166,7 +165,7 @@ def engine_spec(
     )
 
 
-def engines_can_load_weights(settings: Settings) -> bool:
+def engines_can_load_weights(model: ModelConfig, engine: EngineConfig) -> bool:
     """Return whether engines can read the weights of `model.path` and compute in the precision of `engine.args`."""
-    folder, cpu = settings.model.path, not platform.on_cuda()
-    return has_hf_weights(folder) and not precision_arguments(settings.engine.args, HfConfig.read(folder), cpu)
+    cpu = not platform.on_cuda()
+    return has_hf_weights(model.path) and not precision_arguments(engine.args, HfConfig.read(model.path), cpu)

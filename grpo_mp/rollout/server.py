@@ -38,7 +38,6 @@ class EngineProcess:
         self.api_key = secrets.token_hex(16)
         self._claim: PortClaim | None = None
         self.url = ""  # where the server listens, once it is started
-        self.session_id = 0  # of the session that holds every process of this engine
         self._scratch = ""
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -61,7 +60,6 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 COMMAND, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
-        self.session_id = self._process.pid
         return dist_init_addr
 
     def wait_ready(self, timeout_s: float) -> None:

@@ -8,9 +8,8 @@ import torch
 
 from grpo_mp import platform
 from grpo_mp.errors import UserError
-from grpo_mp.phases import Phase
+from grpo_mp.phases import GIB, Phase
 
-GIB = 2**30
 LARGEST_ITEMS = 4  # that the message names
 ACTIVATION_ADVICE = "lower training.max_tokens_per_microbatch or training.logprob_chunk_tokens"
 STATE_ADVICE = "divide the policy further (layout), or let the optimizer keep less (training.megatron_args)"

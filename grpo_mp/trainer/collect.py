@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from grpo_mp.algorithms.group_filters import GroupFilter
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.group_filters import (
     GroupSelection,
@@ -13,7 +14,7 @@ from grpo_mp.batching.group_filters import (
     select_groups,
 )
 from grpo_mp.checkpoint.run_state import TrainState
-from grpo_mp.config import Settings
+from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.data.cursor import Cursor, take
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.process_groups import Parallel
@@ -47,7 +48,10 @@ class RolloutBatch:
 class RolloutCollector:
     """Generates the groups of each step from the train prompts."""
 
-    settings: Settings
+    rollout_config: RolloutConfig
+    algorithm: AlgorithmConfig
+    shuffle: bool
+    seed: int
     prompts: PromptSet
     rollout: Rollout
     parallel: Parallel
@@ -59,11 +63,11 @@ class RolloutCollector:
 
         Raises UserError where `filter.zero_std: refill` finds too few groups within `filter.max_rounds` rounds.
         """
-        rollout, rule = self.settings.rollout, self.settings.algorithm.filter
+        rollout, rule = self.rollout_config, self.algorithm.filter
         prompts_per_step = rollout.prompts_per_step
         groups, infos = list[SampleGroup](), list[SampleInfo]()
         selection, rounds, launched = GroupSelection((), 0, 0, 0), 0, 0
-        while (missing := selection.num_missing(prompts_per_step)) > 0:
+        while (missing := prompts_per_step - len(selection.admitted)) > 0:
             if rounds == rule.max_rounds:
                 raise UserError(self._too_few_groups(step, selection, launched))
             prompts, state = self._next_prompts(state, groups_to_launch(missing, launched, selection, rule), step)
@@ -82,12 +86,8 @@ class RolloutCollector:
             if rule.zero_std != "refill":
                 break
         admitted = set(selection.admitted)
-        curriculum = _curriculum(state).updated(
-            [info for info in infos if info.finish_order], step, self.settings.algorithm.curriculum
-        )
-        solve_streak, skipped_until = (
-            {str(prompt): value for prompt, value in by_prompt.items()}
-            for by_prompt in (curriculum.solve_streak, curriculum.skipped_until)
+        curriculum = PromptCurriculum(state.solve_streak, state.skipped_until).updated(
+            [info for info in infos if info.finish_order], step, self.algorithm.curriculum
         )
         return RolloutBatch(
             groups=[group for group in groups if group.samples[0].group_id in admitted],
@@ -96,34 +96,27 @@ class RolloutCollector:
             dropped=Counter(zero_std=selection.zero_std, surplus=selection.surplus, unfinished=selection.unfinished),
             length_bias=length_bias(infos, admitted),
             rounds=rounds,
-            state=replace(state, solve_streak=solve_streak, skipped_until=skipped_until),
+            state=replace(state, **vars(curriculum)),
         )
 
     def _next_prompts(self, state: TrainState, count: int, step: int) -> tuple[list[Prompt], TrainState]:
         """Take the next prompts that are not skipped, where nearly all are also those that are; and the state after."""
-        prompts, shuffle, curriculum = self.prompts, self.settings.data.shuffle, _curriculum(state)
-        cursor = Cursor.from_dict(state.cursor) if state.cursor else Cursor(seed=self.settings.run.seed)
+        prompts, curriculum = self.prompts, PromptCurriculum(state.solve_streak, state.skipped_until)
+        cursor = state.cursor or Cursor(seed=self.seed)
         taken: list[int] = []
         for _ in range(max(1, len(prompts) // count)):
-            indices, cursor = take(cursor, len(prompts), count - len(taken), shuffle)
+            indices, cursor = take(cursor, len(prompts), count - len(taken), self.shuffle)
             taken += [index for index in indices if not curriculum.is_skipped(prompts[index].index, step)]
             if len(taken) == count:
                 break
-        remaining, cursor = take(cursor, len(prompts), count - len(taken), shuffle)
-        return [prompts[index] for index in (*taken, *remaining)], replace(state, cursor=cursor.to_dict())
+        remaining, cursor = take(cursor, len(prompts), count - len(taken), self.shuffle)
+        return [prompts[index] for index in (*taken, *remaining)], replace(state, cursor=cursor)
 
     def _too_few_groups(self, step: int, selection: GroupSelection, launched: int) -> str:
-        settings, rule = self.settings, self.settings.algorithm.filter
+        rule = self.algorithm.filter
         return (
             f"step {step}: of {launched} groups in {rule.max_rounds} rounds only "
             f"{len(selection.admitted)} pass algorithm.filter.metric={rule.metric}, "
-            f"{settings.rollout.prompts_per_step} are needed: take data that is neither too easy nor too hard, "
+            f"{self.rollout_config.prompts_per_step} are needed: take data that is neither too easy nor too hard, "
             "raise algorithm.filter.max_rounds or rollout.group_size, or set algorithm.filter.zero_std=keep"
         )
-
-
-def _curriculum(state: TrainState) -> PromptCurriculum:
-    """Read the curriculum from a state, whose keys are text as in JSON."""
-    return PromptCurriculum(
-        *({int(prompt): value for prompt, value in side.items()} for side in (state.solve_streak, state.skipped_until))
-    )

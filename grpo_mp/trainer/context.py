@@ -1,7 +1,7 @@
 """Open and close a job: join the ranks, start this rank's engine, build the policy, and end all of it in any case."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.collect import RolloutCollector
 from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
-from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_enabled, offload_functions, start_engines_first
+from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.weight_sync.engine_check import EngineCheck
 from grpo_mp.weight_sync.update import WeightSync, build_weight_sync
@@ -85,23 +85,37 @@ def open_train_context(
     with _open_job(settings, inputs, settings.layout, settings.run.steps, checkpoint) as (job, state):
         preemption = PreemptionHandler()
         parallel, rollout, progress = job.parallel, job.rollout, job.progress
-        _show_notes(progress, greeting or _greeting(settings, parallel, state), inputs, parallel, not greeting)
-        policy = _start(settings, job, state, checkpoint)
+        overlaps = () if greeting else inputs.overlaps()
+        greeting = greeting or _greeting(settings, parallel, state)
+        _show_notes(progress, parallel.rank, greeting, overlaps, inputs.warnings)
+        offload = platform.on_cuda() and settings.model.offloads
+        build = partial(build_policy, settings, parallel, state, checkpoint)
+        policy = _start(job, settings.engine.start_timeout_s, offload, build)
         if rollout.client:
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
-        moves = offload_enabled(settings.model.dtype)
         scheduler = PhaseManager(
             job.timeline,
             job.watchdog,
             progress,
             settings.monitor.phase_timeout_s,
-            offload_functions(policy, rollout, settings.sync.timeout_s) if moves else None,
-            INITIAL_RESIDENCY if moves else None,
+            offload_functions(policy, rollout, settings.sync.timeout_s) if offload else None,
+            INITIAL_RESIDENCY if offload else None,
             partial(device_items, policy),
         )
         weight_sync = build_weight_sync(settings, policy, rollout.hosts, rollout.client, rollout.call)
         prompts = [prompt.tokens for prompt in inputs.train.prompts]
-        group_filter, samples_shown = inputs.extensions.group_filter, settings.monitor.samples_per_step
+        samples_shown = settings.monitor.samples_per_step
+        collector = RolloutCollector(
+            settings.rollout,
+            settings.algorithm,
+            settings.data.shuffle,
+            settings.run.seed,
+            inputs.train,
+            rollout,
+            parallel,
+            scheduler,
+            inputs.extensions.group_filter,
+        )
         with platform.gc_frozen():
             yield TrainContext(
                 settings=settings,
@@ -109,7 +123,7 @@ def open_train_context(
                 parallel=parallel,
                 policy=policy,
                 rollout=rollout,
-                collector=RolloutCollector(settings, inputs.train, rollout, parallel, scheduler, group_filter),
+                collector=collector,
                 evaluator=Evaluator(inputs.evals, inputs.scorer, rollout, parallel, scheduler, progress, samples_shown),
                 weight_sync=weight_sync,
                 engine_check=EngineCheck(settings, policy, weight_sync, rollout, scheduler, prompts),
@@ -129,7 +143,7 @@ def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> I
     """
     with _open_job(settings, inputs, LayoutConfig(), steps=0, load_weights=True) as (job, _):
         parallel, rollout, progress = job.parallel, job.rollout, job.progress
-        _show_notes(progress, greeting, inputs, parallel, trains=False)
+        _show_notes(progress, parallel.rank, greeting, (), inputs.warnings)
         with job.watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
             rollout.start(parallel.store)
             rollout.wait_ready()
@@ -160,7 +174,7 @@ def _open_job(
             claim_run_folder(folder, dump_settings(settings))
         dist.barrier(group=parallel.cpu_group)
         state = read_manifest(checkpoint) if checkpoint else TrainState()
-        rollout = Rollout(settings, inputs.tokenizer, inputs.scorer, rank, parallel.world_size, load_weights)
+        rollout = Rollout(settings, inputs.hf, inputs.tokenizer, inputs.scorer, rank, parallel.world_size, load_weights)
         stack.enter_context(logging_to(log_file(folder, rank), settings.monitor.log_level))
         stack.enter_context(rollout)
         progress = stack.enter_context(Progress(folder, steps, done=state.step, rank=rank))
@@ -173,24 +187,23 @@ def _open_job(
         stop_parallel()
 
 
-def _show_notes(progress: Progress, greeting: str, inputs: RunInputs, parallel: Parallel, trains: bool) -> None:
+def _show_notes(progress: Progress, rank: int, greeting: str, overlaps: Iterable[str], warnings: Iterable[str]) -> None:
     """Show what a user should know before the run starts."""
     progress.note(greeting)
-    if parallel.rank == 0:
-        for note in (*(inputs.overlaps() if trains else ()), *(f"warning: {text}" for text in inputs.warnings)):
+    if rank == 0:
+        for note in (*overlaps, *(f"warning: {text}" for text in warnings)):
             progress.note(note)
 
 
-def _start(settings: Settings, job: Job, state: TrainState, checkpoint: Path | None) -> Policy:
+def _start(job: Job, timeout_s: float, offload: bool, build: Callable[[], Policy]) -> Policy:
     """Start this rank's engine and build the policy, one after the other where they share the device."""
     parallel, rollout = job.parallel, job.rollout
-    with job.watchdog.phase("START", settings.engine.start_timeout_s * 2), job.progress.phase("START"):
+    with job.watchdog.phase("START", timeout_s * 2), job.progress.phase("START"):
         rollout.start(parallel.store)
-        offload = offload_enabled(settings.model.dtype)
         if offload:
             start_engines_first(rollout, parallel.cpu_group)
         with explain_out_of_memory(parallel.rank, "START", dict):
-            policy = build_policy(settings, parallel, state, checkpoint)
+            policy = build()
         if not offload:
             rollout.wait_ready()
         dist.barrier(group=parallel.cpu_group)

@@ -13,9 +13,9 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from grpo_mp.config import exit_with
 from grpo_mp.distributed.finish_markers import mark_finished
-from grpo_mp.errors import INTERRUPT_STATUS, UserError
+from grpo_mp.distributed.rendezvous import is_first_failure
+from grpo_mp.errors import INTERRUPT_STATUS, UserError, exit_with
 
 PEER_FAILED_STATUS = 1
 FIRST_RANK_LIMIT_S = 30.0  # the other ranks wait so long for rank 0 to report what every rank finds wrong
@@ -57,11 +57,7 @@ def report_error_once(rank: int, store: dist.Store) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        try:
-            is_first = store.add("ended", 1) == 1
-        except RuntimeError:
-            is_first = True  # the store is gone: two messages are better than none
-        if not is_first:
+        if not is_first_failure(store, "ended"):
             raise _peer_failed(rank, error) from error
         raise
     except RuntimeError as error:

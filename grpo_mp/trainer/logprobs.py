@@ -76,8 +76,7 @@ def sample_microbatches(counts: Sequence[int], share: float, block: int, seed: s
 
 def _with_sampled_reference_logprobs(updates: Updates, policy: Policy, share: float, seed: str) -> Updates:
     """Add the reference's logprobs to a share of the micro-batches, to measure a KL that has no weight."""
-    layout = policy.parallel.layout
-    block = layout.pipeline if layout.virtual_pipeline else 1
+    block = policy.parallel.layout.microbatch_multiple
     sampled = sample_microbatches([len(update) for update in updates], share, block, seed)
     with policy.at_reference():
         for number, indices in enumerate(sampled):

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_mp.algorithms.advantages import zero_std_groups
 from grpo_mp.algorithms.report import MAXIMA, SUMS, merge
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.distributed.process_groups import Parallel, all_gather
@@ -42,7 +41,7 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
         "reward/min": min(rewards),
         "reward/max": max(rewards),
         "reward/group_std": statistics.fmean(statistics.pstdev(group) for group in by_group.values()),
-        "reward/zero_std_ratio": len(zero_std_groups(rewards, [info.group_id for info in infos])) / len(by_group),
+        "reward/zero_std_ratio": statistics.fmean(len(set(group)) == 1 for group in by_group.values()),
         **{fill("reward/part/{name}", name=part): statistics.fmean(values) for part, values in by_part.items()},
         "rollout/response_length/mean": statistics.fmean(lengths),
         **{fill("rollout/response_length/{answer}", answer=a): statistics.fmean(v) for a, v in by_answer.items()},

@@ -4,7 +4,6 @@ from functools import partial
 
 import torch.distributed as dist
 
-from grpo_mp import platform
 from grpo_mp.errors import UserError
 from grpo_mp.phases import Residency
 from grpo_mp.policy.offload import PolicyOffloader
@@ -15,14 +14,6 @@ from grpo_mp.scheduler.phase_manager import OffloadFunction
 HINT = "where it ran out of device memory, lower engine.args.mem_fraction_static"
 ENGINE_TAGS = {"engine_weights": ("weights",), "engine_cache": ("kv_cache", "cuda_graph")}
 INITIAL_RESIDENCY = Residency(policy_weights=True, gradients=True, optimizer=True)
-
-
-def offload_enabled(dtype: str) -> bool:
-    """Return whether policy and engine leave the device for each other.
-
-    Float32 policies stay: their optimizer works on views of the model's own weights.
-    """
-    return platform.on_cuda() and dtype == "bfloat16"
 
 
 def start_engines_first(rollout: Rollout, group: dist.ProcessGroup) -> None:

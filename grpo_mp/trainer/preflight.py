@@ -1,18 +1,18 @@
 """Check and read everything that needs no process group, model or engine: settings, files, data."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.algorithms.advantages import AdvantageEstimator, load_estimator
-from grpo_mp.algorithms.group_filters import GroupFilter
+from grpo_mp.algorithms.group_filters import GroupFilter, load_group_filter
 from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.registries import policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig
-from grpo_mp.batching.group_filters import load_group_filter
 from grpo_mp.checkpoint.run_state import FINAL, check_run_folder
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.config.sections import EngineConfig
@@ -22,7 +22,6 @@ from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
-from grpo_mp.planner.explain import describe_step
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.score import Scorer
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
@@ -41,21 +40,21 @@ class Extensions:
     make_loggers: tuple[MakeLogger, ...]
 
 
-def load_extensions(settings: Settings) -> Extensions:
+def load_extensions(algorithm: AlgorithmConfig, loggers: Mapping[str, Mapping[str, Any]]) -> Extensions:
     """Load them. Raises UserError, which names the setting, where one cannot be loaded or called."""
-    algorithm = settings.algorithm
     return Extensions(
         load_policy_loss(algorithm),
         load_estimator(algorithm.advantage),
         load_group_filter(algorithm.filter),
-        load_loggers(settings.monitor.loggers),
+        load_loggers(loggers),
     )
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads: tokenizer, prompts, rewards."""
+    """What a run reads: model config, tokenizer, prompts, rewards."""
 
+    hf: HfConfig
     tokenizer: PreTrainedTokenizerBase
     train: PromptSet
     evals: dict[str, PromptSet]
@@ -63,23 +62,25 @@ class RunInputs:
     extensions: Extensions
     warnings: tuple[str, ...] = ()  # sentences that the start of the run shows
 
-    def overlaps(self) -> list[str]:
-        """Return a sentence for each eval set that shares problems with the train data."""
+    def overlaps(self) -> Iterator[str]:
+        """Yield a sentence for each eval set that shares problems with the train data."""
         evals = {name: [prompt.text for prompt in prompts] for name, prompts in self.evals.items()}
-        return [overlap.sentence for overlap in find_overlaps((prompt.text for prompt in self.train), evals)]
+        for overlap in find_overlaps((prompt.text for prompt in self.train), evals):
+            yield overlap.sentence
 
 
 def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> RunInputs:
     """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
-    extensions = load_extensions(settings)
-    check_policy(settings, world_size)
+    extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
+    hf = HfConfig.read(settings.model.path, settings.model.family)
+    check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     final = settings.run.folder / FINAL
     if settings.run.export and final.resolve() == settings.model.path.resolve():
         raise UserError(
             f"{final}: the export would take the place of model.path: choose another run.folder, or set "
             "run.export=false"
         )
-    tokenizer = _check_engines(settings, world_size, ranks_per_node)
+    tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     train = load_prompts(settings.data.train, settings.data, tokenizer, settings.rollout.max_prompt_tokens)
     if len(train) < settings.rollout.prompts_per_step:
         raise UserError(
@@ -87,10 +88,9 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
             f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
         )
     scorer = _make_scorer(settings, tokenizer)
-    hf = HfConfig.read(settings.model.path, settings.model.family)
     fp8 = in_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
     warnings = (*scorer.warnings, *start_warnings(settings, fp8))
-    return RunInputs(tokenizer, train, _read_evals(settings, tokenizer), scorer, extensions, warnings)
+    return RunInputs(hf, tokenizer, train, _read_evals(settings, tokenizer), scorer, extensions, warnings)
 
 
 def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
@@ -98,22 +98,22 @@ def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node
 
     The first set takes the place of the train prompts, which are not read.
     """
-    extensions = load_extensions(settings)
+    extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
+    hf = HfConfig.read(settings.model.path, settings.model.family)
     if with_policy:
-        check_policy(settings, world_size)
-    tokenizer = _check_engines(settings, world_size, ranks_per_node)
+        check_policy(hf, settings.model, settings.layout, settings.training, world_size)
+    tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     evals = _read_evals(settings, tokenizer)
     scorer = _make_scorer(settings, tokenizer)
-    return RunInputs(tokenizer, next(iter(evals.values())), evals, scorer, extensions, scorer.warnings)
+    return RunInputs(hf, tokenizer, next(iter(evals.values())), evals, scorer, extensions, scorer.warnings)
 
 
-def _check_engines(settings: Settings, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
+def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
     """Check run folder, engines, device and sizes; return the model's tokenizer."""
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
-    engine_placements(world_size, ranks_per_node, settings.engine.gpus_per_engine, settings.engine.num_engines)
-    _check_device_settings(settings)
+    engine_placements(settings.engine, world_size, ranks_per_node)
+    _check_device(settings.sync.transport, settings.model.dtype, settings.layout.context)
     check_arguments(settings.engine.args, known_arguments())
-    hf = HfConfig.read(settings.model.path, settings.model.family)
     check_engine(settings.engine, hf, cpu=not platform.on_cuda())
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path))
@@ -154,12 +154,13 @@ def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
         check_engine_parallelism(engine.gpus_per_engine, engine.args, hf)
 
 
-def _check_device_settings(settings: Settings) -> None:
-    if settings.sync.transport == "ipc" and not platform.on_cuda():
+def _check_device(transport: str, dtype: str, context: int) -> None:
+    """Raise UserError for settings that this machine's device cannot compute."""
+    if transport == "ipc" and not platform.on_cuda():
         raise UserError("sync.transport=ipc needs CUDA, and this machine computes on its CPU: set auto or host")
-    if platform.on_cuda() and settings.model.dtype == "float32" and settings.layout.context > 1:
+    if platform.on_cuda() and dtype == "float32" and context > 1:
         raise UserError(
-            f"layout.context={settings.layout.context}: no attention kernel divides float32 sequences on a GPU: set "
+            f"layout.context={context}: no attention kernel divides float32 sequences on a GPU: set "
             "model.dtype=bfloat16 or layout.context=1"
         )
 
@@ -218,9 +219,7 @@ def _warn_without_effect(algorithm: AlgorithmConfig, updates: int) -> Iterator[s
 def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_per_node: int) -> str:
     """Return the resolved settings as YAML, then the facts that follow from them, for a dry run."""
     rollout, training = settings.rollout, settings.training
-    hosts = engine_hosts(
-        engine_placements(world_size, ranks_per_node, settings.engine.gpus_per_engine, settings.engine.num_engines)
-    )
+    hosts = engine_hosts(engine_placements(settings.engine, world_size, ranks_per_node))
     layout = describe_parallelism(settings.layout, world_size)
     samples = {name: eval_set.samples for name, eval_set in settings.data.eval.items()}
     evals = [
@@ -233,7 +232,7 @@ def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_p
         f"train prompts: {len(inputs.train)} ({inputs.train.num_too_long} longer than the limit left out); eval: "
         f"{', '.join(evals) or 'none'}",
         *inputs.overlaps(),
-        describe_step(settings),
+        settings.step_summary,
         f"longest sequence: {rollout.max_prompt_tokens} + {rollout.max_response_tokens} tokens; "
         f"micro-batches of up to {training.max_tokens_per_microbatch} tokens",
         *(f"warning: {text}" for text in inputs.warnings),

@@ -2,23 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from grpo_mp.batching.exchange import gather_groups
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.checkpoint.run_state import TrainState
-from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.evaluation.score import EvalScore, plot_pass_at_k, step_file, write_scores, write_svg
-from grpo_mp.monitor.loggers import open_loggers, write_metrics
+from grpo_mp.monitor.loggers import Logger, write_metrics
 from grpo_mp.monitor.metrics import RangeWatch, fill
 from grpo_mp.monitor.progress import Progress
-from grpo_mp.monitor.samples import drop_samples, evenly_spaced, samples_to_markdown, write_samples
+from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown, write_samples
 from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars, summarize
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.policy.expert_load import ExpertLoad, heat_map, load_ratios, max_load_ratio
 from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.rewards.score import Scorer
 from grpo_mp.scheduler.memory import MemoryTracker
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.metrics import (
@@ -32,7 +33,6 @@ from grpo_mp.trainer.metrics import (
     total_reward_stats,
     update_metrics,
 )
-from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.types import MicroBatch, SampleGroup
 from grpo_mp.weight_sync.compare import CheckReport
 from grpo_mp.weight_sync.update import SyncReport
@@ -55,25 +55,22 @@ class StepLogger:
 
     def __init__(
         self,
-        settings: Settings,
+        run_folder: Path,
+        epochs: int,
+        samples_per_step: int,
         parallel: Parallel,
         timeline: Timeline,
         progress: Progress,
-        inputs: RunInputs,
+        scorer: Scorer,
+        loggers: Sequence[Logger],
         memory_tracker: MemoryTracker,
         expert_load: ExpertLoad,
-        steps_done: int,
     ) -> None:
-        """Open the files of the run folder to continue after `steps_done`; their lines of later steps are dropped."""
-        self._folder, self._epochs = settings.run.folder, settings.training.epochs
+        """Take the open `loggers` of rank 0; `samples_per_step`: groups whose texts are written."""
+        self._folder, self._epochs, self._samples_per_step = run_folder, epochs, samples_per_step
         self._parallel, self._timeline, self._progress = parallel, timeline, progress
-        self._scorer, self._memory_tracker, self._expert_load = inputs.scorer, memory_tracker, expert_load
-        self._samples_per_step = settings.monitor.samples_per_step
-        first_step = steps_done + 1 if steps_done else 0
-        make_loggers = inputs.extensions.make_loggers if parallel.rank == 0 else ()
-        self._loggers = open_loggers(make_loggers, self._folder, first_step, settings.model_dump(mode="json"))
-        if parallel.rank == 0 and self._samples_per_step:
-            drop_samples(self._folder, first_step)
+        self._scorer, self._loggers = scorer, loggers
+        self._memory_tracker, self._expert_load = memory_tracker, expert_load
         self._ranges, self._complained = RangeWatch(), set[str]()
         self._start_ns = timeline.now_ns()
 

@@ -232,7 +232,7 @@ def sample_infos(
         ids, lengths or [5] * count, rewards or [0.0] * count, parts or [{}] * count, steps or [()] * count, strict=True
     )
     return [
-        SampleInfo(group, i, 0, 3, length, reward, False, 0, reward_parts, step_rewards)
+        SampleInfo(group, i, 3, length, reward, False, 0, reward_parts, step_rewards)
         for i, (group, length, reward, reward_parts, step_rewards) in enumerate(rows)
     ]
 

@@ -15,7 +15,6 @@ from grpo_mp.algorithms.advantages import (
     estimate_outcome,
     estimate_process,
     outcome_advantages,
-    zero_std_groups,
 )
 from grpo_mp.algorithms.settings import AdvantageConfig
 from tests.algorithms.objective import sample_infos
@@ -107,12 +106,6 @@ def test_a_group_without_difference_is_exactly_zero(reward: float, size: int, ba
     actual = advantages([reward] * size + [0.0, 1.0], [4] * size + [2, 2], baseline=baseline)
     assert actual[:size] == (0.0,) * size
     assert actual[size] == -actual[size + 1] < 0
-
-
-def test_groups_without_difference() -> None:
-    assert zero_std_groups([1.0, 1.0, 0.0, 0.5, 0.3], [9, 9, 1, 1, 5]) == (5, 9)
-    assert zero_std_groups([0.0, 1.0], [3, 3]) == ()
-    assert zero_std_groups([0.1] * 6, [0, 1, 0, 1, 0, 1]) == (0, 1)
 
 
 def test_empty_input() -> None:

@@ -1,9 +1,7 @@
 """The exchange of samples in a job of one rank; tests/parallel has jobs of several."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -29,22 +27,12 @@ def random_sample(draw: st.DrawFn) -> Sample:
     )
 
 
-@pytest.fixture
-def single_rank_group() -> Iterator[dist.ProcessGroup]:
-    """The group of a job of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 @given(st.dictionaries(st.tuples(st.integers(0, 2**40), st.integers(0, 100)), random_sample(), max_size=4))
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_samples_arrive_as_they_were(
-    single_rank_group: dist.ProcessGroup, drawn: dict[tuple[int, int], Sample]
-) -> None:
+def test_samples_arrive_as_they_were(one_rank_group: dist.ProcessGroup, drawn: dict[tuple[int, int], Sample]) -> None:
     samples = {key: replace(sample, group_id=key[0], index=key[1]) for key, sample in drawn.items()}
     groups = [SampleGroup(Prompt(0, "question", (1,)), tuple(samples.values()))]
-    assert redistribute(groups, {0: list(samples)}, single_rank_group, single_rank_group, 0) == samples
+    assert redistribute(groups, {0: list(samples)}, one_rank_group, one_rank_group, 0) == samples
 
 
 def make_group(group_id: int) -> SampleGroup:
@@ -53,15 +41,15 @@ def make_group(group_id: int) -> SampleGroup:
     return SampleGroup(Prompt(0, "question", (1, 2)), (replace(sample, index=1), sample))
 
 
-def test_infos_and_samples_in_a_job_of_one_rank(single_rank_group: dist.ProcessGroup) -> None:
+def test_infos_and_samples_in_a_job_of_one_rank(one_rank_group: dist.ProcessGroup) -> None:
     groups = [make_group(7), make_group(3)]
-    infos = all_gather_sample_info(groups, single_rank_group)
+    infos = all_gather_sample_info(groups, one_rank_group)
     assert [info.key for info in infos] == [(3, 0), (3, 1), (7, 0), (7, 1)]
     parts = {"answer": 1.0}
-    assert infos[0] == SampleInfo(3, 0, 0, 2, 3, 1.5, True, oldest_version=2, reward_parts=parts, versions_sum=9)
+    assert infos[0] == SampleInfo(3, 0, 2, 3, 1.5, True, oldest_version=2, reward_parts=parts, versions_sum=9)
     assert infos[0].total_tokens == 5
-    assert gather_groups(groups, {3, 8}, single_rank_group) == [groups[1]]
+    assert gather_groups(groups, {3, 8}, one_rank_group) == [groups[1]]
     keys_by_rank = {0: [(7, 1), (3, 0)]}
-    received = redistribute(groups, keys_by_rank, single_rank_group, single_rank_group, 0)
+    received = redistribute(groups, keys_by_rank, one_rank_group, one_rank_group, 0)
     expected = {(7, 1): groups[0].samples[0], (3, 0): groups[1].samples[1]}
     assert received == {key: replace(sample, text="", reward=0.0, reward_parts={}) for key, sample in expected.items()}

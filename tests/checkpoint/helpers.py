@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.config import check_settings
-from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
 from tests.minimal_settings import MINIMAL_SETTINGS
+from tests.one_rank import one_rank_job
 
 
 def no_progress(written: int, total: int) -> None:
@@ -29,12 +29,8 @@ def policy_of(model: Path, dtype: str, with_reference: bool = False, family: str
         "optimizer": MINIMAL_SETTINGS["optimizer"],
     }
     settings = check_settings(tree, "test")
-    with single_process_group():
-        parallel = start_parallel(settings.layout, 0, 600.0)
-        try:
-            yield Policy(settings, parallel, with_reference)
-        finally:
-            stop_parallel()
+    with one_rank_job() as parallel:
+        yield Policy(settings, parallel, with_reference)
 
 
 def flip_bit(file: Path, byte: int, bit: int = 3) -> None:

@@ -13,12 +13,12 @@ from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
 from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, latest_checkpoint, own_checksums, write_manifest
 from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
 from grpo_mp.config import check_settings
-from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.errors import UserError
 from grpo_mp.policy.checkpoint import save_policy
 from grpo_mp.trainer.context import build_policy
 from tests.checkpoint.helpers import flip_bit, no_progress, policy_of
 from tests.minimal_settings import MINIMAL_SETTINGS
+from tests.one_rank import one_rank_job
 
 DIFFERS = "differs from its checksum: copy it again"
 
@@ -28,12 +28,8 @@ def start_policy(model: Path, run: Path) -> None:
     run_settings = {"folder": str(run), "steps": 3}
     tree = MINIMAL_SETTINGS | {"run": run_settings, "model": {"path": str(model), "dtype": "float32"}}
     settings = check_settings(tree, "test")
-    with single_process_group():
-        parallel = start_parallel(settings.layout, 0, 600.0)
-        try:
-            build_policy(settings, parallel, TrainState(), latest_checkpoint(run))
-        finally:
-            stop_parallel()
+    with one_rank_job() as parallel:
+        build_policy(settings, parallel, TrainState(), latest_checkpoint(run))
 
 
 def largest_file(folder: Path, pattern: str) -> Path:

@@ -52,8 +52,7 @@ def test_a_policy_starts_from_a_converted_folder(
         assert unequal(policy, direct) == []
         for before, after in zip(main, main_parameters(policy), strict=True):
             assert torch.equal(after, before)
-        assert policy.reference
-        with policy.reference.on_device():
+        with policy.at_reference():
             assert unequal(policy, direct) == []
 
 

@@ -24,6 +24,7 @@ from grpo_mp.checkpoint.run_state import (
     read_manifest,
     write_manifest,
 )
+from grpo_mp.data.cursor import Cursor
 from grpo_mp.errors import UserError
 
 RESOLVED = "run:\n  steps: 10\n  save_every: 2\n  resume: auto\noptimizer:\n  lr: 1.0e-06\n"
@@ -34,8 +35,9 @@ def make_state(step: int) -> TrainState:
         step=step,
         optimizer_step=2 * step,
         samples_seen=64 * step,
-        weight_version=2 * step + 1,
-        cursor={"seed": 3, "epoch": 1, "next": step},
+        cursor=Cursor(epoch=1, position=step, seed=3, deferred=(5, 2)),
+        solve_streak={4: 1},
+        skipped_until={11: step + 2},
     )
 
 
@@ -60,10 +62,11 @@ def test_the_state_is_read_back(tmp_path: Path) -> None:
 def test_a_state_with_older_names_is_read(tmp_path: Path) -> None:
     manifest = save(tmp_path, 7) / MANIFEST
     tree = json.loads(manifest.read_text())
-    tree["state"] = {"step": 7, "resting": {"5": 9}, "controls": {"kl": 0.1}, "reference_refreshed": True}
+    renamed = {"resting": {"5": 9}, "controls": {"kl": 0.1}, "reference_refreshed": True}
+    tree["state"] = {"step": 7, "weight_version": 14, **renamed}
     manifest.write_text(json.dumps(tree))
     assert read_manifest(manifest.parent) == TrainState(
-        step=7, skipped_until={"5": 9}, adaptive_coefs={"kl": 0.1}, reference_updated=True
+        step=7, skipped_until={5: 9}, adaptive_coefs={"kl": 0.1}, reference_updated=True
     )
 
 
@@ -210,13 +213,25 @@ def test_results_of_other_settings_are_refused(trace: str, tmp_path: Path) -> No
     claim_run_folder(tmp_path, RESOLVED)
     check_run_folder(tmp_path, RESOLVED.replace("lr: 1.0e-06", "lr: 2.0e-06"), resume=True)
     save(tmp_path, 2) if trace == "checkpoint" else (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=r"other settings \(lr: 1.0e-06 there, lr: 2.0e-06 here\): choose another"):
+    with pytest.raises(UserError, match=r"other settings \(optimizer.lr was 1e-06, is now 2e-06\): choose another"):
         check_run_folder(tmp_path, RESOLVED.replace("lr: 1.0e-06", "lr: 2.0e-06"), resume=True)
-    with pytest.raises(UserError, match="one has more settings"):
+    with pytest.raises(UserError, match=r"optimizer.eps was None, is now 1e-08"):
         check_run_folder(tmp_path, RESOLVED + "  eps: 1.0e-08\n", resume=True)
+    (tmp_path / SETTINGS).write_text("run: [")
+    with pytest.raises(UserError, match=r"settings.yaml: not valid YAML"):
+        check_run_folder(tmp_path, RESOLVED, resume=True)
     (tmp_path / SETTINGS).unlink()
     with pytest.raises(UserError, match=r"it has no settings.yaml"):
         check_run_folder(tmp_path, RESOLVED, resume=True)
+
+
+def test_only_the_length_and_the_saves_of_a_run_may_change(tmp_path: Path) -> None:
+    """reward.steps has the name of run.steps in another section."""
+    claim_run_folder(tmp_path, RESOLVED + "reward:\n  steps: a.py:f\n  args: {}\n")
+    save(tmp_path, 2)
+    check_run_folder(tmp_path, RESOLVED.replace("10", "20") + "reward:\n  steps: a.py:f\n", resume=True)
+    with pytest.raises(UserError, match=r"\(reward.steps was 'a.py:f', is now 'b.py:g'\)"):
+        check_run_folder(tmp_path, RESOLVED + "reward:\n  steps: b.py:g\n", resume=True)
 
 
 def test_checkpoints_are_not_overwritten_without_resume(tmp_path: Path) -> None:

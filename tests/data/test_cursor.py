@@ -1,4 +1,3 @@
-import json
 from collections import Counter
 
 import pytest
@@ -30,17 +29,6 @@ def test_takes_have_no_repeats_and_epochs_hold_every_prompt_once(
     stream = [index for indices in takes for index in indices]
     for start in range(0, len(stream) - size + 1, size):
         assert Counter(stream[start : start + size]) == Counter(range(size))
-
-
-@given(SIZES, COUNTS, st.integers(0, 99), st.integers(0, 11))
-def test_a_cursor_saved_as_json_continues_where_it_was(size: int, counts: list[int], seed: int, cut: int) -> None:
-    uninterrupted = take_all(Cursor(seed=seed), size, counts, True)
-    cursor = Cursor(seed=seed)
-    for count in counts[:cut]:
-        _, cursor = take(cursor, size, count, True)
-    resumed = Cursor.from_dict(json.loads(json.dumps(cursor.to_dict())))
-    assert resumed == cursor
-    assert take_all(resumed, size, counts[cut:], True) == uninterrupted[cut:]
 
 
 def test_without_shuffle_prompts_come_in_file_order() -> None:

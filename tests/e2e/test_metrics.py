@@ -55,6 +55,13 @@ def test_listed_and_written_metrics_are_the_same(events: EventAccumulator) -> No
         assert [name for name in names if not any(row.matches(name) for row in rows)] == []
 
 
+def test_the_listed_phases_are_those_that_are_timed(lines: list[dict]) -> None:
+    meaning = next(row.meaning for row in TABLE if row.name == "time/{phase}_s")
+    listed = set(re.findall(r"\w+", meaning[meaning.index("(") : meaning.index(" inside them")])) - {"and"}
+    timed = {name[len("time/") : -len("_s")] for line in lines for name in line if re.fullmatch(r"time/\w+_s", name)}
+    assert listed - {"move"} == timed - {"step"}  # nothing is moved on a CPU
+
+
 def groups_of(rows: list[dict]) -> list[list[dict]]:
     ids = sorted({row["group_id"] for row in rows})
     return [[row for row in rows if row["group_id"] == one] for one in ids]

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -15,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mp.checkpoint.run_state import checkpoint_folder
 from grpo_mp.config import Settings, load_settings
-from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
 from grpo_mp.monitor.metrics import find
 from grpo_mp.policy.checkpoint import load_policy, save_policy
 from grpo_mp.policy.policy import Policy
@@ -28,6 +25,7 @@ from tests.conftest import TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun, finished_settings
 from tests.e2e.jobs import read_jsonl
 from tests.engines import started_engine
+from tests.one_rank import one_rank_job
 
 STEPS = list(range(1, LAST_STEP + 1))
 
@@ -110,17 +108,9 @@ def _rule_reward(row: dict) -> float:
 @pytest.fixture(scope="module")
 def first_policy(settings: Settings) -> Iterator[Policy]:
     """The policy before any update, on one rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in place.items():
-            patch.setitem(os.environ, name, value)
-        single = settings.model_copy(update={"layout": settings.layout.model_copy(update={"expert": 1})})
-        parallel = start_parallel(single.layout, seed=0, timeout_s=60.0)
+    single = settings.model_copy(update={"layout": settings.layout.model_copy(update={"expert": 1})})
+    with one_rank_job() as parallel:
         yield Policy(single, parallel, with_reference=False)
-        stop_parallel()
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def samples(*problems: str) -> tuple[list[SampleInfo], Votes]:
     for group_id, letters in enumerate(problems):
         for index, letter in enumerate(letters):
             parts = {"answer": float(letter == "R")}
-            info = SampleInfo(group_id, index, 0, 9, 4, parts["answer"] / 2, letter == "-", 0, parts)
+            info = SampleInfo(group_id, index, 9, 4, parts["answer"] / 2, letter == "-", 0, parts)
             infos.append(replace(info, is_correct=letter == "R" if letter != "?" else None))
             votes[info.key] = None if letter == "-" else ord(letter)
     return infos, votes

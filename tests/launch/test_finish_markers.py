@@ -37,7 +37,7 @@ def test_launcher_reports_ranks_that_exit_early(tiny_run: TinyRun, tmp_path: Pat
 
 @pytest.mark.slow
 def test_ranks_that_finish_leave_marks(tiny_run: TinyRun, tmp_path: Path) -> None:
-    start = [sys.executable, "-m", "grpo_mp.launch", "--ranks", "2"]  # hands --dry-run on to the ranks
+    start = [sys.executable, "-m", "grpo_mp", "launch", "--ranks", "2"]  # hands --dry-run on to the ranks
     command = [*start, str(tiny_run.config), f"run.folder={tmp_path / 'run'}", "--dry-run"]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (0, "")
@@ -53,17 +53,18 @@ def test_only_exit_status_0_of_the_trainer_leaves_a_mark(
     assert ranks_without_marker(tmp_path, 1) == unmarked_ranks
 
 
-def test_batch_script_checks_marks(tmp_path: Path) -> None:
+def test_batch_script_checks_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def check_ended() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "grpo_mp.launch.job", "check-finished", str(tmp_path), "3"]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
+    mark_finished(1)  # no launcher named a folder
+    monkeypatch.setenv(FINISHED_DIR_VARIABLE, str(tmp_path))
     for rank in (0, 2):
-        mark_finished(rank, {FINISHED_DIR_VARIABLE: str(tmp_path)})
-    mark_finished(1, {})
+        mark_finished(rank)
     assert ranks_without_marker(tmp_path, 3) == [1]
     process = check_ended()
     assert process.returncode == 2
     assert process.stderr.startswith("error: rank 1 exited with status 0 before the run finished")
-    mark_finished(1, {FINISHED_DIR_VARIABLE: str(tmp_path)})
+    mark_finished(1)
     assert check_ended().returncode == 0

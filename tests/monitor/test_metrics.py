@@ -1,6 +1,7 @@
 """The metric dictionary: unique names, lookup, warnings, and the page that documents it."""
 
 import math
+import re
 
 import pytest
 
@@ -62,6 +63,11 @@ def test_warnings_name_value_and_action() -> None:
 def test_a_metric_is_warned_of_when_it_leaves_its_range_not_every_step() -> None:
     watch, high, low = RangeWatch(), {"reward/failures": 3.0}, {"reward/failures": 0.0}
     assert [len(watch.new_warnings(scalars)) for scalars in (high, high, {}, high, low, high)] == [1, 0, 0, 0, 0, 1]
+
+
+def test_actions_name_settings_to_change_not_metrics() -> None:
+    changed = [re.search(r"\b(lower|raise|set) \w+/\w", metric.action, re.IGNORECASE) for metric in TABLE]
+    assert not any(changed)
 
 
 def test_bounds_of_the_file_are_numbers() -> None:

@@ -12,7 +12,7 @@ from grpo_mp.planner.job import BytesPerParameter, Job, bytes_per_parameter, mak
 from grpo_mp.planner.memory import SubPhase, engine_memory, plan_memory
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.plan import check_fits, make_plan
-from tests.planner.jobs import job_of, settings_of
+from tests.planner.jobs import job_of
 
 QWEN = 7_615_616_512  # parameters of Qwen2.5-7B, as its publisher's files hold
 ROOT = Path(__file__).parents[2]
@@ -50,9 +50,7 @@ def test_latent_cache_has_576_elements_per_token_and_layer() -> None:
 
 def test_bytes_per_parameter() -> None:
     def bytes_kept(megatron: dict[str, object], dtype: str = "bfloat16") -> BytesPerParameter:
-        return bytes_per_parameter(
-            settings_of(model={"path": "x", "dtype": dtype}, training={"megatron_args": megatron})
-        )
+        return bytes_per_parameter(dtype, megatron)
 
     assert bytes_kept({}) == BytesPerParameter(2, 4, 12, host_copies=2)
     assert bytes_kept(PRECISION_AWARE).fp32_moments == 4 + 4

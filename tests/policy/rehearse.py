@@ -85,8 +85,11 @@ def _rehearse_rank(job: Job, stage: int, rank: int) -> Rehearsal:
         policy_optimizer.get_megatron_optimizer, use_gloo_process_groups=False
     )
     with built_on_meta(job.settings, job.hf, job.world_size, rank) as models:
-        chunks = policy_optimizer.wrap_for_training(job.settings, models[0].config, models)
-        optimizer, _ = policy_optimizer.build_optimizer(job.settings, chunks)
+        settings, megatron_args = job.settings, job.settings.training.megatron_args
+        chunks = policy_optimizer.wrap_for_training(settings.layout, megatron_args, models[0].config, models)
+        optimizer, _ = policy_optimizer.build_optimizer(
+            settings.optimizer, settings.model.dtype, megatron_args, settings.total_updates, chunks
+        )
         return _measure(job, stage, chunks, optimizer)
 
 

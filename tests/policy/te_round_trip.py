@@ -94,8 +94,8 @@ def _load_error(folder: Path, name: str, megatron: dict[str, Any]) -> str:
 
 @contextmanager
 def _policy(model: Path, megatron: dict[str, Any]) -> Iterator[Any]:
-    from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
     from grpo_mp.policy.policy import Policy
+    from tests.one_rank import one_rank_job
 
     tree = {
         "run": {"folder": model.parent, "steps": 1},
@@ -107,12 +107,8 @@ def _policy(model: Path, megatron: dict[str, Any]) -> Iterator[Any]:
         "training": {"megatron_args": megatron},
     }
     settings = check_settings(tree, "test")
-    with single_process_group():
-        parallel = start_parallel(settings.layout, 0, 600.0)
-        try:
-            yield Policy(settings, parallel, with_reference=False)
-        finally:
-            stop_parallel()
+    with one_rank_job() as parallel:
+        yield Policy(settings, parallel, with_reference=False)
 
 
 def _state(policy: Any) -> dict[str, torch.Tensor]:

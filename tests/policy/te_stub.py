@@ -66,7 +66,7 @@ def install_te_stub(folder: Path) -> None:
     patches = {"transformer_engine.common": _skip_extension, "transformer_engine.pytorch.utils": _patch_devices}
     # Packages that import Megatron have installed the trainer's hook already, which leaves TransformerEngine as it is.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, import_hook._Finder)]
-    import_hook.install_import_hook(patches, ("megatron", "transformer_engine"))
+    sys.meta_path.insert(0, import_hook._Finder(patches, ("megatron", "transformer_engine")))
 
 
 def _skip_extension(common: Any) -> None:

@@ -1,6 +1,5 @@
 """mbridge maps Megatron's parameters to the same Hugging Face tensors as grpo_mp."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,8 +7,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
@@ -19,14 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Apex is not installed")
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mixtral", "glm4_moe", "deepseek_v3")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    with single_process_group():
-        start_parallel(LayoutConfig(), 0, 60.0)
-        yield
-        stop_parallel()
-
-
+@pytest.mark.usefixtures("parallel")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_and_values_equal_mbridge(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mbridge import AutoBridge  # after platform.prepare()

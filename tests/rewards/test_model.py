@@ -132,3 +132,10 @@ def test_a_server_that_is_down(server: Server, make_group: MakeGroup) -> None:
     server.server_close()
     with pytest.raises(UserError, match=rf"{server.url}/classify gave no answer \(\w+Error: "):
         score(server.url, make_group(["a"]), retries=0)
+
+
+@pytest.mark.parametrize("section", ["model", "steps"])
+def test_a_missing_key_is_reported(section: str) -> None:
+    settings = {section: {"url": "http://127.0.0.1:1", "api_key_env": "NO_SUCH_KEY"}}
+    with pytest.raises(UserError, match=rf"^reward.{section}.api_key_env: NO_SUCH_KEY is not set in the environment"):
+        Scorer(RewardConfig.model_validate(settings), 16, decode=str)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.rewards.model import step_ends
 from grpo_mp.rewards.score import Scorer
@@ -109,9 +108,3 @@ def test_scores_of_steps_are_those_of_transformers_where_each_step_ends(
 )
 def test_where_steps_end(pieces: list[str], ends: list[int]) -> None:
     assert step_ends(pieces, "\n\n") == ends
-
-
-def test_a_missing_key_is_reported() -> None:
-    settings = {"model": {"url": "http://127.0.0.1:1", "api_key_env": "NO_SUCH_KEY"}}
-    with pytest.raises(UserError, match="NO_SUCH_KEY is not set in the environment: export it"):
-        Scorer(RewardConfig.model_validate(settings), 16)

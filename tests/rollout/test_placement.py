@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+from grpo_mp.config.sections import EngineConfig
 from grpo_mp.errors import UserError
 from grpo_mp.rollout.placement import EnginePlacement, engine_hosts, engine_placements
 
@@ -18,7 +19,7 @@ JOBS = [
 def test_engines_span_consecutive_ranks_with_one_process_for_each_node(
     world_size: int, ranks_per_node: int, gpus: int
 ) -> None:
-    placements = engine_placements(world_size, ranks_per_node, gpus, None)
+    placements = engine_placements(EngineConfig(gpus_per_engine=gpus), world_size, ranks_per_node)
     engine_ranks = [range(engine * gpus, (engine + 1) * gpus) for engine in range(world_size // gpus)]
     for engine, ranks in enumerate(engine_ranks):
         processes = [placement for placement in placements if placement.engine == engine]
@@ -34,7 +35,7 @@ def test_engines_span_consecutive_ranks_with_one_process_for_each_node(
 
 
 def test_two_engines_over_two_nodes_each() -> None:
-    assert engine_placements(16, 4, 8, None) == (
+    assert engine_placements(EngineConfig(gpus_per_engine=8), 16, 4) == (
         EnginePlacement(0, 0, 0, 2),
         EnginePlacement(0, 4, 1, 2),
         EnginePlacement(1, 8, 0, 2),
@@ -43,16 +44,16 @@ def test_two_engines_over_two_nodes_each() -> None:
 
 
 def test_fewer_engines_than_fit_may_be_asked_for() -> None:
-    assert engine_hosts(engine_placements(8, 8, 2, 3)) == (0, 2, 4)
+    assert engine_hosts(engine_placements(EngineConfig(gpus_per_engine=2, num_engines=3), 8, 8)) == (0, 2, 4)
 
 
 @pytest.mark.parametrize(("gpus", "count"), [(4, 3), (16, None), (1, 9)])
 def test_engines_that_do_not_fit_are_refused(gpus: int, count: int | None) -> None:
     with pytest.raises(UserError, match=rf"engines of engine.gpus_per_engine={gpus} do not fit the 8 ranks"):
-        engine_placements(8, 8, gpus, count)
+        engine_placements(EngineConfig(gpus_per_engine=gpus, num_engines=count), 8, 8)
 
 
 @pytest.mark.parametrize(("ranks_per_node", "gpus"), [(4, 3), (3, 2), (4, 6)])
 def test_an_engine_that_would_straddle_nodes_unevenly_is_refused(ranks_per_node: int, gpus: int) -> None:
     with pytest.raises(UserError, match=rf"engine.gpus_per_engine={gpus} and the {ranks_per_node} ranks of a node"):
-        engine_placements(12, ranks_per_node, gpus, None)
+        engine_placements(EngineConfig(gpus_per_engine=gpus), 12, ranks_per_node)

@@ -30,7 +30,7 @@ from grpo_mp.rollout.server import EngineProcess
 spec = EngineSpec(index=0, rank=0, model=Path(sys.argv[1]), dtype="float32", context_tokens=160, cpu=True)
 engine = EngineProcess(spec, Path(sys.argv[2]))
 engine.start()
-print(engine.session_id, flush=True)
+print(engine._process.pid, flush=True)
 if sys.argv[3] == "ready":
     engine.wait_ready(300)
 print("started", flush=True)
@@ -60,7 +60,7 @@ def wait_until_gone(session_id: int) -> None:
 
 def test_a_running_engine_idles_without_work(engine: EngineProcess) -> None:
     engine.check_alive()
-    processes = session_processes(engine.session_id)
+    processes = session_processes(engine._process.pid)
     assert len(processes) >= 4  # watcher, server, scheduler, detokenizer
 
     def used_s() -> float:
@@ -101,8 +101,8 @@ def test_nothing_outlives_a_killed_trainer(model_folder: Path, tmp_path: Path, s
 def test_nothing_outlives_a_killed_watcher(make_spec: SpecFactory, tmp_path: Path) -> None:
     with started_engine(make_spec(), tmp_path / "engine.log") as engine:
         time.sleep(1.0)
-        os.kill(engine.session_id, signal.SIGKILL)
-        wait_until_gone(engine.session_id)
+        os.kill(engine._process.pid, signal.SIGKILL)
+        wait_until_gone(engine._process.pid)
         with pytest.raises(UserError, match=r"engine 3 \(rank 1, .*\) ended in GENERATE"):
             engine.check_alive("in GENERATE")
 
@@ -116,7 +116,7 @@ def test_a_server_that_cannot_come_up_shows_why(make_spec: SpecFactory, tmp_path
     with started_engine(make_spec(model=model_folder), log) as engine:
         with pytest.raises(UserError, match=r"(?s)engine 3 \(rank 1, .*\) ended while starting.*engine_3.log.*no_such"):
             engine.wait_ready(START_TIMEOUT_S)
-        wait_until_gone(engine.session_id)
+        wait_until_gone(engine._process.pid)
 
 
 def test_a_server_that_is_late_is_a_timeout_and_stop_ends_it(make_spec: SpecFactory, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_server_that_is_late_is_a_timeout_and_stop_ends_it(make_spec: SpecFact
     with pytest.raises(PhaseTimeout, match=r"engine 3 \(rank 1, .*\) did not come up within 0.5 s"):
         engine.wait_ready(0.5)
     engine.stop()
-    assert not session_processes(engine.session_id)
+    assert not session_processes(engine._process.pid)
     engine.stop()
 
 

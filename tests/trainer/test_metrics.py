@@ -1,20 +1,17 @@
 """A step's metrics against numpy; every name stands in the metric dictionary."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from grpo_mp.algorithms.report import MAXIMA, SUMS, metrics
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.batching.updates import microbatches, plan_updates
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.monitor.metrics import find
 from grpo_mp.policy.policy import UpdateReport
@@ -40,7 +37,6 @@ def info(group_id: int, index: int, reward: float, response: int, version: int =
     return SampleInfo(
         group_id=group_id,
         index=index,
-        source_rank=0,
         prompt_tokens=10 + group_id,
         response_tokens=response,
         reward=reward,
@@ -59,16 +55,6 @@ INFOS = [
     info(5, 0, 0.5, 9, 3, answer=0.0, boxed=1.0),
     info(5, 1, 0.5, 16, 2, answer=0.0, boxed=1.0),
 ]
-
-
-@pytest.fixture
-def single_rank() -> Iterator[Parallel]:
-    """A job of one rank."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    group, layout = dist.group.WORLD, LayoutConfig()
-    yield Parallel(layout, 0, 1, coordinates(0, layout, 1), 1, replica=group, cpu_group=group, store=store)
-    dist.destroy_process_group()
 
 
 def test_rewards_and_lengths_of_a_step() -> None:
@@ -122,12 +108,12 @@ def test_what_the_rewards_met_on_a_set_carries_its_name() -> None:
         assert find(name, "scalar")
 
 
-def test_updates_are_averaged_but_for_what_only_the_first_one_shows(single_rank: Parallel) -> None:
+def test_updates_are_averaged_but_for_what_only_the_first_one_shows(parallel: Parallel) -> None:
     def update(value: float, grad_norm: float, lr: float, skipped: bool) -> UpdateReport:
         sums = dict.fromkeys((*SUMS, *MAXIMA), torch.tensor(value, dtype=torch.float64))
         sums["tokens"] = torch.tensor(2.0, dtype=torch.float64)
         report = UpdateReport([sums, sums], grad_norm, lr, skipped)
-        return replace(report, measured=metrics(reduce_report(report, single_rank)))
+        return replace(report, measured=metrics(reduce_report(report, parallel)))
 
     plan = plan_updates([info.total_tokens for info in INFOS], 1, LayoutConfig(tensor=4), 2, 64, 64)
     learns = tuple(not info.truncated for info in INFOS)
@@ -160,23 +146,23 @@ def test_a_shared_prompt_is_one_packed_prompt() -> None:
     assert packed_tokens(batch) == sum(plan.tokens for plan in rank)  # nothing is padded
 
 
-def test_logprobs_of_a_shared_prompt_are_computed_once(single_rank: Parallel) -> None:
+def test_logprobs_of_a_shared_prompt_are_computed_once(parallel: Parallel) -> None:
     nothing = {"rollout_logprobs": (0.0,) * 5, "weight_versions": (0,) * 5, "truncated": False}
     samples = [Sample(7, index, tuple(range(11)), tuple(range(5)), **nothing) for index in range(3)]
     (update,) = plan_updates([16] * 3, 1, LayoutConfig(), 1, 4096, 64, prompts=[SamplePrompt(7, 11)] * 3)
     (batch,) = microbatches(update, dict(enumerate(samples)), [1.0] * 3, [1.0] * 3, LayoutConfig(), 0, 0)
-    assert logprob_tokens([[batch]], single_rank) == 0
-    assert logprob_tokens([[replace(batch, old_logprobs=batch.rollout_logprobs)]], single_rank) == 10 + 3 * 6
+    assert logprob_tokens([[batch]], parallel) == 0
+    assert logprob_tokens([[replace(batch, old_logprobs=batch.rollout_logprobs)]], parallel) == 10 + 3 * 6
 
 
-def test_kl_is_the_mean_over_the_updates_that_measured_it(single_rank: Parallel) -> None:
+def test_kl_is_the_mean_over_the_updates_that_measured_it(parallel: Parallel) -> None:
     """At weight 0 a reference may be asked in one update of the step only."""
 
     def update(kl: float, kl_tokens: float) -> UpdateReport:
         sums = dict.fromkeys((*SUMS, *MAXIMA), torch.tensor(1.0, dtype=torch.float64))
         sums |= {"kl": torch.tensor(kl).double(), "kl_tokens": torch.tensor(kl_tokens).double()}
         report = UpdateReport([sums], 1.0, 0.1, skipped=False)
-        return replace(report, measured=metrics(reduce_report(report, single_rank)))
+        return replace(report, measured=metrics(reduce_report(report, parallel)))
 
     batch = StepBatch(tuple(INFOS), (True,) * 5, (), plan_updates([30] * 5, 2, LayoutConfig(), 1, 64, 64), ())
     assert update_metrics([update(0.0, 0.0), update(3.0, 4.0)], batch, planned=2)["train/kl_loss"] == 0.75
@@ -187,11 +173,11 @@ def test_a_step_without_any_update() -> None:
     assert update_metrics([], StepBatch((), (), (), (), ()), planned=0) == {"train/updates": 0}
 
 
-def test_what_the_rewards_of_all_ranks_met(single_rank: Parallel) -> None:
+def test_what_the_rewards_of_all_ranks_met(parallel: Parallel) -> None:
     stats = RewardStats(failures=Counter(mine=2, other=1), unscored=4, verify_timeouts=5)
     stats.log("a/b", 1.0)
     stats.log("a/b", 2.0)
-    values = reward_metrics(total_reward_stats(stats, single_rank))
+    values = reward_metrics(total_reward_stats(stats, parallel))
     assert values == {
         "reward/failures": 3,
         "reward/unscored": 4,
@@ -214,8 +200,8 @@ def test_histograms_hold_every_sample_and_every_token_s_advantage() -> None:
         assert find(name, "histogram")
 
 
-def test_memory_of_each_phase(single_rank: Parallel) -> None:
-    values = memory_metrics({"TRAIN": MemoryUsage(1, 2, 3), "GENERATE": MemoryUsage(4, 5, 6)}, single_rank)
+def test_memory_of_each_phase(parallel: Parallel) -> None:
+    values = memory_metrics({"TRAIN": MemoryUsage(1, 2, 3), "GENERATE": MemoryUsage(4, 5, 6)}, parallel)
     assert values == {
         "memory/train/host_bytes": 1.0,
         "memory/train/device_bytes": 2.0,

@@ -371,7 +371,7 @@ def saved_run(tiny_run: TinyRun, tmp_path: Path) -> Path:
 
 def test_a_folder_of_other_settings(refuse: Refuse, saved_run: Path) -> None:
     message = refuse("optimizer.lr=0.5")
-    assert message.startswith(f"{saved_run} holds a run of other settings (lr: 0.001 there, lr: 0.5 here)")
+    assert message.startswith(f"{saved_run} holds a run of other settings (optimizer.lr was 0.001, is now 0.5)")
     assert message.endswith("choose another run.folder, or move it away")
 
 

@@ -1,6 +1,6 @@
 """Every training metric of a step against transformers and numpy: the same samples, the weights before each update."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,20 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from grpo_mp.algorithms.advantages import load_estimator
-from grpo_mp.algorithms.losses import load_policy_loss
-from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import StepBatch, Updates, assemble_step_batch
-from grpo_mp.config import Settings, load_settings
-from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
+from grpo_mp.config import load_settings
+from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.policy.expert_load import heat_map, load_ratios, max_load_ratio
-from grpo_mp.policy.policy import Policy, UpdateReport
-from grpo_mp.trainer.logprobs import compute_logprobs, sample_microbatches
+from grpo_mp.policy.policy import Policy
+from grpo_mp.trainer.logprobs import sample_microbatches
 from grpo_mp.trainer.metrics import logprob_tokens, update_metrics
 from grpo_mp.trainer.save import export_policy
-from grpo_mp.trainer.update import train_step
 from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
+from tests.trainer.one_step import OneStep, make_batch
 
 GROUPS, SIZE, UPDATES, LR, KL = 4, 4, 2, 0.02, 0.1
 LOW, HIGH = 0.01, 0.02  # of the clip: narrow, so that some tokens of the second update are outside
@@ -40,31 +36,11 @@ SETTINGS = (
 Values = NDArray[np.float64]
 
 
-@pytest.fixture(scope="module")
-def parallel(tiny_run: TinyRun) -> Iterator[Parallel]:
-    with single_process_group():
-        yield start_parallel(load_settings(tiny_run.config, list(SETTINGS)).layout, 0, 60.0)
-        stop_parallel()
-
-
 @dataclass(frozen=True)
-class Step:
-    """A step on one rank without its engine: the samples are made up, all else is the trainer's own."""
+class Step(OneStep):
+    """A step with its samples, in their order."""
 
-    settings: Settings
-    policy: Policy
-    batch: StepBatch
-    samples: list[Sample]  # in the order of the step
-
-    def compute_logprobs(self) -> Updates:
-        epochs = self.settings.training.epochs
-        return compute_logprobs(self.policy, self.batch, self.settings.algorithm, epochs, adaptive_coefs={}, seed="0/0")
-
-    def train(self, updates: Updates) -> list[UpdateReport]:
-        epochs = self.settings.training.epochs
-        policy_loss = load_policy_loss(self.settings.algorithm)
-        reports, _ = train_step(self.policy, updates, self.settings.algorithm, epochs, {}, policy_loss)
-        return reports
+    samples: list[Sample]
 
 
 @pytest.fixture
@@ -75,18 +51,7 @@ def make_step(tiny_run: TinyRun, parallel: Parallel) -> Callable[..., Step]:
         samples = make_samples(np.random.default_rng(0), policy.hf.int("vocab_size"), tiny_run.model)
         prompt = Prompt(0, "", samples[0].prompt_tokens)
         groups = [SampleGroup(prompt, tuple(samples[i : i + SIZE])) for i in range(0, len(samples), SIZE)]
-        infos = all_gather_sample_info(groups, parallel.cpu_group)
-        batch = assemble_step_batch(
-            groups,
-            infos,
-            {},
-            settings,
-            parallel,
-            policy.config.hidden_size,
-            1,
-            load_estimator(settings.algorithm.advantage),
-        )
-        return Step(settings, policy, batch, samples)
+        return Step(settings, policy, make_batch(settings, parallel, groups), samples)
 
     return make
 

@@ -1,40 +1,24 @@
 """The updates of a step on a real policy of one rank: passes over the samples, and which forward passes they cost."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from grpo_mp.algorithms.advantages import load_estimator
-from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.algorithms.settings import needs_old_logprobs
-from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import StepBatch, Updates, assemble_step_batch
 from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, latest_checkpoint, write_manifest
 from grpo_mp.config import Settings, load_settings
-from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.policy.checkpoint import save_policy
-from grpo_mp.policy.policy import Policy, UpdateReport
+from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.context import build_policy
-from grpo_mp.trainer.logprobs import compute_logprobs
-from grpo_mp.trainer.update import train_step
 from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.algorithms.objective import loss_of
 from tests.conftest import TinyRun
+from tests.trainer.one_step import OneStep, make_batch
 
 SETTINGS = ("layout={}", "training.updates_per_step=2", "algorithm.kl.coef=0.0", "optimizer.warmup_updates=0")
-
-
-@pytest.fixture(scope="module")
-def parallel() -> Iterator[Parallel]:
-    with single_process_group():
-        yield start_parallel(LayoutConfig(), 0, 60.0)
-        stop_parallel()
 
 
 def groups() -> list[SampleGroup]:
@@ -52,32 +36,10 @@ def groups() -> list[SampleGroup]:
     return [SampleGroup(prompt, tuple(sample(group, index) for index in range(4))) for group in range(4)]
 
 
-@dataclass(frozen=True)
-class Trainer:
-    """A policy on one rank and the settings of its updates."""
-
-    settings: Settings
-    policy: Policy
-
-    def make_batch(self) -> StepBatch:
-        infos = all_gather_sample_info(groups(), dist.group.WORLD)
-        estimator = load_estimator(self.settings.algorithm.advantage)
-        return assemble_step_batch(groups(), infos, {}, self.settings, self.policy.parallel, 64, 1, estimator)
-
-    def compute_logprobs(self) -> Updates:
-        epochs = self.settings.training.epochs
-        return compute_logprobs(self.policy, self.make_batch(), self.settings.algorithm, epochs, {}, "0/0")
-
-    def train(self, updates: Updates) -> list[UpdateReport]:
-        epochs = self.settings.training.epochs
-        policy_loss = load_policy_loss(self.settings.algorithm)
-        reports, _ = train_step(self.policy, updates, self.settings.algorithm, epochs, {}, policy_loss)
-        return reports
-
-
-def make_trainer(tiny_run: TinyRun, parallel: Parallel, *overrides: str) -> Trainer:
+def make_trainer(tiny_run: TinyRun, parallel: Parallel, *overrides: str) -> OneStep:
     settings = load_settings(tiny_run.config, [*SETTINGS, *overrides])
-    return Trainer(settings, Policy(settings, parallel, with_reference=settings.algorithm.kl.coef > 0))
+    policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.coef > 0)
+    return OneStep(settings, policy, make_batch(settings, parallel, groups()))
 
 
 def weights(policy: Policy) -> list[torch.Tensor]:
@@ -129,14 +91,14 @@ def test_old_logprobs_of_the_engine_cost_no_forward_pass(
         forward_passes += 1
 
     (model,) = trainer.policy.models()
-    batches = sum(map(len, trainer.make_batch().updates))
+    batches = sum(map(len, trainer.batch.updates))
     model.register_forward_pre_hook(count)
     updates = trainer.compute_logprobs()
     reference = batches if trainer.policy.reference else 0
     assert forward_passes == reference + (batches if passes else 0)
     assert needs_old_logprobs(trainer.settings.algorithm, 2) is passes
     if trainer.policy.reference:  # the KL in the reward is that of the engine's own probabilities
-        assert not torch.equal(updates[0][0].advantages, trainer.make_batch().updates[0][0].advantages)
+        assert not torch.equal(updates[0][0].advantages, trainer.batch.updates[0][0].advantages)
 
 
 def test_the_engine_s_logprobs_are_the_old_ones(tiny_run: TinyRun, parallel: Parallel) -> None:
@@ -155,12 +117,9 @@ def test_shuffled_samples_are_spread_over_the_updates_alike_on_every_rank(
     tiny_run: TinyRun, parallel: Parallel
 ) -> None:
     shuffled = make_trainer(tiny_run, parallel, "training.shuffle=true")
-    infos = all_gather_sample_info(groups(), dist.group.WORLD)
 
     def parts(step: int, settings: Settings) -> list[set[int]]:
-        batch = assemble_step_batch(
-            groups(), infos, {}, settings, parallel, 64, step, load_estimator(settings.algorithm.advantage)
-        )
+        batch = make_batch(settings, parallel, groups(), step)
         return [set(update.samples) for update in batch.plan]
 
     in_order = shuffled.settings.model_copy(
