@@ -34,7 +34,7 @@ def read_number(kind: type[Number], value: Any, where: str) -> Number:
         raise UserError(f"{where}: expected {noun}, found {value!r}") from error
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ' (did you mean X?)' for the known name closest to `name`, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {matches[0]}?)" if matches else ""

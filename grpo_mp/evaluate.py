@@ -22,8 +22,8 @@ from grpo_mp.config import Settings, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.score import plot_pass_at_k, write_scores, write_svg
 from grpo_mp.log import log_to_terminal
-from grpo_mp.monitor.samples import add_samples
-from grpo_mp.options import evaluate_parser
+from grpo_mp.monitor.samples import append_samples
+from grpo_mp.parsers import evaluate_parser
 from grpo_mp.rollout.rollout import engines_can_load_weights
 from grpo_mp.train import sync_weights
 from grpo_mp.trainer.command_line import started_job
@@ -108,7 +108,7 @@ def evaluate_and_report(job: EvaluationJob, evaluator: Evaluator) -> None:
     folder, parallel, progress = job.settings.run.folder, evaluator.parallel, evaluator.progress
     samples = _samples_file(folder, parallel.rank)
     samples.write_text("")
-    evaluation = evaluator.evaluate(job.step, partial(add_samples, samples))
+    evaluation = evaluator.evaluate(job.step, partial(append_samples, samples))
     dist.barrier(group=parallel.cpu_group)
     if parallel.rank == 0:
         with (folder / SAMPLES).open("wb") as file:

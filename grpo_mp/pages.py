@@ -37,7 +37,7 @@ TYPE_NAMES = {
 LIMITS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 
 
-def fill(page: str, **parts: str) -> str:
+def render(page: str, **parts: str) -> str:
     """Put `parts` in their places in the template `page`.md, where `{{name}}` stands for a part."""
     text = (TEMPLATES / f"{page}.md").read_text(encoding="utf-8")
     for name, part in parts.items():
@@ -61,7 +61,7 @@ def algorithms_page() -> str:
         (f"`{name}`", preset.source, ", ".join(_constants(preset.settings)) or "the defaults")
         for name, preset in PRESETS.items()
     )
-    return fill(
+    return render(
         "algorithms",
         uses=table(("preset", "use it when"), ((f"`{name}`", preset.use) for name, preset in PRESETS.items())),
         group_sizes=_group_sizes(),
@@ -97,7 +97,7 @@ def metrics_page() -> str:
         f"### {group}/\n\n{table(METRIC_COLUMNS, [_metric_cells(metric) for metric in TABLE if metric.group == group])}"
         for group in groups
     )
-    return fill("monitor", metrics="\n".join(tables))
+    return render("monitor", metrics="\n".join(tables))
 
 
 def _metric_cells(metric: Metric) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ def _metric_cells(metric: Metric) -> tuple[str, ...]:
 
 def settings_page() -> str:
     """Return the page of the settings."""
-    return fill("configs", settings="\n".join(_section(path, section) for path, section in nested_sections(Settings)))
+    return render("configs", settings="\n".join(_section(path, section) for path, section in nested_sections(Settings)))
 
 
 def _section(path: str, section: type[Section]) -> str:

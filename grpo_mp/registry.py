@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
-from grpo_mp.errors import UserError, nearest
-from grpo_mp.user_code import HOW_TO_WRITE, is_path, load_attribute
+from grpo_mp.errors import UserError, did_you_mean
+from grpo_mp.user_code import PATH_FORMAT, is_path, load_attribute
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Entry:
+class LazyEntry:
     """A built-in extension that is imported when it is used, so that settings are read without torch."""
 
     path: str  # 'module:attribute'
@@ -28,7 +28,7 @@ class Registry(Generic[T]):
     """
 
     kind: str  # in messages: "policy loss"
-    built_in: Mapping[str, T | Entry] = field(default_factory=dict)
+    built_in: Mapping[str, T | LazyEntry] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
     instance: type | None = None
@@ -38,10 +38,10 @@ class Registry(Generic[T]):
         if name in self.built_in or is_path(name):
             return name
         if not self.built_in:
-            raise ValueError(f"{name!r} is no {self.kind}: {HOW_TO_WRITE}")
+            raise ValueError(f"{name!r} is no {self.kind}: {PATH_FORMAT}")
         known = ", ".join(self.built_in)
         raise ValueError(
-            f"unknown {self.kind} {name!r}{nearest(name, self.built_in)}: there are {known}; or {HOW_TO_WRITE}"
+            f"unknown {self.kind} {name!r}{did_you_mean(name, self.built_in)}: there are {known}; or {PATH_FORMAT}"
         )
 
     def resolve(self, name: str, setting: str, args: Mapping[str, Any] | None = None) -> T:
@@ -50,11 +50,11 @@ class Registry(Generic[T]):
         Raises UserError, which names the setting, for an unknown name, a failing import, or something of another kind.
         """
         try:
-            extension: Any = self.built_in.get(self.check_name(name), Entry(name))
+            extension: Any = self.built_in.get(self.check_name(name), LazyEntry(name))
         except ValueError as error:
             raise UserError(f"{setting}: {error}") from error
         label = f"{setting} {name!r}"
-        if isinstance(extension, Entry):
+        if isinstance(extension, LazyEntry):
             extension = load_attribute(extension.path, label)
         self._check(extension, label, args or {})
         return cast(T, partial(extension, **args) if args else extension)

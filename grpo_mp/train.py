@@ -7,7 +7,7 @@ from dataclasses import replace
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
 
-from grpo_mp.batching.step_batch import StepBatch, Updates, assemble_step_batch
+from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
 from grpo_mp.checkpoint.run_state import FINAL, latest_checkpoint
 from grpo_mp.config import Settings
 from grpo_mp.monitor.loggers import open_loggers
@@ -83,36 +83,36 @@ def make_logger(ctx: TrainContext) -> StepLogger:
         ctx.progress,
         ctx.inputs.scorer,
         open_loggers(make_loggers, folder, first_step, settings.model_dump(mode="json")),
-        ctx.scheduler.memory_tracker,
+        ctx.phases.memory_tracker,
         ctx.policy.expert_load,
     )
 
 
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:
     """Turn rewards into advantages, and bring samples to the ranks that train on them, packed in micro-batches."""
-    weights, hidden_size = ctx.inputs.scorer.weights, ctx.policy.config.hidden_size
+    weights, hidden_size = ctx.inputs.scorer.term_weights, ctx.policy.config.hidden_size
     estimator = ctx.inputs.extensions.estimator
-    with ctx.scheduler.phase(Phase.SCORE):
+    with ctx.phases.phase(Phase.SCORE):
         return assemble_step_batch(
             rollouts.groups, rollouts.infos, weights, ctx.settings, ctx.parallel, hidden_size, step, estimator
         )
 
 
-def compute_old_and_reference_logprobs(ctx: TrainContext, batch: StepBatch) -> Updates:
+def compute_old_and_reference_logprobs(ctx: TrainContext, batch: StepBatch) -> UpdateBatches:
     """Return the micro-batches of each update with the logprobs that its loss needs."""
     settings, state = ctx.settings, ctx.state
     seed = f"{settings.run.seed}/{state.step}"
-    with ctx.scheduler.phase(Phase.LOGPROB):
+    with ctx.phases.phase(Phase.LOGPROB):
         return compute_logprobs(
             ctx.policy, batch, settings.algorithm, settings.training.epochs, state.adaptive_coefs, seed
         )
 
 
-def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: Updates, step: int) -> list[UpdateReport]:
+def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatches, step: int) -> list[UpdateReport]:
     """Make the step's optimizer updates, refresh the reference where that is due, and advance the state."""
     algorithm, epochs = ctx.settings.algorithm, ctx.settings.training.epochs
     policy_loss = ctx.inputs.extensions.policy_loss
-    with ctx.scheduler.phase(Phase.TRAIN):
+    with ctx.phases.phase(Phase.TRAIN):
         reports, adaptive_coefs = train_step(
             ctx.policy, updates, algorithm, epochs, ctx.state.adaptive_coefs, policy_loss
         )
@@ -131,14 +131,14 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: Updates, s
 
 def sync_weights(ctx: TrainContext) -> tuple[SyncReport, CheckReport]:
     """Push the policy's weights into every engine and check that the engines hold them."""
-    with ctx.scheduler.phase(Phase.SYNC):
+    with ctx.phases.phase(Phase.SYNC):
         report = ctx.weight_sync.update_weights(ctx.state.optimizer_step)
     return report, ctx.engine_check.run(report.version)
 
 
 def save(ctx: TrainContext) -> None:
     """Save a checkpoint of the current state."""
-    with ctx.scheduler.phase(Phase.SAVE):
+    with ctx.phases.phase(Phase.SAVE):
         save_checkpoint(ctx.settings.run, ctx.policy, ctx.state)
 
 
@@ -154,7 +154,7 @@ def finish(ctx: TrainContext, first: Evaluation, last: Evaluation) -> None:
         ctx.progress.note(f"stopped after step {ctx.state.step}: run the same command to resume")
         return
     if settings.run.export:
-        with ctx.scheduler.phase(Phase.SAVE, "export"):
+        with ctx.phases.phase(Phase.SAVE, "export"):
             export_policy(ctx.policy, settings.run.folder / FINAL, settings.model.path, settings.sync.bucket_bytes)
     if ctx.parallel.rank == 0:
         merge_traces(settings.run.folder)

@@ -36,7 +36,7 @@ class Sample:
     truncated: bool
     text: str = ""
     reward: float = 0.0
-    reward_parts: dict[str, float] = field(default_factory=dict)  # by reward name, unweighted
+    reward_terms: dict[str, float] = field(default_factory=dict)  # by reward name, unweighted
     step_rewards: StepRewards = ()  # (index of a step's last token in `tokens`, its reward)
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions gave to `log_extra`, by column
     is_correct: bool | None = None  # whether the answer is right; None: no term of the reward says so
@@ -81,7 +81,7 @@ class SampleInfo:
     reward: float
     truncated: bool
     oldest_version: int
-    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_terms: dict[str, float] = field(default_factory=dict)
     step_rewards: StepRewards = ()
     prompt: int = 0  # index in the prompt set
     finish_order: int = 1  # order in which its group finished in the step, from 1; 0: aborted
@@ -123,12 +123,12 @@ class MicroBatch:
     sequence_index: torch.Tensor  # int64, which sequence of `sample_ids` a token belongs to; -1 is padding
     sample_ids: tuple[int, ...]  # index of each packed sequence into the update's sample list
     advantages: torch.Tensor  # float64
-    weights: torch.Tensor  # float64, share of the token in the update's loss
+    loss_weights: torch.Tensor  # float64, share of the token in the update's loss
     rollout_logprobs: torch.Tensor  # float32
     old_logprobs: torch.Tensor | None = None  # float32; None: the logprobs of the first update are the old ones
     reference_logprobs: torch.Tensor | None = None  # float32
     prompt_rows: tuple[RowRange, ...] = ()  # by sequence, the rows before its own; (): each holds its own prompt
-    entropy_floor: float = -math.inf  # nats: tokens below it do not learn
+    entropy_floor: float = -math.inf  # nats: tokens below it are masked out of the loss
     entropy_weight: float = 0.0  # 1 / tokens of the update that the entropy bonus is a mean over
 
     @property

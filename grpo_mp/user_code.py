@@ -12,9 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from grpo_mp.errors import UserError, nearest, one_line
+from grpo_mp.errors import UserError, did_you_mean, one_line
 
-HOW_TO_WRITE = "write module:function or path/file.py:function"
+PATH_FORMAT = "write module:function or path/file.py:function"
 
 
 class ExitCallError(Exception):
@@ -55,7 +55,7 @@ def load_attribute(path: str, label: str) -> Any:
     """
     source, _, attribute = path.rpartition(":")
     if not is_path(path):
-        raise UserError(f"{label}: {HOW_TO_WRITE}")
+        raise UserError(f"{label}: {PATH_FORMAT}")
     try:
         with no_exit():
             module = _load_file(Path(source), label) if source.endswith(".py") else import_module(source)
@@ -65,7 +65,7 @@ def load_attribute(path: str, label: str) -> Any:
         reason = one_line(f"{type(error).__name__}: {error}", None).removesuffix(":")
         raise UserError(f"{label}: importing {source} failed: {reason}") from error
     if attribute not in vars(module):
-        raise UserError(f"{label}: {source} has no {attribute}{nearest(attribute, vars(module))}")
+        raise UserError(f"{label}: {source} has no {attribute}{did_you_mean(attribute, vars(module))}")
     return vars(module)[attribute]
 
 

@@ -128,9 +128,9 @@ install_test() {
 }
 
 # Not where Python finds it: Megatron would take TransformerEngine for usable.
-install_rehearsal() {
-  rm -rf "$venv/rehearsal"
-  step "installing what the rehearsal of a GPU reads" pip_install --target "$venv/rehearsal" -r "$1"
+install_te_source() {
+  rm -rf "$venv/te-source"
+  step "installing TransformerEngine's Python code for the tests" pip_install --target "$venv/te-source" -r "$1"
 }
 
 take_gpu_versions=no test_too=no
@@ -152,5 +152,5 @@ fi
 unless_there cpu "$lock" install_cpu
 if [ "$test_too" = yes ]; then
   unless_there test "$root/launch/requirements-test.txt" install_test
-  unless_there rehearsal "$root/launch/requirements-rehearsal.txt" install_rehearsal
+  unless_there te-source "$root/launch/requirements-te-source.txt" install_te_source
 fi

@@ -16,18 +16,18 @@ from transformers import AutoModelForCausalLM
 import grpo_mp
 from grpo_mp.algorithms.advantages import estimate_advantages
 from grpo_mp.algorithms.settings import AlgorithmConfig
-from grpo_mp.batching.group_filters import select_groups
+from grpo_mp.batching.group_selection import select_groups
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.data.prompts import load_prompts
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.monitor.loggers import open_loggers, read_lines, write_metrics
+from grpo_mp.monitor.loggers import open_loggers, read_metrics, write_metrics
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.policy import Policy, check_policy
-from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.trainer.preflight import Extensions, load_extensions
 from grpo_mp.types import Prompt, Sample, SampleGroup, SampleInfo
 from tests.algorithms.objective import draw_update, loss_of, objective, to_microbatches
@@ -114,7 +114,7 @@ def test_group_filter(use: Use) -> None:
     settings, extensions = use("Group filter")
     samples = make_samples((0.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.5, 1.0))
     selection = select_groups(samples, 4, settings.algorithm.filter, extensions.group_filter)
-    assert (selection.admitted, selection.zero_std) == ((1, 3), 2)
+    assert (selection.selected, selection.zero_std) == ((1, 3), 2)
 
 
 def test_data_source(use: Use) -> None:
@@ -136,7 +136,7 @@ def test_logger(use: Use, tmp_path: Path) -> None:
     for logger in loggers:
         logger.close()
     assert (tmp_path / "metrics.csv").read_text().splitlines() == ["1,0.5,-0.25", "2,0.75,"]
-    assert [line["reward/mean"] for line in read_lines(tmp_path / "metrics.jsonl")] == [0.5, 0.75]
+    assert [line["reward/mean"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0.5, 0.75]
     assert any((tmp_path / "tensorboard").iterdir())
 
 

@@ -38,7 +38,7 @@ ORDER = (
     "errors",
     "files",
     "log",
-    "options",
+    "parsers",
     "user_code",
     "registry",
     "section",

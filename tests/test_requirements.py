@@ -21,7 +21,7 @@ def read_lock(name: str) -> dict[str, Version]:
     return {canonicalize_name(package): Version(version) for package, version in pins}
 
 
-CPU, TEST, GPU, REHEARSAL = (read_lock(name) for name in ("cpu", "test", "gpu", "rehearsal"))
+CPU, TEST, GPU, TE_SOURCE = (read_lock(name) for name in ("cpu", "test", "gpu", "te-source"))
 
 
 def test_no_package_is_locked_twice() -> None:
@@ -46,6 +46,6 @@ def test_an_installed_package_is_the_locked_one(package: str) -> None:
     assert installed in {str(CPU[package]), str(GPU.get(package))}  # the second by install.sh --gpu-versions
 
 
-@pytest.mark.parametrize("package", REHEARSAL)
-def test_what_is_rehearsed_is_what_a_gpu_runs(package: str) -> None:
-    assert REHEARSAL[package] == GPU[package]
+@pytest.mark.parametrize("package", TE_SOURCE)
+def test_te_source_is_what_a_gpu_runs(package: str) -> None:
+    assert TE_SOURCE[package] == GPU[package]

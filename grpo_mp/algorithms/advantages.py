@@ -17,7 +17,7 @@ class AdvantageEstimator(Protocol):
     """Returns the advantage of each of the step's samples: a number, or [response tokens].
 
     `samples`: all of the step, alike on every rank, groups by `group_id`; `advantage`: that section of the settings;
-    `weights`: of the parts of the reward, by name. `algorithm.advantage.args` come by name.
+    `weights`: of the terms of the reward, by name. `algorithm.advantage.args` come by name.
     """
 
     def __call__(
@@ -90,12 +90,12 @@ def outcome_advantages(
     With a group baseline, a group without difference gives exactly zero.
     """
     values, groups = torch.tensor(rewards, dtype=torch.float64), Groups.by_id(group_ids)
-    centred = values - BASELINES[advantage.baseline](values, groups)
+    centered = values - BASELINES[advantage.baseline](values, groups)
     if advantage.scale != "none":
-        centred = centred / (SCALES[advantage.scale](values, groups, advantage.std) + advantage.eps)
+        centered = centered / (SCALES[advantage.scale](values, groups, advantage.std) + advantage.eps)
     if advantage.baseline != "none":
-        centred[~groups.has_nonzero_std(values)[groups.index]] = 0.0
-    return tuple(centred.tolist())
+        centered[~groups.has_nonzero_std(values)[groups.index]] = 0.0
+    return tuple(centered.tolist())
 
 
 def estimate_outcome(
@@ -108,18 +108,18 @@ def estimate_outcome(
 def estimate_decoupled(
     samples: Sequence[SampleInfo], advantage: AdvantageConfig, weights: Mapping[str, float]
 ) -> Sequence[PerToken]:
-    """Normalize every part of the reward in its group, add them up by weight, and normalize the sum over the batch.
+    """Normalize every term of the reward in its group, add them up by weight, and normalize the sum over the batch.
 
-    GDPO, arXiv 2601.05242, eq. 4 to 6. A part that does not apply to a sample is missing there and adds nothing.
+    GDPO, arXiv 2601.05242, eq. 4 to 6. A term that does not apply to a sample is missing there and adds nothing.
     """
     total = torch.zeros(len(samples), dtype=torch.float64)
     single_reward = AdvantageConfig(eps=advantage.eps, std=advantage.std)
     for name, weight in weights.items():
-        having = [i for i, sample in enumerate(samples) if name in sample.reward_parts]
-        if having:
-            rewards, ids = zip(*((samples[i].reward_parts[name], samples[i].group_id) for i in having), strict=True)
+        applicable = [i for i, sample in enumerate(samples) if name in sample.reward_terms]
+        if applicable:
+            rewards, ids = zip(*((samples[i].reward_terms[name], samples[i].group_id) for i in applicable), strict=True)
             normalized = outcome_advantages(rewards, ids, single_reward)
-            total[having] += weight * torch.tensor(normalized, dtype=torch.float64)
+            total[applicable] += weight * torch.tensor(normalized, dtype=torch.float64)
     if not bool((total != 0).any()):
         return (0.0,) * len(samples)
     return tuple(((total - total.mean()) / (_std(total, advantage.std) + advantage.eps)).tolist())
@@ -162,8 +162,8 @@ BASELINES: dict[str, Callable[[Tensor, Groups], Tensor]] = {
 def _group_std(values: Tensor, groups: Groups, kind: str) -> Tensor:
     """Return the standard deviation of each value's group: over n - 1 for kind `sample`, else over n."""
     sizes = groups.sizes()
-    centred = values - (groups.sums(values) / sizes)[groups.index]
-    variance = groups.sums(centred**2) / (sizes - int(kind == "sample")).clamp(min=1)
+    centered = values - (groups.sums(values) / sizes)[groups.index]
+    variance = groups.sums(centered**2) / (sizes - int(kind == "sample")).clamp(min=1)
     return variance.sqrt()[groups.index]
 
 

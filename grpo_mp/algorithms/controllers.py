@@ -1,4 +1,4 @@
-"""Adaptive loss coefficients, and the guard that ends a step's updates. Pure."""
+"""Adaptive loss coefficients, and early stopping of a step's updates. Pure."""
 
 from collections.abc import Mapping
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mp.algorithms.loss_metrics import loss_report
 from grpo_mp.algorithms.policy_losses import PolicyLoss, TokenTerms
 from grpo_mp.algorithms.registries import POLICY_LOSSES, policy_loss_entry
-from grpo_mp.algorithms.report import loss_report
 from grpo_mp.algorithms.sequences import Reduce, Sequences
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig, RatioLevel, RolloutCorrectionConfig
 from grpo_mp.errors import UserError
@@ -44,7 +44,7 @@ def make_loss(
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         batch = _mask_logprobs(batch.to(logprobs.device))
         new, entropy = _masked(logprobs, batch.mask), _masked(entropy, batch.mask)
-        has_rollout_logprob = batch.rollout_logprobs.isfinite()  # the other tokens do not learn
+        has_rollout_logprob = batch.rollout_logprobs.isfinite()  # the other tokens are masked out of the loss
         terms = _token_terms(new, batch, algorithm, Sequences.from_batch(batch, reduce))
         entropy_mask = (entropy.detach() >= batch.entropy_floor) & has_rollout_logprob
         on_policy = off_policy_mask(
@@ -55,9 +55,9 @@ def make_loss(
             algorithm.rollout_correction.off_policy_mask_threshold,
         )
         token_losses = _token_losses(policy_loss, terms, algorithm) * on_policy * entropy_mask
-        weighted_policy_loss = (token_losses * batch.weights).sum()
+        weighted_policy_loss = (token_losses * batch.loss_weights).sum()
         kl = _kl(terms, batch, algorithm.kl, algorithm.kl.level) * has_rollout_logprob
-        kl_loss = kl_coefficient * (kl * batch.weights).sum() if kl_coefficient else 0.0  # 0 x inf would be NaN
+        kl_loss = kl_coefficient * (kl * batch.loss_weights).sum() if kl_coefficient else 0.0  # 0 x inf would be NaN
         entropy_bonus = (entropy * entropy_mask * batch.mask).sum() * batch.entropy_weight
         total = weighted_policy_loss + kl_loss - coefficients.entropy * entropy_bonus
         token_kl = _kl(terms, batch, algorithm.kl, "token").detach() * has_rollout_logprob
@@ -198,9 +198,9 @@ def _mask_logprobs(batch: MicroBatch) -> MicroBatch:
 
 
 def token_weights(
-    response_tokens: Sequence[int], learns: Sequence[bool], algorithm: AlgorithmConfig, max_response_tokens: int
+    response_tokens: Sequence[int], in_loss: Sequence[bool], algorithm: AlgorithmConfig, max_response_tokens: int
 ) -> list[PerToken]:
-    """Return the weight of each token of each of the update's samples; 0 for a sample that does not learn.
+    """Return the weight of each token of each of the update's samples; 0 for a sample that is masked out of the loss.
 
     Weights come from the lengths of the whole update, so the denominator is global before the first backward, whatever
     the layout, micro-batch size or packing.
@@ -210,15 +210,15 @@ def token_weights(
     sequence_sum: mean over samples of the sum over tokens (LUSPO; RLOO).
     constant: sum over tokens / (samples x max_response_tokens) (Dr. GRPO).
     decoupled: mean over samples of control_token_weight x first token + mean of the others (Thinkless, eq. 5).
-    A sample that does not learn counts as a sample, its tokens do not count as tokens, as in TRL.
+    A sample that is masked out of the loss counts as a sample, its tokens do not count as tokens, as in TRL.
     """
     samples = len(response_tokens)
-    learning_tokens = sum(tokens for tokens, learn in zip(response_tokens, learns, strict=True) if learn)
+    loss_tokens = sum(tokens for tokens, included in zip(response_tokens, in_loss, strict=True) if included)
 
     def weight(tokens: int) -> PerToken:
         match algorithm.aggregation:
             case "token_mean":
-                return 1.0 / learning_tokens
+                return 1.0 / loss_tokens
             case "sequence_sum":
                 return 1.0 / samples
             case "constant":
@@ -230,4 +230,4 @@ def token_weights(
             case "sequence_mean":
                 return 1.0 / (samples * tokens)
 
-    return [weight(tokens) if learn else 0.0 for tokens, learn in zip(response_tokens, learns, strict=True)]
+    return [weight(tokens) if included else 0.0 for tokens, included in zip(response_tokens, in_loss, strict=True)]

@@ -3,18 +3,18 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grpo_mp.registry import Entry, Registry
+from grpo_mp.registry import LazyEntry, Registry
 
 if TYPE_CHECKING:
     from grpo_mp.algorithms.advantages import AdvantageEstimator
     from grpo_mp.algorithms.group_filters import GroupFilter
     from grpo_mp.algorithms.policy_losses import PolicyLoss
 
-LOSSES, FILTERS = (f"grpo_mp.algorithms.{module}:" for module in ("policy_losses", "group_filters"))
+LOSS_MODULE, FILTER_MODULE = (f"grpo_mp.algorithms.{module}:" for module in ("policy_losses", "group_filters"))
 
 
 @dataclass(frozen=True)
-class PolicyLossEntry(Entry):
+class PolicyLossEntry(LazyEntry):
     """A policy loss, and what the checks of settings need of it."""
 
     reads: tuple[str, ...] = ()  # sections of `algorithm`, which act on ratios other than 1 only
@@ -23,7 +23,7 @@ class PolicyLossEntry(Entry):
 
 
 @dataclass(frozen=True)
-class GroupFilterEntry(Entry):
+class GroupFilterEntry(LazyEntry):
     """A group filter of the registry."""
 
     needs_correctness: bool = False  # which answers are right, by reward.correct
@@ -32,12 +32,12 @@ class GroupFilterEntry(Entry):
 POLICY_LOSSES: "Registry[PolicyLoss]" = Registry(
     "policy loss",
     {
-        "clip": PolicyLossEntry(LOSSES + "ppo_clip", reads=("clip",)),
-        "cispo": PolicyLossEntry(LOSSES + "cispo", reads=("clip",)),
-        "sapo": PolicyLossEntry(LOSSES + "sapo", reads=("sapo",)),
-        "gmpo": PolicyLossEntry(LOSSES + "gmpo", reads=("clip",), token_ratios=True),
-        "vespo": PolicyLossEntry(LOSSES + "vespo", reads=("vespo",), token_ratios=True, applies_correction=True),
-        "unclipped": PolicyLossEntry(LOSSES + "policy_gradient"),
+        "clip": PolicyLossEntry(LOSS_MODULE + "ppo_clip", reads=("clip",)),
+        "cispo": PolicyLossEntry(LOSS_MODULE + "cispo", reads=("clip",)),
+        "sapo": PolicyLossEntry(LOSS_MODULE + "sapo", reads=("sapo",)),
+        "gmpo": PolicyLossEntry(LOSS_MODULE + "gmpo", reads=("clip",), token_ratios=True),
+        "vespo": PolicyLossEntry(LOSS_MODULE + "vespo", reads=("vespo",), token_ratios=True, applies_correction=True),
+        "unclipped": PolicyLossEntry(LOSS_MODULE + "policy_gradient"),
     },
     parameters=("terms", "algorithm"),
 )
@@ -47,8 +47,8 @@ ADVANTAGE_ESTIMATORS: "Registry[AdvantageEstimator]" = Registry(
 GROUP_FILTERS: "Registry[GroupFilter]" = Registry(
     "group filter",
     {
-        "reward": GroupFilterEntry(FILTERS + "rewards_differ"),
-        "accuracy": GroupFilterEntry(FILTERS + "accuracies_differ", needs_correctness=True),
+        "reward": GroupFilterEntry(FILTER_MODULE + "rewards_differ"),
+        "accuracy": GroupFilterEntry(FILTER_MODULE + "accuracies_differ", needs_correctness=True),
     },
     parameters=("samples",),
 )

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.registries import ADVANTAGE_ESTIMATORS, GROUP_FILTERS, POLICY_LOSSES, policy_loss_entry
-from grpo_mp.errors import nearest
+from grpo_mp.errors import did_you_mean
 from grpo_mp.section import Section
 
 RatioLevel = Literal["token", "sequence", "sequence_token", "product"]
@@ -149,7 +149,7 @@ class RolloutCorrectionConfig(Section):
 
     kind: Literal["none", "truncate", "mask"] = Field(
         "none",
-        description="truncate: weights are clamped (TIS); mask: tokens outside the limits do not learn (MIS, IcePop)",
+        description="truncate: weights are clamped (TIS); mask: tokens outside the limits are masked out (MIS, IcePop)",
     )
     level: Literal["token", "sequence"] = Field(
         "token", description="level of the weights: of each token, or their product over the response"
@@ -193,7 +193,7 @@ class FilterConfig(Section):
         10, ge=1, description="rounds of generation until a refilled step must be full (verl max_num_gen_batches)"
     )
     truncated: Literal["keep", "mask"] = Field(
-        "keep", description="mask: truncated samples do not learn (TRL mask_truncated_completions)"
+        "keep", description="mask: truncated samples are masked out of the loss (TRL mask_truncated_completions)"
     )
     oversample_factor: float = Field(
         1.0, ge=1, description="groups launched per group needed, so that enough remain; see select_by"
@@ -260,7 +260,7 @@ class AlgorithmConfig(Section):
     @classmethod
     def _preset_exists(cls, value: str) -> str:
         if value not in PRESETS:
-            raise ValueError(f"unknown preset {value!r}{nearest(value, PRESETS)}; there are: {', '.join(PRESETS)}")
+            raise ValueError(f"unknown preset {value!r}{did_you_mean(value, PRESETS)}; there are: {', '.join(PRESETS)}")
         return value
 
     @model_validator(mode="after")

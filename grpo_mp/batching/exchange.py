@@ -46,7 +46,7 @@ def redistribute(
     """Send each sample to the replica that trains on it. Every rank must call this.
 
     `keys_by_rank`: the source rank of every replica -> keys of its samples. Returns this replica's samples by key;
-    text and reward parts stay with the source rank.
+    text and reward terms stay with the source rank.
     """
     local_samples = {(sample.group_id, sample.index): sample for group in groups for sample in group.samples}
     outgoing = [
@@ -89,7 +89,7 @@ def _sample_info(sample: Sample, group: SampleGroup) -> SampleInfo:
         reward=sample.reward,
         truncated=sample.truncated,
         oldest_version=min(sample.weight_versions),
-        reward_parts=sample.reward_parts,
+        reward_terms=sample.reward_terms,
         step_rewards=sample.step_rewards,
         prompt=group.prompt.index,
         finish_order=group.finish_order,

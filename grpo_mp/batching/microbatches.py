@@ -1,7 +1,7 @@
 """Dynamic micro-batches: balance sequences over data-parallel ranks. Pure: no tensors, no process groups.
 
-Pipeline schedules and expert parallelism need the same number K of micro-batches on every rank, and synchronise the
-ranks in each. So the plan makes `data_parallel * K` bins of similar cost and lets the most similar run together.
+Pipeline schedules and expert parallelism need the same number K of micro-batches on every rank, and synchronize the
+ranks in each. So the plan makes `dp_size * K` bins of similar cost and lets the most similar run together.
 """
 
 import heapq
@@ -19,9 +19,9 @@ class Cost:
     linear: float = 1.0
     quadratic: float = 0.0
 
-    def of(self, length: int, before: int = 0) -> float:
-        """Return the time of a sequence whose tokens attend to `before` other tokens, too."""
-        return self.linear * length + self.quadratic * length * (2 * before + length)
+    def time(self, length: int, prefix: int = 0) -> float:
+        """Return the time of a sequence whose tokens attend to `prefix` other tokens, too."""
+        return self.linear * length + self.quadratic * length * (2 * prefix + length)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MicroBatchPlan:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class MicroBatchSchedule:
     """`ranks[r][k]` is the k-th micro-batch of data-parallel rank r; all ranks have equally many."""
 
     ranks: tuple[tuple[MicroBatchPlan, ...], ...]
@@ -62,12 +62,12 @@ class Schedule:
 
 def plan_microbatches(
     lengths: Sequence[int],
-    data_parallel: int,
+    dp_size: int,
     max_tokens: int,
     align: int,
     multiple: int = 1,
     costs: Sequence[float] = (),
-) -> Schedule:
+) -> MicroBatchSchedule:
     """Put every sample into one micro-batch of one rank; equal input gives an equal plan.
 
     `lengths` are tokens of prompt and response. A micro-batch holds at most `max_tokens` padded tokens, except that a
@@ -75,22 +75,22 @@ def plan_microbatches(
     allows. `costs` of the samples are balanced (default: their tokens).
     Raises ValueError for sizes below 1.
     """
-    if min(data_parallel, max_tokens, align, multiple) < 1 or any(length < 1 for length in lengths):
-        raise ValueError("lengths, data_parallel, max_tokens, align and multiple must be at least 1")
+    if min(dp_size, max_tokens, align, multiple) < 1 or any(length < 1 for length in lengths):
+        raise ValueError("lengths, dp_size, max_tokens, align and multiple must be at least 1")
     padded = [round_up(length, align) for length in lengths]
     costs = costs or padded
     longest_first = sorted(range(len(padded)), key=lambda sample: (-padded[sample], sample))
     fitting = sum(length for length in padded if length <= max_tokens)
-    fewest = sum(length > max_tokens for length in padded) + -(-fitting // max_tokens)
-    count = max(multiple, round_up(-(-fewest // data_parallel), multiple))  # micro-batches of each rank
+    min_microbatches = sum(length > max_tokens for length in padded) + -(-fitting // max_tokens)
+    count = max(multiple, round_up(-(-min_microbatches // dp_size), multiple))  # micro-batches of each rank
     by_first_fit = first_fit(longest_first, padded, max_tokens)
-    while (bins := _least_loaded(longest_first, padded, data_parallel * count, max_tokens, costs)) is None:
-        empty = data_parallel * count - len(by_first_fit)
+    while (bins := _least_loaded(longest_first, padded, dp_size * count, max_tokens, costs)) is None:
+        empty = dp_size * count - len(by_first_fit)
         if empty >= 0:
             bins = [*by_first_fit, *([] for _ in range(empty))]
             break
         count += multiple
-    return Schedule(_assign_to_ranks(bins, padded, data_parallel, costs), align)
+    return MicroBatchSchedule(_assign_to_ranks(bins, padded, dp_size, costs), align)
 
 
 def round_up(tokens: int, multiple: int) -> int:
@@ -133,7 +133,7 @@ def first_fit(order: Iterable[int], sizes: Sequence[int] | Mapping[int, int], ca
 
 
 def _assign_to_ranks(
-    bins: list[list[int]], padded: list[int], data_parallel: int, costs: Sequence[float]
+    bins: list[list[int]], padded: list[int], dp_size: int, costs: Sequence[float]
 ) -> tuple[tuple[MicroBatchPlan, ...], ...]:
     """Give bins of similar cost the same k; among them, the costliest to the rank with the least so far."""
 
@@ -141,11 +141,11 @@ def _assign_to_ranks(
         return sum(costs[sample] for sample in samples)
 
     ordered = sorted((sorted(samples) for samples in bins), key=lambda samples: (-cost(samples), samples))
-    ranks: list[list[MicroBatchPlan]] = [[] for _ in range(data_parallel)]
-    totals = [0.0] * data_parallel
-    for start in range(0, len(ordered), data_parallel):
-        least_loaded = sorted(range(data_parallel), key=lambda rank: (totals[rank], rank))
-        for rank, samples in zip(least_loaded, ordered[start : start + data_parallel], strict=True):
+    ranks: list[list[MicroBatchPlan]] = [[] for _ in range(dp_size)]
+    totals = [0.0] * dp_size
+    for start in range(0, len(ordered), dp_size):
+        least_loaded = sorted(range(dp_size), key=lambda rank: (totals[rank], rank))
+        for rank, samples in zip(least_loaded, ordered[start : start + dp_size], strict=True):
             ranks[rank].append(MicroBatchPlan(tuple(samples), tuple(padded[sample] for sample in samples)))
             totals[rank] += cost(samples)
     return tuple(tuple(rank) for rank in ranks)

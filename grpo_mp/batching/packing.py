@@ -21,14 +21,14 @@ NO_PROMPT = RowRange()
 def pack(
     samples: Sequence[Sample] | Mapping[int, Sample],
     advantages: Sequence[PerToken],
-    weights: Sequence[PerToken],
+    loss_weights: Sequence[PerToken],
     plan: MicroBatchPlan,
     align: int,
     pad_to: int = 0,
 ) -> MicroBatch:
     """Pack the plan's samples end to end; padding up to `pad_to` tokens becomes one last sequence.
 
-    The plan's indices pick the samples, their `advantages` and the loss `weights` of their tokens: one number, or
+    The plan's indices pick the samples, their `advantages` and the `loss_weights` of their tokens: one number, or
     [response tokens]. A prompt that samples share is packed before them, as a sequence of its own. Without samples the
     micro-batch is one dummy sequence of padding, `align` tokens or `pad_to`.
     Raises ValueError for a sample longer than planned or without a prompt.
@@ -46,7 +46,7 @@ def pack(
         sequence_index=torch.full((total,), -1),
         sample_ids=plan.samples,
         advantages=torch.zeros(total, dtype=torch.float64),
-        weights=torch.zeros(total, dtype=torch.float64),
+        loss_weights=torch.zeros(total, dtype=torch.float64),
         rollout_logprobs=torch.zeros(total),
         prompt_rows=tuple(sequence.prompt for sequence in sequences) if plan.prompts else (),
     )
@@ -56,7 +56,7 @@ def pack(
             shared = batch.tokens[sequence.prompt.start :][: sequence.prompt.count]
             response = _write_sample(batch, sequence, samples[index], shared)
             batch.advantages[response] = advantages[index]
-            batch.weights[response] = weights[index]
+            batch.loss_weights[response] = loss_weights[index]
     return batch
 
 

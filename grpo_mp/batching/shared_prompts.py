@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from grpo_mp.batching.microbatches import Cost, MicroBatchPlan, Schedule, SharedPrompt, first_fit, round_up
+from grpo_mp.batching.microbatches import Cost, MicroBatchPlan, MicroBatchSchedule, SharedPrompt, first_fit, round_up
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class PackingUnit:
 
     def cost(self, cost: Cost) -> float:
         """Return the time of the unit: every token of a sample attends to the shared ones, too."""
-        return cost.of(self.prompt_length) + sum(cost.of(length, before=self.shared) for length in self.lengths)
+        return cost.time(self.prompt_length) + sum(cost.time(length, prefix=self.shared) for length in self.lengths)
 
 
 def make_units(
-    lengths: Sequence[int], prompts: Sequence[SamplePrompt], data_parallel: int, max_tokens: int, align: int
+    lengths: Sequence[int], prompts: Sequence[SamplePrompt], dp_size: int, max_tokens: int, align: int
 ) -> list[PackingUnit]:
     """Make a unit of each prompt's samples, or several where they would not fit a micro-batch.
 
@@ -48,7 +48,7 @@ def make_units(
     by_key: dict[Hashable, list[int]] = {}
     for sample, prompt in enumerate(prompts):
         by_key.setdefault(prompt.key, []).append(sample)
-    parts = ceil(2 * data_parallel / len(by_key)) if by_key and data_parallel > 1 else 1
+    parts = ceil(2 * dp_size / len(by_key)) if by_key and dp_size > 1 else 1
     units = []
     for samples in by_key.values():
         unit = _make_unit(samples, lengths, prompts, align)
@@ -57,9 +57,9 @@ def make_units(
     return units
 
 
-def unpack_units(schedule: Schedule, units: Sequence[PackingUnit]) -> Schedule:
+def unpack_units(schedule: MicroBatchSchedule, units: Sequence[PackingUnit]) -> MicroBatchSchedule:
     """Turn a schedule of units into one of samples."""
-    return Schedule(
+    return MicroBatchSchedule(
         tuple(tuple(_unpack_plan([units[i] for i in plan.samples]) for plan in rank) for rank in schedule.ranks),
         schedule.align,
     )

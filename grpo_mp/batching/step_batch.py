@@ -13,13 +13,13 @@ from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import redistribute
 from grpo_mp.batching.packing import context_index
 from grpo_mp.batching.shared_prompts import SamplePrompt
-from grpo_mp.batching.updates import Update, microbatches, plan_updates, sample_order
+from grpo_mp.batching.updates import UpdatePlan, microbatches, plan_updates, sample_order
 from grpo_mp.config import Settings
 from grpo_mp.distributed.coordinates import model_parallel_ranks
 from grpo_mp.distributed.process_groups import Parallel, sum_over_context
 from grpo_mp.types import MicroBatch, PerToken, SampleGroup, SampleInfo
 
-Updates = list[list[MicroBatch]]
+UpdateBatches = list[list[MicroBatch]]
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class StepBatch:
     """Infos of all samples of the step, and this rank's micro-batches of each update."""
 
     infos: tuple[SampleInfo, ...]
-    learns: tuple[bool, ...]
+    in_loss: tuple[bool, ...]
     advantages: tuple[PerToken, ...]  # by sample, before the KL of kl.apply_to=reward and before whitening
-    plan: tuple[Update, ...]
+    plan: tuple[UpdatePlan, ...]
     updates: tuple[tuple[MicroBatch, ...], ...]
 
 
@@ -49,13 +49,13 @@ def assemble_step_batch(
     """
     advantages = estimate_advantages(estimator, infos, settings.algorithm.advantage, reward_weights)
     mask_truncated = settings.algorithm.filter.truncated == "mask"
-    learns = tuple(not (mask_truncated and info.truncated) for info in infos)
+    in_loss = tuple(not (mask_truncated and info.truncated) for info in infos)
     prompts = [SamplePrompt(info.group_id, info.prompt_tokens) for info in infos]
     plan = plan_updates(
         [info.total_tokens for info in infos],
         settings.training.updates_per_step,
         settings.layout,
-        parallel.data_parallel,
+        parallel.dp_size,
         settings.training.max_tokens_per_microbatch,
         hidden_size,
         sample_order(len(infos), settings.training.shuffle, settings.run.seed, step),
@@ -65,7 +65,7 @@ def assemble_step_batch(
         model_parallel_ranks(data, parallel.layout, parallel.world_size)[0]: [
             infos[i].key for update in plan for i in update.samples_of(data)
         ]
-        for data in range(parallel.data_parallel)
+        for data in range(parallel.dp_size)
     }
     samples = redistribute(groups, keys_by_rank, parallel.cpu_group, parallel.replica, parallel.replica_source)
     index_of = {info.key: i for i, info in enumerate(infos)}
@@ -73,15 +73,15 @@ def assemble_step_batch(
     updates = []
     for update in plan:
         response_tokens = [infos[i].response_tokens for i in update.samples]
-        update_learns = [learns[i] for i in update.samples]
+        update_in_loss = [in_loss[i] for i in update.samples]
         max_response_tokens = settings.rollout.max_response_tokens
-        weights = token_weights(response_tokens, update_learns, settings.algorithm, max_response_tokens)
-        learning_tokens = sum(tokens for tokens, learn in zip(response_tokens, update_learns, strict=True) if learn)
+        weights = token_weights(response_tokens, update_in_loss, settings.algorithm, max_response_tokens)
+        loss_tokens = sum(tokens for tokens, included in zip(response_tokens, update_in_loss, strict=True) if included)
         batches = microbatches(
             update, local_samples, advantages, weights, settings.layout, parallel.coords.data, parallel.coords.context
         )
-        updates.append(tuple(replace(batch, entropy_weight=1.0 / max(1, learning_tokens)) for batch in batches))
-    return StepBatch(tuple(infos), learns, tuple(advantages), plan, tuple(updates))
+        updates.append(tuple(replace(batch, entropy_weight=1.0 / max(1, loss_tokens)) for batch in batches))
+    return StepBatch(tuple(infos), in_loss, tuple(advantages), plan, tuple(updates))
 
 
 def with_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor], field: str) -> list[MicroBatch]:
@@ -93,8 +93,8 @@ def with_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor],
 
 
 def with_kl_in_reward(
-    updates: Updates, batch: StepBatch, algorithm: AlgorithmConfig, kl_coef: float, parallel: Parallel
-) -> Updates:
+    updates: UpdateBatches, batch: StepBatch, algorithm: AlgorithmConfig, kl_coef: float, parallel: Parallel
+) -> UpdateBatches:
     """Replace advantages by those of rewards from which the KL to the reference was taken.
 
     With a group baseline the whole KL of a response counts against its reward; without one each token bears the KL
@@ -132,7 +132,7 @@ def _with_advantages(batch: MicroBatch, advantages: torch.Tensor) -> MicroBatch:
     return replace(batch, advantages=advantages * batch.mask)
 
 
-def _sample_of_token(batch: MicroBatch, plan: Update) -> torch.Tensor:
+def _sample_of_token(batch: MicroBatch, plan: UpdatePlan) -> torch.Tensor:
     """Return [T], the index in the step of each token's sample; arbitrary at padding."""
     return torch.tensor([plan.samples[i] for i in batch.sample_ids] or [0])[batch.sequence_index.clamp(min=0)]
 
@@ -146,7 +146,7 @@ def _sum_to_end(values: torch.Tensor, batch: MicroBatch, parallel: Parallel) -> 
     return torch.cat(sums)[index] * batch.mask
 
 
-def whiten(updates: Updates, parallel: Parallel) -> Updates:
+def whiten(updates: UpdateBatches, parallel: Parallel) -> UpdateBatches:
     """Set advantages to (A - mean) / (std + 1e-8) over all response tokens of the step (REINFORCE++, eq. 8)."""
     sums = torch.zeros(3, dtype=torch.float64)
     if parallel.is_reporting_rank:

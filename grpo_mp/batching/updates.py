@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from grpo_mp.batching.microbatches import Cost, Schedule, plan_microbatches, round_up
+from grpo_mp.batching.microbatches import Cost, MicroBatchSchedule, plan_microbatches, round_up
 from grpo_mp.batching.packing import pack, slice_context
 from grpo_mp.batching.shared_prompts import SamplePrompt, make_units, unpack_units
 from grpo_mp.config.sections import LayoutConfig
@@ -14,11 +14,11 @@ from grpo_mp.types import MicroBatch, PerToken, Sample
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdatePlan:
     """One optimizer update. Indices of `schedule` count within `samples`."""
 
     samples: tuple[int, ...]  # indices into the samples of the step
-    schedule: Schedule
+    schedule: MicroBatchSchedule
 
     def samples_of(self, data_rank: int) -> tuple[int, ...]:
         """Return the indices, into the samples of the step, of what one data-parallel rank trains on."""
@@ -29,12 +29,12 @@ def plan_updates(
     lengths: Sequence[int],
     updates: int,
     layout: LayoutConfig,
-    data_parallel: int,
+    dp_size: int,
     max_tokens: int,
     hidden_size: int,
     order: Sequence[int] | None = None,
     prompts: Sequence[SamplePrompt] = (),
-) -> tuple[Update, ...]:
+) -> tuple[UpdatePlan, ...]:
     """Divide the step's samples into `updates` parts of equal size, as near as may be, and plan each.
 
     `lengths` are tokens of prompt and response; `max_tokens` bounds one micro-batch; `order` is the permutation in
@@ -44,12 +44,12 @@ def plan_updates(
     bounds = [len(lengths) * part // updates for part in range(updates + 1)]
     parts = [tuple(order[start:end]) for start, end in pairwise(bounds) if end > start]
     return tuple(
-        Update(
+        UpdatePlan(
             part,
             plan_update(
                 [lengths[i] for i in part],
                 layout,
-                data_parallel,
+                dp_size,
                 max_tokens,
                 hidden_size,
                 [prompts[i] for i in part] if prompts else (),
@@ -69,11 +69,11 @@ def sample_order(samples: int, shuffle: bool, seed: int, step: int) -> tuple[int
 def plan_update(
     lengths: Sequence[int],
     layout: LayoutConfig,
-    data_parallel: int,
+    dp_size: int,
     max_tokens: int,
     hidden_size: int,
     prompts: Sequence[SamplePrompt] = (),
-) -> Schedule:
+) -> MicroBatchSchedule:
     """Plan the micro-batches of one update.
 
     With a pipeline all of them have one size, at least that of the longest sequence: up to that size more samples in
@@ -83,15 +83,15 @@ def plan_update(
     multiple, longest = layout.microbatch_multiple, round_up(max(lengths, default=0), align)
     limit = max(max_tokens, longest) if layout.pipeline > 1 else max_tokens
     if not prompts:
-        costs = [cost.of(length) for length in lengths]
-        return plan_microbatches(lengths, data_parallel, limit, align, multiple, costs)
-    units = make_units(lengths, prompts, data_parallel, limit, align)
+        costs = [cost.time(length) for length in lengths]
+        return plan_microbatches(lengths, dp_size, limit, align, multiple, costs)
+    units = make_units(lengths, prompts, dp_size, limit, align)
     costs = [unit.cost(cost) for unit in units]
     tokens = [unit.tokens for unit in units]
-    return unpack_units(plan_microbatches(tokens, data_parallel, limit, align, multiple, costs), units)
+    return unpack_units(plan_microbatches(tokens, dp_size, limit, align, multiple, costs), units)
 
 
-def padded_size(schedule: Schedule, layout: LayoutConfig) -> int:
+def padded_size(schedule: MicroBatchSchedule, layout: LayoutConfig) -> int:
     """Return the tokens that every micro-batch is padded to with a pipeline; 0 without one.
 
     Stages exchange tensors of a fixed shape.
@@ -107,21 +107,23 @@ def alignment(layout: LayoutConfig) -> int:
 
 
 def microbatches(
-    update: Update,
+    update: UpdatePlan,
     samples: Mapping[int, Sample],
     advantages: Sequence[PerToken],
-    weights: Sequence[PerToken],
+    loss_weights: Sequence[PerToken],
     layout: LayoutConfig,
     data_rank: int,
     context_rank: int,
 ) -> list[MicroBatch]:
     """Pack the micro-batches that one rank computes in an update.
 
-    `samples`: by index in the step; `advantages`: of the step's samples; `weights`: of the update's samples.
+    `samples`: by index in the step; `advantages`: of the step's samples; `loss_weights`: of the update's samples.
     """
     plans = update.schedule.ranks[data_rank]
     local_samples = {i: samples[update.samples[i]] for plan in plans for i in plan.samples}
     pad_to = padded_size(update.schedule, layout)
     update_advantages = [advantages[i] for i in update.samples]
-    batches = [pack(local_samples, update_advantages, weights, plan, update.schedule.align, pad_to) for plan in plans]
+    batches = [
+        pack(local_samples, update_advantages, loss_weights, plan, update.schedule.align, pad_to) for plan in plans
+    ]
     return [slice_context(batch, layout.context, context_rank) for batch in batches]

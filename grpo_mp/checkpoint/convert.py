@@ -126,7 +126,7 @@ def _num_bytes(reader: HfReader, param: Param) -> int:
     if len(dtypes) > 1:
         raise UserError(f"{reader.folder}: {' and '.join(param.hf)} have different dtypes, but are one parameter")
     stored = dtypes.pop()
-    dtype = reader.fp8_as if stored == FP8 else stored
+    dtype = reader.dequantize_to if stored == FP8 else stored
     return param.num_elements * dtype.itemsize
 
 
@@ -177,7 +177,7 @@ class HfExporter:
         for source, reader in self.non_policy.items():
             dequantized = reader.dtype(source) == FP8 and not self.fp8
             sizes[source] = {
-                name: prod(reader.shape(name)) * (reader.fp8_as if dequantized else reader.dtype(name)).itemsize
+                name: prod(reader.shape(name)) * (reader.dequantize_to if dequantized else reader.dtype(name)).itemsize
                 for name in self._with_scale(source)
             }
         return sizes

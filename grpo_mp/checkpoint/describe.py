@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_mp.checkpoint.hf_reader import HfReader, Weights, check_layers
+from grpo_mp.checkpoint.hf_reader import HfReader, WeightsReader, check_layers
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
@@ -94,7 +94,7 @@ class Difference:
     size: float
 
 
-def compare(left: Weights, right: Weights, tolerance: float = 0.0) -> list[Difference]:
+def compare_weights(left: WeightsReader, right: WeightsReader, tolerance: float = 0.0) -> list[Difference]:
     """Return every difference, the worst first; values count from a largest difference above `tolerance`.
 
     Tolerance 0 compares what is stored bit for bit. Holds one tensor of each side at a time.
@@ -109,7 +109,7 @@ def compare(left: Weights, right: Weights, tolerance: float = 0.0) -> list[Diffe
     return sorted(differences, key=lambda difference: (-difference.size, difference.name))
 
 
-def _compare_tensor(name: str, left: Weights, right: Weights, tolerance: float) -> Iterator[Difference]:
+def _compare_tensor(name: str, left: WeightsReader, right: WeightsReader, tolerance: float) -> Iterator[Difference]:
     shapes = [list(reader.shape(name)) for reader in (left, right)]
     if shapes[0] != shapes[1]:
         yield Difference(name, f"shape {shapes[0]} and {shapes[1]}", float("inf"))

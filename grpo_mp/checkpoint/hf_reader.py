@@ -23,7 +23,7 @@ NON_POLICY = "extra_"  # prefix of a conversion's files of them
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-class Weights(Protocol):
+class WeightsReader(Protocol):
     """A folder whose tensors are read by their Hugging Face names."""
 
     folder: Path
@@ -52,15 +52,15 @@ class HfReader:
     def __init__(
         self,
         folder: Path,
-        fp8_as: torch.dtype = torch.bfloat16,
+        dequantize_to: torch.dtype = torch.bfloat16,
         files: Sequence[Path] = (),
         verify: bool = False,
     ) -> None:
         """Open every shard, or the given files. Raises UserError for a missing or damaged file, and for an index that
-        names tensors the files lack. `fp8_as`: what FP8 is read as. `verify`: compare a file that a conversion wrote
+        names tensors the files lack. FP8 is read as `dequantize_to`. `verify`: compare a file that a conversion wrote
         with its checksum before a tensor of it is read.
         """
-        self.folder, self.fp8_as = folder, fp8_as
+        self.folder, self.dequantize_to = folder, dequantize_to
         self.checksums = Checksums.of_conversion(folder) if verify else Checksums(folder, {})
         if not (files or has_hf_weights(folder)):
             raise UserError(f"{folder} contains neither {SINGLE_FILE} nor {INDEX}")
@@ -112,7 +112,7 @@ class HfReader:
                 f"{self.folder}: {scale} has shape {list(shape)}, {BLOCK} x {BLOCK} blocks need {list(needed)}"
             )
         origin = (start if axis == 0 else 0, start if axis == 1 else 0)
-        return dequantize(stored, self.read_stored(scale), self.fp8_as, origin)
+        return dequantize(stored, self.read_stored(scale), self.dequantize_to, origin)
 
     def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         """Return the full tensor, or a slice, in its stored dtype: FP8 stays FP8."""
@@ -136,7 +136,7 @@ def has_hf_weights(folder: Path) -> bool:
     return (folder / INDEX).is_file() or (folder / SINGLE_FILE).is_file()
 
 
-def check_tensors(reader: Weights, params: Iterable[Param]) -> None:
+def check_tensors(reader: WeightsReader, params: Iterable[Param]) -> None:
     """Raise UserError where a tensor of the model is missing or has another shape than the config says."""
     shapes = {name: shape for param in params for name, shape in zip(param.hf, param.shapes, strict=True)}
     missing = shapes.keys() - reader.names
@@ -146,7 +146,7 @@ def check_tensors(reader: Weights, params: Iterable[Param]) -> None:
         check_shape(reader, name, shape)
 
 
-def check_shape(reader: Weights, name: str, shape: tuple[int, ...]) -> None:
+def check_shape(reader: WeightsReader, name: str, shape: tuple[int, ...]) -> None:
     """Raise UserError where a tensor has another shape than the config says."""
     stored = reader.shape(name)
     if stored != shape:

@@ -16,7 +16,7 @@ from grpo_mp.models.fp8 import BLOCK
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".incomplete")
 CHECKPOINT_FILES = (".metadata", "metadata.json", "common.pt", "manifest.json", CONVERSION_RECORD)
-QUANTISED = "quantization_config"
+QUANTIZATION_CONFIG = "quantization_config"
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 
@@ -86,8 +86,8 @@ def copy_aux_files(like: Path, folder: Path, fp8: bool = False) -> None:
         return
     original: dict[str, Any] = json.loads(config_file.read_text())
     config = add_transformers_4_names(original)
-    if fp8 != (QUANTISED in config):
-        config.pop(QUANTISED, None)
-        config |= {QUANTISED: FP8_CONFIG} if fp8 else {}
+    if fp8 != (QUANTIZATION_CONFIG in config):
+        config.pop(QUANTIZATION_CONFIG, None)
+        config |= {QUANTIZATION_CONFIG: FP8_CONFIG} if fp8 else {}
     if config != original:
         config_file.write_text(json.dumps(config, indent=2))

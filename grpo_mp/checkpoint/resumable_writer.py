@@ -78,7 +78,7 @@ class WorkerGroup:
                     f"the other ranks wrote nothing for {TIMEOUT_S:.0f} s: start again, what is written stays"
                 )
 
-    def elects_itself(self) -> bool:
+    def is_first_failure(self) -> bool:
         """Return whether this rank is the first to ask, and so the one that prints the error."""
         return self._store is None or is_first_failure(self._store, "reporters")
 
@@ -133,8 +133,8 @@ def write_parts(
     missing = [part for part in parts if part.name in names]
     own = parts_of_rank(missing, workers.rank, workers.size)
     total, reported = sum(part.bytes for part in missing), 0
-    of_others = workers.wait_until(total) if workers.rank == 0 else ()
-    for written in chain(_write_missing(folder, own, load, save, workers), of_others):
+    remote_progress = workers.wait_until(total) if workers.rank == 0 else ()
+    for written in chain(_write_missing(folder, own, load, save, workers), remote_progress):
         if workers.rank == 0 and written > reported:
             report_progress(written - reported, total)
             reported = written

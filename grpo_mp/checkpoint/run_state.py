@@ -25,7 +25,12 @@ FINAL = "final"  # the exported Hugging Face folder
 STEP = re.compile(r"step_([0-9]{6,})")  # other names are copies that users made
 DISTCP_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")  # the number is the rank that wrote the file
 # Names of the state in manifests of older versions.
-RENAMED_STATE = {"resting": "skipped_until", "controls": "adaptive_coefs", "reference_refreshed": "reference_updated"}
+RENAMED_STATE = {
+    "resting": "skipped_until",
+    "controls": "adaptive_coefs",
+    "reference_refreshed": "reference_updated",
+    "solve_streak": "solved_streak",
+}
 REMOVED_STATE = {"weight_version"}
 
 
@@ -38,7 +43,7 @@ class TrainState:
     samples_seen: int = 0
     cursor: Cursor | None = None  # position in the train prompts
     groups_launched: int = 0
-    solve_streak: Mapping[int, int] = field(default_factory=dict)  # by prompt index
+    solved_streak: Mapping[int, int] = field(default_factory=dict)  # by prompt index
     skipped_until: Mapping[int, int] = field(default_factory=dict)  # prompt index -> step after which it is taken again
     adaptive_coefs: dict[str, float] = field(default_factory=dict)  # current values of adaptive weights
     reference_updated: bool = False  # the checkpoint has a reference of its own
@@ -182,7 +187,7 @@ def _parse_state(tree: dict[str, Any]) -> TrainState:
     values = {RENAMED_STATE.get(name, name): value for name, value in tree.items() if name not in REMOVED_STATE}
     if cursor := values.get("cursor"):
         values["cursor"] = Cursor(**{**cursor, "deferred": tuple(cursor["deferred"])})
-    for name in {"solve_streak", "skipped_until"} & values.keys():  # keys are text in JSON
+    for name in {"solved_streak", "skipped_until"} & values.keys():  # keys are text in JSON
         values[name] = {int(prompt): value for prompt, value in values[name].items()}
     return TrainState(**values)
 

@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from grpo_mp.checkpoint.describe import compare, describe_hf, is_torch_dist
+from grpo_mp.checkpoint.describe import compare_weights, describe_hf, is_torch_dist
 from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback, WorkerGroup
 from grpo_mp.errors import USER_STATUS, UserError
 from grpo_mp.log import log_to_terminal
-from grpo_mp.options import Parser
+from grpo_mp.parsers import Parser
 
 DIFFERENT = 1  # exit status
 LOGIT_TOLERANCE = 2e-6  # float32 rounding of either side
@@ -63,7 +63,7 @@ def _check(args: argparse.Namespace, console: Console) -> int:
     from grpo_mp.checkpoint.converted_reader import open_weights
 
     with open_weights(args.left, verify=True) as left, open_weights(args.right, verify=True) as right:
-        differences = compare(left, right, args.tolerance or 0.0)
+        differences = compare_weights(left, right, args.tolerance or 0.0)
     for difference in differences:
         console.print(f"{difference.name}: {difference.description}")
     return DIFFERENT if differences else 0
@@ -104,7 +104,7 @@ def _workers() -> Iterator[WorkerGroup]:
     try:
         yield workers
     except UserError:
-        if workers.elects_itself():
+        if workers.is_first_failure():
             raise
         raise SystemExit(USER_STATUS) from None
 

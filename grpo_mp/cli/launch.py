@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from grpo_mp.errors import UserError
-from grpo_mp.options import Parser, evaluate_parser, positive, settings_parser, train_parser
+from grpo_mp.parsers import Parser, evaluate_parser, positive_int, settings_parser, train_parser
 
 SCRIPTS, CONFIGS = Path("launch"), Path("configs")  # in the root of the repository
 
@@ -32,7 +32,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Run the command line, see the text above; return the exit status. Raises UserError."""
     local = Parser("grpo-mp launch", add_help=False)
-    local.add_argument("--ranks", type=positive, help="number of ranks to start on this machine, without Slurm")
+    local.add_argument("--ranks", type=positive_int, help="number of ranks to start on this machine, without Slurm")
     local.add_argument("--evaluate", action="store_true", help="with --ranks: evaluate instead of training")
     args, rest = local.parse_known_args(arguments)
     if args.ranks:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
 
         return start_ranks(args.ranks, rest, "grpo_mp.evaluate" if args.evaluate else "grpo_mp.train")
     parser = settings_parser("launch", __doc__, local)
-    parser.add_argument("--nodes", type=positive, help="number of nodes (default: that of the script)")
+    parser.add_argument("--nodes", type=positive_int, help="number of nodes (default: that of the script)")
     parser.add_argument("--dry-run", action="store_true", help="show what would be submitted")
     args, unknown = parser.parse_known_intermixed_args(arguments)  # unknown: also settings that follow such an option
     options = [argument for argument in unknown if argument.startswith("-")]

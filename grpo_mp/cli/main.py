@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 
 import grpo_mp
-from grpo_mp.errors import INTERRUPT_STATUS, UserError, exit_with, nearest
+from grpo_mp.errors import INTERRUPT_STATUS, UserError, did_you_mean, exit_with
 
 # What runs a command, and its line in the help. Functions take the arguments and return the exit status.
 COMMANDS = {
@@ -49,7 +49,7 @@ def usage() -> str:
 def _function(command: str) -> Callable[[Sequence[str]], int]:
     """Import what runs a command. Raises UserError for a command that does not exist."""
     if command not in COMMANDS:
-        unknown = f"unknown command {command}{nearest(command, COMMANDS)}" if command else "no command was given"
+        unknown = f"unknown command {command}{did_you_mean(command, COMMANDS)}" if command else "no command was given"
         raise UserError(f"{unknown}: `grpo-mp --help` lists them")
     function: Callable[[Sequence[str]], int] = resolve_name(COMMANDS[command][0])
     return function

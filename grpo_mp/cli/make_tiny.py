@@ -26,10 +26,10 @@ from grpo_mp.examples.arithmetic import (
     worked_response,
     write_jsonl,
 )
-from grpo_mp.examples.cold_start import ColdStartStep, Recipe, cold_start
-from grpo_mp.examples.tiny_models import SHAPES, make_tiny, make_tokenizer
+from grpo_mp.examples.cold_start import ColdStartStep, SftConfig, cold_start
+from grpo_mp.examples.tiny_models import TINY_CONFIGS, make_tiny, make_tokenizer
 from grpo_mp.log import log_to_terminal
-from grpo_mp.options import Parser
+from grpo_mp.parsers import Parser
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,22 +54,22 @@ def _make_model(args: argparse.Namespace, train: list[Problem]) -> None:
         return
     started = time.monotonic()
 
-    def watch(step: ColdStartStep) -> None:
-        if step.right is not None:
+    def print_step(step: ColdStartStep) -> None:
+        if step.prob is not None:
             seconds = time.monotonic() - started
-            console.print(f"cold start step {step.step}: loss {step.loss:.3f}, right {step.right:.1%}, {seconds:.0f} s")
+            console.print(f"cold start step {step.step}: loss {step.loss:.3f}, right {step.prob:.1%}, {seconds:.0f} s")
 
-    rng, recipe = random.Random(args.seed), Recipe(steps=args.steps)
+    rng, config = random.Random(args.seed), SftConfig(steps=args.steps)
     examples = [(problem.question, worked_response(problem, draw_slip(rng, args.slips))) for problem in train]
-    held_out = [(problem.question, worked_response(problem)) for problem in train[-recipe.held_out :]]
-    problems = examples[: -recipe.held_out] + held_out
-    cold_start(random_model, args.out, problems, args.seed, args.cold_start, recipe, watch)
+    held_out = [(problem.question, worked_response(problem)) for problem in train[-config.held_out :]]
+    problems = examples[: -config.held_out] + held_out
+    cold_start(random_model, args.out, problems, args.seed, args.cold_start, config, print_step)
     console.print(f"after the cold start: {args.out}")
 
 
 def _parser() -> Parser:
     parser = Parser("grpo-mp make-tiny", __doc__)
-    parser.add_argument("--family", choices=sorted(SHAPES), default="deepseek_v3")
+    parser.add_argument("--family", choices=sorted(TINY_CONFIGS), default="deepseek_v3")
     parser.add_argument("--out", type=Path, default=Path("checkpoints/tiny_deepseek_v3"), help="the model's folder")
     parser.add_argument("--data", type=Path, default=Path("data/arithmetic"), help="folder of train and eval.jsonl")
     parser.add_argument("--largest", type=int, default=29, help="largest operand")

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_mp.config import load_settings
-from grpo_mp.options import Parser, positive, settings_parser
+from grpo_mp.parsers import Parser, positive_int, settings_parser
 from grpo_mp.planner.clusters import cluster_names, read_cluster
 from grpo_mp.planner.model_configs import find_config
 
@@ -51,10 +51,10 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = settings_parser("plan", __doc__)
     parser.add_argument("--cluster", default="h100-80", help=f"{', '.join(cluster_names())}, or a YAML file")
-    parser.add_argument("--nodes", type=positive, default=1)
-    parser.add_argument("--gpus-per-node", type=positive, help="default: that of the cluster")
+    parser.add_argument("--nodes", type=positive_int, default=1)
+    parser.add_argument("--gpus-per-node", type=positive_int, help="default: that of the cluster")
     parser.add_argument("--search", action="store_true", help="rank the layouts that fit, print the best five")
     parser.add_argument("--ppo", action="store_true", help="also show what the four models of PPO would need")
     parser.add_argument("--model-config", type=Path, help="config.json to use where model.path does not exist")
-    parser.add_argument("--response-tokens", type=positive, help="assumed mean length (default: half of the limit)")
+    parser.add_argument("--response-tokens", type=positive_int, help="assumed mean length (default: half of the limit)")
     return parser

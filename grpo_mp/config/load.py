@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from grpo_mp.algorithms.presets import with_preset
 from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.config.settings import Settings
-from grpo_mp.errors import UserError, nearest, one_line
+from grpo_mp.errors import UserError, did_you_mean, one_line
 from grpo_mp.rewards.settings import StepModelConfig
 from grpo_mp.section import Section, section_type
 
@@ -98,7 +98,7 @@ def _format_error(where: str, item: Any) -> str:
         written = {EVAL_SET.sub("data.eval.NAME.", old): old for old in _written_names(name, item["input"])}
         if renamed := [(old, RENAMED[key]) for key, old in written.items() if key in RENAMED]:
             return "; ".join(f"{where}: unknown setting {old}; it is {new} now" for old, new in renamed)
-        hint = nearest(names[-1], section.model_fields) if section else ""
+        hint = did_you_mean(names[-1], section.model_fields) if section else ""
         return f"{where}: unknown setting {name}{hint.replace('mean ', f'mean {name[: -len(names[-1])]}')}"
     if item["type"] == "missing":
         return f"{where}: setting {name} is missing"

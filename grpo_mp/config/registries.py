@@ -3,20 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
-from grpo_mp.registry import Entry, Registry
+from grpo_mp.registry import LazyEntry, Registry
 
-Extension = Callable[..., Any]  # DataSource of data/rows.py, MakeLogger of monitor/loggers.py
+ExtensionFunction = Callable[..., Any]  # DataSource of data/rows.py, MakeLogger of monitor/loggers.py
 
-DATA_SOURCES: Registry[Extension] = Registry(
+DATA_SOURCES: Registry[ExtensionFunction] = Registry(
     "data source",
-    {name: Entry(f"grpo_mp.data.rows:read_{name}") for name in ("jsonl", "parquet", "datasets")},
+    {name: LazyEntry(f"grpo_mp.data.rows:read_{name}") for name in ("jsonl", "parquet", "datasets")},
     parameters=("name",),
 )
-LOGGERS: Registry[Extension] = Registry(
+LOGGERS: Registry[ExtensionFunction] = Registry(
     "logger",
     {
-        "tensorboard": Entry("grpo_mp.monitor.loggers:TensorBoardLogger"),
-        "jsonl": Entry("grpo_mp.monitor.loggers:JsonLinesLogger"),
+        "tensorboard": LazyEntry("grpo_mp.monitor.loggers:TensorBoardLogger"),
+        "jsonl": LazyEntry("grpo_mp.monitor.loggers:JsonLinesLogger"),
     },
     parameters=("run_folder", "first_step", "settings"),
 )

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.sections import DataConfig
 from grpo_mp.data.rows import Row, read_rows
-from grpo_mp.errors import UserError, nearest
+from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.types import Prompt
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -123,7 +123,7 @@ def _read_column(row: Row, name: str, setting: str) -> Any:
     known = ", ".join(row.columns) or "none"
     hint = " or to null" if setting == "data.answer_column" else ""
     raise UserError(
-        f"{row.location}: no column {name}{nearest(name, row.columns)}, the row has: {known}: "
+        f"{row.location}: no column {name}{did_you_mean(name, row.columns)}, the row has: {known}: "
         f"set {setting} to one of them{hint}"
     )
 

@@ -22,7 +22,7 @@ class RankCoordinates:
     expert_data: int
 
 
-def data_parallel(layout: LayoutConfig, world_size: int) -> int:
+def data_parallel_size(layout: LayoutConfig, world_size: int) -> int:
     """Return the data-parallel size: how many replicas of the dense parameters there are."""
     return world_size // layout.model_parallel
 

@@ -7,7 +7,7 @@ from math import lcm, prod
 from typing import Any
 
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.coordinates import data_parallel
+from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
@@ -130,9 +130,9 @@ def check_layout(layout: LayoutConfig, model: ModelShape, world_size: int, uneve
         return
     nearest = nearest_layout(layout, model, world_size)
     advice = f"the nearest valid layout is {describe(nearest)}" if nearest else "no layout fits this many ranks"
-    fewest = lcm(layout.model_parallel, layout.expert_tensor * layout.expert * layout.pipeline)
-    if world_size == 1 < fewest:  # nobody said how many to start
-        advice = f"start {fewest} ranks or a multiple (grpo-mp train CONFIG --ranks {fewest}), or {advice}"
+    min_ranks = lcm(layout.model_parallel, layout.expert_tensor * layout.expert * layout.pipeline)
+    if world_size == 1 < min_ranks:  # nobody said how many to start
+        advice = f"start {min_ranks} ranks or a multiple (grpo-mp train CONFIG --ranks {min_ranks}), or {advice}"
     raise UserError(f"layout: {violation}; {advice}")
 
 
@@ -167,7 +167,7 @@ def describe(layout: LayoutConfig) -> str:
 
 def describe_parallelism(layout: LayoutConfig, world_size: int) -> str:
     """Return the layout with the data parallelism that `world_size` ranks leave: 'tensor=2, ..., data=4'."""
-    return f"{describe(layout)}, data={data_parallel(layout, world_size)}"
+    return f"{describe(layout)}, data={data_parallel_size(layout, world_size)}"
 
 
 def _candidates(model: ModelShape, world_size: int) -> Iterator[LayoutConfig]:

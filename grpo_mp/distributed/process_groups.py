@@ -14,7 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from grpo_mp import platform
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.coordinates import RankCoordinates, coordinates, data_parallel, model_parallel_ranks
+from grpo_mp.distributed.coordinates import RankCoordinates, coordinates, data_parallel_size, model_parallel_ranks
 from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.distributed.rendezvous import rendezvous
 
@@ -29,7 +29,7 @@ class Parallel:
     rank: int
     world_size: int
     coords: RankCoordinates
-    data_parallel: int
+    dp_size: int
     replica: dist.ProcessGroup  # gloo group of the ranks that train on the same samples
     cpu_group: dist.ProcessGroup  # gloo group of all ranks
     store: dist.Store  # key-value store of the job
@@ -74,7 +74,7 @@ def start_parallel(layout: LayoutConfig, seed: int, timeout_s: float, name: str 
         create_gloo_process_groups=True,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    dp_size = data_parallel(layout, world_size)
+    dp_size = data_parallel_size(layout, world_size)
     replica_groups = [
         dist.new_group(list(model_parallel_ranks(data, layout, world_size)), backend="gloo", timeout=timeout)
         for data in range(dp_size)
@@ -87,7 +87,7 @@ def start_parallel(layout: LayoutConfig, seed: int, timeout_s: float, name: str 
         rank=rank,
         world_size=world_size,
         coords=coords,
-        data_parallel=dp_size,
+        dp_size=dp_size,
         replica=replica_groups[coords.data],
         cpu_group=dist.new_group(backend="gloo", timeout=timeout),
         store=store,
@@ -127,7 +127,7 @@ def context_reduction(parallel: Parallel) -> Callable[[torch.Tensor], torch.Tens
 
 
 @contextmanager
-def single_process_group() -> Iterator[None]:
+def single_rank_environment() -> Iterator[None]:
     """Set the environment of a job of one rank while the body runs; restore it afterwards."""
     claim = claim_ports()
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

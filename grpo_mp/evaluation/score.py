@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Votes = Mapping[tuple[int, int], int | None]  # sample -> number of its answer, unique in its problem; None: no answer
 INCHES = (6.0, 4.0)  # of a set's plot
-COLOURS = {"before": "tab:gray", "after": "tab:blue"}
+COLORS = {"before": "tab:gray", "after": "tab:blue"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class EvalScore:
     maj_at: Mapping[int, Estimate] = field(default_factory=dict)
 
 
-def score(infos: Sequence[SampleInfo], votes: Votes | None = None) -> EvalScore:
+def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None) -> EvalScore:
     """Score the samples of a set, at least one; `votes` for maj@k.
 
     Samples without a judgement (`is_correct` is None) count in reward, length and truncated_ratio only.
@@ -124,8 +124,8 @@ def plot_pass_at_k(before: Mapping[str, EvalScore], after: Mapping[str, EvalScor
         for when, score in scores.items():
             if score:
                 prefix = f"{when}: " if before else ""
-                _plot_line(axes, score.pass_at, f"{prefix}pass@k", COLOURS[when], "-")
-                _plot_line(axes, score.maj_at, f"{prefix}maj@k", COLOURS[when], "--")
+                _plot_line(axes, score.pass_at, f"{prefix}pass@k", COLORS[when], "-")
+                _plot_line(axes, score.maj_at, f"{prefix}maj@k", COLORS[when], "--")
         ks = list(after[name].pass_at)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ks, list(map(str, ks)))
@@ -144,11 +144,11 @@ def write_svg(figure: "Figure", file: Path) -> None:
         figure.savefig(file, format="svg", metadata={"Date": None})
 
 
-def _plot_line(axes: "Axes", estimates: Mapping[int, Estimate], label: str, colour: str, style: str) -> None:
+def _plot_line(axes: "Axes", estimates: Mapping[int, Estimate], label: str, color: str, style: str) -> None:
     if not estimates:
         return
     ks, means = list(estimates), [estimate.value for estimate in estimates.values()]
     errors = [estimate.error or 0.0 for estimate in estimates.values()]
-    axes.plot(ks, means, style, color=colour, marker="o", markersize=3, label=label)
+    axes.plot(ks, means, style, color=color, marker="o", markersize=3, label=label)
     low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
-    axes.fill_between(ks, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.fill_between(ks, low, high, color=color, alpha=0.15, linewidth=0)

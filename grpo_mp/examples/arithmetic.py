@@ -1,4 +1,4 @@
-"""Seeded arithmetic word problems in GSM8K's format: a task that a tiny policy can learn and nobody has memorised."""
+"""Seeded arithmetic word problems in GSM8K's format: a task that a tiny policy can learn and nobody has memorized."""
 
 import hashlib
 import json

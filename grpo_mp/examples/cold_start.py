@@ -12,7 +12,7 @@ from grpo_mp.batching.packing import gather_responses
 from grpo_mp.batching.updates import microbatches, plan_updates
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.data.cursor import Cursor, take
-from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.errors import UserError
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import export_policy
@@ -23,7 +23,7 @@ MICROBATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True)
-class Recipe:
+class SftConfig:
     """How the supervised steps run."""
 
     steps: int = 300  # at most; the rate falls to a tenth by then
@@ -38,7 +38,7 @@ class ColdStartStep:
 
     step: int
     loss: float  # nats per response token
-    right: float | None  # probability of the full worked response, mean over the held-out examples; None: not measured
+    prob: float | None  # probability of the full worked response, mean over the held-out examples; None: not measured
 
 
 def cold_start(
@@ -47,7 +47,7 @@ def cold_start(
     problems: Sequence[tuple[str, str]],
     seed: int,
     target: float,
-    recipe: Recipe,
+    config: SftConfig,
     on_step: Callable[[ColdStartStep], None],
 ) -> ColdStartStep:
     """Train the model of `random_model` on worked examples, in this process, and write it to the folder `output`.
@@ -55,19 +55,19 @@ def cold_start(
     `problems`: prompts and worked responses; the last `recipe.held_out` are for evaluation only.
     Returns the last step that was evaluated. Raises UserError where `target` is not reached in time.
     """
-    settings = _settings(random_model, seed, recipe)
+    settings = _settings(random_model, seed, config)
     tokenizer = AutoTokenizer.from_pretrained(str(random_model))
     examples = [make_example(i, prompt, response, tokenizer) for i, (prompt, response) in enumerate(problems)]
-    train, held_out = examples[: -recipe.held_out], examples[-recipe.held_out :]
-    with single_process_group():
+    train, held_out = examples[: -config.held_out], examples[-config.held_out :]
+    with single_rank_environment():
         parallel = start_parallel(settings.layout, seed, LIMIT_S)
         policy = Policy(settings, parallel, with_reference=False)
-        for step in supervise(policy, train, held_out, recipe, seed, target):
+        for step in run_sft(policy, train, held_out, config, seed, target):
             on_step(step)
         export_policy(policy, output, random_model, settings.sync.bucket_bytes)
         stop_parallel()
-    if (step.right or 0.0) < target:
-        raise UserError(f"the cold start reached {step.right:.0%} of {target:.0%} in {recipe.steps} steps: allow more")
+    if (step.prob or 0.0) < target:
+        raise UserError(f"the cold start reached {step.prob:.0%} of {target:.0%} in {config.steps} steps: allow more")
     return step
 
 
@@ -79,11 +79,11 @@ def make_example(number: int, prompt: str, response: str, tokenizer: PreTrainedT
     return Sample.from_tokens(number, prompt_tokens, response_tokens)
 
 
-def supervise(
+def run_sft(
     policy: Policy,
     examples: Sequence[Sample],
     held_out: Sequence[Sample],
-    recipe: Recipe,
+    config: SftConfig,
     seed: int,
     target: float,
     eval_every: int = 10,
@@ -93,38 +93,38 @@ def supervise(
     The probability of the worked response itself is a lower bound of the accuracy of sampled answers.
     """
     cursor = Cursor(seed=seed)
-    for step in range(1, recipe.steps + 1):
-        indices, cursor = take(cursor, len(examples), recipe.batch, shuffle=True)
+    for step in range(1, config.steps + 1):
+        indices, cursor = take(cursor, len(examples), config.batch, shuffle=True)
         update = _microbatches(policy, [examples[i] for i in indices])
         report = policy.update(update, negative_log_likelihood)
         loss = sum(float(value) for value in report.losses)
-        right = _response_probability(policy, held_out) if step % eval_every == 0 else None
-        yield ColdStartStep(step, loss, right)
-        if right is not None and right >= target:
+        prob = _response_probability(policy, held_out) if step % eval_every == 0 else None
+        yield ColdStartStep(step, loss, prob)
+        if prob is not None and prob >= target:
             return
 
 
 def negative_log_likelihood(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return the token mean of -log p over the responses; the weights hold the denominator."""
-    loss = -(logprobs * batch.to(logprobs.device).weights).sum()
+    loss = -(logprobs * batch.to(logprobs.device).loss_weights).sum()
     return loss, loss.detach()
 
 
-def _settings(model: Path, seed: int, recipe: Recipe) -> Settings:
+def _settings(model: Path, seed: int, config: SftConfig) -> Settings:
     values = {
-        "run": {"folder": model.parent, "steps": recipe.steps, "seed": seed},
+        "run": {"folder": model.parent, "steps": config.steps, "seed": seed},
         "model": {"path": model, "dtype": "float32"},
         "data": {"train": "worked examples"},
         "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 64, "max_response_tokens": 64},
         "reward": {"answer": 1.0},
-        "optimizer": {"lr": recipe.lr, "min_lr": recipe.lr / 10, "lr_schedule": "linear", "warmup_updates": 5},
+        "optimizer": {"lr": config.lr, "min_lr": config.lr / 10, "lr_schedule": "linear", "warmup_updates": 5},
     }
     return check_settings(values, "cold start")
 
 
 def _response_probability(policy: Policy, held_out: Sequence[Sample]) -> float:
     batches = _microbatches(policy, held_out)
-    with policy.at_temperature(1.0):
+    with policy.use_temperature(1.0):
         outputs = policy.logprobs(batches)
     responses = [
         response.double().sum()

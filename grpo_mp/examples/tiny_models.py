@@ -73,7 +73,7 @@ BASE: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
 }
 GROUPED_QUERY = {"num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256, "rope_theta": 10000.0}
-EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2, "norm_topk_prob": True}
+MOE = {"moe_intermediate_size": 64, "num_experts_per_tok": 2, "norm_topk_prob": True}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -82,15 +82,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-SHARED = {
+SHARED_EXPERTS = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "routed_scaling_factor": 2.5,
     "num_experts_per_tok": 4,
 }
-ONE_GROUP = {"n_group": 1, "topk_group": 1}
-LATENT = {
+NO_GROUPS = {"n_group": 1, "topk_group": 1}
+MLA = {
     "num_key_value_heads": 4,
     "intermediate_size": 256,
     "q_lora_rank": 64,
@@ -110,31 +110,31 @@ LATENT = {
         "mscale_all_dim": 1.0,
     },
 }
-DEEPSEEK_V3 = BASE | EXPERTS | LATENT | SHARED | {"n_group": 4, "topk_group": 2}
-SHAPES: dict[str, dict[str, Any]] = {
+DEEPSEEK_V3 = BASE | MOE | MLA | SHARED_EXPERTS | {"n_group": 4, "topk_group": 2}
+TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": BASE | GROUPED_QUERY,
-    "qwen3_moe": BASE | GROUPED_QUERY | EXPERTS | {"num_experts": 8, "decoder_sparse_step": 1},
+    "qwen3_moe": BASE | GROUPED_QUERY | MOE | {"num_experts": 8, "decoder_sparse_step": 1},
     "qwen2": BASE | GROUPED_QUERY,
     "llama": BASE | GROUPED_QUERY | {"rope_scaling": LLAMA3, "max_position_embeddings": 16384},
     "mixtral": BASE | GROUPED_QUERY | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
-    "deepseek_v2": BASE | EXPERTS | LATENT | SHARED | ONE_GROUP | {"norm_topk_prob": False, "topk_method": "greedy"},
+    "deepseek_v2": BASE | MOE | MLA | SHARED_EXPERTS | NO_GROUPS | {"norm_topk_prob": False, "topk_method": "greedy"},
     "deepseek_v3": DEEPSEEK_V3,
-    "kimi_k2": DEEPSEEK_V3 | ONE_GROUP,
-    "glm4_moe": BASE | GROUPED_QUERY | EXPERTS | SHARED | ONE_GROUP | {"use_qk_norm": True, "attention_bias": True},
+    "kimi_k2": DEEPSEEK_V3 | NO_GROUPS,
+    "glm4_moe": BASE | GROUPED_QUERY | MOE | SHARED_EXPERTS | NO_GROUPS | {"use_qk_norm": True, "attention_bias": True},
 }
 # Keys that released configs carry and engines read, and that transformers leaves out or renames.
-SIGMOID = {
+SIGMOID_ROUTING_KEYS = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
     "moe_layer_freq": 1,
     "ep_size": 1,
     "num_nextn_predict_layers": 0,
 }
-RELEASED: dict[str, dict[str, Any]] = {
+PUBLISHED_KEYS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8},
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1, "ep_size": 1},
-    "deepseek_v3": SIGMOID,
-    "kimi_k2": SIGMOID | {"model_type": "kimi_k2"},
+    "deepseek_v3": SIGMOID_ROUTING_KEYS,
+    "kimi_k2": SIGMOID_ROUTING_KEYS | {"model_type": "kimi_k2"},
     "glm4_moe": {"partial_rotary_factor": 0.5, "num_nextn_predict_layers": 0},
 }
 
@@ -142,11 +142,11 @@ RELEASED: dict[str, dict[str, Any]] = {
 def make_tiny(
     folder: Path, family: str, tokenizer: PreTrainedTokenizerBase, seed: int = 0, **shape: Any
 ) -> dict[str, Any]:
-    """Write a random model of `family` (a key of SHAPES) with its tokenizer; return its config.json.
+    """Write a random model of `family` (a key of TINY_CONFIGS) with its tokenizer; return its config.json.
 
     `shape` overrides any key of the config. Norms and biases are random, too, so that a test sees them.
     """
-    config_values = SHAPES[family] | {
+    config_values = TINY_CONFIGS[family] | {
         "vocab_size": -(-len(tokenizer) // 16) * 16,
         "eos_token_id": tokenizer.eos_token_id,
     }
@@ -154,16 +154,16 @@ def make_tiny(
     torch.manual_seed(seed)
     model_type = TRANSFORMERS_NAMES.get(family, family)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config_values), dtype=torch.float32)
-    _randomise_norms_and_biases(model)
+    _randomize_norms_and_biases(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    saved_config = json.loads((folder / "config.json").read_text()) | RELEASED.get(family, {}) | shape
+    saved_config = json.loads((folder / "config.json").read_text()) | PUBLISHED_KEYS.get(family, {}) | shape
     (folder / "config.json").write_text(json.dumps(saved_config, indent=2))
     return saved_config
 
 
 @torch.no_grad()
-def _randomise_norms_and_biases(model: torch.nn.Module) -> None:
+def _randomize_norms_and_biases(model: torch.nn.Module) -> None:
     for name, tensor in model.named_parameters():
         if "norm" in name:
             tensor.uniform_(0.8, 1.2)

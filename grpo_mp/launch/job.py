@@ -37,8 +37,8 @@ def run_command(args: argparse.Namespace) -> int:
         print(first_failure(args.attempt).text())
         return 0
     if args.command == "check-finished":
-        if vanished := ranks_without_marker(args.attempt, args.ranks):
-            raise UserError(silent_exit_message(vanished[0]))
+        if silent_ranks := ranks_without_marker(args.attempt, args.ranks):
+            raise UserError(silent_exit_message(silent_ranks[0]))
         return 0
     settings = load_settings(args.config, args.overrides)
     if args.command == "has-steps-left":

@@ -23,7 +23,7 @@ from grpo_mp.distributed.finish_markers import FINISHED_DIR_VARIABLE, ranks_with
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDARY_EXITS = (1, -signal.SIGTERM)  # of ranks that lost a peer, or that the launcher ended after one failed
-VANISHED_STATUS = 1
+SILENT_EXIT_STATUS = 1
 
 
 def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
@@ -56,11 +56,11 @@ def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
         )
 
 
-def _exit_status(failures: Mapping[int, ProcessFailure], vanished: Sequence[int]) -> int:
-    """Return the job's exit status; print what no rank could. `vanished`: ranks that ended early with status 0."""
-    if vanished and all(failure.exitcode in SECONDARY_EXITS for failure in failures.values()):
-        sys.stderr.write(f"error: {silent_exit_message(vanished[0])}\n")
-        return VANISHED_STATUS
+def _exit_status(failures: Mapping[int, ProcessFailure], silent_ranks: Sequence[int]) -> int:
+    """Return the job's exit status; print what no rank could. `silent_ranks`: ranks that ended early with status 0."""
+    if silent_ranks and all(failure.exitcode in SECONDARY_EXITS for failure in failures.values()):
+        sys.stderr.write(f"error: {silent_exit_message(silent_ranks[0])}\n")
+        return SILENT_EXIT_STATUS
     if not failures:
         return 0
     rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in SECONDARY_EXITS, item[1].timestamp))

@@ -24,7 +24,7 @@ from grpo_mp import platform
 from grpo_mp.distributed.rendezvous import rendezvous
 from grpo_mp.errors import UserError, exit_with
 from grpo_mp.launch.task import rank_environment
-from grpo_mp.options import Parser
+from grpo_mp.parsers import Parser
 
 BAD_NODES = "bad_nodes"
 BAD_NODES_STATUS = 3
@@ -193,19 +193,19 @@ def _node_problem(node: str, attempt: Path) -> str | None:
 def measure_rates(node_of_rank: Sequence[int], rank: int) -> tuple[float | None, float | None]:
     """Return bytes per second of all-reduce and of all-to-all, None where a rank has no peer.
 
-    Every rank must call this. All-to-all is measured with both neighbours of a node, and the better counts: a node is
+    Every rank must call this. All-to-all is measured with both neighbors of a node, and the better counts: a node is
     slow where it is slow with everybody.
     """
     ranks_of_node: dict[int, list[int]] = {}
     for peer, node in enumerate(node_of_rank):
         ranks_of_node.setdefault(node, []).append(peer)
-    pairs = [[*ranks_of_node[left], *ranks_of_node[right]] for left, right in neighbour_pairs(len(ranks_of_node))]
+    pairs = [[*ranks_of_node[left], *ranks_of_node[right]] for left, right in neighbor_pairs(len(ranks_of_node))]
     all_reduce = _best_rate(list(ranks_of_node.values()), _all_reduce_rate, rank)
     return all_reduce, _best_rate(pairs, _all_to_all_rate, rank)
 
 
-def neighbour_pairs(nodes: int) -> list[tuple[int, int]]:
-    """Return each pair of neighbours in a ring of nodes once."""
+def neighbor_pairs(nodes: int) -> list[tuple[int, int]]:
+    """Return each pair of neighbors in a ring of nodes once."""
     pairs = [(node, (node + 1) % nodes) for node in range(nodes)]
     return pairs[: max(0, nodes - 1)] if nodes < 3 else pairs
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_mp.errors import UserError, exit_with
-from grpo_mp.options import Parser
+from grpo_mp.parsers import Parser
 
 TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x\d+\))?")
 

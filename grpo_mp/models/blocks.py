@@ -86,7 +86,7 @@ def dense_mlp(hf: HfConfig, layers: Sequence[int]) -> list[Rule]:
 class ExpertNames:
     """Hugging Face names of a layer's MoE block and of an expert's three projections."""
 
-    block: str = "mlp."
+    moe_block: str = "mlp."
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -101,7 +101,7 @@ def experts(
     """Map the router, its norm, and `num_experts` routed experts of `width`."""
     hidden = hf.int("hidden_size")
     norm, hf_norm = MCORE_LAYER + "pre_mlp_layernorm.weight", HF_LAYER + "post_attention_layernorm.weight"
-    mcore, block = MCORE_LAYER + "mlp.", HF_LAYER + names.block
+    mcore, block = MCORE_LAYER + "mlp.", HF_LAYER + names.moe_block
     expert = tuple(block + "experts.{expert}." + name for name in (names.gate, names.up, names.down))
     return [
         Rule(norm, (hf_norm,), ((hidden,),), layers=layers),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from grpo_mp.errors import nearest
+from grpo_mp.errors import did_you_mean
 from grpo_mp.models import deepseek, glm4_moe, gqa, llama_qwen, mixtral
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
@@ -56,7 +56,7 @@ def family_of(hf: HfConfig) -> Family:
     if hf.family is None and hf.model_type not in FAMILIES:
         raise hf.error(
             f"model_type {hf.model_type!r} is not supported"
-            f"{nearest(hf.model_type, FAMILIES)}; supported: {', '.join(FAMILIES)}; or set model.family"
+            f"{did_you_mean(hf.model_type, FAMILIES)}; supported: {', '.join(FAMILIES)}; or set model.family"
         )
     family = MODEL_FAMILIES.resolve(hf.family or hf.model_type, "model.family")
     hf.expect("architectures", [family.architecture])

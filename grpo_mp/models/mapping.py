@@ -35,7 +35,7 @@ class Rule:
     alias: bool = False  # a second Megatron copy of tensors that another rule owns: loaded, never sent or saved
 
     @property
-    def in_no_layer(self) -> bool:
+    def applies_to_no_layer(self) -> bool:
         """Return whether the rule is about layers of a kind that the model lacks."""
         return self.layers is not None and not self.layers
 

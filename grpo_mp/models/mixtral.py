@@ -9,7 +9,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 
 DEFAULT_ROPE_THETA = 1e6  # transformers' for a Mixtral whose file leaves it out
-NAMES = ExpertNames(block="block_sparse_moe.", gate="w1", up="w3", down="w2")
+NAMES = ExpertNames(moe_block="block_sparse_moe.", gate="w1", up="w3", down="w2")
 
 
 def config(hf: HfConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from grpo_mp.config.registries import LOGGERS
 from grpo_mp.errors import UserError
 from grpo_mp.files import write_atomically
-from grpo_mp.monitor.metrics import find
+from grpo_mp.monitor.metrics import find_metric
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,7 +86,7 @@ class JsonLinesLogger(Logger):
 
     def __init__(self, run_folder: Path, first_step: int, settings: Mapping[str, Any]) -> None:
         file = run_folder / "metrics.jsonl"
-        cut_lines(file, first_step)
+        drop_later_steps(file, first_step)
         self._lines = file.open("a", encoding="utf-8")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -101,7 +101,7 @@ class JsonLinesLogger(Logger):
         self._lines.close()
 
 
-def read_lines(path: Path) -> list[dict[str, float | None]]:
+def read_metrics(path: Path) -> list[dict[str, float | None]]:
     """Read metrics.jsonl; a last line that a killed process left unfinished is left out."""
     if not path.exists():
         return []
@@ -109,11 +109,11 @@ def read_lines(path: Path) -> list[dict[str, float | None]]:
     return [json.loads(line) for line in complete.splitlines()]
 
 
-def cut_lines(path: Path, first_step: int) -> None:
+def drop_later_steps(path: Path, first_step: int) -> None:
     """Keep the lines of steps before `first_step`. The file is replaced in one go."""
     if not path.exists():
         return
-    kept = [line for line in read_lines(path) if (line["step"] or 0) < first_step]
+    kept = [line for line in read_metrics(path) if (line["step"] or 0) < first_step]
     write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
@@ -147,11 +147,11 @@ def write_metrics(
     Raises ValueError, before anything is written, for a name that the dictionary lacks, or has as another kind.
     """
     for name in scalars:
-        find(name, "scalar")
+        find_metric(name, "scalar")
     for name in histograms:
-        find(name, "histogram")
+        find_metric(name, "histogram")
     for name in texts:
-        find(name, "text")
+        find_metric(name, "text")
     tensors = {name: torch.as_tensor(values, dtype=torch.float32).flatten() for name, values in histograms.items()}
     for logger in loggers:
         logger.scalars(step, scalars)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import yaml
 
-from grpo_mp.errors import nearest
+from grpo_mp.errors import did_you_mean
 
 Kind = Literal["scalar", "histogram", "text", "image"]
 
@@ -64,22 +64,22 @@ TABLE: tuple[Metric, ...] = tuple(
 )
 
 
-def fill(pattern: str, **parts: str) -> str:
+def metric_name(pattern: str, **parts: str) -> str:
     """Put `parts` into the placeholders of a name; characters that a name cannot hold become `_`.
 
-    `fill("reward/part/{name}", name="my.py:score")` is `reward/part/my.py_score`.
+    `metric_name("reward/term/{name}", name="my.py:score")` is `reward/term/my.py_score`.
     """
     return _PLACEHOLDER.sub(lambda placeholder: _UNSAFE_CHARACTERS.sub("_", parts[placeholder.group(1)]), pattern)
 
 
-def find(name: str, kind: Kind | None = None) -> Metric:
+def find_metric(name: str, kind: Kind | None = None) -> Metric:
     """Return the row of `name`; a row without placeholders wins over a pattern.
 
     Raises ValueError for a name that is not in the table, or that is there as another kind.
     """
     rows = sorted((metric for metric in TABLE if metric.matches(name)), key=lambda metric: metric.is_pattern)
     if not rows:
-        hint = nearest(name, (metric.name for metric in TABLE))
+        hint = did_you_mean(name, (metric.name for metric in TABLE))
         raise ValueError(f"metric {name!r} is not in grpo_mp.monitor.metrics.TABLE{hint}")
     if kind is not None and rows[0].kind != kind:
         raise ValueError(f"metric {name!r} is a {rows[0].kind}, not a {kind}")
@@ -96,7 +96,7 @@ class RangeWatch:
         """Return a warning, with what to do, for each metric of this step that was in its range, or unknown, before."""
         warnings = []
         for name, value in scalars.items():
-            metric = find(name, "scalar")
+            metric = find_metric(name, "scalar")
             if metric.is_healthy(value):
                 self._outside.discard(name)
             elif name not in self._outside:

@@ -77,13 +77,13 @@ class Progress:
 
     def step(self, step: int, scalars: Mapping[str, float], accuracy: float | None = None) -> None:
         """Print a finished step from its metrics; `accuracy` is the share of right answers, where known."""
-        left_s, steps_since_start = None, step - self._resumed_from
+        remaining_s, steps_since_start = None, step - self._resumed_from
         if self._loop_began_s is not None and steps_since_start > 0:
-            left_s = (self._clock() - self._loop_began_s) / steps_since_start * (self._view.steps - step)
-        self._view = replace(self._view, done=step, scalars=dict(scalars), accuracy=accuracy, left_s=left_s)
+            remaining_s = (self._clock() - self._loop_began_s) / steps_since_start * (self._view.steps - step)
+        self._view = replace(self._view, done=step, scalars=dict(scalars), accuracy=accuracy, remaining_s=remaining_s)
         self.note(screen.step_line(self._view))
 
-    def evaluated(self, step: int, scores: Mapping[str, EvalScore]) -> None:
+    def print_eval(self, step: int, scores: Mapping[str, EvalScore]) -> None:
         """Print the scores of the eval sets after `step`; 0 is before training."""
         self._print(screen.eval_line(step, scores))
 

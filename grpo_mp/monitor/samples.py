@@ -30,7 +30,7 @@ def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
     return [items[index * len(items) // count] for index in range(count)]
 
 
-def add_samples(file: Path, name: str, groups: Iterable[SampleGroup]) -> None:
+def append_samples(file: Path, name: str, groups: Iterable[SampleGroup]) -> None:
     """Append every sample of a set, one JSON object a line."""
     with file.open("a", encoding="utf-8") as lines:
         lines.writelines(sample_lines(groups, set=name))
@@ -50,7 +50,7 @@ def sample_record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
         "expected": group.prompt.answer,
         "response": sample.text,
         "reward": sample.reward,
-        "parts": sample.reward_parts,
+        "terms": sample.reward_terms,
         "is_correct": sample.is_correct,
         "extra": sample.extra,
         "truncated": sample.truncated,

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from grpo_mp.evaluation.pass_at_k import Estimate
 from grpo_mp.evaluation.score import EvalScore
-from grpo_mp.monitor.metrics import fill
+from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.phases import Phase
 
 LONGEST_TEXT = 1500  # characters of a question or answer that are shown
@@ -49,7 +49,7 @@ class View:
     phase: str = ""
     detail: str = ""
     phase_s: float = 0.0
-    left_s: float | None = None
+    remaining_s: float | None = None
     accuracy: float | None = None
     scalars: Mapping[str, float] = field(default_factory=dict)
 
@@ -60,14 +60,14 @@ def step_line(view: View) -> str:
     phase_seconds = [
         f"{phase.lower()} {view.scalars[name]:.1f}"
         for phase in Phase
-        if (name := fill("time/{phase}_s", phase=phase.lower())) in view.scalars
+        if (name := metric_name("time/{phase}_s", phase=phase.lower())) in view.scalars
     ]
     if "time/step_s" in view.scalars:
         parts.append(
             f"{view.scalars['time/step_s']:.1f} s" + (f" ({', '.join(phase_seconds)})" if phase_seconds else "")
         )
-    if view.left_s is not None:
-        parts.append(f"{duration(view.left_s)} left")
+    if view.remaining_s is not None:
+        parts.append(f"{duration(view.remaining_s)} left")
     return "  ".join(parts)
 
 
@@ -95,7 +95,7 @@ def live_view(view: View) -> RenderableType:
     if not view.steps:  # an evaluation alone
         return current
     progress = Table.grid(padding=(0, 2))
-    left_text = "" if view.left_s is None else f"{duration(view.left_s)} left"
+    left_text = "" if view.remaining_s is None else f"{duration(view.remaining_s)} left"
     count = Text(f"step {view.done}/{view.steps}", style="bold")
     progress.add_row(count, ProgressBar(view.steps, view.done, width=24), "  ".join([*_step_numbers(view), left_text]))
     return Group(current, progress)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from grpo_mp.monitor.metrics import fill
+from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.timeline import Span
 from grpo_mp.phases import WAIT, Phase
 
@@ -60,6 +60,8 @@ def reduce_over_ranks(summaries: Sequence[StepSummary]) -> StepSummary:
 
 def step_scalars(summary: StepSummary) -> dict[str, float]:
     """Name the summary's numbers: time/step_s, time/generate_s, ..., time/idle_share, time/overhead_share."""
-    phase_seconds = {fill("time/{phase}_s", phase=name.lower()): seconds for name, seconds in summary.seconds.items()}
+    phase_seconds = {
+        metric_name("time/{phase}_s", phase=name.lower()): seconds for name, seconds in summary.seconds.items()
+    }
     shares = {"time/idle_share": summary.idle_share, "time/overhead_share": summary.overhead_share}
     return {"time/step_s": summary.wall_s, **phase_seconds, **shares}

@@ -24,7 +24,7 @@ class Deadline:
     limit_s: float
     started_s: float = field(default_factory=time.monotonic)
 
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Return the seconds until the limit; negative after it."""
         return self.started_s + self.limit_s - time.monotonic()
 
@@ -86,23 +86,23 @@ class Watchdog:
     def _rearm(self) -> None:
         faulthandler.cancel_dump_traceback_later()
         if self._deadlines:
-            _end_in_c_after(max(0.0, self._next_deadline().left_s()) + GRACE_S)
+            _arm_exit_timer(max(0.0, self._next_deadline().remaining_s()) + GRACE_S)
         self._changed.notify()
 
     def _next_deadline(self) -> Deadline:
-        return min(self._deadlines, key=Deadline.left_s)
+        return min(self._deadlines, key=Deadline.remaining_s)
 
     def _watch(self) -> None:
         with self._changed:
             while not self._closed:
-                left_s = self._next_deadline().left_s() if self._deadlines else None
-                if left_s is not None and left_s <= 0:
+                remaining_s = self._next_deadline().remaining_s() if self._deadlines else None
+                if remaining_s is not None and remaining_s <= 0:
                     self._end_process(self._next_deadline())
-                self._changed.wait(left_s)
+                self._changed.wait(remaining_s)
 
     def _end_process(self, deadline: Deadline) -> None:
         try:
-            _end_in_c_after(GRACE_S)
+            _arm_exit_timer(GRACE_S)
             line = f"error: {deadline.message()}; the stacks of all threads are in {self._stacks}\n"
             os.write(2, line.encode())  # not sys.stderr: the thread that hangs may hold its lock
             self._stacks.parent.mkdir(parents=True, exist_ok=True)
@@ -123,5 +123,5 @@ class Watchdog:
         sys.stderr.flush()
 
 
-def _end_in_c_after(after_s: float) -> None:
+def _arm_exit_timer(after_s: float) -> None:
     faulthandler.dump_traceback_later(after_s, exit=True, file=2)

@@ -6,10 +6,10 @@ scores are never kept.
 """
 
 from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.job import DTYPE_BYTES, Job
+from grpo_mp.planner.job import DTYPE_BYTES, PlannedJob
 
 
-def activation_bytes(job: Job, stage: int) -> float:
+def activation_bytes(job: PlannedJob, stage: int) -> float:
     """Return the most that one rank of a stage holds while it trains, under training.recompute."""
     layers = job.stage_layers[stage]
     saved = {layer: layer_bytes(job, layer) for layer in layers}
@@ -25,12 +25,12 @@ def activation_bytes(job: Job, stage: int) -> float:
     return kept * _microbatches_in_flight(job, stage) + working
 
 
-def forward_bytes(job: Job, stage: int) -> float:
+def forward_bytes(job: PlannedJob, stage: int) -> float:
     """Return what a forward pass without a backward pass holds: one layer at a time."""
     return max((layer_bytes(job, layer) for layer in job.stage_layers[stage]), default=0.0)
 
 
-def logits_bytes(job: Job, stage: int, backward: bool) -> float:
+def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
     """Return the bytes of the output head, which is on the last stage.
 
     One chunk of logits with its copies; with `backward` also the gradient of the output layer.
@@ -46,7 +46,7 @@ def logits_bytes(job: Job, stage: int, backward: bool) -> float:
     return chunk + hidden + backward * (hidden + columns * model.hidden_size * 4)
 
 
-def layer_bytes(job: Job, layer: int) -> float:
+def layer_bytes(job: PlannedJob, layer: int) -> float:
     """Return what one layer saves of one micro-batch when nothing is recomputed."""
     model, layout = job.model, job.settings.layout
     tokens = job.microbatch_tokens / layout.context
@@ -63,7 +63,7 @@ def layer_bytes(job: Job, layer: int) -> float:
     return tokens * per_token * DTYPE_BYTES[job.settings.model.dtype]
 
 
-def _attention_elements(job: Job) -> float:
+def _attention_elements(job: PlannedJob) -> float:
     """Return the elements per token: projections, what the rotary embedding makes of them, and the heads' output.
 
     Where prompts are shared, each response's attention has a copy of its prompt's keys and values.
@@ -76,7 +76,7 @@ def _attention_elements(job: Job) -> float:
     return heads * model.qk_head_dim / tensor
 
 
-def _microbatches_in_flight(job: Job, stage: int) -> float:
+def _microbatches_in_flight(job: PlannedJob, stage: int) -> float:
     """Return for how many micro-batches a stage holds activations: 1F1B, more when interleaved."""
     layout = job.settings.layout
     stages_left, virtual = layout.pipeline - stage, layout.virtual_pipeline

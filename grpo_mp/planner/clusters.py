@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from grpo_mp.config.load import read_yaml
-from grpo_mp.errors import UserError, nearest
+from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.phases import GIB
 
 PROFILES = Path(__file__).with_name("clusters.yaml")
@@ -71,7 +71,9 @@ def read_cluster(name: str) -> Cluster:
         return _parse_profile(name, profiles[name])
     file = Path(name)
     if file.suffix not in (".yaml", ".yml") or not file.is_file():
-        raise UserError(f"cluster {name}: no such profile{nearest(name, profiles)}: {', '.join(profiles)}, or a file")
+        raise UserError(
+            f"cluster {name}: no such profile{did_you_mean(name, profiles)}: {', '.join(profiles)}, or a file"
+        )
     return _parse_profile(file.stem, read_yaml(file))
 
 
@@ -109,7 +111,7 @@ def _check_numbers(
             raise UserError(f"cluster {name}: {key}={value!r} is not a number above 0")
     for key in values:
         if key not in required:
-            raise UserError(f"cluster {name}: unknown number {key}{nearest(str(key), required)}")
+            raise UserError(f"cluster {name}: unknown number {key}{did_you_mean(str(key), required)}")
 
 
 @dataclass(frozen=True)

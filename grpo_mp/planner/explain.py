@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from grpo_mp.distributed.layout import describe_parallelism
-from grpo_mp.planner.job import Job
-from grpo_mp.rollout.placement import engine_hosts, engine_placements
+from grpo_mp.planner.job import PlannedJob
+from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 
 # Variables that the run sets for its processes, and why.
 ENVIRONMENT = (
@@ -19,13 +19,13 @@ ENVIRONMENT = (
 )
 
 
-def explain(job: Job) -> str:
+def explain(job: PlannedJob) -> str:
     """Return several lines; each explains one thing."""
     environment = "environment: " + "; ".join(f"{names} ({reason})" for names, reason in ENVIRONMENT)
     return "\n".join(f"- {line}" for line in (*_step(job), *_placement(job), *_numerics(job), environment))
 
 
-def _step(job: Job) -> Iterator[str]:
+def _step(job: PlannedJob) -> Iterator[str]:
     settings, rollout, training = job.settings, job.settings.rollout, job.settings.training
     samples, updates = settings.samples_per_step, settings.optimizer_steps_per_step
     yield f"{settings.step_summary}; {settings.run.steps} steps in total"
@@ -41,14 +41,14 @@ def _step(job: Job) -> Iterator[str]:
     yield f"tokens per GPU and step: {per_gpu:,.0f}, with a mean response length of {job.mean_response_tokens:,.0f}"
 
 
-def _placement(job: Job) -> Iterator[str]:
+def _placement(job: PlannedJob) -> Iterator[str]:
     layout, engine, parallelism = job.settings.layout, job.settings.engine, job.engine_parallelism
     yield (
         f"trainer: all {job.world_size} GPUs of {job.nodes} nodes; {describe_parallelism(layout, job.world_size)}; "
         f"the optimizer of dense parameters over {job.dense_shards} ranks, of experts over {job.expert_shards}; "
         f"layers of the stages: {', '.join(str(len(layers)) for layers in job.stage_layers)}"
     )
-    hosts = engine_hosts(engine_placements(engine, job.world_size, job.gpus_per_node))
+    hosts = engine_host_ranks(engine_placements(engine, job.world_size, job.gpus_per_node))
     replicas = parallelism.replicas
     yield (
         f"engines: {len(hosts)} of {engine.gpus_per_engine} GPUs on the same devices, in turn with the trainer; "
@@ -64,7 +64,7 @@ def _placement(job: Job) -> Iterator[str]:
     )
 
 
-def _numerics(job: Job) -> Iterator[str]:
+def _numerics(job: PlannedJob) -> Iterator[str]:
     settings = job.settings
     kl = settings.algorithm.kl
     monitor_share = f" for {kl.monitor_share:.1%} of the micro-batches (kl.monitor_share)" if not kl.coef else ""

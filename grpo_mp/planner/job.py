@@ -11,7 +11,7 @@ from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import padded_size, plan_update
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.coordinates import data_parallel
+from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import ModelShape, check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
@@ -19,7 +19,7 @@ from grpo_mp.planner.parameter_count import ParameterCount, local_parameter_coun
 from grpo_mp.planner.pipeline_layout import StageLayers, layers_of_stages
 from grpo_mp.rollout.engine_parallelism import EngineParallelism, check_engine_parallelism
 from grpo_mp.rollout.placement import engine_placements
-from grpo_mp.rollout.precision import in_fp8
+from grpo_mp.rollout.precision import engine_uses_fp8
 
 DTYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "uint8": 1, "fp8": 1}
 
@@ -116,7 +116,7 @@ def response_lengths(lengths: AssumedLengths) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """Settings on machines. `parameter_counts`: of one rank of each pipeline stage."""
 
     settings: Settings
@@ -138,7 +138,7 @@ class Job:
     @property
     def dp_size(self) -> int:
         """Return the data-parallel size of the dense layers."""
-        return data_parallel(self.settings.layout, self.world_size)
+        return data_parallel_size(self.settings.layout, self.world_size)
 
     @property
     def dense_shards(self) -> int:
@@ -171,9 +171,9 @@ class Job:
         return check_engine_parallelism(engine.gpus_per_engine, engine.args, self.hf)
 
     @property
-    def engine_in_fp8(self) -> bool:
+    def engine_uses_fp8(self) -> bool:
         """Return whether the engines compute in blockwise FP8."""
-        return in_fp8(self.settings.engine.args, self.hf, cpu=False)
+        return engine_uses_fp8(self.settings.engine.args, self.hf, cpu=False)
 
     @property
     def has_reference(self) -> bool:
@@ -224,7 +224,7 @@ def make_job(
     nodes: int,
     gpus_per_node: int | None = None,
     mean_response_tokens: float | None = None,
-) -> Job:
+) -> PlannedJob:
     """Make the job, with parameters by the closed form. Raises UserError for an invalid layout or engine."""
     gpus_per_node = gpus_per_node or cluster.gpus_per_node
     world_size, layout = nodes * gpus_per_node, settings.layout
@@ -234,7 +234,7 @@ def make_job(
     check_layout(layout, model, world_size, sets_pipeline_layout(megatron))
     engine_placements(settings.engine, world_size, gpus_per_node)
     stage_layers = layers_of_stages(model.num_layers, layout, megatron)
-    return Job(
+    return PlannedJob(
         settings=settings,
         hf=hf,
         model=model,

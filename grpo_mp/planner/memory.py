@@ -10,7 +10,7 @@ from grpo_mp.models.families import family_of
 from grpo_mp.phases import Phase, Residency
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.job import DTYPE_BYTES, Job
+from grpo_mp.planner.job import DTYPE_BYTES, PlannedJob
 from grpo_mp.planner.parameter_count import ParameterCount, rule_parameters
 from grpo_mp.rollout.engine_parallelism import read_argument
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
@@ -28,7 +28,7 @@ class EngineMemory:
     kv_cache_tokens: int
 
 
-def engine_memory(job: Job) -> EngineMemory:
+def engine_memory(job: PlannedJob) -> EngineMemory:
     """Return weights, and the KV cache that `mem_fraction_static` leaves beside them (0 where it leaves nothing).
 
     Raises UserError where engine.gpus_per_engine and engine.args do not divide each other, the model or a block of FP8.
@@ -53,17 +53,17 @@ def engine_memory(job: Job) -> EngineMemory:
     )
 
 
-def engine_weight_bytes(job: Job) -> float:
+def engine_weight_bytes(job: PlannedJob) -> float:
     """Return the bytes of weights on one GPU. In blockwise FP8, embedding and output layer keep the model's dtype.
 
     Copies of key and value heads, where there are fewer than ranks, are left out: a few thousandths.
     """
     args = job.settings.engine.args
     parallelism, dtype_bytes = job.engine_parallelism, DTYPE_BYTES[job.settings.model.dtype]
-    layer_bytes = 1 + 4 / 128**2 if job.engine_in_fp8 else dtype_bytes  # with a float32 scale for each block
+    layer_bytes = 1 + 4 / 128**2 if job.engine_uses_fp8 else dtype_bytes  # with a float32 scale for each block
     size = 0.0
     for rule in family_of(job.hf).rules(job.hf):
-        if rule.in_no_layer or rule.alias:
+        if rule.applies_to_no_layer or rule.alias:
             continue
         # Outside the layers only the embedding follows attention, and with its own option the output layer.
         like_layers = "layers" in rule.name or rule.name.startswith("embedding") or args.get("enable_dp_lm_head")
@@ -112,19 +112,19 @@ class MemoryPlan:
     engine: EngineMemory
 
 
-def plan_memory(job: Job) -> MemoryPlan:
+def plan_memory(job: PlannedJob) -> MemoryPlan:
     """Plan the memory of a job."""
     engine = engine_memory(job)
     device = tuple(_device_memory(job, stage, engine) for stage in range(len(job.stage_layers)))
     return MemoryPlan(device, _host_memory(job), engine)
 
 
-def total(sizes: BytesByKind) -> float:
+def total_bytes(sizes: BytesByKind) -> float:
     """Sum over kinds."""
     return sum(sizes.values())
 
 
-def _device_memory(job: Job, stage: int, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
+def _device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
     count, per_parameter = job.parameter_counts[stage], job.per_parameter
     always = {"contexts": 2 * OVERHEADS.cuda_context, "communication": OVERHEADS.trainer_nccl + engine.communication}
     memory: dict[SubPhase, BytesByKind] = {}
@@ -136,7 +136,7 @@ def _device_memory(job: Job, stage: int, engine: EngineMemory) -> dict[SubPhase,
             "optimizer": resident.optimizer * job.sharded_parameters(count) * per_parameter.optimizer,
         } | _temporary_memory(job, stage, sub_phase)
         sizes = always | trainer
-        sizes["fragments"] = OVERHEADS.fragmentation * total(trainer)
+        sizes["fragments"] = OVERHEADS.fragmentation * total_bytes(trainer)
         sizes["engine weights"] = resident.engine_weights * engine.weights
         sizes["KV cache"] = resident.engine_cache * engine.kv_cache
         sizes["CUDA graphs"] = resident.engine_cache * engine.cuda_graphs
@@ -144,7 +144,7 @@ def _device_memory(job: Job, stage: int, engine: EngineMemory) -> dict[SubPhase,
     return memory
 
 
-def _temporary_memory(job: Job, stage: int, sub_phase: SubPhase) -> dict[str, float]:
+def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[str, float]:
     """Return what a sub-phase allocates and frees again."""
     per_parameter = job.per_parameter
     largest_tensor = _largest_tensor(job.model, job.settings.layout.tensor)
@@ -171,7 +171,7 @@ def _largest_tensor(model: ModelShape, tensor: int) -> float:
     return rows / tensor * model.hidden_size
 
 
-def _host_memory(job: Job) -> dict[SubPhase, BytesByKind]:
+def _host_memory(job: PlannedJob) -> dict[SubPhase, BytesByKind]:
     """Return the memory of the fullest node in each sub-phase. A node may hold ranks of several stages."""
     nodes = set()
     for start in range(0, job.world_size, job.gpus_per_node):
@@ -184,11 +184,11 @@ def _host_memory(job: Job) -> dict[SubPhase, BytesByKind]:
         by_rank = [_rank_host_memory(job, sub_phase, *rank) for rank in ranks]
         return {kind: sum(sizes[kind] for sizes in by_rank) for kind in by_rank[0]}
 
-    return {sub_phase: max((node_memory(node, sub_phase) for node in nodes), key=total) for sub_phase in SubPhase}
+    return {sub_phase: max((node_memory(node, sub_phase) for node in nodes), key=total_bytes) for sub_phase in SubPhase}
 
 
 def _rank_host_memory(
-    job: Job, sub_phase: SubPhase, stage: int, first_dense_replica: bool, first_expert_replica: bool
+    job: PlannedJob, sub_phase: SubPhase, stage: int, first_dense_replica: bool, first_expert_replica: bool
 ) -> dict[str, float]:
     count, per_parameter = job.parameter_counts[stage], job.per_parameter
     sharded = job.sharded_parameters(count)
@@ -209,7 +209,9 @@ def _rank_host_memory(
     return sizes
 
 
-def _checkpoint_host_bytes(job: Job, sub_phase: SubPhase, count: ParameterCount, written: ParameterCount) -> float:
+def _checkpoint_host_bytes(
+    job: PlannedJob, sub_phase: SubPhase, count: ParameterCount, written: ParameterCount
+) -> float:
     """Return float32 main weights and moments: of every rank that resumes, of the first replica that saves.
 
     Without gradient buckets (overlap_grad_reduce) one gather moves everything at once; then weights and moments become

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from grpo_mp.config import Settings
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.planner.job import Job
+from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import ZERO, ParameterCount
 from grpo_mp.platform import prepare
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from grpo_mp.policy.model import PolicyModel
 
 
-def check_parameter_counts(job: Job) -> None:
+def check_parameter_counts(job: PlannedJob) -> None:
     """Assert that the closed form counts what Megatron builds. Raises UserError where Megatron refuses the settings."""
     prepare()
     from grpo_mp.policy.megatron_config import check_overrides

@@ -44,7 +44,7 @@ def parameter_table(hf: HfConfig, tensor: int, expert: int, expert_tensor: int) 
     layers: dict[int, ParameterCount] = {}
     embedding = output = ZERO
     for rule in family_of(hf).rules(hf):
-        if rule.keep_float32 or rule.in_no_layer:
+        if rule.keep_float32 or rule.applies_to_no_layer:
             continue  # a buffer, or nothing
         count = rule_parameters(rule, tensor, expert, expert_tensor)
         if rule.layers is not None:

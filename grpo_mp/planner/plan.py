@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.phases import GIB
 from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.job import Job
-from grpo_mp.planner.memory import CHECKPOINT_BYTES, BytesByKind, MemoryPlan, SubPhase, plan_memory, total
+from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.memory import CHECKPOINT_BYTES, BytesByKind, MemoryPlan, SubPhase, plan_memory, total_bytes
 from grpo_mp.planner.resource_use import (
     GenerationPlan,
     ResourceUse,
@@ -29,7 +29,7 @@ ONCE_PER_RUN = (SubPhase.START, SubPhase.LOAD)
 class Plan:
     """What a job needs and how long a step takes it. `uses` and `times` are of one GPU."""
 
-    job: Job
+    job: PlannedJob
     memory: MemoryPlan
     uses: Mapping[SubPhase, ResourceUse]
     times: Mapping[SubPhase, TimeEstimate]
@@ -46,7 +46,7 @@ class Plan:
         return sum(self.times[sub_phase].roofline_s * self.times_per_step(sub_phase) for sub_phase in SubPhase)
 
     @property
-    def costliest(self) -> tuple[SubPhase, str, float]:
+    def bottleneck(self) -> tuple[SubPhase, str, float]:
         """Return the sub-phase and its resource that take most of a step, and their seconds."""
         seconds = [
             (sub_phase, name, part_s * self.times_per_step(sub_phase))
@@ -63,7 +63,7 @@ class Plan:
         return (1 / save_every if save_every else 0.0) if sub_phase is SubPhase.SAVE else 1.0
 
 
-def make_plan(job: Job, with_sync: bool = True) -> Plan:
+def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
     """Plan a job; `with_sync` false leaves out the time of the weight sync, which takes most of a second to plan."""
     memory = plan_memory(job)
     uses = _resource_uses(job, memory) | {SubPhase.SYNC: _sync_use(job) if with_sync else ResourceUse()}
@@ -71,7 +71,7 @@ def make_plan(job: Job, with_sync: bool = True) -> Plan:
     return Plan(job, memory, uses, times, plan_generation(job, memory.engine))
 
 
-def _resource_uses(job: Job, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
+def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
     layout, per_parameter = job.settings.layout, job.per_parameter
     stage = max(range(len(job.parameter_counts)), key=lambda index: job.parameter_counts[index].total)
     count, algorithm = job.parameter_counts[stage], job.settings.algorithm
@@ -98,7 +98,7 @@ def _resource_uses(job: Job, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
     }
 
 
-def _sync_use(job: Job) -> ResourceUse:
+def _sync_use(job: PlannedJob) -> ResourceUse:
     """Return the use of one GPU: what the busiest rank sends or receives in rounds that all ranks go through."""
     traffic, uneven = sync_traffic(job), OVERHEADS.sync_unevenness
     return ResourceUse(
@@ -125,7 +125,7 @@ class MemoryPeak:
     def of(cls, place: str, sub_phase: SubPhase, sizes: BytesByKind, capacity: float) -> "MemoryPeak":
         """Make the peak from the bytes of each kind: their sum and the largest."""
         kind = max(sizes, key=lambda name: sizes[name])
-        return cls(place, sub_phase, total(sizes), capacity, kind, sizes[kind])
+        return cls(place, sub_phase, total_bytes(sizes), capacity, kind, sizes[kind])
 
     @property
     def headroom(self) -> float:
@@ -174,11 +174,11 @@ def check_fits(plan: Plan) -> Feasibility:
     job, memory = plan.job, plan.memory
     stage, sub_phase = max(
         ((stage, sub_phase) for stage in range(len(memory.device)) for sub_phase in SubPhase),
-        key=lambda item: total(memory.device[item[0]][item[1]]),
+        key=lambda item: total_bytes(memory.device[item[0]][item[1]]),
     )
     place = f"rank {stage * (job.world_size // len(memory.device))} (pipeline stage {stage})"
     device = MemoryPeak.of(place, sub_phase, memory.device[stage][sub_phase], job.cluster.gpu_bytes)
-    sub_phase = max(SubPhase, key=lambda sub_phase: total(memory.host[sub_phase]))
+    sub_phase = max(SubPhase, key=lambda sub_phase: total_bytes(memory.host[sub_phase]))
     host = MemoryPeak.of("a node's host", sub_phase, memory.host[sub_phase], job.cluster.host_bytes)
     # The KV cache of each replica of an engine must hold at least one of the longest sequences.
     tokens, kv_cache_problem = memory.engine.kv_cache_tokens // job.engine_parallelism.replicas, ""

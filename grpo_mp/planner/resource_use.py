@@ -6,7 +6,7 @@ from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
-from grpo_mp.planner.job import Job
+from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import EngineMemory
 
 GIGA = 1e9
@@ -105,12 +105,12 @@ def routed_parameters(model: ModelShape, experts: int) -> int:
     return model.num_moe_layers * experts * 3 * model.hidden_size * model.moe_ffn_hidden_size
 
 
-def logprob_use(job: Job, passes: float) -> ResourceUse:
+def logprob_use(job: PlannedJob, passes: float) -> ResourceUse:
     """Return `passes` forward passes over the samples of a step; a fraction goes over that share of them."""
     return replace(_forward_use(job).scaled(passes), bubble=_bubble(job))
 
 
-def train_use(job: Job) -> ResourceUse:
+def train_use(job: PlannedJob) -> ResourceUse:
     """Return all forward and backward passes of a step; full recomputation does the forward pass twice."""
     training = job.settings.training
     forward, recompute = _forward_use(job).scaled(training.epochs), training.recompute == "full"
@@ -118,7 +118,7 @@ def train_use(job: Job) -> ResourceUse:
     return replace(traffic, flops=forward.flops * (3 + recompute), bubble=_bubble(job))
 
 
-def optimizer_use(job: Job, stage: int) -> ResourceUse:
+def optimizer_use(job: PlannedJob, stage: int) -> ResourceUse:
     """Return the updates of a step: gradients summed over replicas, Adam, new weights gathered."""
     count, layout, per_parameter = job.parameter_counts[stage], job.settings.layout, job.per_parameter
     model_bytes = per_parameter.gradients + per_parameter.weights
@@ -137,7 +137,7 @@ def optimizer_use(job: Job, stage: int) -> ResourceUse:
     return update.scaled(job.settings.optimizer_steps_per_step)
 
 
-def _forward_use(job: Job) -> ResourceUse:
+def _forward_use(job: PlannedJob) -> ResourceUse:
     """Return one GPU's part of a forward pass over a step's samples, on the fullest stage."""
     layout, model = job.settings.layout, job.model
     padded_tokens = job.settings.samples_per_step * job.mean_seq_len * job.packing.load_factor
@@ -168,7 +168,7 @@ def _forward_use(job: Job) -> ResourceUse:
     )
 
 
-def _bubble(job: Job) -> float:
+def _bubble(job: PlannedJob) -> float:
     """Return the seconds a pipeline waits for each second of work: it fills and drains once in every update."""
     layout = job.settings.layout
     imbalance = max(len(layers) for layers in job.stage_layers) * layout.pipeline / job.model.num_layers
@@ -185,7 +185,7 @@ class GenerationPlan:
     decode_steps: float  # those of the longest response included
 
 
-def plan_generation(job: Job, engine: EngineMemory) -> GenerationPlan:
+def plan_generation(job: PlannedJob, engine: EngineMemory) -> GenerationPlan:
     """Count decode steps: responses of the mean length in waves, but at least those of the longest response."""
     rollout, args = job.settings.rollout, job.settings.engine.args
     samples = job.settings.samples_per_step / job.num_engines
@@ -196,7 +196,7 @@ def plan_generation(job: Job, engine: EngineMemory) -> GenerationPlan:
     return GenerationPlan(samples, running / job.engine_parallelism.replicas, decode_steps)
 
 
-def generation_use(job: Job, engine: EngineMemory) -> ResourceUse:
+def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
     """Return the use of one GPU of an engine: prefill of its prompts, and every decode step."""
     model, plan, parallelism = job.model, plan_generation(job, engine), job.engine_parallelism
     rollout, gpus = job.settings.rollout, parallelism.gpus
@@ -212,7 +212,7 @@ def generation_use(job: Job, engine: EngineMemory) -> ResourceUse:
     all_reduce = 4 * model.num_layers * model.hidden_size * tokens * parallelism.attention_tensor
     return ResourceUse(
         flops=(tokens + prompt_tokens) * forward_flops_per_token(model, job.hf, job.mean_seq_len),
-        fp8=job.engine_in_fp8,
+        fp8=job.engine_uses_fp8,
         device_bytes=plan.decode_steps * weights + context_tokens * engine.bytes_per_token / parallelism.replicas,
         nvlink_bytes=all_reduce * (parallelism.attention_tensor > 1)
         + all_to_all * (1 - to_other_nodes) * (parallelism.expert > 1),
@@ -221,7 +221,7 @@ def generation_use(job: Job, engine: EngineMemory) -> ResourceUse:
     )
 
 
-def _weight_bytes_per_step(job: Job, engine: EngineMemory, running: float) -> float:
+def _weight_bytes_per_step(job: PlannedJob, engine: EngineMemory, running: float) -> float:
     """Return the bytes of a GPU's weights that one decode step reads: few sequences do not use every expert."""
     model = job.model
     if not model.num_experts:

@@ -9,11 +9,11 @@ import yaml
 
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.coordinates import data_parallel
+from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import divisors, layout_violations
 from grpo_mp.errors import UserError
-from grpo_mp.planner.job import Job, make_job
-from grpo_mp.planner.memory import SubPhase, total
+from grpo_mp.planner.job import PlannedJob, make_job
+from grpo_mp.planner.memory import SubPhase, total_bytes
 from grpo_mp.planner.parameter_count import parameter_table
 from grpo_mp.planner.pipeline_layout import (
     FIRST_STAGE_LAYERS,
@@ -39,7 +39,7 @@ class SearchResult:
     best: tuple[Plan, ...]
 
 
-def search_layouts(job: Job, count: int = 5) -> SearchResult:
+def search_layouts(job: PlannedJob, count: int = 5) -> SearchResult:
     """Find the fastest layouts for the job's machines, the fastest first. Only layout and engine are changed.
 
     Raises UserError where the settings' own engine arguments leave no engine that holds the model.
@@ -57,7 +57,7 @@ def search_layouts(job: Job, count: int = 5) -> SearchResult:
     return SearchResult(len(candidates) * len(engines), len(fitting) * len(engines), tuple(best))
 
 
-def valid_layouts(job: Job) -> Iterator[LayoutConfig]:
+def valid_layouts(job: PlannedJob) -> Iterator[LayoutConfig]:
     """Yield layouts that break no rule, with tensor parallelism inside a node and no interleaved pipeline.
 
     Every data-parallel rank has a sample in every update.
@@ -73,7 +73,7 @@ def valid_layouts(job: Job) -> Iterator[LayoutConfig]:
                 tensor=tensor, pipeline=pipeline, context=context, expert=expert, expert_tensor=expert_tensor
             )
             valid = next(layout_violations(layout, shape, world_size, uneven_pipeline=True), None) is None
-            if valid and pipeline <= shape.num_layers and samples >= data_parallel(layout, world_size):
+            if valid and pipeline <= shape.num_layers and samples >= data_parallel_size(layout, world_size):
                 yield layout
 
 
@@ -89,7 +89,7 @@ def plan_to_yaml(plan: Plan) -> str:
     return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=120)
 
 
-def _fitting(jobs: list[Job]) -> list[Plan]:
+def _fitting(jobs: list[PlannedJob]) -> list[Plan]:
     """Plan the jobs and return those that fit, the fastest first; the weight sync is left out.
 
     It takes longest to plan and least of a step.
@@ -98,7 +98,7 @@ def _fitting(jobs: list[Job]) -> list[Plan]:
     return sorted((plan for plan in plans if check_fits(plan).fits), key=lambda plan: plan.step_s)
 
 
-def _fitting_engines(job: Job) -> list[dict[str, Any]]:
+def _fitting_engines(job: PlannedJob) -> list[dict[str, Any]]:
     """Return the settings of engines that hold the longest sequence, the fastest first."""
     timed: list[tuple[float, dict[str, Any]]] = []
     for engine in _engine_candidates(job):
@@ -106,7 +106,7 @@ def _fitting_engines(job: Job) -> list[dict[str, Any]]:
             plan = make_plan(_with_engine(job, engine), with_sync=False)
         except UserError:
             continue  # sizes that do not divide
-        needed = total(plan.memory.device[0][SubPhase.START])
+        needed = total_bytes(plan.memory.device[0][SubPhase.START])
         if needed <= job.cluster.gpu_bytes and not check_fits(plan).kv_cache_problem:
             timed.append((plan.times[SubPhase.GENERATE].expected_s, engine))
     if not timed:
@@ -114,7 +114,7 @@ def _fitting_engines(job: Job) -> list[dict[str, Any]]:
     return [engine for _, engine in sorted(timed, key=lambda item: item[0])]
 
 
-def _engine_candidates(job: Job) -> Iterator[dict[str, Any]]:
+def _engine_candidates(job: PlannedJob) -> Iterator[dict[str, Any]]:
     model, per_node = job.model, job.gpus_per_node
     heads = model.num_heads if model.mla_cache_dim else model.num_kv_heads
     parallelism = ("ep_size", "attn_dp_size", "enable_dp_attention", "dp_size")
@@ -128,12 +128,12 @@ def _engine_candidates(job: Job) -> Iterator[dict[str, Any]]:
         yield {"gpus_per_engine": gpus, "num_engines": None, "args": {**other_args, **expert, **replicas}}
 
 
-def _with_engine(job: Job, engine: dict[str, Any]) -> Job:
+def _with_engine(job: PlannedJob, engine: dict[str, Any]) -> PlannedJob:
     engine_settings = job.settings.engine.model_copy(update=engine)
     return _with_settings(job, job.settings.model_copy(update={"engine": engine_settings}))
 
 
-def _with_layout(job: Job, layout: LayoutConfig) -> Job:
+def _with_layout(job: PlannedJob, layout: LayoutConfig) -> PlannedJob:
     """Change the layout; layers are balanced over the pipeline stages."""
     placement = (FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS, PIPELINE_LAYOUT)
     megatron = {name: value for name, value in job.settings.training.megatron_args.items() if name not in placement}
@@ -146,5 +146,5 @@ def _with_layout(job: Job, layout: LayoutConfig) -> Job:
     return _with_settings(job, job.settings.model_copy(update={"layout": layout, "training": training}))
 
 
-def _with_settings(job: Job, settings: Settings) -> Job:
+def _with_settings(job: PlannedJob, settings: Settings) -> PlannedJob:
     return make_job(settings, job.hf, job.cluster, job.nodes, job.gpus_per_node, job.mean_response_tokens)

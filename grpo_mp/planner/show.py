@@ -10,8 +10,8 @@ from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.phases import GIB
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.clusters import describe_rates
-from grpo_mp.planner.job import Job
-from grpo_mp.planner.memory import BytesByKind, SubPhase, total
+from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.memory import BytesByKind, SubPhase, total_bytes
 from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.plan import Feasibility, Plan, check_fits, make_plan
 from grpo_mp.planner.resource_use import GIGA
@@ -65,7 +65,7 @@ def _frozen_model(plan: Plan, model: str) -> ModelMemory:
     return ModelMemory(model, False, device, job.gpus_per_node * max(counts) * weight_bytes)
 
 
-def plan_and_show(job: Job, ppo: bool, console: Console) -> bool:
+def plan_and_show(job: PlannedJob, ppo: bool, console: Console) -> bool:
     """Print the plan of a job, and with `ppo` the models of PPO beside it; tell whether it fits. Raises UserError."""
     check_parameter_counts(job)
     plan = make_plan(job)
@@ -76,7 +76,7 @@ def plan_and_show(job: Job, ppo: bool, console: Console) -> bool:
     return feasibility.fits
 
 
-def search_and_show(job: Job, console: Console) -> bool:
+def search_and_show(job: PlannedJob, console: Console) -> bool:
     """Print the best layouts for a job; tell whether any fits. Raises UserError."""
     result = search_layouts(job)
     for plan in result.best:
@@ -88,7 +88,7 @@ def search_and_show(job: Job, console: Console) -> bool:
 def show_plan(plan: Plan, feasibility: Feasibility, console: Console) -> None:
     """Print parameters, memory by kind, traffic and time by sub-phase, and last whether it fits."""
     memory, stages = plan.memory, range(len(plan.memory.device))
-    fullest = max(stages, key=lambda stage: max(total(sizes) for sizes in memory.device[stage].values()))
+    fullest = max(stages, key=lambda stage: max(total_bytes(sizes) for sizes in memory.device[stage].values()))
     title = f"Device, GiB: a rank of pipeline stage {fullest}"
     console.print(Group(_parameter_table(plan), _memory_table(title, memory.device[fullest])))
     console.print(_memory_table("Host of the fullest node, GiB", memory.host))
@@ -145,7 +145,7 @@ def _parameter_table(plan: Plan) -> Table:
 def _memory_table(title: str, memory: Mapping[SubPhase, BytesByKind]) -> Table:
     kinds = list(dict.fromkeys(kind for sizes in memory.values() for kind, size in sizes.items() if size))
     rows = [
-        (str(sub_phase), *(_gib(sizes.get(kind, 0)) for kind in kinds), f"{total(sizes) / GIB:.1f}")
+        (str(sub_phase), *(_gib(sizes.get(kind, 0)) for kind in kinds), f"{total_bytes(sizes) / GIB:.1f}")
         for sub_phase, sizes in memory.items()
     ]
     return _table(title, ("", *kinds, "total"), rows)
@@ -175,7 +175,7 @@ def _time_table(plan: Plan) -> Table:
 
 
 def _notes(plan: Plan) -> list[str]:
-    sub_phase, resource, seconds = plan.costliest
+    sub_phase, resource, seconds = plan.bottleneck
     job, engine = plan.job, plan.memory.engine
     tokens = job.settings.samples_per_step * job.mean_seq_len
     return [

@@ -8,8 +8,8 @@ import torch
 from grpo_mp.distributed.shards import shard_holders, tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.mapping import Param
-from grpo_mp.planner.job import Job
-from grpo_mp.rollout.placement import engine_hosts, engine_placements
+from grpo_mp.planner.job import PlannedJob
+from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, Delivery, SyncPlan, atoms_of, engine_readers, plan_sync
 from grpo_mp.weight_sync.wire import WireFormat
 
@@ -25,7 +25,7 @@ class SyncTraffic:
     rounds: int
 
 
-def sync_traffic(job: Job) -> SyncTraffic:
+def sync_traffic(job: PlannedJob) -> SyncTraffic:
     """Return the traffic of a whole sync, from the plan of one layer of each kind and pipeline stage."""
     params = {name: param for name, param in family_of(job.hf).params(job.hf).items() if not param.alias}
     counts = _layers_like(job)
@@ -42,16 +42,16 @@ def sync_traffic(job: Job) -> SyncTraffic:
     return SyncTraffic(network, nvlink, loaded, max(tensors.values()), rounds=int(-(-loaded // round_bytes)))
 
 
-def plan_job_sync(job: Job, params: Mapping[str, Param]) -> tuple[SyncPlan, WireFormat]:
+def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPlan, WireFormat]:
     """Plan the weight sync of these parameters of a job: from its layout to its engines."""
     settings, layout, engine = job.settings, job.settings.layout, job.settings.engine
     wire = WireFormat(
         params,
         {name: tp_size(param, layout) for name, param in params.items()},
         torch.bfloat16 if settings.model.dtype == "bfloat16" else torch.float32,
-        fp8=job.engine_in_fp8,
+        fp8=job.engine_uses_fp8,
     )
-    hosts = engine_hosts(engine_placements(engine, job.world_size, job.gpus_per_node))
+    hosts = engine_host_ranks(engine_placements(engine, job.world_size, job.gpus_per_node))
     plan = plan_sync(
         atoms_of(params),
         shard_holders(params, layout, job.world_size, job.stage_layers),
@@ -94,7 +94,7 @@ def busiest(
     return network, nvlink, loaded
 
 
-def _layers_like(job: Job) -> dict[int, int]:
+def _layers_like(job: PlannedJob) -> dict[int, int]:
     """Return one layer of each kind of each pipeline stage, and how many layers of the stage are like it."""
     counts: dict[int, int] = {}
     for layers in job.stage_layers:

@@ -74,7 +74,7 @@ stream = device = _returns(contextlib.nullcontext())
 nvtx = SimpleNamespace(range_push=_returns(None), range_pop=_returns(None), range=device)
 device_count = _returns(1)
 is_available = _returns(False)
-is_initialized = _returns(True)  # nothing needs initialising
+is_initialized = _returns(True)  # nothing needs initializing
 get_device_capability = _returns((0, 0))  # below every kernel's minimum
 get_device_properties = _returns(SimpleNamespace(major=0, minor=0, total_memory=0, name="cpu"))
 

@@ -10,7 +10,7 @@ Halves = tuple[Tensor, Tensor]
 
 
 def _halves(x: Tensor, rotary_dim: int, interleaved: bool) -> Halves:
-    """Return views of the first and second elements of all pairs: neighbours, or halves of the rotated part."""
+    """Return views of the first and second elements of all pairs: neighbors, or halves of the rotated part."""
     if interleaved:
         return x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
     return x[..., : rotary_dim // 2], x[..., rotary_dim // 2 : rotary_dim]
@@ -54,7 +54,7 @@ def apply_rotary(
     """Replace `_apply_rotary_pos_emb_bshd`: t [s, b, h, d], freqs [s, b or 1, 1, r <= d] -> [s, b, h, d].
 
     The two halves of `freqs` are equal, except for interleaved embeddings: those are left to `original`. Latent
-    attention stores the elements of a pair as neighbours, and gets them back as halves: Megatron-Core says so by
+    attention stores the elements of a pair as neighbors, and gets them back as halves: Megatron-Core says so by
     `multi_latent_attention`, from 0.19 on by `mla_rotary_interleaved`.
     """
     latent = multi_latent_attention or mla_rotary_interleaved

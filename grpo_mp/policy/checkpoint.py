@@ -53,18 +53,18 @@ def load_policy(policy: Policy, folder: Path) -> None:
     _load_models(policy, state)
     with state_dict_without_copies(policy.optimizer.chained_optimizers):
         policy.optimizer.load_state_dict(_optimizer_states(policy, state["optimizer"]))
-    policy.schedule.load_state_dict(state["schedule"])
+    policy.lr_scheduler.load_state_dict(state["schedule"])
 
 
 def save_reference(policy: Policy, folder: Path) -> None:
     """Write the reference's weights into an empty, existing folder. Every rank must call this."""
-    with policy.at_reference():
+    with policy.use_reference_weights():
         dist_checkpointing.save(_model_states(policy, dict(METADATA)), str(folder))
 
 
 def load_reference(policy: Policy, folder: Path) -> None:
     """Read what `save_reference` wrote, from any layout. Every rank must call this; raises as `load_policy`."""
-    with policy.at_reference():
+    with policy.use_reference_weights():
         _load_models(policy, _read(_model_states(policy, dict(METADATA)), folder))
 
 
@@ -111,7 +111,7 @@ def _state_dict(policy: Policy, loading: bool) -> dict[str, Any]:
     state = _model_states(policy, metadata)
     with state_dict_without_copies(policy.optimizer.chained_optimizers):
         state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
-    state["schedule"] = policy.schedule.state_dict()
+    state["schedule"] = policy.lr_scheduler.state_dict()
     state["main_weights"] = _main_weight_format(policy)
     return state
 

@@ -16,39 +16,39 @@ from grpo_mp.errors import UserError
 
 @dataclass(frozen=True)
 class GroupLimitedTopk:
-    """Replaces the top-k of Megatron's routers, as a `router_replay`. `best`: experts whose scores rank a group.
+    """Replaces the top-k of Megatron's routers, as a `router_replay`. `group_score_topk`: experts that rank a group.
 
     Megatron ranks a group by the sum of its best topk // group_topk experts; DeepSeek-V2 always by its best one,
     DeepSeek-V3 by its best two.
     """
 
-    best: int
+    group_score_topk: int
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk: Callable[..., object]
     ) -> tuple[Tensor, Tensor]:
         """Return the top-k scores and experts of `scores` [T, experts], [T, topk] each."""
         by_group = scores.unflatten(1, (num_groups, -1))
-        group_scores = by_group.topk(self.best, dim=2).values.sum(2)
+        group_scores = by_group.topk(self.group_score_topk, dim=2).values.sum(2)
         masked = torch.ones_like(group_scores).scatter(1, group_scores.topk(group_topk, dim=1).indices, 0.0).bool()
         values, experts = by_group.masked_fill(masked[:, :, None], -float("inf")).flatten(1).topk(topk, dim=1)
         return values, experts
 
 
-def set_group_ranking(model: nn.Module, best: int) -> None:
-    """Let the model's routers rank groups by their `best` experts, where Megatron would not.
+def set_group_ranking(model: nn.Module, group_score_topk: int) -> None:
+    """Let the model's routers rank groups by their `group_score_topk` experts, where Megatron would not.
 
     Raises UserError where fused routing, which always ranks as Megatron, is set.
     """
     for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
         group_topk = router.config.moe_router_group_topk
-        if not group_topk or router.topk // group_topk == best:
+        if not group_topk or router.topk // group_topk == group_score_topk:
             continue
         if router.config.moe_router_fusion:
             raise UserError(
                 "training.megatron_args.moe_router_fusion: fused routing ranks this model's groups differently"
             )
-        router.router_replay = GroupLimitedTopk(best)
+        router.router_replay = GroupLimitedTopk(group_score_topk)
 
 
 class MLAWithoutQueryNorm(MLASelfAttention):

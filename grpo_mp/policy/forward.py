@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from grpo_mp import platform
-from grpo_mp.policy.shared_prompts import packed_sequences, shared_prompt_params
+from grpo_mp.policy.shared_prompt_attention import packed_sequences, shared_prompt_params
 from grpo_mp.types import MicroBatch
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Any]]

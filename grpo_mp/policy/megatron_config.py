@@ -13,7 +13,7 @@ from grpo_mp import platform
 from grpo_mp.config import sections
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.distributed.process_groups import megatron_sizes
-from grpo_mp.errors import UserError, nearest
+from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 
@@ -111,7 +111,7 @@ def check_overrides(megatron_args: Mapping[str, Any]) -> None:
         if name in RESERVED:
             raise UserError(f"training.megatron_args.{name} cannot be set: {RESERVED[name]}")
         if name not in types:
-            raise UserError(f"training.megatron_args.{name}: no field of Megatron's configs{nearest(name, types)}")
+            raise UserError(f"training.megatron_args.{name}: no field of Megatron's configs{did_you_mean(name, types)}")
         if types[name] is torch.dtype and not isinstance(getattr(torch, str(value), None), torch.dtype):
             raise UserError(f"training.megatron_args.{name}: {value!r} is no dtype: write float32 or bfloat16")
 

@@ -16,7 +16,7 @@ from grpo_mp.config.sections import TrainingConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.deepseek import set_group_ranking, use_mla_without_query_norm
-from grpo_mp.policy.shared_prompts import use_per_token_rotary, use_shared_prompt_attention
+from grpo_mp.policy.shared_prompt_attention import use_per_token_rotary, use_shared_prompt_attention
 from grpo_mp.policy.vocab_parallel import VocabularyShard, token_logprobs
 
 

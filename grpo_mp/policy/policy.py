@@ -59,9 +59,9 @@ class Policy:
         with open_weights(settings.model.path, family=settings.model.family) as reader:
             load_hf(self.tensors, self.params, reader, parallel.coords, parallel.layout)
         for name, tensor in self.tensors.items():
-            # Megatron marks a weight when it initialises it, and counts unmarked ones in the norm on one rank only.
+            # Megatron marks a weight when it initializes it, and counts unmarked ones in the norm on one rank only.
             tensor.tensor_model_parallel = self.params[name].tp_dim is not None  # type: ignore[attr-defined]
-        self.optimizer, self.schedule = build_optimizer(
+        self.optimizer, self.lr_scheduler = build_optimizer(
             settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
         )
         self.expert_load = ExpertLoad(models, self.config.num_layers, self.config.num_moe_experts or 0)
@@ -72,7 +72,7 @@ class Policy:
         return forward_only(self.chunks, microbatches)
 
     @contextmanager
-    def at_reference(self) -> Iterator[None]:
+    def use_reference_weights(self) -> Iterator[None]:
         """Swap in the reference's weights inside. Raises ValueError where the policy was built without one."""
         if self.reference is None:
             raise ValueError("this policy was built without a reference")
@@ -83,7 +83,7 @@ class Policy:
             self.reference.swap()
 
     @contextmanager
-    def at_temperature(self, temperature: float) -> Iterator[None]:
+    def use_temperature(self, temperature: float) -> Iterator[None]:
         """Compute logprobs at this temperature inside, instead of the rollout's."""
         heads = [model.head for model in self.models()]
         for model in self.models():
@@ -94,7 +94,7 @@ class Policy:
             for model, head in zip(self.models(), heads, strict=True):
                 model.head = head
 
-    def gradients(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
+    def compute_gradients(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
         """Compute the gradient of the summed loss over all ranks into the gradient buffers."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -103,10 +103,10 @@ class Policy:
 
     def update(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> UpdateReport:
         """Do one optimizer update; skip it, and report so, where the gradient is not finite."""
-        losses = self.gradients(microbatches, loss)
+        losses = self.compute_gradients(microbatches, loss)
         lr = self.optimizer.param_groups[0]["lr"]
         success, grad_norm, _ = self.optimizer.step()
-        self.schedule.step(1)
+        self.lr_scheduler.step(1)
         return UpdateReport(losses, float(grad_norm or 0.0), lr, skipped=not success)
 
     def models(self) -> list[PolicyModel]:

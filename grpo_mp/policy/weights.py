@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from grpo_mp.checkpoint.hf_reader import Weights, check_shape
+from grpo_mp.checkpoint.hf_reader import WeightsReader, check_shape
 from grpo_mp.checkpoint.torch_dist import LAYER
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates
@@ -40,7 +40,7 @@ def local_tensors(
 def load_hf(
     tensors: dict[str, torch.Tensor],
     params: dict[str, Param],
-    reader: Weights,
+    reader: WeightsReader,
     coords: RankCoordinates,
     layout: LayoutConfig,
 ) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_mp.errors import nearest
+from grpo_mp.errors import did_you_mean
 from grpo_mp.section import Section, as_bytes
 
 STEPS = "steps"  # the name under which step rewards are logged; no term of the reward
@@ -188,7 +188,7 @@ class RewardConfig(Section):
         if self.correct and self.correct.term not in names:
             raise ValueError(
                 f"reward.correct: no term of the reward is named {self.correct.term!r}"
-                f"{nearest(self.correct.term, names)}; there are: {', '.join(names)}"
+                f"{did_you_mean(self.correct.term, names)}; there are: {', '.join(names)}"
             )
         return self
 

@@ -8,7 +8,7 @@ from grpo_mp.rewards.base import Values
 from grpo_mp.rewards.code import CodeTests
 from grpo_mp.rewards.math import answer_reward, boxed_answer
 from grpo_mp.rewards.math_verify_worker import MathVerifier
-from grpo_mp.rewards.model import ModelClient
+from grpo_mp.rewards.reward_model import ModelClient
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.types import Sample, SampleGroup
 

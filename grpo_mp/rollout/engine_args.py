@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.errors import UserError, nearest
+from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.files import ENGINE_SCRATCH
 from grpo_mp.rollout.engine_main import ARGUMENTS
 from grpo_mp.rollout.engine_parallelism import attention_replicas
@@ -185,7 +185,7 @@ def check_arguments(names: Iterable[str], known: Iterable[str]) -> None:
         if name in RESERVED:
             raise UserError(f"engine.args.{name} cannot be set: {RESERVED[name]}")
         if name not in known:
-            raise UserError(f"engine.args.{name}: the installed SGLang has no such argument{nearest(name, known)}")
+            raise UserError(f"engine.args.{name}: the installed SGLang has no such argument{did_you_mean(name, known)}")
 
 
 def known_arguments() -> frozenset[str]:

@@ -15,7 +15,7 @@ from grpo_mp.errors import Number, UserError, read_number
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import BLOCK
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.rollout.precision import folder_in_fp8, in_fp8
+from grpo_mp.rollout.precision import engine_uses_fp8, is_fp8_checkpoint
 
 # With these every rank computes the shared experts for its own tokens, so it holds all of them.
 REPLICATING_A2A_BACKENDS = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "flashinfer_megamoe")
@@ -114,7 +114,7 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
 def check_engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:
     """Read an engine's parallelism on GPUs. Raises UserError also where it cuts a block of blockwise FP8."""
     parallelism = engine_parallelism(gpus, args, hf)
-    misaligned = _first_misaligned_matrix(parallelism, hf) if in_fp8(args, hf, cpu=False) else None
+    misaligned = _first_misaligned_matrix(parallelism, hf) if engine_uses_fp8(args, hf, cpu=False) else None
     if misaligned:
         raise UserError(f"engine.args.quantization=fp8: {misaligned}: {_remedy(gpus, args, hf)}")
     return parallelism
@@ -155,7 +155,7 @@ def _remedy(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> str:
             ]
             gpu_setting = [f"engine.gpus_per_engine={changed['gpus']}"] if changed["gpus"] != gpus else []
             return f"the nearest valid setting is {', '.join([*gpu_setting, *arguments])}"
-    without = "use a folder with bfloat16 weights" if folder_in_fp8(hf) else "leave engine.args.quantization out"
+    without = "use a folder with bfloat16 weights" if is_fp8_checkpoint(hf) else "leave engine.args.quantization out"
     return f"no smaller division of this model fits either: {without}"
 
 

@@ -45,6 +45,6 @@ def engine_placements(engine: EngineConfig, world_size: int, ranks_per_node: int
     )
 
 
-def engine_hosts(placements: tuple[EnginePlacement, ...]) -> tuple[int, ...]:
+def engine_host_ranks(placements: tuple[EnginePlacement, ...]) -> tuple[int, ...]:
     """List the ranks that talk to an engine, in engine order."""
     return tuple(placement.rank for placement in placements if placement.is_host)

@@ -9,14 +9,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_mp.checkpoint.hf_writer import FP8_CONFIG, QUANTISED
+from grpo_mp.checkpoint.hf_writer import FP8_CONFIG, QUANTIZATION_CONFIG
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 
 OVERRIDES = "json_model_override_args"
 
 
-def in_fp8(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> bool:
+def engine_uses_fp8(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> bool:
     """Decide by engine.args.quantization, else by the folder. Raises UserError for what a weight sync cannot serve."""
     quantization = args.get("quantization")
     if quantization not in (None, "fp8"):
@@ -26,21 +26,21 @@ def in_fp8(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> bool:
         )
     if quantization and cpu:
         raise UserError("engine.args.quantization=fp8: engines compute in FP8 on GPUs only: leave it out")
-    return not cpu and (quantization == "fp8" or folder_in_fp8(hf))
+    return not cpu and (quantization == "fp8" or is_fp8_checkpoint(hf))
 
 
-def folder_in_fp8(hf: HfConfig) -> bool:
+def is_fp8_checkpoint(hf: HfConfig) -> bool:
     """Return whether the folder's weights are blockwise FP8."""
-    return bool(hf.get(QUANTISED))
+    return bool(hf.get(QUANTIZATION_CONFIG))
 
 
 def precision_arguments(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> dict[str, Any]:
-    """Return ServerArgs that make an engine compute as `in_fp8` says where the folder holds something else.
+    """Return ServerArgs that make an engine compute as `engine_uses_fp8` says where the folder holds something else.
 
     With them it cannot read the folder's weights.
     """
-    fp8 = in_fp8(args, hf, cpu)
-    if fp8 == folder_in_fp8(hf):
+    fp8 = engine_uses_fp8(args, hf, cpu)
+    if fp8 == is_fp8_checkpoint(hf):
         return {}
-    overrides = json.loads(args.get(OVERRIDES) or "{}") | {QUANTISED: FP8_CONFIG if fp8 else None}
+    overrides = json.loads(args.get(OVERRIDES) or "{}") | {QUANTIZATION_CONFIG: FP8_CONFIG if fp8 else None}
     return {OVERRIDES: json.dumps(overrides)}

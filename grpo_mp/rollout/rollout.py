@@ -14,10 +14,10 @@ from grpo_mp.config import Settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
 from grpo_mp.distributed.ports import own_address
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
-from grpo_mp.rollout.placement import EnginePlacement, engine_hosts, engine_placements
+from grpo_mp.rollout.placement import EnginePlacement, engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import precision_arguments
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, WorkQueue
@@ -44,7 +44,7 @@ class Rollout:
         self._settings, self._tokenizer, self._scorer = settings, tokenizer, scorer
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         placements = engine_placements(settings.engine, world_size, ranks_per_node)
-        self.hosts = engine_hosts(placements)
+        self.host_ranks = engine_host_ranks(placements)
         self.placement = next((placement for placement in placements if placement.rank == rank), None)
         self._process: EngineProcess | None = None
         if self.placement:
@@ -60,7 +60,7 @@ class Rollout:
     def ranks(self) -> tuple[int, ...]:
         """Return all ranks that an engine spans."""
         size = self._settings.engine.gpus_per_engine
-        return tuple(rank for host in self.hosts for rank in range(host, host + size))
+        return tuple(rank for host in self.host_ranks for rank in range(host, host + size))
 
     def start(self, store: dist.Store) -> None:
         """Start this rank's engine process, if it has one, and return at once.
@@ -92,7 +92,7 @@ class Rollout:
         if self.client is None:
             return []
         settings = self._settings
-        groups_per_engine = -(-len(task.prompts) // len(self.hosts))
+        groups_per_engine = -(-len(task.prompts) // len(self.host_ranks))
         max_in_flight = max(1, min(settings.engine.concurrent_groups, groups_per_engine))
         worker = RolloutWorker(self.client, self._scorer, self._tokenizer, settings.rollout.group_timeout_s)
         return self._runner.run(worker.run(task, WorkQueue(store, name, len(task.prompts)), max_in_flight))

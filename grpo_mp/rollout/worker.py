@@ -8,7 +8,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.errors import UserError
-from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.types import Prompt, Sample, SampleGroup
 

@@ -40,7 +40,7 @@ class MemoryTracker:
     def end(self, phase: str) -> None:
         """Record the usage of the phase that ends now, its peak since `platform.reset_peak_device_bytes`."""
         usage = MemoryUsage(platform.host_bytes(), torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
-        self._phases[phase] = largest([usage, self._phases.get(phase, usage)])
+        self._phases[phase] = max_usage([usage, self._phases.get(phase, usage)])
 
     def take(self) -> dict[str, MemoryUsage]:
         """Return the usage by phase since the last call, and forget it."""
@@ -48,7 +48,7 @@ class MemoryTracker:
         return usages
 
 
-def largest(usages: Iterable[MemoryUsage]) -> MemoryUsage:
+def max_usage(usages: Iterable[MemoryUsage]) -> MemoryUsage:
     """Take the maximum of each field; needs at least one usage."""
     first, *rest = usages
     for other in rest:

@@ -11,7 +11,7 @@ from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.phases import MOVE, WAIT, Phase, Residency
 from grpo_mp.scheduler.memory import MemoryItems, MemoryTracker, explain_out_of_memory
 
-OffloadFunction = Callable[[bool], None]  # True: come to the device; False: leave it
+OffloadFunction = Callable[[bool], None]  # True: onload; False: offload
 
 LOGGER = logging.getLogger(__name__)
 
@@ -61,13 +61,13 @@ class PhaseManager:
         if not self._offload_functions:
             return
         with self._timeline.span(MOVE):
-            for item, comes in plan_moves(self._resident, target):
-                self._offload_functions[item](comes)
+            for item, onload in plan_moves(self._resident, target):
+                self._offload_functions[item](onload)
         self._resident = target
 
 
 def plan_moves(current: Residency, target: Residency) -> list[tuple[str, bool]]:
-    """List what changes from one residency to another, as (field, comes): all that leaves goes before any comes."""
+    """List what changes from one residency to another, as (field, onload): offloads before onloads."""
     before = vars(current)
-    moves = [(name, comes) for name, comes in vars(target).items() if comes != before[name]]
+    moves = [(name, onload) for name, onload in vars(target).items() if onload != before[name]]
     return sorted(moves, key=lambda move: move[1])

@@ -1,4 +1,4 @@
-"""Collect the groups of a step: take prompts, generate and score until enough groups are admitted."""
+"""Collect the groups of a step: take prompts, generate and score until enough groups are selected."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from grpo_mp.algorithms.group_filters import GroupFilter
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.group_filters import (
+from grpo_mp.batching.group_selection import (
     GroupSelection,
     PromptCurriculum,
     groups_to_launch,
@@ -28,14 +28,14 @@ from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What a step trains on. `launched` holds all samples that were generated for it, admitted or not."""
+    """What a step trains on. `launched` holds all samples that were generated for it, selected or not."""
 
-    groups: list[SampleGroup]  # admitted, of this rank's engine
-    infos: tuple[SampleInfo, ...]  # admitted, of all engines
+    groups: list[SampleGroup]  # selected, of this rank's engine
+    infos: tuple[SampleInfo, ...]  # selected, of all engines
     launched: tuple[SampleInfo, ...]
     dropped: Counter[str]
     rounds: int
-    length_bias: float  # mean length admitted over mean length launched
+    length_bias: float  # mean length selected over mean length launched
     state: TrainState  # cursor and counters behind this step's prompts
 
     @property
@@ -55,7 +55,7 @@ class RolloutCollector:
     prompts: PromptSet
     rollout: Rollout
     parallel: Parallel
-    scheduler: PhaseManager
+    phases: PhaseManager
     group_filter: GroupFilter
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
@@ -67,7 +67,7 @@ class RolloutCollector:
         prompts_per_step = rollout.prompts_per_step
         groups, infos = list[SampleGroup](), list[SampleInfo]()
         selection, rounds, launched = GroupSelection((), 0, 0, 0), 0, 0
-        while (missing := prompts_per_step - len(selection.admitted)) > 0:
+        while (missing := prompts_per_step - len(selection.selected)) > 0:
             if rounds == rule.max_rounds:
                 raise UserError(self._too_few_groups(step, selection, launched))
             prompts, state = self._next_prompts(state, groups_to_launch(missing, launched, selection, rule), step)
@@ -75,33 +75,33 @@ class RolloutCollector:
             task = RolloutTask(
                 prompts, rollout.group_size, state.groups_launched, step, rollout_sampling(rollout), target_groups
             )
-            with self.scheduler.phase(Phase.GENERATE):
+            with self.phases.phase(Phase.GENERATE):
                 new_groups = self.rollout.run(task, f"step/{step}/{rounds}", self.parallel.store)
             state = replace(state, groups_launched=state.groups_launched + len(prompts))
-            with self.scheduler.phase(Phase.SCORE):
+            with self.phases.phase(Phase.SCORE):
                 infos += all_gather_sample_info(new_groups, self.parallel.cpu_group)
             groups, rounds = groups + new_groups, rounds + 1
             selection = select_groups(infos, prompts_per_step, rule, self.group_filter)
             launched = len({info.group_id for info in infos})
             if rule.zero_std != "refill":
                 break
-        admitted = set(selection.admitted)
-        curriculum = PromptCurriculum(state.solve_streak, state.skipped_until).updated(
+        selected = set(selection.selected)
+        curriculum = PromptCurriculum(state.solved_streak, state.skipped_until).updated(
             [info for info in infos if info.finish_order], step, self.algorithm.curriculum
         )
         return RolloutBatch(
-            groups=[group for group in groups if group.samples[0].group_id in admitted],
-            infos=tuple(info for info in infos if info.group_id in admitted),
+            groups=[group for group in groups if group.samples[0].group_id in selected],
+            infos=tuple(info for info in infos if info.group_id in selected),
             launched=tuple(infos),
             dropped=Counter(zero_std=selection.zero_std, surplus=selection.surplus, unfinished=selection.unfinished),
-            length_bias=length_bias(infos, admitted),
+            length_bias=length_bias(infos, selected),
             rounds=rounds,
             state=replace(state, **vars(curriculum)),
         )
 
     def _next_prompts(self, state: TrainState, count: int, step: int) -> tuple[list[Prompt], TrainState]:
         """Take the next prompts that are not skipped, where nearly all are also those that are; and the state after."""
-        prompts, curriculum = self.prompts, PromptCurriculum(state.solve_streak, state.skipped_until)
+        prompts, curriculum = self.prompts, PromptCurriculum(state.solved_streak, state.skipped_until)
         cursor = state.cursor or Cursor(seed=self.seed)
         taken: list[int] = []
         for _ in range(max(1, len(prompts) // count)):
@@ -116,7 +116,7 @@ class RolloutCollector:
         rule = self.algorithm.filter
         return (
             f"step {step}: of {launched} groups in {rule.max_rounds} rounds only "
-            f"{len(selection.admitted)} pass algorithm.filter.metric={rule.metric}, "
+            f"{len(selection.selected)} pass algorithm.filter.metric={rule.metric}, "
             f"{self.rollout_config.prompts_per_step} are needed: take data that is neither too easy nor too hard, "
             "raise algorithm.filter.max_rounds or rollout.group_size, or set algorithm.filter.zero_std=keep"
         )

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from grpo_mp.config import Settings, load_settings
-from grpo_mp.distributed.process_groups import single_process_group
+from grpo_mp.distributed.process_groups import single_rank_environment
 from grpo_mp.errors import UserError
 from grpo_mp.log import log_to_terminal
-from grpo_mp.options import train_parser
+from grpo_mp.parsers import train_parser
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.trainer.context import local_ranks
 from grpo_mp.trainer.exit import exit_on_error
@@ -41,7 +41,7 @@ def started_job(ranks: int | None) -> Iterator[tuple[int, int]]:
 
     Raises UserError where `ranks` were asked for and others started, and for an unfit device.
     """
-    with nullcontext() if "RANK" in os.environ else single_process_group():
+    with nullcontext() if "RANK" in os.environ else single_rank_environment():
         world_size, ranks_per_node = local_ranks()
         if ranks not in (None, world_size):
             raise UserError(f"--ranks {ranks}, but the launcher started {world_size}: start {ranks}, or omit --ranks")

@@ -11,9 +11,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import count_parameters
 from grpo_mp.checkpoint.hf_reader import HfReader, has_hf_weights
-from grpo_mp.checkpoint.hf_writer import QUANTISED
+from grpo_mp.checkpoint.hf_writer import QUANTIZATION_CONFIG
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
-from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import TRANSFORMERS_NAMES, family_of
 from grpo_mp.models.hf_config import HfConfig
@@ -57,10 +57,10 @@ def compare_logits(reference: Path, other: Path, seed: int = 0) -> float:
 
 def _run_transformers(folder: Path, tokens: Tensor) -> Tensor:
     """Compute float32 logits [B, T, V] of tokens [B, T], as `_run_megatron` does."""
-    values = {key: value for key, value in HfConfig.read(folder).values.items() if key != QUANTISED}
+    values = {key: value for key, value in HfConfig.read(folder).values.items() if key != QUANTIZATION_CONFIG}
     model_type = values.pop("model_type")
     config = AutoConfig.for_model(TRANSFORMERS_NAMES.get(model_type, model_type), **values)
-    with HfReader(folder, fp8_as=torch.float32, verify=True) as reader:
+    with HfReader(folder, dequantize_to=torch.float32, verify=True) as reader:
         state = {name: reader.read(name).float() for name in reader.names}
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None, config=config, state_dict=state, dtype=torch.float32, experts_implementation="eager"
@@ -73,7 +73,7 @@ def _run_transformers(folder: Path, tokens: Tensor) -> Tensor:
 def _run_megatron(folder: Path, tokens: Tensor) -> Tensor:
     hf, layout, training = HfConfig.read(folder), LayoutConfig(), TrainingConfig()
     params = family_of(hf).params(hf)
-    with single_process_group():
+    with single_rank_environment():
         parallel = start_parallel(layout, 0, TIMEOUT_S)
         try:
             config = transformer_config(layout, training, "float32", hf)

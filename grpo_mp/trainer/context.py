@@ -51,7 +51,7 @@ class TrainContext:
     evaluator: Evaluator
     weight_sync: WeightSync
     engine_check: EngineCheck
-    scheduler: PhaseManager
+    phases: PhaseManager
     timeline: Timeline
     progress: Progress
     preemption: PreemptionHandler
@@ -59,12 +59,12 @@ class TrainContext:
 
     def should_stop(self) -> bool:
         """Return whether any rank was asked to stop, once the slowest rank is here too. Every rank must call this."""
-        with self.scheduler.waiting():
+        with self.phases.waiting():
             return self.preemption.requested(self.parallel.cpu_group)
 
 
 @dataclass(frozen=True)
-class Job:
+class RankRuntime:
     """What every job has on this rank: its ranks have joined, its engines are placed and not started."""
 
     parallel: Parallel
@@ -93,7 +93,7 @@ def open_train_context(
         policy = _start(job, settings.engine.start_timeout_s, offload, build)
         if rollout.client:
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
-        scheduler = PhaseManager(
+        phases = PhaseManager(
             job.timeline,
             job.watchdog,
             progress,
@@ -102,7 +102,7 @@ def open_train_context(
             INITIAL_RESIDENCY if offload else None,
             partial(device_items, policy),
         )
-        weight_sync = build_weight_sync(settings, policy, rollout.hosts, rollout.client, rollout.call)
+        weight_sync = build_weight_sync(settings, policy, rollout.host_ranks, rollout.client, rollout.call)
         prompts = [prompt.tokens for prompt in inputs.train.prompts]
         samples_shown = settings.monitor.samples_per_step
         collector = RolloutCollector(
@@ -113,7 +113,7 @@ def open_train_context(
             inputs.train,
             rollout,
             parallel,
-            scheduler,
+            phases,
             inputs.extensions.group_filter,
         )
         with platform.gc_frozen():
@@ -124,10 +124,10 @@ def open_train_context(
                 policy=policy,
                 rollout=rollout,
                 collector=collector,
-                evaluator=Evaluator(inputs.evals, inputs.scorer, rollout, parallel, scheduler, progress, samples_shown),
+                evaluator=Evaluator(inputs.evals, inputs.scorer, rollout, parallel, phases, progress, samples_shown),
                 weight_sync=weight_sync,
-                engine_check=EngineCheck(settings, policy, weight_sync, rollout, scheduler, prompts),
-                scheduler=scheduler,
+                engine_check=EngineCheck(settings, policy, weight_sync, rollout, phases, prompts),
+                phases=phases,
                 timeline=job.timeline,
                 progress=progress,
                 preemption=preemption,
@@ -149,8 +149,8 @@ def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> I
             rollout.wait_ready()
             dist.barrier(group=parallel.cpu_group)
         monitor = settings.monitor
-        scheduler = PhaseManager(job.timeline, job.watchdog, progress, monitor.phase_timeout_s)
-        yield Evaluator(inputs.evals, inputs.scorer, rollout, parallel, scheduler, progress, monitor.samples_per_step)
+        phases = PhaseManager(job.timeline, job.watchdog, progress, monitor.phase_timeout_s)
+        yield Evaluator(inputs.evals, inputs.scorer, rollout, parallel, phases, progress, monitor.samples_per_step)
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def _open_job(
     steps: int,
     checkpoint: Path | None = None,
     load_weights: bool = False,
-) -> Iterator[tuple[Job, TrainState]]:
+) -> Iterator[tuple[RankRuntime, TrainState]]:
     """Make the process groups, claim the run folder, place the engines, open the monitors; end all of it in any case.
 
     Also yields where the run stands. Errors are reported by one rank.
@@ -183,7 +183,7 @@ def _open_job(
         stack.callback(timeline.close)
         stack.callback(inputs.scorer.close)
         stack.push(ignore_more_interrupts)
-        yield Job(parallel, rollout, timeline, watchdog, progress), state
+        yield RankRuntime(parallel, rollout, timeline, watchdog, progress), state
         stop_parallel()
 
 
@@ -195,7 +195,7 @@ def _show_notes(progress: Progress, rank: int, greeting: str, overlaps: Iterable
             progress.note(note)
 
 
-def _start(job: Job, timeout_s: float, offload: bool, build: Callable[[], Policy]) -> Policy:
+def _start(job: RankRuntime, timeout_s: float, offload: bool, build: Callable[[], Policy]) -> Policy:
     """Start this rank's engine and build the policy, one after the other where they share the device."""
     parallel, rollout = job.parallel, job.rollout
     with job.watchdog.phase("START", timeout_s * 2), job.progress.phase("START"):

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.process_groups import Parallel, all_gather
-from grpo_mp.evaluation.score import EvalScore, Votes, read_scores, score, step_file
-from grpo_mp.monitor.metrics import fill
+from grpo_mp.evaluation.score import EvalScore, Votes, read_scores, score_eval_set, step_file
+from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown
 from grpo_mp.monitor.screen import AnswerPair
 from grpo_mp.phases import Phase
-from grpo_mp.rewards.score import RewardStats, Scorer
+from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics, total_reward_stats
@@ -43,7 +43,7 @@ class Evaluator:
     scorer: Scorer
     rollout: Rollout
     parallel: Parallel
-    scheduler: PhaseManager
+    phases: PhaseManager
     progress: Progress
     samples_shown: int  # of each set, as texts
 
@@ -54,7 +54,7 @@ class Evaluator:
         """
         result, cpu_group = Evaluation(), self.parallel.cpu_group
         for name, prompts in self.prompts.items():
-            with self.scheduler.phase(Phase.EVAL, name):
+            with self.phases.phase(Phase.EVAL, name):
                 groups = self.rollout.evaluate(prompts.prompts, name, step, self.parallel.store)
                 infos: list[SampleInfo] = all_gather_sample_info(groups, cpu_group)
                 votes = _all_gather_votes(groups, self.scorer, cpu_group) if self.scorer.has_answers else None
@@ -62,12 +62,12 @@ class Evaluator:
             result.reward_stats[name] = stats
             for sentence in stats.first_errors.values():
                 self.progress.note(f"warning: {name}: {sentence}")
-            result.scores[name] = score(infos, votes)
+            result.scores[name] = score_eval_set(infos, votes)
             result.metrics.update(eval_metrics(name, result.scores[name]))
             result.metrics.update(eval_reward_metrics(name, stats))
             chosen = evenly_spaced(sorted({info.group_id for info in infos}), self.samples_shown)  # the same each time
             if shown := gather_groups(groups, chosen, cpu_group):
-                result.texts[fill("eval/{set}/samples", set=name)] = samples_to_markdown(shown)
+                result.texts[metric_name("eval/{set}/samples", set=name)] = samples_to_markdown(shown)
             result.answers.update({group.prompt.text: group.samples[0].text for group in groups})
             if on_groups:
                 on_groups(name, groups)

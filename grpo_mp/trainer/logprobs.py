@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
-from grpo_mp.batching.step_batch import StepBatch, Updates, whiten, with_kl_in_reward, with_logprobs
+from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, whiten, with_kl_in_reward, with_logprobs
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.policy.policy import Policy
 from grpo_mp.types import MicroBatch
@@ -25,7 +25,7 @@ def compute_logprobs(
     epochs: int,
     adaptive_coefs: Mapping[str, float],
     seed: str,
-) -> Updates:
+) -> UpdateBatches:
     """Return the step's micro-batches with everything that its updates need. Every rank must call this.
 
     adaptive_coefs: adaptive weights by name; seed: draws the micro-batches on which a KL without weight is measured.
@@ -36,7 +36,7 @@ def compute_logprobs(
         top_quantile = algorithm.entropy.top_quantile
         updates = [_with_old(update, policy.logprobs(update), top_quantile, parallel) for update in updates]
     if kl.coef:
-        with policy.at_reference():  # the weights are swapped once, not for every update
+        with policy.use_reference_weights():  # the weights are swapped once, not for every update
             updates = [with_logprobs(update, policy.logprobs(update), REFERENCE) for update in updates]
     elif kl.monitor_share:
         updates = _with_sampled_reference_logprobs(updates, policy, kl.monitor_share, seed)
@@ -74,11 +74,11 @@ def sample_microbatches(counts: Sequence[int], share: float, block: int, seed: s
     ]
 
 
-def _with_sampled_reference_logprobs(updates: Updates, policy: Policy, share: float, seed: str) -> Updates:
+def _with_sampled_reference_logprobs(updates: UpdateBatches, policy: Policy, share: float, seed: str) -> UpdateBatches:
     """Add the reference's logprobs to a share of the micro-batches, to measure a KL that has no weight."""
     block = policy.parallel.layout.microbatch_multiple
     sampled = sample_microbatches([len(update) for update in updates], share, block, seed)
-    with policy.at_reference():
+    with policy.use_reference_weights():
         for number, indices in enumerate(sampled):
             batches = [updates[number][i] for i in indices]
             measured = with_logprobs(batches, policy.logprobs(batches), REFERENCE) if batches else []

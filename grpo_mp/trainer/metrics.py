@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_mp.algorithms.report import MAXIMA, SUMS, merge
+from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, merge_reports
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.evaluation.score import EvalScore
-from grpo_mp.monitor.metrics import fill
+from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.rewards.score import RewardStats, total
-from grpo_mp.scheduler.memory import MemoryUsage, largest
+from grpo_mp.rewards.scorer import RewardStats, sum_stats
+from grpo_mp.scheduler.memory import MemoryUsage, max_usage
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.types import MicroBatch, PerToken, SampleInfo
 
@@ -25,11 +25,11 @@ from grpo_mp.types import MicroBatch, PerToken, SampleInfo
 def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
     """Summarize rewards and lengths of all samples of a step."""
     rewards, lengths = [info.reward for info in infos], [info.response_tokens for info in infos]
-    by_group, by_part, by_answer = (defaultdict[Any, list[float]](list) for _ in range(3))
+    by_group, by_term, by_answer = (defaultdict[Any, list[float]](list) for _ in range(3))
     for info in infos:
         by_group[info.group_id].append(info.reward)
-        for part, value in info.reward_parts.items():
-            by_part[part].append(value)
+        for term, value in info.reward_terms.items():
+            by_term[term].append(value)
         if info.is_correct is not None:  # the bias of Dr. GRPO is that only wrong answers grow
             by_answer["correct" if info.is_correct else "incorrect"].append(info.response_tokens)
     right, rates = accuracy(infos), solve_rates(infos)
@@ -42,9 +42,11 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
         "reward/max": max(rewards),
         "reward/group_std": statistics.fmean(statistics.pstdev(group) for group in by_group.values()),
         "reward/zero_std_ratio": statistics.fmean(len(set(group)) == 1 for group in by_group.values()),
-        **{fill("reward/part/{name}", name=part): statistics.fmean(values) for part, values in by_part.items()},
+        **{metric_name("reward/term/{name}", name=term): statistics.fmean(values) for term, values in by_term.items()},
         "rollout/response_length/mean": statistics.fmean(lengths),
-        **{fill("rollout/response_length/{answer}", answer=a): statistics.fmean(v) for a, v in by_answer.items()},
+        **{
+            metric_name("rollout/response_length/{answer}", answer=a): statistics.fmean(v) for a, v in by_answer.items()
+        },
         "rollout/response_length/min": min(lengths),
         "rollout/response_length/max": max(lengths),
         "rollout/prompt_length/mean": statistics.fmean(info.prompt_tokens for info in infos),
@@ -70,13 +72,13 @@ def reward_metrics(stats: RewardStats) -> dict[str, float]:
         "reward/failures": sum(stats.failures.values()),
         "reward/unscored": stats.unscored,
         "reward/verify_timeouts": stats.verify_timeouts,
-        **{fill("reward/log/{name}", name=name): value for name, value in stats.logged.items()},
+        **{metric_name("reward/log/{name}", name=name): value for name, value in stats.logged.items()},
     }
 
 
 def total_reward_stats(local_stats: RewardStats, parallel: Parallel) -> RewardStats:
     """Sum the rewards' statistics over all ranks. Every rank must call this."""
-    return total(all_gather(local_stats, parallel.cpu_group))
+    return sum_stats(all_gather(local_stats, parallel.cpu_group))
 
 
 def distributions(infos: Sequence[SampleInfo], advantages: Sequence[PerToken]) -> dict[str, Sequence[float]]:
@@ -112,7 +114,7 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
             batch.infos[i].response_tokens
             for update, report in zip(cycle(batch.plan), reports, strict=False)
             for i in update.samples
-            if batch.learns[i] and not report.skipped
+            if batch.in_loss[i] and not report.skipped
         ),
         "train/padding_ratio": 1 - packed_tokens(batch) / tokens,
     }
@@ -144,9 +146,9 @@ def memory_metrics(usages: Mapping[str, MemoryUsage], parallel: Parallel) -> dic
     """Take the largest usage of each phase over all ranks. Every rank must call this with the same phases."""
     by_rank = all_gather(dict(usages), parallel.cpu_group)
     return {
-        fill(f"memory/{{phase}}/{kind}", phase=phase.lower()): float(value)
+        metric_name(f"memory/{{phase}}/{kind}", phase=phase.lower()): float(value)
         for phase in usages
-        for kind, value in asdict(largest(of_rank[phase] for of_rank in by_rank)).items()
+        for kind, value in asdict(max_usage(of_rank[phase] for of_rank in by_rank)).items()
     }
 
 
@@ -165,17 +167,19 @@ def eval_metrics(name: str, score: EvalScore) -> dict[str, float]:
         "length": score.length,
         "truncated_ratio": score.truncated_ratio,
     }
-    metrics = {fill(f"eval/{{set}}/{kind}", set=name): value for kind, value in values.items() if value is not None}
+    metrics = {
+        metric_name(f"eval/{{set}}/{kind}", set=name): value for kind, value in values.items() if value is not None
+    }
     for kind, estimates in (("pass", score.pass_at), ("maj", score.maj_at)):
         for k, estimate in estimates.items():
-            metrics[fill(f"eval/{{set}}/{kind}_at_{{k}}", set=name, k=str(k))] = estimate.value
+            metrics[metric_name(f"eval/{{set}}/{kind}_at_{{k}}", set=name, k=str(k))] = estimate.value
     return metrics
 
 
 def eval_reward_metrics(name: str, stats: RewardStats) -> dict[str, float]:
     """Return failures of the rewards on one eval set, and what they logged."""
-    logged = {fill("eval/{set}/log/{name}", set=name, name=key): value for key, value in stats.logged.items()}
-    return logged | {fill("eval/{set}/failures", set=name): sum(stats.failures.values())}
+    logged = {metric_name("eval/{set}/log/{name}", set=name, name=key): value for key, value in stats.logged.items()}
+    return logged | {metric_name("eval/{set}/failures", set=name): sum(stats.failures.values())}
 
 
 def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
@@ -185,14 +189,17 @@ def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         "rollout/rounds": rollouts.rounds,
         "rollout/length_bias": rollouts.length_bias,
         "rollout/skipped_prompts": len(rollouts.state.skipped_until),
-        **{fill("rollout/dropped_groups/{reason}", reason=reason): count for reason, count in rollouts.dropped.items()},
+        **{
+            metric_name("rollout/dropped_groups/{reason}", reason=reason): count
+            for reason, count in rollouts.dropped.items()
+        },
     }
 
 
 def reduce_report(report: UpdateReport, parallel: Parallel) -> dict[str, float]:
     """Reduce sums and maxima of one update over the job. Every rank must call this."""
     reports_losses = bool(report.losses) and parallel.coords.tensor == 0  # tensor ranks report the same tokens
-    sums, maxima = merge(report.losses if reports_losses else [])
+    sums, maxima = merge_reports(report.losses if reports_losses else [])
     dist.all_reduce(sums, group=parallel.cpu_group)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.cpu_group)
     return dict(zip((*SUMS, *MAXIMA), torch.cat([sums, maxima]).tolist(), strict=True))

@@ -23,11 +23,11 @@ from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.policy.policy import check_policy
-from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
-from grpo_mp.rollout.placement import engine_hosts, engine_placements
-from grpo_mp.rollout.precision import in_fp8
+from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
+from grpo_mp.rollout.precision import engine_uses_fp8
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
             f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
         )
     scorer = _make_scorer(settings, tokenizer)
-    fp8 = in_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
+    fp8 = engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
     warnings = (*scorer.warnings, *start_warnings(settings, fp8))
     return RunInputs(hf, tokenizer, train, _read_evals(settings, tokenizer), scorer, extensions, warnings)
 
@@ -149,7 +149,7 @@ def _make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scor
 
 def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
     """Raise UserError for a precision that weights cannot be synced to, or GPUs that do not divide the model."""
-    in_fp8(engine.args, hf, cpu)
+    engine_uses_fp8(engine.args, hf, cpu)
     if not cpu:
         check_engine_parallelism(engine.gpus_per_engine, engine.args, hf)
 
@@ -219,7 +219,7 @@ def _warn_without_effect(algorithm: AlgorithmConfig, updates: int) -> Iterator[s
 def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_per_node: int) -> str:
     """Return the resolved settings as YAML, then the facts that follow from them, for a dry run."""
     rollout, training = settings.rollout, settings.training
-    hosts = engine_hosts(engine_placements(settings.engine, world_size, ranks_per_node))
+    hosts = engine_host_ranks(engine_placements(settings.engine, world_size, ranks_per_node))
     layout = describe_parallelism(settings.layout, world_size)
     samples = {name: eval_set.samples for name, eval_set in settings.data.eval.items()}
     evals = [

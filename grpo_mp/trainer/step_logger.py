@@ -12,14 +12,14 @@ from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.evaluation.score import EvalScore, plot_pass_at_k, step_file, write_scores, write_svg
 from grpo_mp.monitor.loggers import Logger, write_metrics
-from grpo_mp.monitor.metrics import RangeWatch, fill
+from grpo_mp.monitor.metrics import RangeWatch, metric_name
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown, write_samples
 from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars, summarize
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.policy.expert_load import ExpertLoad, heat_map, load_ratios, max_load_ratio
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.scheduler.memory import MemoryTracker
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.metrics import (
@@ -71,7 +71,7 @@ class StepLogger:
         self._parallel, self._timeline, self._progress = parallel, timeline, progress
         self._scorer, self._loggers = scorer, loggers
         self._memory_tracker, self._expert_load = memory_tracker, expert_load
-        self._ranges, self._complained = RangeWatch(), set[str]()
+        self._ranges, self._reported_failures = RangeWatch(), set[str]()
         self._start_ns = timeline.now_ns()
 
     def begin_step(self) -> None:
@@ -93,17 +93,20 @@ class StepLogger:
         own_summary = summarize(self._timeline.take(), self._start_ns, self._timeline.now_ns())
         summary = reduce_over_ranks(all_gather(own_summary, self._parallel.cpu_group))
         stats = total_reward_stats(self._scorer.take_stats(), self._parallel)
-        for part, sentence in stats.first_errors.items():
-            if part not in self._complained:  # noted once, where a failing reward does not stop the run
+        for term, sentence in stats.first_errors.items():
+            if term not in self._reported_failures:  # noted once, where a failing reward does not stop the run
                 self._progress.note(f"warning: {sentence}")
-        self._complained |= stats.first_errors.keys()
+        self._reported_failures |= stats.first_errors.keys()
         scalars = {
             # The samples were drawn before this step's updates, each of which raises the version by 1.
             **rollout_metrics(rollouts.scored, sync.version - len(reports)),
             **reward_metrics(stats),
             **collect_metrics(rollouts),
             **update_metrics(reports, batch, len(batch.plan) * self._epochs),
-            **{fill("train/adaptive_coef/{name}", name=name): value for name, value in state.adaptive_coefs.items()},
+            **{
+                metric_name("train/adaptive_coef/{name}", name=name): value
+                for name, value in state.adaptive_coefs.items()
+            },
             "train/optimizer_step": state.optimizer_step,
             "train/samples_seen": state.samples_seen,
             **memory_metrics(self._memory_tracker.take(), self._parallel),
@@ -114,8 +117,8 @@ class StepLogger:
         histograms: dict[str, Sequence[float] | torch.Tensor] = {**distributions(rollouts.scored, batch.advantages)}
         texts: dict[str, str] = {}
         load = self._expert_load.take(self._parallel.cpu_group)
-        if load is not None and (worst := max_load_ratio(load)) is not None:
-            scalars["train/expert_load/max_over_mean"] = worst
+        if load is not None and (max_load := max_load_ratio(load)) is not None:
+            scalars["train/expert_load/max_over_mean"] = max_load
             histograms["train/expert_load/values"] = load_ratios(load)
             texts["train/expert_load/by_layer"] = heat_map(load)
         ids = evenly_spaced(sorted({info.group_id for info in rollouts.infos}), self._samples_per_step)
@@ -138,7 +141,7 @@ class StepLogger:
         """Show and write the scores after a step, and draw them beside the initial ones, those before training."""
         if self._parallel.rank or not scores:
             return
-        self._progress.evaluated(step, scores)
+        self._progress.print_eval(step, scores)
         write_scores(step_file(self._folder, step), scores, step=step)
         figure = plot_pass_at_k(initial if step else {}, scores)
         if figure:

@@ -5,9 +5,9 @@ from dataclasses import replace
 from itertools import chain, repeat
 
 from grpo_mp.algorithms.controllers import current_coefficients, should_early_stop, update_adaptive_coefs
+from grpo_mp.algorithms.loss_metrics import compute_metrics
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.policy_losses import PolicyLoss
-from grpo_mp.algorithms.report import metrics
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.distributed.process_groups import context_reduction
 from grpo_mp.policy.policy import Policy, UpdateReport
@@ -33,7 +33,7 @@ def train_step(
     for update in chain.from_iterable(repeat(updates, epochs)):
         weights = current_coefficients(adaptive_coefs, algorithm)
         report = policy.update(update, make_loss(algorithm, weights, reduce, policy_loss))
-        measured = metrics(reduce_report(report, policy.parallel))
+        measured = compute_metrics(reduce_report(report, policy.parallel))
         reports.append(replace(report, measured=measured))
         adaptive_coefs = update_adaptive_coefs(
             adaptive_coefs, measured.get("train/kl_loss", 0.0), measured["train/entropy"], algorithm

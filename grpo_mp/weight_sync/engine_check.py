@@ -47,7 +47,7 @@ class EngineCheck:
     policy: Policy
     weight_sync: WeightSync
     engines: Rollout
-    scheduler: PhaseManager
+    phases: PhaseManager
     prompts: Sequences  # real prompts, scored beside the random sequences
 
     def run(self, version: int) -> CheckReport:
@@ -68,7 +68,8 @@ class EngineCheck:
             report, mean = pool_reports(sets), trimmed_mean(sets)
             if not mean <= tolerance:  # so that what is no number does not pass
                 raise EngineDisagreesError(
-                    f"after the weight sync engine {engine} (rank {self.engines.hosts[engine]}) disagrees with the "
+                    f"after the weight sync engine {engine} (rank {self.engines.host_ranks[engine]}) disagrees with "
+                    f"the "
                     f"policy: mean |logprob difference| {mean:.3g} over {report.tokens} tokens without the "
                     f"{MAX_ROUTING_TIES} farthest, largest {report.largest:.3g}, allowed mean {tolerance:g} "
                     f"(sync.check_tolerance); {self._find_wrong_tensor(version)}"
@@ -84,16 +85,18 @@ class EngineCheck:
             self.settings.run.seed + number,
             () if number else self.prompts[:PROMPTS],
         )
-        with self.scheduler.phase(Phase.SYNC, "policy logprobs"):
+        with self.phases.phase(Phase.SYNC, "policy logprobs"):
             expected = sequence_logprobs(self.policy, sequences)
         differences = torch.zeros(parallel.world_size, 2, dtype=torch.float64)
-        with self.scheduler.phase(Phase.CHECK):
+        with self.phases.phase(Phase.CHECK):
             if engines.client:
                 report = compare(engines.call(engines.client.score(sequences)), expected)
                 differences[parallel.rank] = torch.tensor([report.mean, report.largest], dtype=torch.float64)
             dist.all_reduce(differences, group=parallel.cpu_group)
         tokens = sum(map(len, expected))
-        return [CheckReport(float(differences[rank, 0]), float(differences[rank, 1]), tokens) for rank in engines.hosts]
+        return [
+            CheckReport(float(differences[rank, 0]), float(differences[rank, 1]), tokens) for rank in engines.host_ranks
+        ]
 
     def _find_wrong_tensor(self, version: int) -> str:
         """Push again and look which of an engine's tensors change. Every rank must call this; all get the answer."""
@@ -106,7 +109,7 @@ class EngineCheck:
             self.weight_sync.update_weights(version)
             return checksums()
 
-        with self.scheduler.phase(Phase.SYNC, "looking for the wrong tensor"):
+        with self.phases.phase(Phase.SYNC, "looking for the wrong tensor"):
             before = checksums()
             again = sync_again()
             if engines.client:
@@ -114,7 +117,7 @@ class EngineCheck:
             restored = sync_again()
         answer = describe_difference(before, again, restored) if engines.client else ""
         answers = all_gather(answer, parallel.cpu_group)
-        return "; ".join(f"engine {engine}: {answers[rank]}" for engine, rank in enumerate(engines.hosts))
+        return "; ".join(f"engine {engine}: {answers[rank]}" for engine, rank in enumerate(engines.host_ranks))
 
 
 def sequence_logprobs(policy: Policy, sequences: Sequences) -> list[list[float]]:
@@ -130,7 +133,7 @@ def sequence_logprobs(policy: Policy, sequences: Sequences) -> list[list[float]]
     batch = pack(samples, unused, unused, MicroBatchPlan(tuple(samples), lengths), align)
     local_batch = slice_context(batch, layout.context, parallel.coords.context)
     repeat = layout.pipeline if layout.virtual_pipeline else 1  # an interleaved schedule needs that many
-    with policy.at_temperature(1.0):
+    with policy.use_temperature(1.0):
         outputs = policy.logprobs([local_batch] * repeat)
     values = torch.zeros(batch.total_tokens)
     if outputs and parallel.coords.tensor == parallel.coords.data == 0:

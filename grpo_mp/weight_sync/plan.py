@@ -241,7 +241,7 @@ def _order(deliveries: Sequence[Delivery], oversized: Sequence[bool]) -> list[in
             queues.setdefault(delivery.stager, []).append(index)
     places = []
     for number, stager in enumerate(sorted(queues)):
-        queue, start = queues[stager], number * GOLDEN_RATIO % 1  # neighbours, which share senders, begin far apart
+        queue, start = queues[stager], number * GOLDEN_RATIO % 1  # neighbors, which share senders, begin far apart
         places += [((place / len(queue) - start) % 1, number, index) for place, index in enumerate(queue)]
     return [index for index, large in enumerate(oversized) if large] + [index for *_, index in sorted(places)]
 

@@ -13,7 +13,7 @@ from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_parallelism import engine_parallelism
-from grpo_mp.rollout.precision import in_fp8
+from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.weight_sync.plan import (
     ROUNDS_IN_MEMORY,
     Atom,
@@ -102,7 +102,7 @@ def build_weight_sync(
     `hosts`: each engine's first rank, the only one that has its `client`.
     """
     args, gpus, limit_s = settings.engine.args, settings.engine.gpus_per_engine, settings.monitor.phase_timeout_s
-    fp8, parallel = in_fp8(args, policy.hf, cpu=not platform.on_cuda()), policy.parallel
+    fp8, parallel = engine_uses_fp8(args, policy.hf, cpu=not platform.on_cuda()), policy.parallel
     wire = WireFormat(policy.params, policy.tp_sizes(), DTYPES[settings.model.dtype], fp8)
     readers = engine_readers(hosts, engine_parallelism(gpus, args, policy.hf))
     rounds = plan_rounds(wire, policy.local_shards(), readers, settings.sync.bucket_bytes, parallel)

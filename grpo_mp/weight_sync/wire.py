@@ -63,7 +63,7 @@ class WireFormat:
     def specs(self, name: str) -> list[TensorSpec]:
         """Describe the full Hugging Face tensors of a parameter, as the engine loads them."""
         param = self.params[name]
-        return self._specs(param, param.shapes, in_fp8=self.fp8 and param.is_projection)
+        return self._specs(param, param.shapes, engine_uses_fp8=self.fp8 and param.is_projection)
 
     def shard_specs(self, shard: Shard) -> list[TensorSpec]:
         """Describe the tensors of one shard, as they are sent."""
@@ -105,11 +105,11 @@ class WireFormat:
             for spec, tensors in zip(self.specs(name), zip(*shards, strict=True), strict=True)
         ]
 
-    def _specs(self, param: Param, shapes: Sequence[Shape], in_fp8: bool) -> list[TensorSpec]:
+    def _specs(self, param: Param, shapes: Sequence[Shape], engine_uses_fp8: bool) -> list[TensorSpec]:
         dtype = torch.float32 if param.keep_float32 else self.dtype
         specs = []
         for name, shape in zip(param.hf, shapes, strict=True):
-            if in_fp8:
+            if engine_uses_fp8:
                 rows, columns = shape
                 scale = TensorSpec(name + SCALE, torch.float32, scale_shape((rows, columns)))
                 specs += [TensorSpec(name, FP8, shape), scale]

@@ -57,8 +57,8 @@ def draw_update(
     """
     generator = np.random.default_rng(seed)
 
-    def near(centre: Sequence[Values], std: float) -> list[Values]:
-        return [(values - std * generator.standard_normal(values.shape)).astype(np.float32) for values in centre]
+    def near(center: Sequence[Values], std: float) -> list[Values]:
+        return [(values - std * generator.standard_normal(values.shape)).astype(np.float32) for values in center]
 
     logprobs = [-generator.exponential(2.0, n).astype(np.float32) for n in lengths]
     return UpdateData(
@@ -99,14 +99,14 @@ def _sample_terms(update: UpdateData, i: int, new: Tensor, advantage: float, alg
     if algorithm.old_logprobs == "engine":
         old = rollout
     correction = _correction(old, rollout, algorithm)
-    surrogate = _surrogate(new, old, correction, advantage, algorithm)
+    policy_loss = _policy_loss(new, old, correction, advantage, algorithm)
     if algorithm.policy_loss != "vespo":
-        surrogate = surrogate * correction
+        policy_loss = policy_loss * correction
     limit = algorithm.rollout_correction.off_policy_mask_threshold
     if limit is not None and advantage < 0 and float((rollout - new.detach()).mean()) > limit:
-        surrogate = surrogate * 0
+        policy_loss = policy_loss * 0
     if update.reference is None or algorithm.kl.apply_to == "reward":
-        return surrogate
+        return policy_loss
     x = torch.from_numpy(update.reference[i]).double() - new
     if algorithm.kl.level == "sequence":
         x = x.sum() * torch.ones_like(new)
@@ -118,10 +118,10 @@ def _sample_terms(update: UpdateData, i: int, new: Tensor, advantage: float, alg
         "k3_clamped": torch.clamp(x.exp() - x - 1, max=10.0),
         "k3_unbiased": ratio * (x.exp() - x - 1),
     }[algorithm.kl.estimator]
-    return surrogate + algorithm.kl.coef * kl
+    return policy_loss + algorithm.kl.coef * kl
 
 
-def _surrogate(new: Tensor, old: Tensor, correction: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
+def _policy_loss(new: Tensor, old: Tensor, correction: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
     low, high = 1 - algorithm.clip.low, 1 + algorithm.clip.high
     ratio = _ratio(new, old, algorithm)
     if algorithm.policy_loss == "clip":
@@ -196,16 +196,16 @@ def _advantage(update: UpdateData, sample: int, algorithm: AlgorithmConfig) -> f
     settings, reward, rewards = algorithm.advantage, update.rewards[sample], np.array(update.rewards)
     group = rewards[np.array(update.groups) == update.groups[sample]]
     if settings.baseline == "none":
-        centred = reward
+        centered = reward
     elif settings.baseline == "leave_one_out":
-        centred = reward - (group.sum() - reward) / (len(group) - 1) if len(group) > 1 else 0.0
+        centered = reward - (group.sum() - reward) / (len(group) - 1) if len(group) > 1 else 0.0
     else:
-        centred = reward - group.mean()
+        centered = reward - group.mean()
     if settings.baseline != "none" and group.min() == group.max():
         return 0.0
     std = {"none": None, "group_std": group, "batch_std": rewards}[settings.scale]
     ddof = 1 if settings.std == "sample" else 0
-    return float(centred if std is None else centred / (std.std(ddof=ddof) + settings.eps))
+    return float(centered if std is None else centered / (std.std(ddof=ddof) + settings.eps))
 
 
 def loss_of(
@@ -232,8 +232,8 @@ def sample_infos(
         ids, lengths or [5] * count, rewards or [0.0] * count, parts or [{}] * count, steps or [()] * count, strict=True
     )
     return [
-        SampleInfo(group, i, 3, length, reward, False, 0, reward_parts, step_rewards)
-        for i, (group, length, reward, reward_parts, step_rewards) in enumerate(rows)
+        SampleInfo(group, i, 3, length, reward, False, 0, reward_terms, step_rewards)
+        for i, (group, length, reward, reward_terms, step_rewards) in enumerate(rows)
     ]
 
 

@@ -83,7 +83,9 @@ def test_any_rewards_in_any_groups(samples: list[tuple[int, float]], kind: tuple
 
 
 @given(GROUPED_REWARDS, KINDS, st.randoms(use_true_random=False))
-def test_order_means_nothing(samples: list[tuple[int, float]], kind: tuple[str, str], shuffle: random.Random) -> None:
+def test_sample_order_does_not_matter(
+    samples: list[tuple[int, float]], kind: tuple[str, str], shuffle: random.Random
+) -> None:
     order = list(range(len(samples)))
     shuffle.shuffle(order)
     settings = {"baseline": kind[0], "scale": kind[1]}

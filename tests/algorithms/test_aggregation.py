@@ -14,15 +14,15 @@ LIMIT = 6000
 
 def weights(samples: list[tuple[int, bool]], aggregation: str, **changes: float) -> list[list[float]]:
     """Return the weight of every token of every sample."""
-    lengths, learns = [length for length, _ in samples], [learn for _, learn in samples]
+    lengths, in_loss = [length for length, _ in samples], [included for _, included in samples]
     algorithm = AlgorithmConfig.model_validate({"aggregation": aggregation, **changes})
-    by_sample = token_weights(lengths, learns, algorithm, LIMIT)
+    by_sample = token_weights(lengths, in_loss, algorithm, LIMIT)
     return [torch.as_tensor(w, dtype=torch.float64).expand(n).tolist() for n, w in zip(lengths, by_sample, strict=True)]
 
 
 @given(SAMPLES)
 def test_each_weight_follows_its_formula(samples: list[tuple[int, bool]]) -> None:
-    count, tokens = len(samples), sum(length for length, learn in samples if learn)
+    count, tokens = len(samples), sum(length for length, included in samples if included)
     formulas = {
         "sequence_mean": lambda n: Fraction(1, count * n),
         "token_mean": lambda n: Fraction(1, tokens),
@@ -30,8 +30,8 @@ def test_each_weight_follows_its_formula(samples: list[tuple[int, bool]]) -> Non
         "constant": lambda n: Fraction(1, count * LIMIT),
     }
     for name, formula in formulas.items():
-        for (length, learn), actual in zip(samples, weights(samples, name), strict=True):
-            assert actual == [float(formula(length)) if learn else 0.0] * length  # one division, rounded once
+        for (length, included), actual in zip(samples, weights(samples, name), strict=True):
+            assert actual == [float(formula(length)) if included else 0.0] * length  # one division, rounded once
 
 
 def test_the_control_token_has_a_weight_of_its_own() -> None:

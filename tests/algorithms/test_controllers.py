@@ -51,5 +51,5 @@ def test_the_entropy_bonus_acts_at_or_below_its_target_only() -> None:
         ({"min_ess": 0.5}, 0.0, float("nan"), True),
     ],
 )
-def test_the_drift_guard(limits: dict[str, float], kl: float, share: float, stops: bool) -> None:
+def test_early_stop_limits(limits: dict[str, float], kl: float, share: float, stops: bool) -> None:
     assert should_early_stop(kl, share, EarlyStopConfig.model_validate(limits)) is stops

@@ -126,7 +126,7 @@ def test_micro_batches_sum_to_the_same(max_tokens: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_log_ratios_of_eighty_either_way(name: str) -> None:
+def test_extreme_log_ratios(name: str) -> None:
     algorithm = algorithm_of(name)
     update = draw_update((4, 4), (0, 0), seed=1, log_ratio_std=0.1, kl=algorithm.kl.coef > 0)
     log_ratios = [np.array([80, -80, 60, -60], np.float32), np.array([-80, 80, 3, -3], np.float32)]
@@ -142,7 +142,7 @@ def test_without_advantages_only_the_kl_has_a_gradient(name: str) -> None:
     check(replace(update, rewards=[1.5] * len(LENGTHS)), algorithm, ONE_MICROBATCH, [0.0] * len(LENGTHS))
 
 
-def test_a_token_without_rollout_logprob_does_not_learn_and_is_counted() -> None:
+def test_a_token_without_rollout_logprob_is_masked_and_is_counted() -> None:
     algorithm = AlgorithmConfig.model_validate(
         {"kl": {"coef": 0.1}, "rollout_correction": {"kind": "truncate", "high": 2.0}}
     )
@@ -159,7 +159,7 @@ def test_a_token_without_rollout_logprob_does_not_learn_and_is_counted() -> None
 
 
 def test_entropy_bonus_and_quantile_mask() -> None:
-    """L = ... - weight x mean entropy of the tokens that learn; the others get no surrogate, but the KL."""
+    """L = ... - weight x mean entropy of the tokens that learn; the others get no policy loss, but the KL."""
     algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 0.1}, "entropy": {"coef": 0.3}})
     update = draw_update(LENGTHS, PAIRS, seed=4)
     (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
@@ -218,7 +218,7 @@ def test_a_micro_batch_without_response_tokens_has_loss_0() -> None:
     algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 1.0}})
     update = draw_update((3,), (0,), seed=0, log_ratio_std=1.0)
     (batch,), (logprobs,) = to_microbatches(update, algorithm, ONE_MICROBATCH)
-    zeros = {name: torch.zeros_like(batch.mask) for name in ("mask", "weights", "advantages")}
+    zeros = {name: torch.zeros_like(batch.mask) for name in ("mask", "loss_weights", "advantages")}
     loss, (gradient,), _ = run(algorithm, [replace(batch, **zeros)], [logprobs * torch.nan])
     assert loss == 0.0
     assert torch.equal(gradient, torch.zeros_like(gradient))

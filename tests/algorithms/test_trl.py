@@ -23,8 +23,8 @@ from torch import Tensor
 
 import grpo_mp.platform
 from grpo_mp.algorithms.advantages import estimate_decoupled, outcome_advantages
+from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, compute_metrics, merge_reports
 from grpo_mp.algorithms.presets import PRESETS
-from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics
 from grpo_mp.algorithms.settings import AdvantageConfig, AlgorithmConfig
 from grpo_mp.batching.packing import gather_responses
 from tests.algorithms.objective import (
@@ -220,7 +220,7 @@ def compare(parts: dict[str, Any], first_update: bool = False, seed: int = 3, **
     by_sample = dict(zip(batch.sample_ids, gather_responses(gradient, batch), strict=True))
     actual = padded([by_sample[i] for i in range(len(LENGTHS))])
     torch.testing.assert_close(actual, expected_gradient, rtol=1e-5, atol=1e-8)
-    values = metrics(dict(zip((*SUMS, *MAXIMA), torch.cat(merge([report])).tolist(), strict=True)))
+    values = compute_metrics(dict(zip((*SUMS, *MAXIMA), torch.cat(merge_reports([report])).tolist(), strict=True)))
     return values, {name: logged[0] for name, logged in trl.logged["train"].items()}
 
 

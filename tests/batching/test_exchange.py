@@ -46,10 +46,10 @@ def test_infos_and_samples_in_a_job_of_one_rank(one_rank_group: dist.ProcessGrou
     infos = all_gather_sample_info(groups, one_rank_group)
     assert [info.key for info in infos] == [(3, 0), (3, 1), (7, 0), (7, 1)]
     parts = {"answer": 1.0}
-    assert infos[0] == SampleInfo(3, 0, 2, 3, 1.5, True, oldest_version=2, reward_parts=parts, versions_sum=9)
+    assert infos[0] == SampleInfo(3, 0, 2, 3, 1.5, True, oldest_version=2, reward_terms=parts, versions_sum=9)
     assert infos[0].total_tokens == 5
     assert gather_groups(groups, {3, 8}, one_rank_group) == [groups[1]]
     keys_by_rank = {0: [(7, 1), (3, 0)]}
     received = redistribute(groups, keys_by_rank, one_rank_group, one_rank_group, 0)
     expected = {(7, 1): groups[0].samples[0], (3, 0): groups[1].samples[1]}
-    assert received == {key: replace(sample, text="", reward=0.0, reward_parts={}) for key, sample in expected.items()}
+    assert received == {key: replace(sample, text="", reward=0.0, reward_terms={}) for key, sample in expected.items()}

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mp.batching.microbatches import Cost, MicroBatchPlan, Schedule, plan_microbatches
+from grpo_mp.batching.microbatches import Cost, MicroBatchPlan, MicroBatchSchedule, plan_microbatches
 
 
 def fewest_bins(lengths: list[int], capacity: int) -> int:
@@ -40,7 +40,7 @@ def smallest_makespan(lengths: list[int], ranks: int) -> int:
 
 
 def check_schedule(
-    schedule: Schedule, lengths: list[int], ranks: int, capacity: int, align: int, multiple: int
+    schedule: MicroBatchSchedule, lengths: list[int], ranks: int, capacity: int, align: int, multiple: int
 ) -> None:
     plans = [plan for rank in schedule.ranks for plan in rank]
     assert len(schedule.ranks) == ranks
@@ -67,7 +67,7 @@ def check_schedule(
 def test_every_plan_is_legal_and_deterministic(
     lengths: list[int], ranks: int, capacity: int, align: int, multiple: int, quadratic: float
 ) -> None:
-    costs = [Cost(1.0, quadratic).of(length) for length in lengths]
+    costs = [Cost(1.0, quadratic).time(length) for length in lengths]
     schedule = plan_microbatches(lengths, ranks, capacity, align, multiple, costs)
     check_schedule(schedule, lengths, ranks, capacity, align, multiple)
     assert schedule == plan_microbatches(tuple(lengths), ranks, capacity, align, multiple, costs)
@@ -111,7 +111,7 @@ def test_least_loaded_rank_gets_the_larger_next_bin() -> None:
 
 def test_quadratic_cost_gives_the_rank_with_the_long_sequence_fewer_tokens() -> None:
     lengths = [400] + [100] * 8
-    schedule = plan_microbatches(lengths, 2, 10_000, 1, costs=[Cost(1.0, 0.01).of(length) for length in lengths])
+    schedule = plan_microbatches(lengths, 2, 10_000, 1, costs=[Cost(1.0, 0.01).time(length) for length in lengths])
     tokens = {plan.samples: plan.tokens for rank in schedule.ranks for plan in rank}
     with_long = next(count for samples, count in tokens.items() if 0 in samples)
     assert with_long < sum(tokens.values()) / 2

@@ -42,7 +42,7 @@ def test_one_micro_batch_by_hand() -> None:
     assert batch.sample_ids == (1, 0)
     assert batch.lengths == (4, 8)
     assert batch.advantages.tolist() == [-2, 0, 0, 0, 0, 0.5, 0.5, 0.5, 0, 0, 0, 0]
-    assert batch.weights.tolist() == [0.75, 0, 0, 0, 0, 0.25, 0.25, 0.25, 0, 0, 0, 0]
+    assert batch.loss_weights.tolist() == [0.75, 0, 0, 0, 0, 0.25, 0.25, 0.25, 0, 0, 0, 0]
     expected = [-50 / 7, 0, 0, 0, 0, -10 / 7, -11 / 7, -12 / 7, 0, 0, 0, 0]
     assert torch.equal(batch.rollout_logprobs, torch.tensor(expected))
 
@@ -82,7 +82,7 @@ def test_context_slices_join_to_the_whole(shapes: list[tuple[int, int]], context
         "positions",
         "sequence_index",
         "advantages",
-        "weights",
+        "loss_weights",
         "rollout_logprobs",
     ):
         joined = join_context([getattr(part, name) for part in parts], batch.lengths)
@@ -118,7 +118,7 @@ def test_padding_to_a_size_is_a_sequence_of_its_own() -> None:
     assert padded.sample_ids == (3,)
     assert padded.positions.tolist() == [*range(8), *range(12)]
     assert padded.sequence_index[8:].eq(-1).all()
-    for name in ("tokens", "targets", "mask", "advantages", "weights", "rollout_logprobs"):
+    for name in ("tokens", "targets", "mask", "advantages", "loss_weights", "rollout_logprobs"):
         assert torch.equal(getattr(padded, name), torch.cat([getattr(plain, name), torch.zeros_like(padded.mask[8:])]))
     assert torch.equal(*(gather_responses(batch.targets, batch)[0] for batch in (plain, padded)))
     assert pack({}, [], [], MicroBatchPlan(), align=4, pad_to=20).lengths == (20,)

@@ -26,14 +26,14 @@ def make_samples(prompts: list[int], responses: list[list[int]]) -> list[Sample]
     return samples
 
 
-def pack_all(samples: list[Sample], layout: LayoutConfig, data_parallel: int, max_tokens: int) -> list[MicroBatch]:
+def pack_all(samples: list[Sample], layout: LayoutConfig, dp_size: int, max_tokens: int) -> list[MicroBatch]:
     """Pack the micro-batches of all data-parallel ranks. A sample's advantage and weight are its number."""
     lengths = [sample.total_tokens for sample in samples]
     prompts = [SamplePrompt(sample.group_id, len(sample.prompt_tokens)) for sample in samples]
-    (update,) = plan_updates(lengths, 1, layout, data_parallel, max_tokens, HIDDEN, prompts=prompts)
+    (update,) = plan_updates(lengths, 1, layout, dp_size, max_tokens, HIDDEN, prompts=prompts)
     numbers = [float(i) for i in range(len(samples))]
     samples_by_index = dict(enumerate(samples))
-    ranks = [microbatches(update, samples_by_index, numbers, numbers, layout, rank, 0) for rank in range(data_parallel)]
+    ranks = [microbatches(update, samples_by_index, numbers, numbers, layout, rank, 0) for rank in range(dp_size)]
     assert len({len(rank) for rank in ranks}) == 1
     return [batch for rank in ranks for batch in rank]
 
@@ -53,12 +53,12 @@ groups = st.lists(
 @given(groups, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 3), st.integers(20, 300))
 @settings(max_examples=200, deadline=None)
 def test_every_sample_is_packed_once_after_its_prompt(
-    drawn: list[tuple[int, list[int]]], tensor: int, pipeline: int, data_parallel: int, max_tokens: int
+    drawn: list[tuple[int, list[int]]], tensor: int, pipeline: int, dp_size: int, max_tokens: int
 ) -> None:
     samples = make_samples([prompt for prompt, _ in drawn], [lengths for _, lengths in drawn])
     layout = LayoutConfig(tensor=tensor, pipeline=pipeline)
     packed: list[int] = []
-    for batch in pack_all(samples, layout, data_parallel, max_tokens):
+    for batch in pack_all(samples, layout, dp_size, max_tokens):
         assert batch.total_tokens == sum(batch.lengths)
         assert batch.total_tokens % tensor == 0
         longest = max(sample.total_tokens + tensor for sample in samples)
@@ -87,7 +87,7 @@ def test_every_sample_is_packed_once_after_its_prompt(
     assert sorted(packed) == list(range(len(samples)))
 
 
-FIELDS = ("targets", "advantages", "weights", "rollout_logprobs")
+FIELDS = ("targets", "advantages", "loss_weights", "rollout_logprobs")
 
 
 def test_a_prompt_is_packed_once() -> None:
@@ -96,10 +96,10 @@ def test_a_prompt_is_packed_once() -> None:
     assert batch.total_tokens == 99 + 8 * 6
 
 
-@pytest.mark.parametrize("data_parallel", [2, 4])
-def test_few_groups_still_divide_over_ranks(data_parallel: int) -> None:
+@pytest.mark.parametrize("dp_size", [2, 4])
+def test_few_groups_still_divide_over_ranks(dp_size: int) -> None:
     lengths = [110] * 16
-    units = make_units(lengths, [SamplePrompt(0, 10)] * 16, data_parallel, 4096, 1)
-    assert len(units) >= 2 * data_parallel
+    units = make_units(lengths, [SamplePrompt(0, 10)] * 16, dp_size, 4096, 1)
+    assert len(units) >= 2 * dp_size
     assert sum(len(unit.samples) for unit in units) == 16
-    assert max(len(unit.samples) for unit in units) <= 16 / (2 * data_parallel)
+    assert max(len(unit.samples) for unit in units) <= 16 / (2 * dp_size)

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from grpo_mp.batching.packing import gather_responses
-from grpo_mp.batching.updates import Update, alignment, microbatches, padded_size, plan_updates
+from grpo_mp.batching.updates import UpdatePlan, alignment, microbatches, padded_size, plan_updates
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.types import MicroBatch, Sample
 from tests.batching.helpers import join_context
@@ -30,13 +30,13 @@ def make_samples(count: int, seed: int) -> list[Sample]:
     return samples
 
 
-def plan(samples: list[Sample], updates: int, layout: LayoutConfig, data_parallel: int) -> tuple[Update, ...]:
+def plan(samples: list[Sample], updates: int, layout: LayoutConfig, dp_size: int) -> tuple[UpdatePlan, ...]:
     lengths = [sample.total_tokens for sample in samples]
-    return plan_updates(lengths, updates, layout, data_parallel, MAX_TOKENS, HIDDEN)
+    return plan_updates(lengths, updates, layout, dp_size, MAX_TOKENS, HIDDEN)
 
 
 def joined_batches(
-    update: Update, samples: list[Sample], layout: LayoutConfig, data_rank: int
+    update: UpdatePlan, samples: list[Sample], layout: LayoutConfig, data_rank: int
 ) -> list[dict[str, object]]:
     """Join the micro-batches of one data-parallel rank's context-parallel ranks, made from its samples only."""
     local_samples = {i: samples[i] for i in update.samples_of(data_rank)}
@@ -56,7 +56,7 @@ def join_context_parts(parts: tuple[MicroBatch, ...]) -> dict[str, object]:
             "targets",
             "mask",
             "advantages",
-            "weights",
+            "loss_weights",
             "sequence_index",
             "tokens",
             "positions",
@@ -64,25 +64,23 @@ def join_context_parts(parts: tuple[MicroBatch, ...]) -> dict[str, object]:
         )
     }
     batch = MicroBatch(**values, lengths=parts[0].lengths, sample_ids=parts[0].sample_ids)
-    per_sample = {name: gather_responses(values[name], batch) for name in ("targets", "advantages", "weights")}
+    per_sample = {name: gather_responses(values[name], batch) for name in ("targets", "advantages", "loss_weights")}
     return {"ids": batch.sample_ids, "lengths": batch.lengths, "mask": values["mask"], **per_sample}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("data_parallel", "updates"), [(1, 1), (2, 3), (3, 2)])
-def test_every_sample_is_trained_on_once_with_its_own_numbers(
-    layout: LayoutConfig, data_parallel: int, updates: int
-) -> None:
-    samples = make_samples(12, seed=data_parallel)
-    planned_updates = plan(samples, updates, layout, data_parallel)
+@pytest.mark.parametrize(("dp_size", "updates"), [(1, 1), (2, 3), (3, 2)])
+def test_every_sample_is_trained_on_once_with_its_own_numbers(layout: LayoutConfig, dp_size: int, updates: int) -> None:
+    samples = make_samples(12, seed=dp_size)
+    planned_updates = plan(samples, updates, layout, dp_size)
     assert [i for update in planned_updates for i in update.samples] == list(range(12))
     assert {len(update.samples) for update in planned_updates} == {12 // updates}
     seen = []
     for update in planned_updates:
         total = 0.0
-        for data_rank in range(data_parallel):
+        for data_rank in range(dp_size):
             for batch in joined_batches(update, samples, layout, data_rank):
-                columns = zip(batch["ids"], batch["targets"], batch["advantages"], batch["weights"], strict=True)
+                columns = zip(batch["ids"], batch["targets"], batch["advantages"], batch["loss_weights"], strict=True)
                 for number, targets, advantages, weights in columns:
                     sample = update.samples[number]
                     seen.append(sample)
@@ -96,7 +94,7 @@ def test_every_sample_is_trained_on_once_with_its_own_numbers(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_have_equally_many_micro_batches_of_legal_sizes(layout: LayoutConfig) -> None:
     samples = make_samples(13, seed=9)
-    (update,) = plan(samples, 1, layout, data_parallel=3)
+    (update,) = plan(samples, 1, layout, dp_size=3)
     ranks = [joined_batches(update, samples, layout, data_rank) for data_rank in range(3)]
     assert len({len(rank) for rank in ranks}) == 1
     if layout.virtual_pipeline:
@@ -113,7 +111,7 @@ def test_ranks_have_equally_many_micro_batches_of_legal_sizes(layout: LayoutConf
 def test_every_rank_gets_a_micro_batch_with_fewer_samples_than_ranks() -> None:
     for layout in LAYOUTS:
         samples = make_samples(2, seed=1)
-        (update,) = plan(samples, 1, layout, data_parallel=4)
+        (update,) = plan(samples, 1, layout, dp_size=4)
         ranks = [joined_batches(update, samples, layout, data_rank) for data_rank in range(4)]
         assert sorted(len(update.samples_of(data_rank)) for data_rank in range(4)) == [0, 0, 1, 1]
         for rank in ranks:
@@ -129,20 +127,18 @@ def test_sequences_are_aligned_for_tensor_and_context_parallelism() -> None:
 
 
 @pytest.mark.parametrize(("pipeline", "virtual"), [(2, None), (4, None), (4, 2)])
-@pytest.mark.parametrize("data_parallel", [1, 2])
+@pytest.mark.parametrize("dp_size", [1, 2])
 def test_long_tailed_lengths_leave_little_padding_with_a_pipeline(
-    pipeline: int, virtual: int | None, data_parallel: int
+    pipeline: int, virtual: int | None, dp_size: int
 ) -> None:
     draw = random.Random(pipeline)
     lengths = [draw.randint(50, 2048) + min(32768, int(draw.lognormvariate(8.7, 1.0))) for _ in range(1024)]
     assert max(lengths) > 2 * 16384
     layout = LayoutConfig(tensor=8, context=4, pipeline=pipeline, virtual_pipeline=virtual)
-    updates = plan_updates(lengths, 4, layout, data_parallel, max_tokens=16384, hidden_size=7168)
+    updates = plan_updates(lengths, 4, layout, dp_size, max_tokens=16384, hidden_size=7168)
     sizes = [padded_size(update.schedule, layout) for update in updates]
-    padded = sum(
-        size * data_parallel * update.schedule.microbatches for size, update in zip(sizes, updates, strict=True)
-    )
+    padded = sum(size * dp_size * update.schedule.microbatches for size, update in zip(sizes, updates, strict=True))
     assert max(sizes) < max(lengths) + alignment(layout)
     # Interleaving wants a multiple of the pipeline: up to pipeline - 1 micro-batches of an update are there for that.
-    multiple = data_parallel * (pipeline - 1) * sum(sizes) if virtual else 0
+    multiple = dp_size * (pipeline - 1) * sum(sizes) if virtual else 0
     assert (padded - multiple) / sum(lengths) < 1.05

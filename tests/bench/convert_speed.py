@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from grpo_mp.checkpoint.hf_writer import write_hf
-from grpo_mp.examples.tiny_models import RELEASED, make_tiny, make_tokenizer
+from grpo_mp.examples.tiny_models import PUBLISHED_KEYS, make_tiny, make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, scale_shape
 from grpo_mp.models.hf_config import HfConfig
@@ -150,7 +150,7 @@ def make_folder(folder: Path, gb: float, fp8: bool) -> int:
     """Returns the bytes of the largest tensor."""
     like = folder.with_name("like")
     make_tiny(like, "qwen3_moe", make_tokenizer([]), num_hidden_layers=1, hidden_size=64)
-    config = json.loads((like / "config.json").read_text()) | RELEASED["qwen3_moe"] | CONFIG
+    config = json.loads((like / "config.json").read_text()) | PUBLISHED_KEYS["qwen3_moe"] | CONFIG
     one, two = (_bytes(_params(like, config | {"num_hidden_layers": count})) for count in (1, 2))
     layers = max(1, round((gb * 1e9 - one) / (two - one)) + 1)
     quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}} if fp8 else {}

@@ -28,7 +28,7 @@ COLUMNS = {
     "KL": "train/kl_loss",
     "entropy": "train/entropy",
 }
-COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
+COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
 WIDTH, HEIGHT, MARGIN = 360, 200, 40  # pixels of one panel
 
 Steps = list[dict[str, Any]]
@@ -86,8 +86,8 @@ def picture(runs: dict[str, list[Steps]]) -> str:
     panels = [_panel(place, title, name, runs) for place, (title, name) in enumerate(COLUMNS.items())]
     rows = -(-len(COLUMNS) // 3)
     legend = "".join(
-        f'<text x="{MARGIN + 110 * i}" y="14" fill="{colour}">{preset}</text>'
-        for i, (preset, colour) in enumerate(zip(runs, COLOURS, strict=False))
+        f'<text x="{MARGIN + 110 * i}" y="14" fill="{color}">{preset}</text>'
+        for i, (preset, color) in enumerate(zip(runs, COLORS, strict=False))
     )
     size = f'width="{3 * WIDTH}" height="{rows * HEIGHT + 20}"'
     style = 'font-family="sans-serif" font-size="12"'
@@ -105,8 +105,8 @@ def _panel(place: int, title: str, name: str, runs: dict[str, list[Steps]]) -> s
         return f"{x:.1f},{y:.1f}"
 
     lines = "".join(
-        f'<polyline fill="none" stroke="{colour}" points="{" ".join(at(*point) for point in curve)}"/>'
-        for curve, colour in zip(curves.values(), COLOURS, strict=False)
+        f'<polyline fill="none" stroke="{color}" points="{" ".join(at(*point) for point in curve)}"/>'
+        for curve, color in zip(curves.values(), COLORS, strict=False)
     )
     axis = f'<text x="2" y="{HEIGHT - MARGIN / 2}">{low:.3g}</text><text x="2" y="{MARGIN}">{high:.3g}</text>'
     heading = f'<text x="{WIDTH / 2}" y="{MARGIN / 2 + 8}" text-anchor="middle">{title}</text>'

@@ -22,7 +22,7 @@ from grpo_mp.batching.packing import pack
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.process_groups import (
     Parallel,
-    single_process_group,
+    single_rank_environment,
     start_parallel,
     stop_parallel,
 )
@@ -31,7 +31,7 @@ from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
-from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory, total
+from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory, total_bytes
 from grpo_mp.policy.checkpoint import load_policy, save_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.types import MicroBatch
@@ -46,7 +46,7 @@ OTHERS = {"contexts", "communication", "fragments", "engine weights", "KV cache"
 def main() -> None:
     """Command line; see the text above."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, single_process_group():
+    with tempfile.TemporaryDirectory() as folder, single_rank_environment():
         settings = _settings(Path(folder))
         shape = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 32768}
         make_tiny(Path(folder), "qwen3", make_tokenizer([]), **shape)
@@ -82,7 +82,7 @@ def _plan(settings: Settings) -> MemoryPlan:
 def _planned(memory: MemoryPlan, sub_phase: SubPhase) -> float:
     device = {kind: size for kind, size in memory.device[0][sub_phase].items() if kind not in OTHERS}
     gathered = device["weights"] if sub_phase is SubPhase.OPTIMIZER else 0.0
-    return total(device) + memory.host[sub_phase].get("checkpoint", 0.0) + gathered
+    return total_bytes(device) + memory.host[sub_phase].get("checkpoint", 0.0) + gathered
 
 
 def _measure(settings: Settings) -> Mapping[SubPhase, float]:
@@ -104,7 +104,7 @@ def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> d
     with tempfile.TemporaryDirectory() as folder:
         peaks = {
             SubPhase.LOGPROB: _peak(lambda: policy.logprobs(batch)),
-            SubPhase.TRAIN: _peak(lambda: policy.gradients(batch, negative_log_likelihood)),
+            SubPhase.TRAIN: _peak(lambda: policy.compute_gradients(batch, negative_log_likelihood)),
             SubPhase.OPTIMIZER: _peak(policy.optimizer.step),
             SubPhase.SYNC: _peak(lambda: sync.update_weights(1)),
             SubPhase.SAVE: _peak(lambda: save_policy(policy, Path(folder))),

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint.describe import compare, describe_hf
+from grpo_mp.checkpoint.describe import compare_weights, describe_hf
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import FAMILIES
@@ -25,7 +25,7 @@ def write_folder(folder: Path, tensors: dict[str, Tensor]) -> Path:
 
 def differences(tmp_path: Path, changes: dict[str, Tensor], tolerance: float = 0.0) -> list[tuple[str, str]]:
     left, right = write_folder(tmp_path / "one", BASE), write_folder(tmp_path / "other", BASE | changes)
-    result = compare(HfReader(left), HfReader(right), tolerance)
+    result = compare_weights(HfReader(left), HfReader(right), tolerance)
     return [(difference.name, difference.description.replace(str(tmp_path), "")) for difference in result]
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.converted_reader import open_weights
-from grpo_mp.checkpoint.describe import compare, describe_hf
+from grpo_mp.checkpoint.describe import compare_weights, describe_hf
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
 from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
 from grpo_mp.errors import UserError
@@ -75,7 +75,7 @@ def test_round_trip_is_exact(family: str, shape: dict[str, Any], dtype: torch.dt
     to_megatron(model, tmp_path / "megatron", no_progress, PART_BYTES)
     assert len(list((tmp_path / "megatron").glob("part_*"))) > 1
     to_hf(tmp_path / "megatron", tmp_path / "back", None, False, no_progress, PART_BYTES)
-    assert compare(HfReader(model), HfReader(tmp_path / "back")) == []
+    assert compare_weights(HfReader(model), HfReader(tmp_path / "back")) == []
     assert aux_files(tmp_path / "back") == aux_files(model)
     index = json.loads((tmp_path / "back" / INDEX).read_text())
     tensors = load_file(model / "model.safetensors")
@@ -89,7 +89,7 @@ def test_fp8_round_trip_with_the_source_is_exact(tmp_path: Path) -> None:
     model = make_fp8_model(tmp_path / "model")
     to_megatron(model, tmp_path / "megatron", no_progress, PART_BYTES)
     to_hf(tmp_path / "megatron", tmp_path / "back", model, True, no_progress)
-    assert compare(HfReader(model), HfReader(tmp_path / "back")) == []
+    assert compare_weights(HfReader(model), HfReader(tmp_path / "back")) == []
     assert aux_files(tmp_path / "back") == aux_files(model)
 
 
@@ -144,7 +144,7 @@ def test_a_second_start_resumes(after: int, tmp_path: Path) -> None:
         parts = json.loads((final / CONVERSION_RECORD).read_text())["parts"]
         assert len(reports) == len(parts) - after - 1  # while a part is reported, the next one reaches the disk
         convert(die_after(1))  # complete: nothing is written
-    assert compare(HfReader(model), HfReader(back)) == []
+    assert compare_weights(HfReader(model), HfReader(back)) == []
 
 
 def test_a_part_that_was_changed_is_written_again(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_part_that_was_changed_is_written_again(tmp_path: Path) -> None:
     to_megatron(model, megatron, no_progress, PART_BYTES)
     assert not (megatron / ".tmpAbc").exists()
     to_hf(megatron, tmp_path / "back", None, False, no_progress)
-    assert compare(HfReader(model), HfReader(tmp_path / "back")) == []
+    assert compare_weights(HfReader(model), HfReader(tmp_path / "back")) == []
 
 
 def test_another_model_is_not_overwritten(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.converted_reader import open_weights
-from grpo_mp.checkpoint.describe import compare
+from grpo_mp.checkpoint.describe import compare_weights
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
 from grpo_mp.errors import UserError
@@ -52,7 +52,7 @@ def test_a_policy_starts_from_a_converted_folder(
         assert unequal(policy, direct) == []
         for before, after in zip(main, main_parameters(policy), strict=True):
             assert torch.equal(after, before)
-        with policy.at_reference():
+        with policy.use_reference_weights():
             assert unequal(policy, direct) == []
 
 
@@ -65,7 +65,7 @@ def test_an_export_has_the_tensors_outside_the_policy(tmp_path: Path) -> None:
     for start in ("model", "megatron"):
         with policy_of(tmp_path / start, "float32") as policy:
             export_policy(policy, tmp_path / f"from_{start}", tmp_path / start, 2**20)
-        assert compare(HfReader(tmp_path / "model"), HfReader(tmp_path / f"from_{start}")) == []
+        assert compare_weights(HfReader(tmp_path / "model"), HfReader(tmp_path / f"from_{start}")) == []
 
 
 def test_a_converted_checkpoint_equals_its_export(model: Path, tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def test_a_converted_checkpoint_equals_its_export(model: Path, tmp_path: Path) -
         save_policy(policy, tmp_path / "step" / "policy")
         export_policy(policy, tmp_path / "export", model, 2**20)
     to_hf(tmp_path / "step", tmp_path / "back", model, False, no_progress)
-    assert compare(HfReader(tmp_path / "export"), HfReader(tmp_path / "back")) == []
-    (difference,) = compare(HfReader(model), HfReader(tmp_path / "back"))
+    assert compare_weights(HfReader(tmp_path / "export"), HfReader(tmp_path / "back")) == []
+    (difference,) = compare_weights(HfReader(model), HfReader(tmp_path / "back"))
     assert difference.name == "model.norm.weight"
     rows = describe_torch_dist(tmp_path / "step")
     assert rows["format"] == "Megatron torch_dist, with optimizer"

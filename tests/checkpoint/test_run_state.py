@@ -36,7 +36,7 @@ def make_state(step: int) -> TrainState:
         optimizer_step=2 * step,
         samples_seen=64 * step,
         cursor=Cursor(epoch=1, position=step, seed=3, deferred=(5, 2)),
-        solve_streak={4: 1},
+        solved_streak={4: 1},
         skipped_until={11: step + 2},
     )
 
@@ -62,11 +62,11 @@ def test_the_state_is_read_back(tmp_path: Path) -> None:
 def test_a_state_with_older_names_is_read(tmp_path: Path) -> None:
     manifest = save(tmp_path, 7) / MANIFEST
     tree = json.loads(manifest.read_text())
-    renamed = {"resting": {"5": 9}, "controls": {"kl": 0.1}, "reference_refreshed": True}
+    renamed = {"resting": {"5": 9}, "solve_streak": {"6": 1}, "controls": {"kl": 0.1}, "reference_refreshed": True}
     tree["state"] = {"step": 7, "weight_version": 14, **renamed}
     manifest.write_text(json.dumps(tree))
     assert read_manifest(manifest.parent) == TrainState(
-        step=7, skipped_until={5: 9}, adaptive_coefs={"kl": 0.1}, reference_updated=True
+        step=7, skipped_until={5: 9}, solved_streak={6: 1}, adaptive_coefs={"kl": 0.1}, reference_updated=True
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from megatron.core.parallel_state import RankGenerator, initialize_model_parallel
 
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.coordinates import RankCoordinates, coordinates, data_parallel, model_parallel_ranks
+from grpo_mp.distributed.coordinates import RankCoordinates, coordinates, data_parallel_size, model_parallel_ranks
 
 WORLD_SIZES = (1, 2, 4, 6, 8, 12)
 
@@ -88,12 +88,14 @@ def test_coordinates_are_ranks_in_megatron_groups(world_size: int) -> None:
             assert vars(coordinates(rank, layout, world_size)) == {
                 name: ranks[rank] for name, ranks in expected.items()
             }
-        assert data_parallel(layout, world_size) == len(dense.get_ranks("dp")[0])
+        assert data_parallel_size(layout, world_size) == len(dense.get_ranks("dp")[0])
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_replicas_are_megatron_model_parallel_groups(world_size: int) -> None:
     for layout in layouts(world_size):
-        replicas = [model_parallel_ranks(data, layout, world_size) for data in range(data_parallel(layout, world_size))]
+        replicas = [
+            model_parallel_ranks(data, layout, world_size) for data in range(data_parallel_size(layout, world_size))
+        ]
         groups = rank_generators(layout, world_size)[0].get_ranks("tp-cp-pp")
         assert sorted(replicas) == sorted(tuple(sorted(group)) for group in groups)

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
 
 
 def test_first_collective_is_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +19,7 @@ def test_first_collective_is_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> 
         return all_reduce(tensor, *args, group=group, **kwargs)
 
     monkeypatch.setattr(dist, "all_reduce", recording_all_reduce)
-    with single_process_group():
+    with single_rank_environment():
         start_parallel(LayoutConfig(), 0, 60.0)
         stop_parallel()
     assert groups == [None]

@@ -13,7 +13,7 @@ from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.checkpoint.run_state import SETTINGS, checkpoint_folder
 from grpo_mp.config import dump_settings
 from grpo_mp.evaluate import read_command
-from grpo_mp.options import evaluate_parser
+from grpo_mp.parsers import evaluate_parser
 from tests.conftest import EVAL_PROMPTS, TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
@@ -71,7 +71,7 @@ def test_scores_are_those_of_the_answers(results: Path) -> None:
     report = json.loads((results / "eval.json").read_text())
     assert report["step"] == LAST_STEP
     (scores,) = report["sets"].values()
-    assert scores["accuracy"] == pytest.approx(sum(row["parts"]["answer"] for row in rows) / len(rows))
+    assert scores["accuracy"] == pytest.approx(sum(row["terms"]["answer"] for row in rows) / len(rows))
     assert scores["length"] == pytest.approx(sum(row["tokens"] for row in rows) / len(rows))
 
 

@@ -1,4 +1,4 @@
-"""Filters, controllers, guards and rewards of the family in the real loop."""
+"""Filters, controllers, early stopping and rewards of the family in the real loop."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +35,7 @@ def train(start_job: StartJob, tmp_path: Path) -> Train:
     return run
 
 
-def test_many_parts_at_once_and_what_they_have_come_to_survives_a_restart(train: Train, tmp_path: Path) -> None:
+def test_adaptive_state_survives_restart(train: Train, tmp_path: Path) -> None:
     algorithm = (
         "algorithm={preset: dapo, rollout_correction: {kind: truncate, high: 2.0}, "
         "entropy: {top_quantile: 0.5, target: 0.1}, "
@@ -60,7 +60,7 @@ def test_many_parts_at_once_and_what_they_have_come_to_survives_a_restart(train:
     assert all(step["train/kl_loss"] > 0 for step in steps[1:])
 
 
-def test_the_first_to_finish_and_the_drift_guard(train: Train) -> None:
+def test_select_by_finish_and_early_stop(train: Train) -> None:
     parts = (
         "algorithm={filter: {select_by: finish, oversample_factor: 3.0}, early_stop: {max_kl: 1.0e-12}, "
         "kl: {monitor_share: 0.5}}"
@@ -89,7 +89,7 @@ def test_data_that_cannot_fill_a_step_ends_the_run_with_a_sentence(start_job: St
 def test_rewards_of_steps(train: Train, tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(STEPWISE)
     steps = train("algorithm=grpo_process", f"reward={{steps: '{tmp_path / 'steps.py'}:halves'}}", "run.steps=2")
-    assert all(step["train/grad_norm"] > 0 and step["reward/part/steps"] > 0 for step in steps)
+    assert all(step["train/grad_norm"] > 0 and step["reward/term/steps"] > 0 for step in steps)
 
 
 def test_groups_of_one_with_the_kl_in_the_reward(train: Train) -> None:

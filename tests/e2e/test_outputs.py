@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mp.checkpoint.run_state import checkpoint_folder
 from grpo_mp.config import Settings, load_settings
-from grpo_mp.monitor.metrics import find
+from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.policy.checkpoint import load_policy, save_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
@@ -56,7 +56,7 @@ def test_events_hold_the_metrics_under_documented_names(run: Path, metrics: list
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     tags = events.Tags()
-    assert {find(name, "scalar").name for name in tags["scalars"]}
+    assert {find_metric(name, "scalar").name for name in tags["scalars"]}
     assert set(tags["scalars"]) == {name for line in metrics for name in line} - {"step"}
     for name in ("reward/mean", "train/grad_norm"):
         assert [event.step for event in events.Scalars(name)] == STEPS
@@ -66,7 +66,7 @@ def test_events_hold_the_metrics_under_documented_names(run: Path, metrics: list
 
 def test_every_step_learns(metrics: list[dict]) -> None:
     assert all(line["train/grad_norm"] > 0 and line["reward/std"] > 0 for line in metrics[1:])
-    assert metrics[1]["reward/part/letters"] > 0
+    assert metrics[1]["reward/term/letters"] > 0
 
 
 def test_engine_and_policy_agree_after_every_sync(metrics: list[dict]) -> None:
@@ -98,11 +98,11 @@ def test_sampled_answers_are_there_of_the_steps_before_and_after_the_stop(run: P
     assert {step: len(row) for step, row in rows.items()} == dict.fromkeys(STEPS, 16)
     assert finished_run.stopped_after in STEPS[:-1]
     for row in (row for step in rows.values() for row in step):
-        assert row["reward"] == pytest.approx(row["parts"]["letters"] + _rule_reward(row))
+        assert row["reward"] == pytest.approx(row["terms"]["letters"] + _rule_reward(row))
 
 
 def _rule_reward(row: dict) -> float:
-    return 1.0 * row["parts"]["answer"] + 0.5 * row["parts"]["boxed"]
+    return 1.0 * row["terms"]["answer"] + 0.5 * row["terms"]["boxed"]
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def test_the_second_job_goes_on_there(finished_run: FinishedRun) -> None:
     assert finished_run.second.err == ""
 
 
-def test_no_step_is_missing_or_twice_there(finished_run: FinishedRun) -> None:
+def test_each_step_is_logged_once(finished_run: FinishedRun) -> None:
     """Step 0 is the first sync and evaluation."""
     steps = [line["step"] for line in read_jsonl(finished_run.folder / "run" / "metrics.jsonl")]
     assert steps == list(range(LAST_STEP + 1))
@@ -50,7 +50,7 @@ def test_the_learning_rate_follows_the_settings_of_each_job(finished_run: Finish
         assert abs(line["train/lr"] - LR * (1 - done / (steps * UPDATES_PER_STEP))) < 1e-9, step
 
 
-def test_prompts_are_those_of_a_run_that_nothing_stopped(finished_run: FinishedRun, tiny_run: TinyRun) -> None:
+def test_prompts_match_uninterrupted_run(finished_run: FinishedRun, tiny_run: TinyRun) -> None:
     questions = [row["question"] for row in read_jsonl(tiny_run.train)]
     cursor = Cursor(seed=0)
     for step in range(1, LAST_STEP + 1):
@@ -61,5 +61,5 @@ def test_prompts_are_those_of_a_run_that_nothing_stopped(finished_run: FinishedR
         assert {sample["group_id"] // PROMPTS_PER_STEP for sample in samples} <= {step - 1}
 
 
-def test_nothing_of_either_job_is_left(finished_run: FinishedRun) -> None:
+def test_no_process_is_left(finished_run: FinishedRun) -> None:
     assert finished_run.first.left == finished_run.second.left == []

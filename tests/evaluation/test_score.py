@@ -13,12 +13,12 @@ from grpo_mp.evaluation.score import (
     Votes,
     plot_pass_at_k,
     read_scores,
-    score,
+    score_eval_set,
     step_file,
     write_scores,
     write_svg,
 )
-from grpo_mp.monitor.metrics import find
+from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.trainer.metrics import eval_metrics
 from grpo_mp.types import SampleInfo
 
@@ -38,7 +38,7 @@ def samples(*problems: str) -> tuple[list[SampleInfo], Votes]:
 
 def test_a_problem_counts_as_much_as_another() -> None:
     infos, votes = samples("RRab", "aab-")
-    actual = score(infos, votes)
+    actual = score_eval_set(infos, votes)
     assert (actual.accuracy, actual.accuracy_error) == (0.25, 0.25)
     assert (actual.problems, actual.samples, actual.length) == (2, 4, 4)
     assert (actual.reward, actual.truncated_ratio) == (0.125, 0.125)
@@ -52,12 +52,12 @@ def test_a_problem_counts_as_much_as_another() -> None:
 
 
 def test_without_answers_there_is_no_majority() -> None:
-    actual = score(samples("Ra", "aa")[0])
+    actual = score_eval_set(samples("Ra", "aa")[0])
     assert (actual.maj_at, list(actual.pass_at)) == ({}, [1, 2])
 
 
 def test_of_one_sample_and_of_one_problem() -> None:
-    one_sample, one_problem = score(*samples("R", "a")), score(*samples("Ra"))
+    one_sample, one_problem = score_eval_set(*samples("R", "a")), score_eval_set(*samples("Ra"))
     assert (one_sample.accuracy, one_sample.pass_at, one_sample.maj_at) == (0.5, {}, {})
     assert one_problem.accuracy_error is None
     assert "eval/x/accuracy_se" not in eval_metrics("x", one_problem)
@@ -65,13 +65,13 @@ def test_of_one_sample_and_of_one_problem() -> None:
 
 def test_samples_that_nothing_judges_are_left_out() -> None:
     infos, votes = samples("R?", "??", "aa")
-    actual = score(infos, votes)
+    actual = score_eval_set(infos, votes)
     assert (actual.accuracy, actual.length, actual.pass_at[2], actual.problems) == (0.5, 4, Estimate(0.0), 3)
-    assert score(samples("??")[0]).accuracy is None
+    assert score_eval_set(samples("??")[0]).accuracy is None
 
 
 def test_metrics_carry_the_set_s_name_and_are_documented() -> None:
-    actual = eval_metrics("my set", score(*samples("RRa", "aab")))
+    actual = eval_metrics("my set", score_eval_set(*samples("RRa", "aab")))
     assert actual == pytest.approx(
         {
             "eval/my_set/accuracy": 1 / 3,
@@ -87,12 +87,12 @@ def test_metrics_carry_the_set_s_name_and_are_documented() -> None:
             "eval/my_set/maj_at_3": 1 / 2,
         }
     )
-    assert all(find(name, "scalar") for name in actual)
-    assert find("eval/pass_at_k", "image")
+    assert all(find_metric(name, "scalar") for name in actual)
+    assert find_metric("eval/pass_at_k", "image")
 
 
 def test_scores_are_read_back_from_their_file(tmp_path: Path) -> None:
-    scores = {"a": score(*samples("RRa", "aab")), "b": EvalScore(None, 0.5, 4.0)}
+    scores = {"a": score_eval_set(*samples("RRa", "aab")), "b": EvalScore(None, 0.5, 4.0)}
     file = step_file(tmp_path, 20)
     write_scores(file, scores, step=20)
     assert read_scores(file) == scores
@@ -103,7 +103,7 @@ def test_scores_are_read_back_from_their_file(tmp_path: Path) -> None:
 
 
 def test_the_plot_has_lines_for_before_and_after(tmp_path: Path) -> None:
-    before, after = score(*samples("Raa", "aab")), score(*samples("RRR", "Rab"))
+    before, after = score_eval_set(*samples("Raa", "aab")), score_eval_set(*samples("RRR", "Rab"))
     figure = plot_pass_at_k({"a": before, "b": before}, {"a": after, "b": after, "one": EvalScore(1.0, 1.0, 4.0)})
     assert figure is not None
     assert len(figure.axes) == 2

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_mp.launch.nodes import NodeReport, bad_nodes, neighbour_pairs
+from grpo_mp.launch.nodes import NodeReport, bad_nodes, neighbor_pairs
 
 GOOD = NodeReport("a", "torch 2", 0.0, 100 * 2**30, 90 * 2**30, None, all_reduce=100e9, all_to_all=20e9)
 REPORTS = [replace(GOOD, node=node) for node in "abcd" for _ in range(2)]
@@ -36,7 +36,7 @@ def test_node_without_the_shared_folder_is_bad() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "pairs"), [(1, 0), (2, 1), (3, 3), (16, 16)])
-def test_three_or_more_nodes_have_two_neighbours_each(nodes: int, pairs: int) -> None:
-    assert len(set(neighbour_pairs(nodes))) == pairs
+def test_three_or_more_nodes_have_two_neighbors_each(nodes: int, pairs: int) -> None:
+    assert len(set(neighbor_pairs(nodes))) == pairs
     if nodes > 2:
-        assert all(sum(node in pair for pair in neighbour_pairs(nodes)) == 2 for node in range(nodes))
+        assert all(sum(node in pair for pair in neighbor_pairs(nodes)) == 2 for node in range(nodes))

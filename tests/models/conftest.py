@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.examples.tiny_models import RELEASED, SHAPES
+from grpo_mp.examples.tiny_models import PUBLISHED_KEYS, TINY_CONFIGS
 from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.hf_config import HfConfig
 
@@ -37,7 +37,7 @@ def make_hf() -> MakeHf:
     """Makes a config of a family, with any changes to its keys."""
 
     def make(family: str, **changes: Any) -> HfConfig:
-        values = {"model_type": family} | SHAPES[family] | RELEASED.get(family, {}) | WIDTHS | SMALL[family]
+        values = {"model_type": family} | TINY_CONFIGS[family] | PUBLISHED_KEYS.get(family, {}) | WIDTHS | SMALL[family]
         return HfConfig(Path("somewhere"), values | changes)
 
     return make

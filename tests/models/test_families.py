@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from grpo_mp.errors import UserError
-from grpo_mp.examples.tiny_models import LLAMA3, SHAPES
+from grpo_mp.examples.tiny_models import LLAMA3, TINY_CONFIGS
 from grpo_mp.models import families
 from grpo_mp.models.families import FAMILIES, family_of
 from tests.models.conftest import MakeHf
 
-YARN = SHAPES["deepseek_v3"]["rope_scaling"]
+YARN = TINY_CONFIGS["deepseek_v3"]["rope_scaling"]
 
 
 def test_each_family_is_found_by_its_model_type(family: str, make_hf: MakeHf) -> None:

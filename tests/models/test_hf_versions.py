@@ -11,7 +11,7 @@ from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.checkpoint.hf_reader import check_layers
 from grpo_mp.checkpoint.hf_writer import copy_aux_files
 from grpo_mp.errors import UserError
-from grpo_mp.examples.tiny_models import SHAPES, make_tiny, make_tokenizer
+from grpo_mp.examples.tiny_models import TINY_CONFIGS, make_tiny, make_tokenizer
 from grpo_mp.models import mixtral
 from grpo_mp.models.families import FAMILIES, TRANSFORMERS_NAMES, add_transformers_4_names, family_of
 from grpo_mp.models.hf_config import HfConfig
@@ -73,7 +73,7 @@ def test_published_configs_mean_the_same_after_transformers_5_saved_them(name: s
 def family_values(family: str) -> dict[str, Any]:
     """A config of the tiny shape, with rotary settings that are no default."""
     rope = {"rope_theta": THETA, "rope_type": "default"} | ROPES.get(family, {})
-    shape = {name: value for name, value in SHAPES[family].items() if name not in ("rope_theta", "rope_scaling")}
+    shape = {name: value for name, value in TINY_CONFIGS[family].items() if name not in ("rope_theta", "rope_scaling")}
     return shape | {"rope_parameters": rope, "vocab_size": 128, "model_type": TRANSFORMERS_NAMES.get(family, family)}
 
 
@@ -150,7 +150,7 @@ def test_contradicting_names_are_refused(change: dict[str, Any], message: str, t
 )
 def test_transformers_5_decides_which_of_two_settings_counts(rope_settings: dict[str, Any], tmp_path: Path) -> None:
     own = AutoConfig.for_model(
-        "llama", **SHAPES["llama"] | {"rope_scaling": None} | json.loads(json.dumps(rope_settings))
+        "llama", **TINY_CONFIGS["llama"] | {"rope_scaling": None} | json.loads(json.dumps(rope_settings))
     )
     values = {"model_type": "llama"} | rope_settings
     for written in (values, add_transformers_4_names(values)):
@@ -159,7 +159,7 @@ def test_transformers_5_decides_which_of_two_settings_counts(rope_settings: dict
 
 
 def test_mixtral_without_a_theta_has_the_one_of_transformers(tmp_path: Path) -> None:
-    values = {name: value for name, value in SHAPES["mixtral"].items() if name != "rope_theta"}
+    values = {name: value for name, value in TINY_CONFIGS["mixtral"].items() if name != "rope_theta"}
     own = AutoConfig.for_model("mixtral", **values)
     hf = HfConfig(tmp_path, values | {"model_type": "mixtral"})
     assert mixtral.rotary(hf)["rotary_base"] == own.rope_parameters["rope_theta"] == 1e6

@@ -15,7 +15,7 @@ from grpo_mp.monitor.loggers import (
     Logger,
     TensorBoardLogger,
     open_loggers,
-    read_lines,
+    read_metrics,
     write_metrics,
 )
 
@@ -71,7 +71,7 @@ def test_events_are_readable_while_the_run_goes_on(tmp_path: Path) -> None:
     with opened(tmp_path) as loggers:
         write_scalars(loggers, 1, {"reward/mean": 0.5})
         assert curve(tmp_path, "reward/mean") == [(1, 0.5)]
-        assert len(read_lines(tmp_path / "metrics.jsonl")) == 1
+        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
 def test_unknown_name_writes_nothing(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_resume_shows_no_step_twice(tmp_path: Path) -> None:
         for step in range(4, 8):
             write_scalars(loggers, step, {"reward/mean": 10.0 * step})
     expected = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0), (6, 60.0), (7, 70.0)]
-    assert [(line["step"], line["reward/mean"]) for line in read_lines(tmp_path / "metrics.jsonl")] == expected
+    assert [(line["step"], line["reward/mean"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == expected
     assert curve(tmp_path, "reward/mean") == expected
 
 
@@ -110,4 +110,4 @@ def test_fresh_start_in_a_used_folder_hides_the_old_curves(tmp_path: Path) -> No
         with opened(tmp_path) as loggers:
             write_scalars(loggers, 0, {"reward/mean": value})
     assert curve(tmp_path, "reward/mean") == [(0, 2.0)]
-    assert len(read_lines(tmp_path / "metrics.jsonl")) == 1
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1

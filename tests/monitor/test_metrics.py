@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from grpo_mp.monitor.metrics import TABLE, RangeWatch, fill, find
+from grpo_mp.monitor.metrics import TABLE, RangeWatch, find_metric, metric_name
 
 GROUPS = {"reward", "rollout", "train", "mismatch", "sync", "time", "speed", "memory", "eval"}
 
@@ -19,7 +19,7 @@ def test_rows_are_complete_and_unique() -> None:
 @pytest.mark.parametrize(
     ("name", "row"),
     [
-        ("reward/part/answer", "reward/part/{name}"),
+        ("reward/term/answer", "reward/term/{name}"),
         ("eval/gsm8k.main-2/accuracy", "eval/{set}/accuracy"),
         ("time/generate_s", "time/{phase}_s"),
         ("time/step_s", "time/step_s"),
@@ -27,29 +27,29 @@ def test_rows_are_complete_and_unique() -> None:
     ],
 )
 def test_find_prefers_the_plain_row(name: str, row: str) -> None:
-    assert find(name).name == row
+    assert find_metric(name).name == row
 
 
-@pytest.mark.parametrize("name", ["reward/maen", "eval/a/b/accuracy", "eval//accuracy", "loss", "reward/part/"])
+@pytest.mark.parametrize("name", ["reward/maen", "eval/a/b/accuracy", "eval//accuracy", "loss", "reward/term/"])
 def test_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="not in"):
-        find(name)
+        find_metric(name)
 
 
 def test_wrong_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="is a histogram, not a scalar"):
-        find("reward/values", "scalar")
+        find_metric("reward/values", "scalar")
 
 
 def test_misspelling_names_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean reward/mean"):
-        find("reward/maen")
+        find_metric("reward/maen")
 
 
 def test_fill_makes_any_text_a_legal_name() -> None:
-    name = fill("reward/part/{name}", name="rewards/my.py:score it")
-    assert name == "reward/part/rewards_my.py_score_it"
-    assert find(name).name == "reward/part/{name}"
+    name = metric_name("reward/term/{name}", name="rewards/my.py:score it")
+    assert name == "reward/term/rewards_my.py_score_it"
+    assert find_metric(name).name == "reward/term/{name}"
 
 
 def test_warnings_name_value_and_action() -> None:

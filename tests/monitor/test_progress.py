@@ -115,7 +115,7 @@ def test_several_samples_have_a_row_for_each_k() -> None:
 
     console = Console(file=io.StringIO(), force_terminal=False, width=100)
     with Progress(Path("runs/x"), steps=2, console=console) as progress:
-        progress.evaluated(2, {"a": make_score(0.5, 0.75, 0.625)})
+        progress.print_eval(2, {"a": make_score(0.5, 0.75, 0.625)})
         progress.finish({"a": make_score(0.25, 0.8, 0.25)}, {"a": make_score(0.5, 0.75, 0.625)})
         progress.print_scores("model", {"a": make_score(0.5, 0.75, 0.625), "unjudged": EvalScore(None, 0.5, 4.0)})
     text = output(console)
@@ -136,7 +136,7 @@ def test_several_samples_have_a_row_for_each_k() -> None:
 def test_set_without_a_before_has_no_change() -> None:
     console = log_console()
     with Progress(Path("runs/x"), steps=2, console=console) as progress:
-        progress.evaluated(2, {"new": EvalScore(0.5, 1.0, 8.0)})
+        progress.print_eval(2, {"new": EvalScore(0.5, 1.0, 8.0)})
         progress.finish({}, {"new": EvalScore(0.5, 1.0, 8.0)})
     assert "eval after step 2: new 50.0% right, reward 1.000, 8 tokens" in output(console)
     assert "+" not in output(console)

@@ -23,7 +23,7 @@ def make_group(group_id: int, rewards: tuple[float, ...] = (0.0, 1.5, 0.5)) -> S
             truncated=index == 0,
             text=f"answer {group_id}.{index}\n<b>é</b>",
             reward=reward,
-            reward_parts={"answer": reward - 0.5},
+            reward_terms={"answer": reward - 0.5},
             extra={"found": f"{index}"},
         )
         for index, reward in enumerate(rewards)
@@ -52,7 +52,7 @@ def test_jsonl_holds_whole_groups(tmp_path: Path) -> None:
         "expected": "4",
         "response": "answer 0.1\n<b>é</b>",
         "reward": 1.5,
-        "parts": {"answer": 1.0},
+        "terms": {"answer": 1.0},
         "is_correct": None,
         "extra": {"found": "1"},
         "truncated": False,

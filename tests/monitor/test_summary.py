@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mp.monitor.metrics import find
+from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.monitor.summary import StepSummary, covered_ns, reduce_over_ranks, step_scalars, summarize
 from grpo_mp.monitor.timeline import Span
 
@@ -54,4 +54,4 @@ def test_scalars_are_in_the_dictionary() -> None:
     scalars = step_scalars(summarize([Span("GENERATE", 0, 6), Span("WAIT", 4, 6)], 0, 8))
     assert scalars["time/generate_s"] == pytest.approx(6e-9)
     assert scalars["time/overhead_share"] == pytest.approx(0.25)
-    assert all(find(name, "scalar") for name in scalars)
+    assert all(find_metric(name, "scalar") for name in scalars)

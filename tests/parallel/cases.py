@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_mp.examples.tiny_models import SHAPES
+from grpo_mp.examples.tiny_models import TINY_CONFIGS
 from tests.parallel.cover import pairwise_cover, size_pairs
 
 # Small, but each width that a layout divides is there, and logits are not flat.
@@ -15,7 +15,9 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rop
 DIRECT = LATENT | {"q_lora_rank": None}  # queries without a low rank
 MOONLIGHT = {"n_group": 1, "topk_group": 1, "rope_scaling": None, "rope_theta": 50000.0}
 # As transformers, which does not know kimi_k2, reads the published weights.
-KIMI = SHAPES["kimi_k2"] | {"rope_scaling": SHAPES["kimi_k2"]["rope_scaling"] | {"beta_fast": 1.0, "factor": 64.0}}
+KIMI = TINY_CONFIGS["kimi_k2"] | {
+    "rope_scaling": TINY_CONFIGS["kimi_k2"]["rope_scaling"] | {"beta_fast": 1.0, "factor": 64.0}
+}
 # Ranked by the best expert, where Megatron would rank by the best two.
 GROUPS = {"topk_method": "group_limited_greedy", "n_routed_experts": 16, "n_group": 4, "topk_group": 2}
 
@@ -135,7 +137,7 @@ class Case:
         return "family" in self.measures and (self.layout, self.variant) not in QUICK_FAMILY
 
 
-def having(measure: str) -> list[Case]:
+def cases_with(measure: str) -> list[Case]:
     """The cases in which something is measured; logits are not, where a pipeline passes them on."""
     return [case for case in CASES.values() if measure in case.measures]
 

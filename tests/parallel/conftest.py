@@ -43,7 +43,7 @@ class Outcomes:
         self.gradient = lru_cache(maxsize=len(MODELS) + 1)(self._gradient)
         self.weights = lru_cache(maxsize=3 * len(MODELS))(self._weights)
 
-    def of(self, case: Case, measure: str) -> list[dict[str, Any]]:
+    def by_rank(self, case: Case, measure: str) -> list[dict[str, Any]]:
         """One measure by all ranks; the test fails where the case broke."""
         ranks = self.ranks(case)
         errors = [rank["error"] for rank in ranks if "error" in rank]
@@ -61,19 +61,19 @@ class Outcomes:
 
     def _gradient(self, case: Case) -> Tensors:
         """Whole gradient by name; ranks that hold the same part must agree."""
-        ranks = self.of(case, "gradient")
+        ranks = self.by_rank(case, "gradient")
         folder = self.models[case.model].folder
         return full_tensors(folder, [rank["shards"] for rank in ranks], [rank["held"] for rank in ranks], 1e-6)
 
     def family_gradient(self, case: Case, algorithm: str) -> Tensors:
         """The same, by one algorithm of the family."""
-        ranks = [rank[algorithm] for rank in self.of(case, "family")]
+        ranks = [rank[algorithm] for rank in self.by_rank(case, "family")]
         folder = self.models[case.model].folder
         return full_tensors(folder, [rank["shards"] for rank in ranks], [rank["held"] for rank in ranks], 1e-6)
 
     def _weights(self, case: Case, measure: str, index: int) -> Tensors:
         """Whole weights by name: those of one of the measure's moments."""
-        ranks = self.of(case, measure)
+        ranks = self.by_rank(case, measure)
         folder = self.models[case.model].folder
         return full_tensors(folder, [rank["weights"][index] for rank in ranks], [rank["held"] for rank in ranks])
 

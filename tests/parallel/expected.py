@@ -10,7 +10,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_mp.types import Sample
-from tests.parallel.inputs import KL_WEIGHT, TEMPERATURE, Given, give, random_samples, reference_logprobs
+from tests.parallel.inputs import (
+    KL_WEIGHT,
+    TEMPERATURE,
+    StepSamples,
+    add_rollout_logprobs,
+    random_samples,
+    reference_logprobs,
+)
 
 MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # modules -> files
 
@@ -20,7 +27,7 @@ class Expected:
     """Of one model. Logits are [T, V] of each whole sample, at temperature 1."""
 
     folder: Path
-    given: Given
+    given: StepSamples
     logits: tuple[Tensor, ...]
 
     @property
@@ -68,7 +75,7 @@ def expect(folder: Path, vocabulary: int) -> Expected:
     with torch.no_grad():
         logits = tuple(_logits(model, sample) for sample in samples)
     own = [_response(values, sample) for values, sample in zip(logits, samples, strict=True)]
-    return Expected(folder, give(samples, own), logits)
+    return Expected(folder, add_rollout_logprobs(samples, own), logits)
 
 
 def _load(folder: Path) -> PreTrainedModel:
@@ -95,9 +102,9 @@ def _sample_loss(model: PreTrainedModel, sample: Sample, advantage: float) -> Te
     old = torch.tensor(sample.rollout_logprobs)
     reference = reference_logprobs(old, torch.tensor(sample.tokens))
     ratio = (own - old).exp()
-    surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    policy_loss = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     kl = (reference - own).exp() - (reference - own) - 1
-    return (KL_WEIGHT * kl - surrogate).mean()
+    return (KL_WEIGHT * kl - policy_loss).mean()
 
 
 def _file_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

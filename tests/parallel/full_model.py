@@ -36,30 +36,32 @@ def full_tensors(
         if not copies:
             continue
         count = next(held["counts"][name] for held in held) if param.tp_dim is not None else 1
-        pieces = [unfuse(param, _agreed(name, part, copies, tolerance)) for part in range(count)]
+        pieces = [unfuse(param, _check_replicas_equal(name, part, copies, tolerance)) for part in range(count)]
         for hf_name, tensor in zip(param.hf, join(param, pieces), strict=True):
-            assert apart(tensor, full.get(hf_name, tensor)) <= tolerance, f"{name} is not the other {hf_name}"
+            assert relative_error(tensor, full.get(hf_name, tensor)) <= tolerance, f"{name} is not the other {hf_name}"
             full[hf_name] = tensor
     return full
 
 
-def _agreed(name: str, part: int, copies: list[tuple[int, Tensor]], tolerance: float) -> Tensor:
+def _check_replicas_equal(name: str, part: int, copies: list[tuple[int, Tensor]], tolerance: float) -> Tensor:
     same = [tensor for at, tensor in copies if at == part]
     assert same, f"no rank holds part {part} of {name}"
-    assert all(apart(tensor, same[0]) <= tolerance for tensor in same), f"ranks disagree about {name}, part {part}"
+    assert all(relative_error(tensor, same[0]) <= tolerance for tensor in same), (
+        f"ranks disagree about {name}, part {part}"
+    )
     return same[0]
 
 
-def apart(actual: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of what is expected."""
     difference = float((actual - expected).norm())
     return difference / float(expected.norm()) if difference else 0.0
 
 
-def difference(some: Tensors, other: Tensors) -> Tensors:
+def difference(a: Tensors, b: Tensors) -> Tensors:
     """In float64."""
-    assert some.keys() == other.keys()
-    return {name: tensor.double() - other[name].double() for name, tensor in some.items()}
+    assert a.keys() == b.keys()
+    return {name: tensor.double() - b[name].double() for name, tensor in a.items()}
 
 
 def relative_errors(actual: Tensors, expected: Tensors) -> dict[str, float]:
@@ -68,10 +70,10 @@ def relative_errors(actual: Tensors, expected: Tensors) -> dict[str, float]:
     kinds: dict[str, list[str]] = {"all": list(expected)}
     for name in expected:
         kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    return {kind: apart(_flat(actual, names), _flat(expected, names)) for kind, names in kinds.items()}
+    return {kind: relative_error(_flat(actual, names), _flat(expected, names)) for kind, names in kinds.items()}
 
 
-def above(errors: Mapping[str, float], bound: float) -> dict[str, float]:
+def exceeding(errors: Mapping[str, float], bound: float) -> dict[str, float]:
     """The errors that are not within the bound; also those that are no number."""
     return {kind: error for kind, error in errors.items() if not error <= bound}
 

@@ -11,7 +11,7 @@ import torch
 from grpo_mp.algorithms.losses import token_weights
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.batching.shared_prompts import SamplePrompt
-from grpo_mp.batching.updates import Update, microbatches, plan_updates
+from grpo_mp.batching.updates import UpdatePlan, microbatches, plan_updates
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.types import MicroBatch, Sample
@@ -43,7 +43,7 @@ FAMILY: dict[str, dict[str, Any]] = {  # algorithms whose gradient must not depe
 
 
 @dataclass(frozen=True)
-class Given:
+class StepSamples:
     """The samples of a step. Their `rollout_logprobs` are near the policy's and serve as the old logprobs, too."""
 
     samples: tuple[Sample, ...]
@@ -80,14 +80,14 @@ def random_samples(vocabulary: int) -> tuple[Sample, ...]:
     return tuple(samples)
 
 
-def give(samples: Sequence[Sample], logprobs: Sequence[torch.Tensor]) -> Given:
+def add_rollout_logprobs(samples: Sequence[Sample], logprobs: Sequence[torch.Tensor]) -> StepSamples:
     """`logprobs`: of each response, by the present policy. The old ones are drawn around them, some beyond the clip."""
     generator = torch.Generator().manual_seed(1)
     placed = tuple(
         replace(sample, rollout_logprobs=tuple((own + 0.15 * torch.randn(own.shape, generator=generator)).tolist()))
         for sample, own in zip(samples, logprobs, strict=True)
     )
-    return Given(placed, tuple(torch.randn(len(placed), generator=generator).tolist()))
+    return StepSamples(placed, tuple(torch.randn(len(placed), generator=generator).tolist()))
 
 
 def reference_logprobs(old: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -119,12 +119,12 @@ def settings_of(case: Case, model: Path) -> Settings:
     return check_settings(tree, case.name)
 
 
-def plan_step(given: Given, settings: Settings, parallel: Parallel) -> tuple[Update, ...]:
+def plan_step(given: StepSamples, settings: Settings, parallel: Parallel) -> tuple[UpdatePlan, ...]:
     return plan_updates(
         [sample.total_tokens for sample in given.samples],
         UPDATES,
         settings.layout,
-        parallel.data_parallel,
+        parallel.dp_size,
         settings.training.max_tokens_per_microbatch,
         SMALL["hidden_size"],
         prompts=[SamplePrompt(sample.group_id, len(sample.prompt_tokens)) for sample in given.samples]
@@ -133,7 +133,7 @@ def plan_step(given: Given, settings: Settings, parallel: Parallel) -> tuple[Upd
     )
 
 
-def step_microbatches(given: Given, settings: Settings, parallel: Parallel) -> list[list[MicroBatch]]:
+def step_microbatches(given: StepSamples, settings: Settings, parallel: Parallel) -> list[list[MicroBatch]]:
     """This rank's micro-batches of each update, with old and reference logprobs."""
     samples = dict(enumerate(given.samples))
     updates = []

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from grpo_mp import platform
 from grpo_mp.algorithms.advantages import load_estimator
-from grpo_mp.algorithms.report import metrics
+from grpo_mp.algorithms.loss_metrics import compute_metrics
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import assemble_step_batch
 from grpo_mp.checkpoint.convert import to_hf, to_megatron
-from grpo_mp.checkpoint.describe import compare
+from grpo_mp.checkpoint.describe import compare_weights
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel, context_reduction
@@ -25,7 +25,7 @@ from grpo_mp.distributed.shards import shard_holders
 from grpo_mp.planner.pipeline_layout import layers_of_stages
 from grpo_mp.policy.checkpoint import load_policy, save_policy
 from grpo_mp.policy.policy import Policy, UpdateReport
-from grpo_mp.policy.shared_prompts import packed_sequences
+from grpo_mp.policy.shared_prompt_attention import packed_sequences
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import reduce_report
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
@@ -37,7 +37,7 @@ from grpo_mp.weight_sync.update import plan_rounds
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.algorithms.objective import loss_of
 from tests.parallel.cases import SMALL, Case
-from tests.parallel.inputs import FAMILY, Given, step_microbatches
+from tests.parallel.inputs import FAMILY, StepSamples, step_microbatches
 from tests.policy.by_megatron import copies, load_by_megatron, unequal
 
 Result = dict[str, Any]
@@ -50,7 +50,7 @@ class Bench:
     case: Case
     settings: Settings
     parallel: Parallel
-    given: Given
+    given: StepSamples
     checkpoints: Path
 
     @cached_property
@@ -172,12 +172,12 @@ def gradient(bench: Bench) -> Result:
     """The whole gradient of this rank's parameters, the sum of its losses; the metrics and loads of the whole job."""
     policy, parallel = bench.policy, bench.parallel
     policy.expert_load.take(parallel.cpu_group)
-    losses = policy.gradients(bench.updates[0], loss_of(bench.settings.algorithm))
+    losses = policy.compute_gradients(bench.updates[0], loss_of(bench.settings.algorithm))
     return {
         "shards": _gradients(policy),
         "held": _held(policy),
         "loss": sum(float(report["train/loss"]) for report in losses),
-        "metrics": metrics(reduce_report(UpdateReport(losses, 0.0, 0.0, skipped=False), parallel)),
+        "metrics": compute_metrics(reduce_report(UpdateReport(losses, 0.0, 0.0, skipped=False), parallel)),
         "load": policy.expert_load.take(parallel.cpu_group),
     }
 
@@ -199,7 +199,7 @@ def updates(bench: Bench) -> Result:
         weights.append(_copy(policy.tensors))
         if number == 2 and bench.case.saves:
             _save(bench, policy)
-    with policy.at_reference():
+    with policy.use_reference_weights():
         logprobs = policy.logprobs(bench.updates[0])
     return _updated(policy, weights, reports) | {
         "reference": [torch.equal(a, b) for a, b in zip(logprobs, bench.initial_logprobs, strict=True)],
@@ -282,7 +282,7 @@ def family(bench: Bench) -> Result:
         batch = assemble_step_batch(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1, estimator)
         (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, adaptive_coefs={}, seed="0/0")
         update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]
-        policy.gradients(update, loss_of(algorithm, reduce=context_reduction(parallel)))
+        policy.compute_gradients(update, loss_of(algorithm, reduce=context_reduction(parallel)))
         gradients[name] = {"shards": _gradients(policy), "held": _held(policy)}
     return gradients
 
@@ -314,7 +314,7 @@ def converted(bench: Bench) -> Result:
     wrong += unequal(Policy(settings, bench.parallel, with_reference=False), direct)
     if bench.parallel.rank == 0:
         to_hf(folder / "saved", folder / "back", model, False, _unwatched)
-        wrong += [each.name for each in compare(HfReader(model), HfReader(folder / "back"))]
+        wrong += [each.name for each in compare_weights(HfReader(model), HfReader(folder / "back"))]
     return {"wrong": wrong, "count": len(direct)}
 
 

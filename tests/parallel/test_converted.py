@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.parallel.cases import Case, having
+from tests.parallel.cases import Case, cases_with
 from tests.parallel.conftest import Outcomes
 
 
-@pytest.mark.parametrize("case", having("converted"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("converted"), ids=lambda case: case.name)
 def test_weights_are_those_of_the_hugging_face_folder(case: Case, outcomes: Outcomes) -> None:
-    for rank in outcomes.of(case, "converted"):
+    for rank in outcomes.by_rank(case, "converted"):
         assert rank["wrong"] == []
         assert rank["count"] > 10

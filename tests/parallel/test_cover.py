@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.cases import CASES, FAMILY_LAYOUTS, KINDS, LAYOUTS, LOADING, MODELS, SWEPT, USUAL, having
+from tests.parallel.cases import CASES, FAMILY_LAYOUTS, KINDS, LAYOUTS, LOADING, MODELS, SWEPT, USUAL, cases_with
 from tests.parallel.cover import pairwise_cover
 
 README = Path(__file__).parents[2] / "README.md"
@@ -19,15 +19,15 @@ def all_sizes(layout: str) -> Sizes:
     return values | {"data": ranks // values["tensor"] // values["pipeline"] // values["context"]}
 
 
-def meet(layouts: set[str], one: tuple[str, int], other: tuple[str, int]) -> bool:
+def sizes_meet(layouts: set[str], one: tuple[str, int], other: tuple[str, int]) -> bool:
     return any(all_sizes(layout)[one[0]] == one[1] and all_sizes(layout)[other[0]] == other[1] for layout in layouts)
 
 
-def apart(possible: set[str], chosen: set[str]) -> set[tuple[tuple[str, int], tuple[str, int]]]:
+def uncovered_pairs(possible: set[str], chosen: set[str]) -> set[tuple[tuple[str, int], tuple[str, int]]]:
     """Every two sizes that meet in a possible layout and in none of the chosen."""
     values = {size for layout in possible for size in all_sizes(layout).items()}
     pairs = ((one, other) for one in values for other in values if one[0] < other[0])
-    return {pair for pair in pairs if meet(possible, *pair) and not meet(chosen, *pair)}
+    return {pair for pair in pairs if sizes_meet(possible, *pair) and not sizes_meet(chosen, *pair)}
 
 
 @pytest.mark.parametrize("measure", USUAL)
@@ -36,15 +36,15 @@ def test_every_two_sizes_meet_in_a_case(model: str, measure: str) -> None:
     possible = set(SWEPT.get(model, LAYOUTS))
     if measure == "logits":  # a pipeline passes them on
         possible = {layout for layout in possible if "pp2" not in layout}
-    chosen = {case.layout for case in having(measure) if case.model == model and not case.variant}
+    chosen = {case.layout for case in cases_with(measure) if case.model == model and not case.variant}
     assert chosen <= possible
-    assert not apart(possible, chosen)
+    assert not uncovered_pairs(possible, chosen)
 
 
 def test_every_two_sizes_meet_in_algorithm_and_checkpoint_cases() -> None:
-    assert not apart(set(FAMILY_LAYOUTS), {case.layout for case in having("family")})
+    assert not uncovered_pairs(set(FAMILY_LAYOUTS), {case.layout for case in cases_with("family")})
     loading = {"one", "tp2", "pp2", "pp2_vpp2", "ep2", "tp2_pp2", "ep2_pp2"}
-    assert not apart(loading, set(LOADING["deepseek_v3-tp2_ep2_pp2"]))
+    assert not uncovered_pairs(loading, set(LOADING["deepseek_v3-tp2_ep2_pp2"]))
 
 
 def test_a_cover_is_smaller_than_what_it_covers() -> None:
@@ -79,7 +79,7 @@ def test_readme_layouts_are_compared_with_transformers_and_one_rank(ranks: int, 
 
 def test_every_model_is_compared_with_transformers_and_split() -> None:
     for model in MODELS:
-        cases = [case for case in having("logprobs") if case.model == model]
+        cases = [case for case in cases_with("logprobs") if case.model == model]
         assert {case.ranks > 1 for case in cases} == {False, True}
 
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from tests.parallel.cases import Case, having
+from tests.parallel.cases import Case, cases_with
 from tests.parallel.conftest import Outcomes
 
 
-@pytest.mark.parametrize("case", having("export"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("export"), ids=lambda case: case.name)
 def test_every_tensor_arrives_once_and_bit_for_bit(case: Case, outcomes: Outcomes) -> None:
     """One rank stages what all ranks of the node load, and sends are those that the planner plans."""
     everything = sorted(outcomes.models[case.model].tensors)
-    ranks = outcomes.of(case, "export")
+    ranks = outcomes.by_rank(case, "export")
     assert sorted(ranks[0]["first"]["names"]) == everything
     assert sorted(name for rank in ranks for name in rank["all"]["names"]) == everything
     for exported in (rank[targets] for rank in ranks for targets in ("first", "all")):

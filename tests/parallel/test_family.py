@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.parallel.cases import CASES, Case, having
+from tests.parallel.cases import CASES, Case, cases_with
 from tests.parallel.conftest import Outcomes
-from tests.parallel.full_model import above, relative_errors
+from tests.parallel.full_model import exceeding, relative_errors
 from tests.parallel.inputs import FAMILY
 
 BOUND = 1e-5
@@ -12,11 +12,11 @@ ONE = CASES["qwen3_moe-one-family"]
 
 
 @pytest.mark.parametrize("algorithm", FAMILY)
-@pytest.mark.parametrize("case", having("family"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("family"), ids=lambda case: case.name)
 def test_every_layout_and_microbatch_against_one_rank(case: Case, algorithm: str, outcomes: Outcomes) -> None:
     one = outcomes.family_gradient(ONE, algorithm)
     assert any(float(tensor.abs().max()) > 0 for tensor in one.values())
-    assert not above(relative_errors(outcomes.family_gradient(case, algorithm), one), BOUND)
+    assert not exceeding(relative_errors(outcomes.family_gradient(case, algorithm), one), BOUND)
 
 
 @pytest.mark.parametrize("case", [ONE], ids=["one"])

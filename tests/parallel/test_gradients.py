@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.parallel.cases import CASES, MODELS, Case, having
+from tests.parallel.cases import CASES, MODELS, Case, cases_with
 from tests.parallel.conftest import Outcomes
-from tests.parallel.full_model import above, relative_errors
+from tests.parallel.full_model import exceeding, relative_errors
 
 BOUND = 1e-5
 
@@ -12,35 +12,35 @@ BOUND = 1e-5
 @pytest.mark.parametrize("case", [CASES[f"{model}-one"] for model in MODELS], ids=lambda case: case.name)
 def test_one_rank_against_the_formula_in_transformers(case: Case, outcomes: Outcomes) -> None:
     errors = relative_errors(outcomes.gradient(case), outcomes.models[case.model].expected.gradient)
-    assert not above(errors, BOUND)
+    assert not exceeding(errors, BOUND)
 
 
-@pytest.mark.parametrize("case", having("gradient"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("gradient"), ids=lambda case: case.name)
 def test_every_layout_and_microbatch_against_one_rank(case: Case, outcomes: Outcomes) -> None:
     one = CASES[f"{case.model}-one"]
-    assert not above(relative_errors(outcomes.gradient(case), outcomes.gradient(one)), BOUND)
+    assert not exceeding(relative_errors(outcomes.gradient(case), outcomes.gradient(one)), BOUND)
 
 
-@pytest.mark.parametrize("case", having("gradient"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("gradient"), ids=lambda case: case.name)
 def test_the_losses_of_all_replicas_add_up(case: Case, outcomes: Outcomes) -> None:
-    (one,) = outcomes.of(CASES[f"{case.model}-one"], "gradient")
+    (one,) = outcomes.by_rank(CASES[f"{case.model}-one"], "gradient")
     # Every tensor rank of the last stage reports the same part of the loss.
-    total = sum(rank["loss"] for rank in outcomes.of(case, "gradient")) / case.sizes.get("tensor", 1)
+    total = sum(rank["loss"] for rank in outcomes.by_rank(case, "gradient")) / case.sizes.get("tensor", 1)
     assert total == pytest.approx(one["loss"], rel=BOUND)
 
 
-@pytest.mark.parametrize("case", having("gradient"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("gradient"), ids=lambda case: case.name)
 def test_metrics_of_every_layout_are_those_of_one_rank(case: Case, outcomes: Outcomes) -> None:
     """On every rank the same: of all replicas and context ranks, and of one of the ranks that compute the same."""
-    (one,) = outcomes.of(CASES[f"{case.model}-one"], "gradient")
-    for rank in outcomes.of(case, "gradient"):
+    (one,) = outcomes.by_rank(CASES[f"{case.model}-one"], "gradient")
+    for rank in outcomes.by_rank(case, "gradient"):
         assert rank["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("case", having("gradient"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("gradient"), ids=lambda case: case.name)
 def test_the_load_of_experts_is_that_of_one_rank_but_for_padding(case: Case, outcomes: Outcomes) -> None:
-    (one,) = outcomes.of(CASES[f"{case.model}-one"], "gradient")
-    for rank in outcomes.of(case, "gradient"):
+    (one,) = outcomes.by_rank(CASES[f"{case.model}-one"], "gradient")
+    for rank in outcomes.by_rank(case, "gradient"):
         if one["load"] is None:
             assert rank["load"] is None
             continue

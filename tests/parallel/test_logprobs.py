@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from tests.parallel.cases import Case, having
+from tests.parallel.cases import Case, cases_with
 from tests.parallel.conftest import Outcomes
 from tests.parallel.expected import rows
 
 BOUND = 2e-6  # of the largest logit: float32 rounding of either side
 
 
-@pytest.mark.parametrize("case", having("logits"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("logits"), ids=lambda case: case.name)
 def test_logits(case: Case, outcomes: Outcomes) -> None:
     reference = outcomes.models[case.model].expected
     seen = set()
-    for rank in outcomes.of(case, "logits"):
+    for rank in outcomes.by_rank(case, "logits"):
         where, actual = (rank["sample"], rank["position"]), rank["logits"]
         start = rank["tensor"] * actual.shape[1]
         expected = rows(reference.logits, *where)[:, start : start + actual.shape[1]]
@@ -25,11 +25,11 @@ def test_logits(case: Case, outcomes: Outcomes) -> None:
     assert len(seen) == tokens * case.sizes.get("tensor", 1)
 
 
-@pytest.mark.parametrize("case", having("logprobs"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("logprobs"), ids=lambda case: case.name)
 def test_logprobs_and_entropies(case: Case, outcomes: Outcomes) -> None:
     reference = outcomes.models[case.model].expected
     seen = set()
-    for rank in outcomes.of(case, "logprobs"):
+    for rank in outcomes.by_rank(case, "logprobs"):
         if not rank:
             continue  # only the last pipeline stage knows
         where = (rank["sample"], rank["position"])
@@ -42,11 +42,11 @@ def test_logprobs_and_entropies(case: Case, outcomes: Outcomes) -> None:
     assert len(seen) == sum(len(reference.given.samples[i].tokens) for i in reference.given.first_update)
 
 
-@pytest.mark.parametrize("case", having("scores"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("scores"), ids=lambda case: case.name)
 def test_scores_are_known_to_every_rank(case: Case, outcomes: Outcomes) -> None:
     reference = outcomes.models[case.model].expected
     expected = [reference.scores(i) for i in reference.given.first_update]
-    for rank in outcomes.of(case, "scores"):
+    for rank in outcomes.by_rank(case, "scores"):
         assert [len(scores) for scores in rank["scores"]] == [len(scores) for scores in expected]
         actual = torch.tensor([score for scores in rank["scores"] for score in scores])
         assert (actual - torch.cat(expected)).abs().max() <= BOUND * reference.scale

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.parallel.cases import CASES, Case, having
+from tests.parallel.cases import CASES, Case, cases_with
 from tests.parallel.conftest import Outcomes
-from tests.parallel.full_model import Tensors, above, difference, relative_errors
+from tests.parallel.full_model import Tensors, difference, exceeding, relative_errors
 
 NORM_BOUND = 1e-5
 # Of the change of the weights. A norm's weight near 1 changes by 1e-2, of which float32 knows 1e-5.
@@ -16,34 +16,34 @@ def updated(case: Case, outcomes: Outcomes, updates: int) -> Tensors:
 
 
 @pytest.mark.parametrize("updates", [1, 3])
-@pytest.mark.parametrize("case", having("updates"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("updates"), ids=lambda case: case.name)
 def test_weights_change_as_on_one_rank(case: Case, updates: int, outcomes: Outcomes) -> None:
     start = outcomes.models[case.model].tensors
     one = difference(updated(CASES[f"{case.model}-one"], outcomes, updates), start)
     errors = relative_errors(difference(updated(case, outcomes, updates), start), one)
-    assert not above(
+    assert not exceeding(
         {kind: error for kind, error in errors.items() if not kind.endswith("correction_bias")}, CHANGE_BOUND
     )
 
 
-@pytest.mark.parametrize("case", having("updates"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("updates"), ids=lambda case: case.name)
 def test_every_rank_knows_the_gradient_norm_of_one_rank(case: Case, outcomes: Outcomes) -> None:
-    (one,) = outcomes.of(CASES[f"{case.model}-one"], "updates")
-    for rank in outcomes.of(case, "updates"):
+    (one,) = outcomes.by_rank(CASES[f"{case.model}-one"], "updates")
+    for rank in outcomes.by_rank(case, "updates"):
         assert rank["grad_norms"] == pytest.approx(one["grad_norms"], rel=NORM_BOUND)
         assert rank["lrs"] == one["lrs"]
         assert not rank["skipped"]
 
 
-@pytest.mark.parametrize("case", having("updates"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("updates"), ids=lambda case: case.name)
 def test_reference_is_the_first_policy_and_swap_keeps_the_policy(case: Case, outcomes: Outcomes) -> None:
-    ranks = outcomes.of(case, "updates")
+    ranks = outcomes.by_rank(case, "updates")
     assert all(rank["kept"] for rank in ranks)
     assert all(all(rank["reference"]) for rank in ranks)
     assert any(rank["reference"] for rank in ranks)
 
 
-@pytest.mark.parametrize("case", having("resumed"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("resumed"), ids=lambda case: case.name)
 def test_another_layout_loads_the_weights_bit_for_bit(case: Case, outcomes: Outcomes) -> None:
     saved = updated(CASES[case.loads], outcomes, 2)
     loaded = outcomes.weights(case, "resumed", 0)
@@ -51,16 +51,16 @@ def test_another_layout_loads_the_weights_bit_for_bit(case: Case, outcomes: Outc
     assert [name for name in saved if not saved[name].equal(loaded[name])] == []
 
 
-@pytest.mark.parametrize("case", having("resumed"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_with("resumed"), ids=lambda case: case.name)
 def test_the_next_update_is_that_of_the_undisturbed_run(case: Case, outcomes: Outcomes) -> None:
     saver = CASES[case.loads]
     before = updated(saver, outcomes, 2)
     undisturbed = difference(updated(saver, outcomes, 3), before)
     errors = relative_errors(difference(outcomes.weights(case, "resumed", 1), before), undisturbed)
-    assert not above(
+    assert not exceeding(
         {kind: error for kind, error in errors.items() if not kind.endswith("correction_bias")}, CHANGE_BOUND
     )
-    for rank in outcomes.of(case, "resumed"):
-        undisturbed_rank = outcomes.of(saver, "updates")[0]
+    for rank in outcomes.by_rank(case, "resumed"):
+        undisturbed_rank = outcomes.by_rank(saver, "updates")[0]
         assert rank["grad_norms"] == pytest.approx(undisturbed_rank["grad_norms"][2:], rel=NORM_BOUND)
         assert rank["lrs"] == undisturbed_rank["lrs"][2:]

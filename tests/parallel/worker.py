@@ -1,4 +1,4 @@
-"""One rank that serves many cases: `torchrun ... -m tests.parallel.worker JOB.json`.
+"""One rank that runs many cases: `torchrun ... -m tests.parallel.worker JOB.json`.
 
 Nothing is imported above: saving a checkpoint spawns a process that imports this module again.
 """
@@ -7,6 +7,6 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    from tests.parallel.serve import serve
+    from tests.parallel.run_cases import run_cases
 
-    serve(Path(sys.argv[1]))
+    run_cases(Path(sys.argv[1]))

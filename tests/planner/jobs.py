@@ -4,7 +4,7 @@ from typing import Any
 
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.planner.clusters import read_cluster
-from grpo_mp.planner.job import Job, make_job
+from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.model_configs import published_config
 from tests.minimal_settings import MINIMAL_SETTINGS
 
@@ -19,6 +19,6 @@ def settings_of(**sections: dict[str, Any]) -> Settings:
     return check_settings(BASE | {name: BASE.get(name, {}) | values for name, values in sections.items()}, "test")
 
 
-def job_of(name: str, cluster: str, nodes: int, **sections: dict[str, Any]) -> Job:
+def job_of(name: str, cluster: str, nodes: int, **sections: dict[str, Any]) -> PlannedJob:
     """Put a published model on machines of a shipped profile."""
     return make_job(settings_of(**sections), published_config(name), read_cluster(cluster), nodes)

@@ -8,7 +8,7 @@ from grpo_mp.config import load_settings
 from grpo_mp.phases import GIB
 from grpo_mp.planner.activations import layer_bytes, logits_bytes
 from grpo_mp.planner.clusters import read_cluster
-from grpo_mp.planner.job import BytesPerParameter, Job, bytes_per_parameter, make_job
+from grpo_mp.planner.job import BytesPerParameter, PlannedJob, bytes_per_parameter, make_job
 from grpo_mp.planner.memory import SubPhase, engine_memory, plan_memory
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.plan import check_fits, make_plan
@@ -94,7 +94,7 @@ def test_output_head_holds_logits_chunks_and_its_gradient() -> None:
 
 
 def test_watched_reference_costs_its_share_of_a_forward_pass() -> None:
-    def job(**kl: float) -> Job:
+    def job(**kl: float) -> PlannedJob:
         return job_of("qwen2.5-7b", "h100-80", 1, algorithm={"kl": kl})
 
     def reference_bytes(**kl: float) -> float:

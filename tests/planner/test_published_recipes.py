@@ -10,7 +10,7 @@ import pytest
 
 from grpo_mp.phases import GIB
 from grpo_mp.planner.job import BytesPerParameter
-from grpo_mp.planner.memory import SubPhase, total
+from grpo_mp.planner.memory import SubPhase, total_bytes
 from grpo_mp.planner.plan import check_fits, make_plan
 from tests.planner.jobs import job_of
 
@@ -44,7 +44,7 @@ def test_slime_on_128_gpus_of_80_gb() -> None:
         "deepseek-r1", "h100-80", 16, layout=layout, engine=ENGINE, rollout=ROLLOUT, training=training(13, 16384)
     )
     plan = make_plan(replace(job, per_parameter=SLIME))
-    assert total(plan.memory.host[SubPhase.TRAIN]) == pytest.approx(1.45 * TB, rel=0.15)
+    assert total_bytes(plan.memory.host[SubPhase.TRAIN]) == pytest.approx(1.45 * TB, rel=0.15)
     assert check_fits(plan).device.headroom > 0
 
 
@@ -57,9 +57,9 @@ def test_verl_on_96_gpus_of_96_gb() -> None:
         "deepseek-r1", "h20-96", 12, layout=layout, engine=engine, rollout=rollout, training=training(6, 10240)
     )
     plan = make_plan(replace(job, per_parameter=VERL))
-    device = max(total(items[SubPhase.TRAIN]) for items in plan.memory.device)
+    device = max(total_bytes(items[SubPhase.TRAIN]) for items in plan.memory.device)
     assert device == pytest.approx(66e9, rel=0.15)
-    assert total(plan.memory.host[SubPhase.TRAIN]) == pytest.approx(1.5 * TB, rel=0.15)
+    assert total_bytes(plan.memory.host[SubPhase.TRAIN]) == pytest.approx(1.5 * TB, rel=0.15)
 
 
 def test_64_gpus_of_80_gb_do_not_hold_float32_gradients() -> None:

@@ -34,7 +34,7 @@ class _Enum(type):
 
 
 class _CompiledModule(ModuleType):
-    """Stub of a compiled module: capitalised names are enumerations, all others kernels."""
+    """Stub of a compiled module: capitalized names are enumerations, all others kernels."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -82,7 +82,7 @@ def te_wheel() -> Path:
 
     If it could be imported, Megatron would try to use it.
     """
-    folder = Path(os.environ.get("REHEARSAL") or Path(sys.prefix) / "rehearsal")
+    folder = Path(os.environ.get("TE_SOURCE") or Path(sys.prefix) / "te-source")
     assert (folder / "transformer_engine").is_dir(), f"{folder}: no transformer_engine: bash launch/install.sh --test"
     return folder
 

@@ -10,7 +10,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.rewards import sandbox as sandbox_module
 from grpo_mp.rewards.code import extract_program
 from grpo_mp.rewards.sandbox import Outcome, Sandbox
-from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import CodeConfig, RewardConfig
 from grpo_mp.types import SampleGroup
 
@@ -35,7 +35,7 @@ def score(make_group: MakeGroup) -> Callable[..., list[dict[str, float]]]:
         scorer = Scorer(RewardConfig.model_validate({"code": {"timeout_s": 20.0, **code}}), max_response_tokens=10)
         group = scorer.score_group(make_group(responses, tests=rows))
         scorer.close()
-        return [sample.reward_parts for sample in group.samples]
+        return [sample.reward_terms for sample in group.samples]
 
     return run
 

@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from grpo_mp.examples.tiny_models import make_tokenizer
-from grpo_mp.rewards.model import step_ends
-from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.reward_model import step_ends
+from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
@@ -76,7 +76,7 @@ def test_scores_are_those_of_transformers(model: Path, score: Callable[..., Samp
     for sample in scored.samples:
         with torch.no_grad():
             expected = reference(torch.tensor([[*sample.prompt_tokens, *sample.tokens]])).logits.item()
-        assert sample.reward_parts["model"] == pytest.approx(expected, abs=1e-4)
+        assert sample.reward_terms["model"] == pytest.approx(expected, abs=1e-4)
     assert len({sample.reward for sample in scored.samples}) == 3
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from grpo_mp.errors import UserError
-from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.types import SampleGroup
 
@@ -61,7 +61,7 @@ def steps(group: SampleGroup) -> list[Any]:
 def test_step_rewards_are_kept_apart_from_the_outcome(score: Callable[..., Any]) -> None:
     group, scorer = score("lines", length=1.0)
     assert steps(group) == [((1, 0.0), (3, 0.5))] * 2
-    assert [(sample.reward, sample.reward_parts) for sample in group.samples] == [
+    assert [(sample.reward, sample.reward_terms) for sample in group.samples] == [
         (0.5, {"length": 0.5, "steps": 0.25})
     ] * 2
     assert scorer.take_stats().logged == {"columns": 3.0}  # prompts, log_extra, trainer_state
@@ -77,13 +77,13 @@ def test_steps_alone_leave_no_sample_unscored(score: Callable[..., Any]) -> None
 def test_without_steps(score: Callable[..., Any]) -> None:
     group, _ = score("none")
     assert steps(group) == [(), ()]
-    assert [sample.reward_parts for sample in group.samples] == [{}, {}]
+    assert [sample.reward_terms for sample in group.samples] == [{}, {}]
 
 
 def test_a_function_of_the_same_name_keeps_its_whole_name(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def steps(**columns): ...")
     name = f"{tmp_path / 'mine.py'}:steps"
-    assert Scorer(RewardConfig(steps=name, functions={name: 1.0}), 8).weights == {name: 1.0}
+    assert Scorer(RewardConfig(steps=name, functions={name: 1.0}), 8).term_weights == {name: 1.0}
 
 
 @pytest.mark.parametrize("function", FAILURES)

@@ -12,7 +12,7 @@ from transformers import TrainerState
 
 import grpo_mp.platform
 from grpo_mp.rewards.base import call_arguments
-from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.types import SampleGroup
 
@@ -80,5 +80,5 @@ def test_trl_s_own_rewards_score_the_same_here(make_group: MakeGroup) -> None:
     expected = trl_rewards([accuracy_reward, think_format_reward, OVERLONG], row, group)
     assert all(len(set(column.tolist())) > 1 for column in expected.T)
     scorer = Scorer(RewardConfig(functions=dict.fromkeys(names, 1.0)), 100, "prompt")
-    parts = [list(sample.reward_parts.values()) for sample in scorer.score_group(group).samples]
+    parts = [list(sample.reward_terms.values()) for sample in scorer.score_group(group).samples]
     torch.testing.assert_close(torch.tensor(parts), expected)

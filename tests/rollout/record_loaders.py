@@ -16,8 +16,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from grpo_mp.rollout.engine_args import CUDA_ENVIRONMENT
-from tests.rollout.fake_cuda import cuda_on_meta, disable_other_models, fake_cuda, set_groups
-from tests.rollout.rehearse import MODELS, build_model, run_in_fork
+from tests.rollout.fake_h100 import cuda_on_meta, disable_other_models, fake_h100, set_groups
+from tests.rollout.start_on_meta import MODELS, build_model, run_in_fork
 
 
 class RecordedTensor(torch.Tensor):
@@ -54,7 +54,7 @@ def main() -> None:
     cases = json.load(sys.stdin)
     os.environ |= CUDA_ENVIRONMENT
     sys.modules["megatron"] = None  # type: ignore[assignment]  # as in an engine
-    fake_cuda()
+    fake_h100()
     disable_other_models(MODELS)
     import sglang.srt.model_loader.loader
     import sglang.srt.models.registry  # noqa: F401

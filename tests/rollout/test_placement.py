@@ -6,7 +6,7 @@ import pytest
 
 from grpo_mp.config.sections import EngineConfig
 from grpo_mp.errors import UserError
-from grpo_mp.rollout.placement import EnginePlacement, engine_hosts, engine_placements
+from grpo_mp.rollout.placement import EnginePlacement, engine_host_ranks, engine_placements
 
 JOBS = [
     (nodes * ranks_per_node, ranks_per_node, gpus)
@@ -31,7 +31,7 @@ def test_engines_span_consecutive_ranks_with_one_process_for_each_node(
         assert {placement.nodes for placement in processes} == {len(nodes)}
     assert {placement.engine for placement in placements} == set(range(len(engine_ranks)))
     assert len({placement.rank for placement in placements}) == len(placements)
-    assert engine_hosts(placements) == tuple(ranks[0] for ranks in engine_ranks)
+    assert engine_host_ranks(placements) == tuple(ranks[0] for ranks in engine_ranks)
 
 
 def test_two_engines_over_two_nodes_each() -> None:
@@ -44,7 +44,7 @@ def test_two_engines_over_two_nodes_each() -> None:
 
 
 def test_fewer_engines_than_fit_may_be_asked_for() -> None:
-    assert engine_hosts(engine_placements(EngineConfig(gpus_per_engine=2, num_engines=3), 8, 8)) == (0, 2, 4)
+    assert engine_host_ranks(engine_placements(EngineConfig(gpus_per_engine=2, num_engines=3), 8, 8)) == (0, 2, 4)
 
 
 @pytest.mark.parametrize(("gpus", "count"), [(4, 3), (16, None), (1, 9)])

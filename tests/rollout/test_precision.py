@@ -13,7 +13,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.engine_args import ENGINE_SITE
-from grpo_mp.rollout.precision import OVERRIDES, in_fp8, precision_arguments
+from grpo_mp.rollout.precision import OVERRIDES, engine_uses_fp8, precision_arguments
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_sglang_reads_the_intended_precision(folders: dict[bool, HfConfig]) -> N
     for (folder_fp8, args, cpu, expected), arguments, (quantized, theta) in zip(
         CASES, args_of_cases, results, strict=True
     ):
-        assert in_fp8(args, folders[folder_fp8], cpu) == expected
+        assert engine_uses_fp8(args, folders[folder_fp8], cpu) == expected
         assert (quantized or {}).get("weight_block_size") == ([128, 128] if expected else None)
         assert theta == 7.0
         assert (arguments != user) == (expected != folder_fp8)
@@ -69,6 +69,6 @@ def test_sglang_reads_the_intended_precision(folders: dict[bool, HfConfig]) -> N
 
 def test_unsupported_precision_is_refused(folders: dict[bool, HfConfig]) -> None:
     with pytest.raises(UserError, match=r"^engine\.args\.quantization=awq: weights are sent as they are trained or in"):
-        in_fp8({"quantization": "awq"}, folders[False], cpu=False)
+        engine_uses_fp8({"quantization": "awq"}, folders[False], cpu=False)
     with pytest.raises(UserError, match=r"engines compute in FP8 on GPUs only: leave it out"):
-        in_fp8({"quantization": "fp8"}, folders[False], cpu=True)
+        engine_uses_fp8({"quantization": "fp8"}, folders[False], cpu=True)

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests.rollout.test_rehearsal import cuda_arguments
 
 from grpo_mp.models.families import FAMILIES, family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.rollout.engine_args import ENGINE_SITE
 from grpo_mp.rollout.engine_parallelism import engine_parallelism
-from grpo_mp.rollout.precision import in_fp8
+from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.weight_sync.plan import atoms_of, engine_readers
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.planner.jobs import settings_of
-from tests.rollout.test_rehearsal import cuda_arguments
 
 pytestmark = pytest.mark.slow
 LAYERS = 4  # of published models: three dense ones and a mixture of the largest
@@ -50,7 +50,7 @@ def small(model: str) -> HfConfig:
 
 def wire_format(hf: HfConfig, args: dict[str, Any]) -> WireFormat:
     params = family_of(hf).params(hf)
-    return WireFormat(params, dict.fromkeys(params, 1), torch.bfloat16, in_fp8(args, hf, cpu=False))
+    return WireFormat(params, dict.fromkeys(params, 1), torch.bfloat16, engine_uses_fp8(args, hf, cpu=False))
 
 
 @pytest.fixture(scope="module")

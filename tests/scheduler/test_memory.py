@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from grpo_mp import platform
-from grpo_mp.scheduler.memory import MemoryTracker, MemoryUsage, largest
+from grpo_mp.scheduler.memory import MemoryTracker, MemoryUsage, max_usage
 
 
 def test_largest_field_by_field() -> None:
-    assert largest([MemoryUsage(1, 9, 3), MemoryUsage(4, 2, 3), MemoryUsage(2, 2, 7)]) == MemoryUsage(4, 9, 7)
-    assert largest(iter([MemoryUsage(1, 2, 3)])) == MemoryUsage(1, 2, 3)
+    assert max_usage([MemoryUsage(1, 9, 3), MemoryUsage(4, 2, 3), MemoryUsage(2, 2, 7)]) == MemoryUsage(4, 9, 7)
+    assert max_usage(iter([MemoryUsage(1, 2, 3)])) == MemoryUsage(1, 2, 3)
 
 
 def test_the_largest_of_a_phase_is_kept_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,11 @@ def test_moves_end_at_the_target_and_make_room_first(current: Residency) -> None
     for target in RESIDENCIES:
         resident = names(current)
         moves = plan_moves(current, target)
-        for item, comes in moves:
-            assert (item in resident) != comes
-            (resident.add if comes else resident.remove)(item)
+        for item, onload in moves:
+            assert (item in resident) != onload
+            (resident.add if onload else resident.remove)(item)
         assert resident == names(target)
-        assert [comes for _, comes in moves] == sorted(comes for _, comes in moves)
+        assert [onload for _, onload in moves] == sorted(onload for _, onload in moves)
         assert len({item for item, _ in moves}) == len(moves)
 
 

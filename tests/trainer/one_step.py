@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from grpo_mp.algorithms.advantages import load_estimator
 from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import StepBatch, Updates, assemble_step_batch
+from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.policy.policy import Policy, UpdateReport
@@ -23,11 +23,11 @@ class OneStep:
     policy: Policy
     batch: StepBatch
 
-    def compute_logprobs(self) -> Updates:
+    def compute_logprobs(self) -> UpdateBatches:
         epochs = self.settings.training.epochs
         return compute_logprobs(self.policy, self.batch, self.settings.algorithm, epochs, adaptive_coefs={}, seed="0/0")
 
-    def train(self, updates: Updates) -> list[UpdateReport]:
+    def train(self, updates: UpdateBatches) -> list[UpdateReport]:
         algorithm, epochs = self.settings.algorithm, self.settings.training.epochs
         reports, _ = train_step(self.policy, updates, algorithm, epochs, {}, load_policy_loss(algorithm))
         return reports

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_mp.algorithms.report import MAXIMA, SUMS, metrics
+from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, compute_metrics
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.batching.updates import microbatches, plan_updates
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.monitor.metrics import find
+from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.rewards.score import RewardStats
+from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.scheduler.memory import MemoryUsage
 from grpo_mp.trainer.metrics import (
     distributions,
@@ -43,7 +43,7 @@ def info(group_id: int, index: int, reward: float, response: int, version: int =
         truncated=response == 16,
         oldest_version=version,
         versions_sum=version * response,
-        reward_parts=parts,
+        reward_terms=parts,
         is_correct=parts["answer"] >= 1 if "answer" in parts else None,
     )
 
@@ -68,8 +68,8 @@ def test_rewards_and_lengths_of_a_step() -> None:
             "reward/max": 1.5,
             "reward/group_std": (rewards[:3].std() + rewards[3:].std()) / 2,
             "reward/zero_std_ratio": 0.5,
-            "reward/part/answer": 0.2,
-            "reward/part/boxed": 0.8,
+            "reward/term/answer": 0.2,
+            "reward/term/boxed": 0.8,
             "rollout/response_length/mean": lengths.mean(),
             "rollout/response_length/correct": 4,
             "rollout/response_length/incorrect": (16 + 7 + 9 + 16) / 4,
@@ -86,10 +86,10 @@ def test_rewards_and_lengths_of_a_step() -> None:
         }
     )
     for name in values:
-        assert find(name, "scalar")
+        assert find_metric(name, "scalar")
 
 
-def test_solve_rates_are_a_word_of_the_reward_never_a_total_above_0() -> None:
+def test_solve_rate_uses_is_correct() -> None:
     without = [info(0, 0, -1.0, 4, length=0.2), info(0, 1, 0.3, 6, length=0.4)]
     assert (solve_rates(without), solve_rates(INFOS)) == ([], [1 / 3, 0.0])
     assert not [
@@ -99,13 +99,13 @@ def test_solve_rates_are_a_word_of_the_reward_never_a_total_above_0() -> None:
     ]
 
 
-def test_what_the_rewards_met_on_a_set_carries_its_name() -> None:
+def test_eval_reward_metric_names() -> None:
     stats = RewardStats(failures=Counter(answer=2, boxed=1))
     stats.log("found it", 0.5)
     values = eval_reward_metrics("arithmetic", stats)
     assert values == {"eval/arithmetic/failures": 3, "eval/arithmetic/log/found_it": 0.5}
     for name in values:
-        assert find(name, "scalar")
+        assert find_metric(name, "scalar")
 
 
 def test_updates_are_averaged_but_for_what_only_the_first_one_shows(parallel: Parallel) -> None:
@@ -113,11 +113,11 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(parallel: Pa
         sums = dict.fromkeys((*SUMS, *MAXIMA), torch.tensor(value, dtype=torch.float64))
         sums["tokens"] = torch.tensor(2.0, dtype=torch.float64)
         report = UpdateReport([sums, sums], grad_norm, lr, skipped)
-        return replace(report, measured=metrics(reduce_report(report, parallel)))
+        return replace(report, measured=compute_metrics(reduce_report(report, parallel)))
 
     plan = plan_updates([info.total_tokens for info in INFOS], 1, LayoutConfig(tensor=4), 2, 64, 64)
-    learns = tuple(not info.truncated for info in INFOS)
-    batch = StepBatch(tuple(INFOS), learns, advantages=(), plan=(*plan, *plan, *plan), updates=())
+    in_loss = tuple(not info.truncated for info in INFOS)
+    batch = StepBatch(tuple(INFOS), in_loss, advantages=(), plan=(*plan, *plan, *plan), updates=())
     values = update_metrics([update(1.0, 3.0, 0.1, False), update(3.0, 5.0, 0.2, True)], batch, planned=3)
     assert values["train/loss"] == (2.0 + 6.0) / 2
     assert values["train/entropy"] == (2.0 / 4 + 6.0 / 4) / 2
@@ -133,7 +133,7 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(parallel: Pa
     padded = 3 * sum(-(-n // 4) * 4 for n in lengths)
     assert values["train/padding_ratio"] == pytest.approx(1 - sum(lengths) / padded)
     for name in values:
-        assert find(name, "scalar")
+        assert find_metric(name, "scalar")
 
 
 def test_a_shared_prompt_is_one_packed_prompt() -> None:
@@ -162,7 +162,7 @@ def test_kl_is_the_mean_over_the_updates_that_measured_it(parallel: Parallel) ->
         sums = dict.fromkeys((*SUMS, *MAXIMA), torch.tensor(1.0, dtype=torch.float64))
         sums |= {"kl": torch.tensor(kl).double(), "kl_tokens": torch.tensor(kl_tokens).double()}
         report = UpdateReport([sums], 1.0, 0.1, skipped=False)
-        return replace(report, measured=metrics(reduce_report(report, parallel)))
+        return replace(report, measured=compute_metrics(reduce_report(report, parallel)))
 
     batch = StepBatch(tuple(INFOS), (True,) * 5, (), plan_updates([30] * 5, 2, LayoutConfig(), 1, 64, 64), ())
     assert update_metrics([update(0.0, 0.0), update(3.0, 4.0)], batch, planned=2)["train/kl_loss"] == 0.75
@@ -185,7 +185,7 @@ def test_what_the_rewards_of_all_ranks_met(parallel: Parallel) -> None:
         "reward/log/a_b": 1.5,
     }
     for name in values:
-        assert find(name, "scalar")
+        assert find_metric(name, "scalar")
 
 
 def test_histograms_hold_every_sample_and_every_token_s_advantage() -> None:
@@ -197,7 +197,7 @@ def test_histograms_hold_every_sample_and_every_token_s_advantage() -> None:
         "train/advantages": [0.5, -0.5, 1.0, 2.0],
     }
     for name in values:
-        assert find(name, "histogram")
+        assert find_metric(name, "histogram")
 
 
 def test_memory_of_each_phase(parallel: Parallel) -> None:
@@ -211,4 +211,4 @@ def test_memory_of_each_phase(parallel: Parallel) -> None:
         "memory/generate/peak_device_bytes": 6.0,
     }
     for name in values:
-        assert find(name, "scalar")
+        assert find_metric(name, "scalar")

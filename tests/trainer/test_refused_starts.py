@@ -375,7 +375,7 @@ def test_a_folder_of_other_settings(refuse: Refuse, saved_run: Path) -> None:
     assert message.endswith("choose another run.folder, or move it away")
 
 
-def test_a_folder_with_checkpoints_and_no_wish_to_resume(refuse: Refuse, saved_run: Path) -> None:
+def test_checkpoints_without_resume_are_refused(refuse: Refuse, saved_run: Path) -> None:
     assert "has checkpoints of this run: set run.resume=auto" in refuse("run.resume=never")
 
 
@@ -446,9 +446,7 @@ def test_what_may_change_between_attempts(
     assert capfd.readouterr().err == ""
 
 
-def test_a_start_that_never_made_a_step_does_not_hold_its_folder(
-    saved_run: Path, tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_folder_without_steps_is_reused(saved_run: Path, tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(saved_run / "checkpoints")
     main([str(tiny_run.config), f"run.folder={saved_run}", "optimizer.lr=0.5", "--dry-run", "--ranks", "2"])
     assert capfd.readouterr().err == ""

@@ -8,7 +8,7 @@ import pytest
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.config import Settings, check_settings, load_settings
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.rollout.precision import in_fp8
+from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.trainer.preflight import start_warnings
 from tests.minimal_settings import MINIMAL_SETTINGS
 
@@ -22,7 +22,7 @@ def settings_of(algorithm: Any, **training: Any) -> Settings:
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token", "cispo", "gmpo", "sapo", "vespo", "luspo", "dapo", "rloo"])
-def test_one_update_makes_a_ratio_void_and_two_do_not(name: str) -> None:
+def test_single_update_warns_of_unused_ratio(name: str) -> None:
     (sentence,) = start_warnings(settings_of(name, updates_per_step=1), fp8=False)
     assert f"algorithm.preset={name}" in sentence
     assert "every importance ratio is 1" in sentence
@@ -45,7 +45,7 @@ def test_ratios_to_the_engine_are_not_one() -> None:
     assert not start_warnings(settings_of(vespo), fp8=False)
 
 
-def test_engines_in_fp8_want_a_correction() -> None:
+def test_fp8_engine_without_correction_warns() -> None:
     (sentence,) = start_warnings(settings_of("grpo"), fp8=True)
     assert "engines compute in FP8" in sentence
     assert not start_warnings(settings_of({"rollout_correction": {"kind": "truncate", "high": 2.0}}), fp8=True)
@@ -64,7 +64,7 @@ def test_a_cache_in_fp8_wants_a_correction_as_well() -> None:
 def test_no_recipe_is_warned_of(path: Path) -> None:
     """Every recipe whose engine is quantized corrects for it by tokens at 2, and updates more than once a step."""
     settings = load_settings(path)
-    fp8 = in_fp8(settings.engine.args, PUBLISHED, cpu=False)
+    fp8 = engine_uses_fp8(settings.engine.args, PUBLISHED, cpu=False)
     assert start_warnings(settings, fp8) == []
     if fp8:
         correction = settings.algorithm.rollout_correction

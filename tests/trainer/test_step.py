@@ -126,9 +126,9 @@ def expected(
     """
     losses, penalties = [], []
     for sample, gain, (new, _), (old, _) in zip(samples, gains, now, first, strict=True):
-        ratio, learns = np.exp(new - old), not sample.truncated
-        losses.append(-np.minimum(ratio * gain, np.clip(ratio, 1 - LOW, 1 + HIGH) * gain).mean() * learns)
-        penalties.append(k3(old - new).mean() * learns)
+        ratio, in_loss = np.exp(new - old), not sample.truncated
+        losses.append(-np.minimum(ratio * gain, np.clip(ratio, 1 - LOW, 1 + HIGH) * gain).mean() * in_loss)
+        penalties.append(k3(old - new).mean() * in_loss)
     new, old, entropy, engine, gain = (
         np.concatenate(values)
         for values in (
@@ -259,7 +259,7 @@ def test_the_drawing_of_a_heat_map() -> None:
     )
 
 
-def test_the_kl_is_watched_at_weight_0_and_moves_nothing(make_step: Callable[..., Step], tiny_run: TinyRun) -> None:
+def test_monitored_kl_has_no_gradient(make_step: Callable[..., Step], tiny_run: TinyRun) -> None:
     no_weight = "algorithm.kl.coef=0"
     step, plain = make_step(no_weight, "algorithm.kl.monitor_share=0.3"), make_step(no_weight)
     assert (plain.policy.reference, step.policy.reference is None) == (None, False)

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.process_groups import single_process_group, start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
@@ -25,7 +25,7 @@ PROMPTS = [(5, 6, 7, 8), (9, 10, 11)]
 class Engine:
     """An engine of the policy's own logprobs, off by `errors[i]` in the i-th set of sequences that it scores."""
 
-    hosts = (0,)
+    host_ranks = (0,)
 
     def __init__(self, policy: Policy, errors: Sequence[float]) -> None:
         self._policy, self._errors = policy, list(errors)
@@ -64,7 +64,7 @@ def settings(tiny_run: TinyRun) -> Settings:
 
 @pytest.fixture(scope="module")
 def policy(settings: Settings) -> Iterator[Policy]:
-    with single_process_group():
+    with single_rank_environment():
         yield Policy(settings, start_parallel(LayoutConfig(), 0, 60.0), with_reference=False)
         stop_parallel()
 
@@ -80,8 +80,8 @@ def make_check(settings: Settings, policy: Policy, engine: Engine) -> EngineChec
             resharder=SimpleNamespace(wire=SimpleNamespace(fp8=False)), update_weights=engine.update_weights
         ),
     )
-    scheduler = cast(PhaseManager, SimpleNamespace(phase=phase))
-    return EngineCheck(settings, policy, weight_sync, cast(Rollout, engine), scheduler, PROMPTS)
+    phases = cast(PhaseManager, SimpleNamespace(phase=phase))
+    return EngineCheck(settings, policy, weight_sync, cast(Rollout, engine), phases, PROMPTS)
 
 
 def test_an_engine_with_the_policys_weights_passes_on_real_prompts(settings: Settings, policy: Policy) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.config import check_settings
-from grpo_mp.distributed.process_groups import Parallel, single_process_group, start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import Parallel, single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.policy import Policy
 from grpo_mp.weight_sync.reshard import Resharder
@@ -21,7 +21,7 @@ from tests.planner.jobs import BASE
 
 @pytest.fixture(scope="module")
 def parallel() -> Iterator[Parallel]:
-    with single_process_group():
+    with single_rank_environment():
         yield start_parallel(check_settings(BASE, "test").layout, 0, 60.0)
         stop_parallel()
 

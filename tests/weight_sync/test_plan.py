@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.shards import shard_holders, tensor_part, tp_size
-from grpo_mp.examples.tiny_models import SHAPES
+from grpo_mp.examples.tiny_models import TINY_CONFIGS
 from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.hf_config import HfConfig
@@ -104,7 +104,7 @@ def fp8_cases() -> list[Case]:
 @cache
 def model(family: str, wide: bool) -> tuple[dict[str, Param], dict[str, Tensor]]:
     """The parameters of a family and random Hugging Face tensors of them."""
-    values = SHAPES[family] | SMALL | FAMILY_SHAPES[family] | {"model_type": family}
+    values = TINY_CONFIGS[family] | SMALL | FAMILY_SHAPES[family] | {"model_type": family}
     values |= SMALL_EXPERTS if family != "llama" else {}
     if wide:  # FP8 has blocks of 128
         values |= {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 512, "kv_lora_rank": 128}
@@ -145,7 +145,7 @@ def plan_of(case: Case) -> SyncPlan:
     return plan_sync(
         atoms_of(wire.params),
         find_holders(wire.params, shards_by_rank(case)),
-        engine_readers(case.hosts, case.parallelism),
+        engine_readers(case.host_ranks, case.parallelism),
         case.ranks_per_node,
         wire.sizes,
         case.round_bytes,
@@ -274,7 +274,7 @@ def test_fp8_is_quantized_at_the_source_bit_for_bit(case: Case) -> None:
 
 def test_experts_that_the_engine_moves_go_to_all_its_ranks() -> None:
     case = next(case for case in all_cases() if case.parallelism.expert == 4)
-    readers = engine_readers(case.hosts, replace(case.parallelism, moves_experts=True))
+    readers = engine_readers(case.host_ranks, replace(case.parallelism, moves_experts=True))
     (last,) = [atom for atom in atoms_of(model(case.family, wide=False)[0]) if atom.expert == 3][-1:]
     assert len(readers(last)) == case.engines * case.parallelism.gpus
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.process_groups import make_groups, single_process_group, start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import make_groups, single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.models.mapping import Rule, expand
 from grpo_mp.rollout.shared_memory import LOADER, as_tensor, export_to_host, load_weights, open_exports, select
 from grpo_mp.weight_sync.plan import RankRound
@@ -55,7 +55,7 @@ def load(payload: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[dist.ProcessGroup]:
-    with single_process_group():
+    with single_rank_environment():
         start_parallel(LayoutConfig(), 0, 60.0)
         group = make_groups([[0]], 60.0)
         assert group

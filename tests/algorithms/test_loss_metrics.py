@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_mp.algorithms.report import MAXIMA, SUMS, merge, metrics, mismatch_band
+from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, compute_metrics, merge_reports, mismatch_band
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from tests.algorithms.objective import UpdateData, draw_update, loss_of, objective, to_microbatches
 
@@ -24,8 +24,8 @@ def report(
         loss(values, torch.full_like(values, entropy), batch)[1]
         for batch, values in zip(batches, logprobs, strict=True)
     ]
-    sums, maxima = merge(reports)
-    return metrics(dict(zip((*SUMS, *MAXIMA), torch.cat([sums, maxima]).tolist(), strict=True)))
+    sums, maxima = merge_reports(reports)
+    return compute_metrics(dict(zip((*SUMS, *MAXIMA), torch.cat([sums, maxima]).tolist(), strict=True)))
 
 
 def by_numpy(update: UpdateData) -> dict[str, Any]:
@@ -77,7 +77,7 @@ LENGTHS = (1, 9, 2, 30, 17, 4, 4, 1)
 
 @pytest.mark.parametrize("log_ratio_std", [0.3, 30.0])
 @pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_token", "product"])
-def test_ratios_are_the_algorithm_s_and_the_drift_is_a_token_s(ratio: str, log_ratio_std: float) -> None:
+def test_ratios_follow_the_algorithm_and_kl_is_per_token(ratio: str, log_ratio_std: float) -> None:
     """Whole answers' ratios pass any float64: they count as e^300. KL and drift are per token, whatever the level."""
     update = draw_update(LENGTHS, GROUPS, seed=3, log_ratio_std=log_ratio_std)
     assert update.old is not None
@@ -113,9 +113,9 @@ def test_constant_probabilities_count_as_agreement() -> None:
 
 
 def test_a_rank_that_reports_nothing_adds_nothing() -> None:
-    sums, maxima = merge([])
+    sums, maxima = merge_reports([])
     assert (sums.shape, maxima.shape) == ((len(SUMS),), (len(MAXIMA),))
-    values = metrics(dict.fromkeys((*SUMS, *MAXIMA), 0.0))
+    values = compute_metrics(dict.fromkeys((*SUMS, *MAXIMA), 0.0))
     assert not sums.any()
     assert not maxima.any()
     assert all(np.isfinite(value) for value in values.values())

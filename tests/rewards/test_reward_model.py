@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_mp.errors import UserError
-from grpo_mp.rewards.score import Scorer
+from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.types import SampleGroup
 
@@ -70,7 +70,7 @@ def score(url: str, group: SampleGroup, on_error: float | str = "stop", **model:
     settings = RewardConfig.model_validate({"model": {"url": url, **model}, "on_error": on_error})
     scorer = Scorer(settings, max_response_tokens=10)
     try:
-        assert [*scorer.weights] == ["model"]
+        assert [*scorer.term_weights] == ["model"]
         return [sample.reward for sample in scorer.score_group(group).samples]
     finally:
         scorer.close()

@@ -1,8 +1,8 @@
-"""Build the trainer of recipes as on CUDA, up to the first kernel: `python -m tests.policy.rehearse WHEEL RECIPE ...`
+"""Build the trainer of recipes up to the first kernel: `python -m tests.policy.build_on_meta WHEEL RECIPE ...`
 
 WHEEL: a folder that holds TransformerEngine's Python code. Model, gradient buffers and optimizer of one rank of each
 pipeline stage are built on the meta device by Megatron and TransformerEngine, with the config fields of CUDA, in a fake
-process group. The last line of the output is a JSON object: a list of `Rehearsal` by recipe.
+process group. The last line of the output is a JSON object: a list of `BuildResult` by recipe.
 """
 
 import json
@@ -19,7 +19,7 @@ import torch
 from grpo_mp import platform
 from grpo_mp.config import load_settings
 from grpo_mp.planner.clusters import read_cluster
-from grpo_mp.planner.job import Job, make_job
+from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.platform import fake_cuda
@@ -30,7 +30,7 @@ META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class BuildResult:
     """Results of one rank: bytes of weights, gradients and optimizer, allocated and planned; bytes that a save, a load
     and TransformerEngine's own state_dict allocate in addition; which fused kernels are on."""
 
@@ -48,7 +48,7 @@ class Rehearsal:
 
 
 def main() -> None:
-    """Rehearse the recipes on the command line."""
+    """Build the recipes on the command line."""
     install_te_stub(Path(sys.argv[1]))
     fake_cuda.current_device = lambda: META
     fake_cuda.is_available = lambda: True
@@ -56,7 +56,7 @@ def main() -> None:
     torch.Tensor.type = _cuda_type
     platform.on_cuda = lambda: True
     platform.device = lambda: META
-    print(json.dumps({path: [asdict(rehearsal) for rehearsal in _rehearse(Path(path))] for path in sys.argv[2:]}))
+    print(json.dumps({path: [asdict(result) for result in _build(Path(path))] for path in sys.argv[2:]}))
 
 
 def _cuda_type(tensor: torch.Tensor, *args: Any) -> Any:
@@ -65,7 +65,7 @@ def _cuda_type(tensor: torch.Tensor, *args: Any) -> Any:
     return result.replace("torch.meta.", "torch.") if isinstance(result, str) else result
 
 
-def _rehearse(path: Path) -> Iterator[Rehearsal]:
+def _build(path: Path) -> Iterator[BuildResult]:
     settings = load_settings(path)
     command = COMMAND.search(path.read_text())
     assert command
@@ -73,10 +73,10 @@ def _rehearse(path: Path) -> Iterator[Rehearsal]:
     job = make_job(settings, hf, read_cluster(command[1]), int(command[2]))
     per_stage = job.world_size // settings.layout.pipeline
     for stage in range(settings.layout.pipeline):
-        yield _rehearse_rank(job, stage, stage * per_stage)
+        yield _build_rank(job, stage, stage * per_stage)
 
 
-def _rehearse_rank(job: Job, stage: int, rank: int) -> Rehearsal:
+def _build_rank(job: PlannedJob, stage: int, rank: int) -> BuildResult:
     from grpo_mp.planner.meta_model import built_on_meta
     from grpo_mp.policy import optimizer as policy_optimizer
 
@@ -93,7 +93,7 @@ def _rehearse_rank(job: Job, stage: int, rank: int) -> Rehearsal:
         return _measure(job, stage, chunks, optimizer)
 
 
-def _measure(job: Job, stage: int, chunks: Sequence[Any], optimizer: Any) -> Rehearsal:
+def _measure(job: PlannedJob, stage: int, chunks: Sequence[Any], optimizer: Any) -> BuildResult:
     from grpo_mp.policy.te_adam import state_dict_without_copies
 
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
@@ -106,7 +106,7 @@ def _measure(job: Job, stage: int, chunks: Sequence[Any], optimizer: Any) -> Reh
         save = _allocated(lambda: [part.state_dict() for part in parts])
         load = _allocated(lambda: [part.load_state_dict(part.state_dict()) for part in parts])
     config = chunks[0].config
-    return Rehearsal(
+    return BuildResult(
         weights=_bytes(weights),
         gradients=_bytes(gradients),
         optimizer=_bytes([*weights, *gradients, *_optimizer_tensors(parts)]) - _bytes(weights + gradients),

@@ -17,35 +17,35 @@ RECIPES = [str(path) for path in sorted((ROOT / "configs").glob("*.yaml")) if pa
 
 
 @pytest.fixture(scope="module")
-def rehearsals() -> dict[str, list[dict[str, Any]]]:
+def results() -> dict[str, list[dict[str, Any]]]:
     """Return the results of one rank of each stage of each recipe."""
-    command = [sys.executable, "-m", "tests.policy.rehearse", str(te_wheel()), *RECIPES]
+    command = [sys.executable, "-m", "tests.policy.build_on_meta", str(te_wheel()), *RECIPES]
     return last_json_line(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: Path(path).stem)
-def test_memory_equals_the_plan(recipe: str, rehearsals: dict[str, list[dict[str, Any]]]) -> None:
-    assert len(rehearsals[recipe]) == load_settings(Path(recipe)).layout.pipeline
-    for rank in rehearsals[recipe]:
+def test_memory_equals_the_plan(recipe: str, results: dict[str, list[dict[str, Any]]]) -> None:
+    assert len(results[recipe]) == load_settings(Path(recipe)).layout.pipeline
+    for rank in results[recipe]:
         allocated = [rank["weights"], rank["gradients"], rank["optimizer"]]
         assert allocated == pytest.approx(rank["planned"], rel=1e-4)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: Path(path).stem)
 def test_save_and_load_copy_no_optimizer_state_on_the_device(
-    recipe: str, rehearsals: dict[str, list[dict[str, Any]]]
+    recipe: str, results: dict[str, list[dict[str, Any]]]
 ) -> None:
     precision_aware = load_settings(Path(recipe)).training.megatron_args.get("use_precision_aware_optimizer", False)
-    for rank in rehearsals[recipe]:
+    for rank in results[recipe]:
         assert rank["save"] == rank["load"] == 0
         # State: remainder and two moments of 2 bytes each; TransformerEngine's state_dict copies moments to 4 each.
         assert rank["plain_save"] == pytest.approx(rank["optimizer"] * 8 / 6 if precision_aware else 0.0)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: Path(path).stem)
-def test_fused_kernels_are_on(recipe: str, rehearsals: dict[str, list[dict[str, Any]]]) -> None:
+def test_fused_kernels_are_on(recipe: str, results: dict[str, list[dict[str, Any]]]) -> None:
     experts = load_settings(Path(recipe)).layout.expert > 1
-    for rank in rehearsals[recipe]:
+    for rank in results[recipe]:
         assert rank["rope_fused"]
         assert rank["permute_fused"] == experts
         assert rank["layers_that_add_gradients"] == rank["layers"] > 0

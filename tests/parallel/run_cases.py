@@ -1,4 +1,4 @@
-"""Serve a list of cases. Neighbours of one layout share its groups; a case that breaks leaves nothing behind."""
+"""Run a list of cases. Neighbors of one layout share its groups; a case that breaks leaves nothing behind."""
 
 import json
 import traceback
@@ -17,16 +17,16 @@ from tests.parallel.measures import MEASURES, Bench
 TIMEOUT_S = 60.0  # of one collective: the longest that a rank waits for one that broke
 
 
-def serve(job: Path) -> None:
+def run_cases(job: Path) -> None:
     """Measure the cases that a JSON file names and write what came of each beside it, errors included."""
     torch.set_num_threads(1)
-    server = Server(job.parent)
+    runner = CaseRunner(job.parent)
     for name in json.loads(job.read_text()):
-        server.serve(CASES[name])
-    server.leave()
+        runner.run(CASES[name])
+    runner.leave()
 
 
-class Server:
+class CaseRunner:
     """This rank between cases. `root` holds models, given, checkpoints and results."""
 
     def __init__(self, root: Path) -> None:
@@ -36,7 +36,7 @@ class Server:
         self.parallel: Parallel | None = None
         self.layout = ""
 
-    def serve(self, case: Case) -> None:
+    def run(self, case: Case) -> None:
         """Measure one case on all ranks."""
         results: dict[str, Any] = {}
         try:
@@ -44,7 +44,7 @@ class Server:
         except Exception:  # noqa: BLE001  the test of this case shows it, and the other cases continue
             results["error"] = f"rank {self.rank}: {traceback.format_exc()}"
             self.leave()  # at once: ranks that wait for this one wait no more
-        if not self._all_well(case, "error" not in results):
+        if not self._all_succeeded(case, "error" not in results):
             self.leave()
         folder = self.root / "results" / case.name
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,6 +68,6 @@ class Server:
         for measure in case.measures:
             results[measure] = MEASURES[measure](bench)
 
-    def _all_well(self, case: Case, well: bool) -> bool:
-        self.store.set(f"{case.name}/{self.rank}", str(well))
+    def _all_succeeded(self, case: Case, succeeded: bool) -> bool:
+        self.store.set(f"{case.name}/{self.rank}", str(succeeded))
         return all(self.store.get(f"{case.name}/{rank}") == b"True" for rank in range(self.ranks))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_mp.errors import UserError
-from grpo_mp.rewards.score import RewardStats, Scorer, total
+from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.types import SampleGroup
 
@@ -94,8 +94,8 @@ def test_parts_are_named_unweighted_and_summed_by_weight(scorer: Callable[..., S
     built = scorer({"length": 0.01}, answer=1.0, boxed=0.5)
     group = make_group([r"3+4=7 \boxed{7}", r"\boxed{8}", "seven"])
     scored = built.score_group(group)
-    assert [*built.weights] == ["answer", "boxed", "length"]
-    assert [sample.reward_parts for sample in scored.samples] == [
+    assert [*built.term_weights] == ["answer", "boxed", "length"]
+    assert [sample.reward_terms for sample in scored.samples] == [
         {"answer": 1.0, "boxed": 1.0, "length": 15.0},
         {"answer": 0.0, "boxed": 1.0, "length": 9.0},
         {"answer": 0.0, "boxed": 0.0, "length": 5.0},
@@ -107,8 +107,8 @@ def test_parts_are_named_unweighted_and_summed_by_weight(scorer: Callable[..., S
 
 def test_the_length_part_and_a_function_of_its_name(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
     built = scorer({"length": 1.0, "answer": 1.0}, length=-2.0)
-    assert [name.rpartition("/")[2] for name in built.weights] == ["length", "mine.py:length", "answer"]
-    parts = built.score_group(make_group(["12345"])).samples[0].reward_parts
+    assert [name.rpartition("/")[2] for name in built.term_weights] == ["length", "mine.py:length", "answer"]
+    parts = built.score_group(make_group(["12345"])).samples[0].reward_terms
     assert list(parts.values()) == [0.5, 5.0, 3.0]
 
 
@@ -127,7 +127,7 @@ def test_values_of_any_kind(
 def test_none_means_that_a_part_does_not_apply(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
     scored = scorer({"even": 1.0, "answer": 1.0}).score_group(make_group(["a", "b", "c"]))
     assert rewards(scored) == [5.0, 3.0, 5.0]
-    assert [set(sample.reward_parts) for sample in scored.samples] == [
+    assert [set(sample.reward_terms) for sample in scored.samples] == [
         {"even", "answer"},
         {"answer"},
         {"even", "answer"},
@@ -183,18 +183,18 @@ def test_correctness_is_decided_by_a_part_never_by_the_total(rule: str, make_gro
     ],
 )
 def test_answers_are_voted_on_only_where_they_decide_correctness(settings: dict[str, Any], votes: bool) -> None:
-    """Where another part says it, right samples may give several answers: a majority of them means nothing."""
+    """Where another term says it, right samples may give several answers: a majority of them means nothing."""
     built = Scorer(RewardConfig.model_validate(settings), max_response_tokens=10)
     built.close()
     assert built.has_answers is votes
 
 
-def test_a_part_that_decides_correctness_at_weight_0_changes_no_reward(rule: str, make_group: MakeGroup) -> None:
+def test_term_that_decides_correctness_at_weight_0_changes_no_reward(rule: str, make_group: MakeGroup) -> None:
     built = Scorer(RewardConfig(boxed=0.5, correct="answer"), max_response_tokens=10)
     scored = built.score_group(make_group([r"\boxed{7}", r"\boxed{8}"]))
     built.close()
     assert rewards(scored) == [0.5, 0.5]
-    assert [sample.reward_parts["answer"] for sample in scored.samples] == [1.0, 0.0]
+    assert [sample.reward_terms["answer"] for sample in scored.samples] == [1.0, 0.0]
 
 
 def test_a_part_that_failed_or_does_not_apply_decides_nothing(
@@ -239,7 +239,7 @@ def test_reward_stats_of_ranks_add_up() -> None:
     first.failures["a"] += 1
     second.failures.update({"a": 2, "b": 1})
     first.first_errors["a"], second.first_errors["a"] = "first", "second"
-    merged = total([first, second])
+    merged = sum_stats([first, second])
     assert (merged.unscored, merged.verify_timeouts, merged.failures) == (2, 3, {"a": 3, "b": 1})
     assert (merged.logged, merged.first_errors) == ({"mine": 3.0}, {"a": "first"})
 
@@ -260,7 +260,7 @@ def test_a_broken_reward_scores_on_error_and_is_counted(
     built = scorer({function: 2.0, "answer": 1.0}, timeout_s=0.2, on_error=-0.5)
     scored = built.score_group(make_group(["a", "b", "c"]))
     assert rewards(scored) == [2.0, 2.0, 2.0]
-    assert scored.samples[0].reward_parts == {function: -0.5, "answer": 3.0}
+    assert scored.samples[0].reward_terms == {function: -0.5, "answer": 3.0}
     stats = built.take_stats()
     assert stats.failures == {function: 1}
     assert re.search(f"reward {function}: prompt 12: {FAILURES[function]}", stats.first_errors[function])

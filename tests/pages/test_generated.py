@@ -5,7 +5,7 @@ import re
 import pytest
 
 from grpo_mp.config import Settings
-from grpo_mp.pages import PAGES, ROOT, fill, table
+from grpo_mp.pages import PAGES, ROOT, render, table
 
 
 @pytest.mark.parametrize("file", PAGES)
@@ -48,4 +48,4 @@ def test_types_limits_and_defaults_of_some_settings() -> None:
 
 def test_a_table_keeps_bars_in_its_cells() -> None:
     assert table(("a", "b"), [("x|y", "z")]) == "| a | b |\n|---|---|\n| x\\|y | z |\n"
-    assert fill("monitor", metrics="the rows").endswith("\nthe rows")
+    assert render("monitor", metrics="the rows").endswith("\nthe rows")

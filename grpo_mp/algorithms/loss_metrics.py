@@ -67,7 +67,7 @@ def loss_report(
     return {name: (values * mask).sum() for name, values in by_token.items()} | maxima
 
 
-def metrics(sums: dict[str, float]) -> dict[str, float]:
+def compute_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Compute the metrics of one update from its reduced sums and maxima; without reference logprobs there is no KL."""
     mean = {name: sums[name] / max(sums["tokens"], 1.0) for name in SUMS}
     covariance = mean["both_p"] - mean["engine_p"] * mean["policy_p"]
@@ -89,7 +89,7 @@ def mismatch_band(token_mult_prob_error: float) -> int:
     return int(not token_mult_prob_error <= 1.05) + int(not token_mult_prob_error <= 1.5)
 
 
-def merge(reports: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+def merge_reports(reports: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
     """Merge micro-batch reports into sums [len(SUMS)] and maxima [len(MAXIMA)], float64 on the CPU, ready to reduce."""
     if not reports:
         return torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(len(MAXIMA), dtype=torch.float64)

@@ -5,7 +5,7 @@ import pytest
 
 from grpo_mp.algorithms.group_filters import load_group_filter
 from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
-from grpo_mp.batching.group_filters import (
+from grpo_mp.batching.group_selection import (
     GroupSelection,
     PromptCurriculum,
     groups_to_launch,
@@ -37,13 +37,13 @@ SAME, MIXED = (1.0, 1.0), (0.0, 1.0)
 
 def test_everything_is_kept_by_default_in_launch_order() -> None:
     selection = select(make_infos(SAME, MIXED, SAME), count=3, rule=rule())
-    assert (selection.admitted, selection.zero_std, selection.surplus) == ((10, 11, 12), 0, 0)
+    assert (selection.selected, selection.zero_std, selection.surplus) == ((10, 11, 12), 0, 0)
 
 
 @pytest.mark.parametrize("kind", ["drop", "refill"])
 def test_groups_without_difference_are_left_out_and_counted(kind: str) -> None:
     selection = select(make_infos(SAME, MIXED, SAME, MIXED), count=4, rule=rule(zero_std=kind))
-    assert (selection.admitted, selection.zero_std) == ((11, 13), 2)
+    assert (selection.selected, selection.zero_std) == ((11, 13), 2)
 
 
 def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
@@ -58,18 +58,18 @@ def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
     ]
     by_reward = select(groups, count=2, rule=rule(zero_std="drop"))
     by_accuracy = select(groups, count=2, rule=rule(zero_std="drop", metric="accuracy"))
-    assert (by_reward.admitted, by_accuracy.admitted) == ((1,), (0,))
+    assert (by_reward.selected, by_accuracy.selected) == ((1,), (0,))
 
 
 def test_group_without_verdicts_is_dropped_by_its_rewards() -> None:
     infos = [replace(info, is_correct=None) for info in make_infos(SAME, MIXED)]
     selection = select(infos, count=2, rule=rule(zero_std="drop", metric="accuracy"))
-    assert (selection.admitted, selection.zero_std) == ((11,), 1)
+    assert (selection.selected, selection.zero_std) == ((11,), 1)
 
 
 def test_the_first_launched_are_taken_and_the_rest_is_surplus() -> None:
     selection = select(list(reversed(make_infos(MIXED, SAME, MIXED, MIXED))), count=2, rule=rule(zero_std="refill"))
-    assert (selection.admitted, selection.zero_std, selection.surplus) == ((10, 12), 1, 1)
+    assert (selection.selected, selection.zero_std, selection.surplus) == ((10, 12), 1, 1)
 
 
 def test_next_round_launches_by_the_kept_share() -> None:
@@ -90,28 +90,28 @@ def test_the_first_to_finish_are_taken_where_the_rule_says_so() -> None:
     order = {10: 3, 11: 0, 12: 1, 13: 2}  # 11 was aborted
     finished = [replace(info, finish_order=order[info.group_id]) for info in launched]
     selection = select(finished, count=2, rule=rule(select_by="finish"))
-    assert (selection.admitted, selection.surplus, selection.unfinished) == ((12, 13), 1, 1)
-    assert select(finished, count=2, rule=rule()).admitted == (10, 12)
+    assert (selection.selected, selection.surplus, selection.unfinished) == ((12, 13), 1, 1)
+    assert select(finished, count=2, rule=rule()).selected == (10, 12)
 
 
-def test_the_length_bias_of_what_is_admitted() -> None:
+def test_length_bias_of_selected_groups() -> None:
     short, long = make_infos(MIXED), [replace(info, response_tokens=20) for info in make_infos(MIXED, first=11)]
     assert length_bias([*short, *long], {10}) == 5 / 12.5
     assert length_bias([*short, *long], {10, 11}) == 1.0
     assert length_bias(short, ()) == 1.0
 
 
-def test_prompt_rests_after_a_solve_streak_and_starts_at_zero() -> None:
+def test_prompt_is_skipped_after_a_solved_streak_and_starts_at_zero() -> None:
     skip_rule = CurriculumConfig(solved_streak=2, skip_steps=3)
     state = PromptCurriculum({}, {})
     state = state.updated(make_infos(SAME, MIXED), 1, skip_rule)
-    assert (state.solve_streak, state.skipped_until) == ({100: 1}, {})
+    assert (state.solved_streak, state.skipped_until) == ({100: 1}, {})
     state = state.updated(make_infos(SAME, SAME), 2, skip_rule)
-    assert (state.solve_streak, state.skipped_until) == ({101: 1}, {100: 5})
+    assert (state.solved_streak, state.skipped_until) == ({101: 1}, {100: 5})
     assert [state.is_skipped(100, step) for step in (3, 4, 5, 6)] == [True, True, True, False]
     assert not state.is_skipped(101, 3)
     state = state.updated(make_infos(MIXED, MIXED), 5, skip_rule)
-    assert (state.solve_streak, state.skipped_until) == ({}, {})
+    assert (state.solved_streak, state.skipped_until) == ({}, {})
 
 
 @pytest.mark.parametrize("right", [False, None])

@@ -49,15 +49,15 @@ def train_parser() -> Parser:
     """Return the parser of `grpo-mp train` and `python -m grpo_mp.train`."""
     parser = settings_parser("train", TRAIN)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
-    parser.add_argument("--ranks", type=positive, help="ranks to start on this machine, or to check")
-    parser.add_argument("--ranks-per-node", type=positive, help="with --dry-run: ranks on one node (default: all)")
+    parser.add_argument("--ranks", type=positive_int, help="ranks to start on this machine, or to check")
+    parser.add_argument("--ranks-per-node", type=positive_int, help="with --dry-run: ranks on one node (default: all)")
     return parser
 
 
 def evaluate_parser() -> Parser:
     """Return the parser of `grpo-mp evaluate` and `python -m grpo_mp.evaluate`."""
     parser = settings_parser("evaluate", EVALUATE)
-    parser.add_argument("--ranks", type=positive, help="ranks to start on this machine")
+    parser.add_argument("--ranks", type=positive_int, help="ranks to start on this machine")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", type=Path, help="a Hugging Face or converted folder (default: model.path)")
     source.add_argument("--checkpoint", type=Path, help="RUN/checkpoints/step_N of a run of these settings")
@@ -65,7 +65,7 @@ def evaluate_parser() -> Parser:
     return parser
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     """Return a number of ranks or nodes. Raises ArgumentTypeError for one below 1."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")

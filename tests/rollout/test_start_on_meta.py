@@ -23,7 +23,7 @@ from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.rollout.engine_args import DP_ATTENTION_PORTS, ENGINE_SITE, engine_arguments, ports_needed
 from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
 from grpo_mp.rollout.placement import EnginePlacement
-from grpo_mp.rollout.precision import in_fp8
+from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.rollout.rollout import engine_spec
 from tests.planner.jobs import settings_of
 
@@ -71,9 +71,9 @@ def cuda_arguments(settings: Settings, hf: HfConfig, folder: Path) -> dict[str, 
     return engine_arguments(spec, claim.port, "name", "key", dist_init_addr)
 
 
-def rehearse(cases: dict[str, dict[str, Any]]) -> Facts:
+def start_on_meta(cases: dict[str, dict[str, Any]]) -> Facts:
     path = f"{ENGINE_SITE}:{Path(__file__).parents[2]}"
-    command = [sys.executable, "-P", "-W", "ignore", "-m", "tests.rollout.rehearse"]
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "tests.rollout.start_on_meta"]
     process = subprocess.run(
         command,
         input=json.dumps(cases),
@@ -88,7 +88,7 @@ def rehearse(cases: dict[str, dict[str, Any]]) -> Facts:
 
 
 @pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+def facts_by_case(tmp_path_factory: pytest.TempPathFactory) -> Facts:
     """SGLang's facts about every recipe and every parallelism."""
     folder = tmp_path_factory.mktemp("models")
     cases = {}
@@ -100,7 +100,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Facts:
         engine = {"gpus_per_engine": gpus, "args": {"quantization": "fp8", **args}}
         name = f"parallelism {number}"
         cases[name] = cuda_arguments(settings_of(engine=engine), published_config(model), folder / name)
-    return rehearse(cases)
+    return start_on_meta(cases)
 
 
 def make_tiny_deepseek(folder: Path) -> HfConfig:
@@ -109,8 +109,8 @@ def make_tiny_deepseek(folder: Path) -> HfConfig:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_starts(rehearsed: Facts, name: str) -> None:
-    facts = rehearsed[name]
+def test_a_recipe_starts(facts_by_case: Facts, name: str) -> None:
+    facts = facts_by_case[name]
     assert "error" not in facts, facts["error"]
     assert facts["backends"] == ["FullCudaGraphBackend"]  # of decode: prefill has none
     assert facts["load_format"] == "dummy"
@@ -121,15 +121,15 @@ def test_a_recipe_starts(rehearsed: Facts, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "tiny_moe"])
-def test_a_recipe_is_sharded_and_quantized_as_planned(rehearsed: Facts, name: str) -> None:
+def test_a_recipe_is_sharded_and_quantized_as_planned(facts_by_case: Facts, name: str) -> None:
     """The planner counts a GPU's weights from the parameter mapping, SGLang allocates them."""
-    settings, facts = load_settings(CONFIGS / f"{name}.yaml"), rehearsed[name]
+    settings, facts = load_settings(CONFIGS / f"{name}.yaml"), facts_by_case[name]
     hf, _ = find_config(settings.model.path)
     parallelism = check_engine_parallelism(settings.engine.gpus_per_engine, settings.engine.args, hf)
     assert facts["attn_dp_size"] == parallelism.replicas
     assert facts["attn_tp_size"] == parallelism.attention_tensor
     assert facts["moe_ep_size"] == parallelism.expert
-    assert (facts["fp8_matrices"] > 0) == in_fp8(settings.engine.args, hf, cpu=False)
+    assert (facts["fp8_matrices"] > 0) == engine_uses_fp8(settings.engine.args, hf, cpu=False)
     batch_script = (CONFIGS.parent / "launch" / f"{name}.sh").read_text()
     nodes = int(re.findall(r"#SBATCH .*--nodes=(\d+)", batch_script)[0])
     job = make_job(settings, hf, read_cluster("h100-80"), nodes)
@@ -139,9 +139,9 @@ def test_a_recipe_is_sharded_and_quantized_as_planned(rehearsed: Facts, name: st
 @pytest.mark.parametrize(
     "number", range(len(PARALLELISMS)), ids=lambda number: "-".join(map(str, PARALLELISMS[number][:2]))
 )
-def test_a_parallelism_is_refused_where_sglang_refuses_it(rehearsed: Facts, number: int) -> None:
+def test_a_parallelism_is_refused_where_sglang_refuses_it(facts_by_case: Facts, number: int) -> None:
     model, gpus, args = PARALLELISMS[number]
-    error = rehearsed[f"parallelism {number}"].get("error")
+    error = facts_by_case[f"parallelism {number}"].get("error")
     assert error is None or "is not divisible by weight quantization block" in error, error
     refusal = refusal_of(gpus, args, model)
     assert bool(refusal) == bool(error), f"here: {refusal}; SGLang: {error}"

@@ -26,7 +26,7 @@ from grpo_mp.rewards.base import (
     validate_values,
 )
 from grpo_mp.rewards.math import answer_numbers
-from grpo_mp.rewards.model import Decode, StepModelClient
+from grpo_mp.rewards.reward_model import Decode, StepModelClient
 from grpo_mp.rewards.settings import STEPS, RewardConfig, StepModelConfig
 from grpo_mp.rewards.terms import BuiltInTerms
 from grpo_mp.types import SampleGroup, StepRewards
@@ -39,9 +39,9 @@ Extras = dict[str, list[Any]]  # what functions gave to log_extra for one group,
 class RewardStats:
     """Counts since `Scorer.take_stats` was last called."""
 
-    failures: Counter[str] = field(default_factory=Counter)  # failed calls by part; one call scores one group
-    first_errors: dict[str, str] = field(default_factory=dict)  # by part: its first failure, in one sentence
-    unscored: int = 0  # samples to which no part applied
+    failures: Counter[str] = field(default_factory=Counter)  # failed calls by term; one call scores one group
+    first_errors: dict[str, str] = field(default_factory=dict)  # by term: its first failure, in one sentence
+    unscored: int = 0  # samples to which no term applied
     verify_timeouts: int = 0  # answers that math-verify could not compare in time; they count as wrong
     sums: dict[str, float] = field(default_factory=dict)  # of what functions gave to log_metric, by its name
     counts: Counter[str] = field(default_factory=Counter)
@@ -67,8 +67,8 @@ class RewardStats:
         }
 
 
-def total(all_stats: Iterable[RewardStats]) -> RewardStats:
-    """Add up all_stats; of several complaints about one part the first is kept."""
+def sum_stats(all_stats: Iterable[RewardStats]) -> RewardStats:
+    """Add up all_stats; of several complaints about one term the first is kept."""
     merged = RewardStats()
     for stats in all_stats:
         merged.failures.update(stats.failures)
@@ -106,11 +106,11 @@ class Scorer:
         self._step_reward = STEP_REWARDS.resolve(steps, "reward.steps") if isinstance(steps, str) else None
         self._built_in = BuiltInTerms(settings, max_response_tokens)
         self._terms = {term.name: term.values for term in self._built_in.terms}
-        self.weights = {term.name: term.weight for term in self._built_in.terms}  # of all parts of the reward, by name
+        self.term_weights = {term.name: term.weight for term in self._built_in.terms}  # by name
         self._functions: dict[str, Reward] = {}
         for spec, weight in settings.functions.items():
             name = settings.function_names[spec]
-            self._functions[name], self.weights[name] = REWARDS.resolve(spec, "reward.functions"), weight
+            self._functions[name], self.term_weights[name] = REWARDS.resolve(spec, "reward.functions"), weight
         self._correctness_rule = settings.correctness_rule
 
     @property
@@ -130,34 +130,34 @@ class Scorer:
         return answer_numbers(responses, self._built_in.verifier, self._settings.boxed_answer)
 
     def score_group(self, group: SampleGroup, step: int = 0) -> SampleGroup:
-        """Return the group with its rewards: `reward` is the weighted sum of the unweighted `reward_parts` that apply.
+        """Return the group with its rewards: `reward` is the weighted sum of the unweighted `reward_terms` that apply.
 
         A sample to which no term applies gets the mean of its group: its advantage is 0 and changes no other's.
-        Rewards of steps are kept in `step_rewards`; only their mean is shown among the parts. `is_correct` is set by
+        Rewards of steps are kept in `step_rewards`; only their mean is shown among the terms. `is_correct` is set by
         the term that the settings name; None where that term failed or does not apply.
         Raises UserError for a failing reward under `on_error: stop`.
         """
         extras: Extras = {}
-        results = {name: self._values(name, group, step, extras) for name in self.weights}
-        parts = [
+        results = {name: self._values(name, group, step, extras) for name in self.term_weights}
+        terms = [
             {name: value for name, (values, _) in results.items() if (value := values[i]) is not None}
             for i in range(len(group.samples))
         ]
-        all_steps, weights = self._steps(group, step, extras), self.weights
-        totals = [sum(weights[name] * value for name, value in scored.items()) for scored in parts]
-        mean = statistics.fmean([t for t, scored in zip(totals, parts, strict=True) if scored] or [0.0])
+        all_steps, weights = self._steps(group, step, extras), self.term_weights
+        totals = [sum(weights[name] * value for name, value in scored.items()) for scored in terms]
+        mean = statistics.fmean([t for t, scored in zip(totals, terms, strict=True) if scored] or [0.0])
         with self._lock:
-            self._stats.unscored += sum(not scored for scored in parts) if weights else 0
+            self._stats.unscored += sum(not scored for scored in terms) if weights else 0
         rule = self._correctness_rule
         if rule and not results[rule.term][1]:  # the default of a failed call decides nothing
             rule = None
         final_extras = dict(extras)  # a call that took too long may still write into `extras`
-        rows = zip(group.samples, totals, parts, all_steps, strict=True)
+        rows = zip(group.samples, totals, terms, all_steps, strict=True)
         samples = (
             replace(
                 sample,
                 reward=float(total) if scored else mean,
-                reward_parts=scored | ({STEPS: statistics.fmean(reward for _, reward in steps)} if steps else {}),
+                reward_terms=scored | ({STEPS: statistics.fmean(reward for _, reward in steps)} if steps else {}),
                 step_rewards=steps,
                 extra={column: values[i] for column, values in final_extras.items()},
                 is_correct=scored[rule.term] >= rule.min_value if rule and rule.term in scored else None,

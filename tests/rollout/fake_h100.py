@@ -76,7 +76,7 @@ class FakeGroup:
         return self.rank_in_group == self.world_size - 1
 
 
-def fake_cuda() -> None:
+def fake_h100() -> None:
     """Replace what torch.cuda answers in this process, for good."""
     torch.version.cuda = "13.0"
     answers = {

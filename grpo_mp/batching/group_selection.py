@@ -17,7 +17,7 @@ MIN_KEPT_SHARE = 0.1  # of launched groups, as assumed at least: bounds what one
 class GroupSelection:
     """How many of the groups launched so far for a step were selected, and why others were not."""
 
-    admitted: tuple[int, ...]  # group ids in launch order
+    selected: tuple[int, ...]  # group ids in launch order
     zero_std: int  # groups dropped as uninformative, by filter.metric
     surplus: int  # groups that were not needed
     unfinished: int  # groups that were aborted
@@ -42,18 +42,18 @@ def select_groups(
     return GroupSelection(tuple(sorted(eligible[:count])), len(zero_std), max(0, len(eligible) - count), aborted)
 
 
-def length_bias(infos: Sequence[SampleInfo], admitted: Collection[int]) -> float:
-    """Divide the mean response length of the admitted groups by that of all launched ones.
+def length_bias(infos: Sequence[SampleInfo], selected: Collection[int]) -> float:
+    """Divide the mean response length of the selected groups by that of all launched ones.
 
     Below 1: short answers were preferred. Aborted samples count with the tokens they had, so the true value is lower.
     """
-    lengths = [info.response_tokens for info in infos if info.group_id in admitted]
+    lengths = [info.response_tokens for info in infos if info.group_id in selected]
     return fmean(lengths) / fmean(info.response_tokens for info in infos) if lengths else 1.0
 
 
 def groups_to_launch(missing: int, launched: int, selection: GroupSelection, rule: FilterConfig) -> int:
     """Return how many groups to launch for the missing ones: more, the smaller the share kept so far."""
-    kept_share = (len(selection.admitted) + selection.surplus) / launched if launched else 1.0
+    kept_share = (len(selection.selected) + selection.surplus) / launched if launched else 1.0
     return math.ceil(missing * rule.oversample_factor / max(kept_share, MIN_KEPT_SHARE))
 
 
@@ -61,7 +61,7 @@ def groups_to_launch(missing: int, launched: int, selection: GroupSelection, rul
 class PromptCurriculum:
     """Steps in a row in which all samples were right, and the last step to skip; both by prompt."""
 
-    solve_streak: Mapping[int, int]
+    solved_streak: Mapping[int, int]
     skipped_until: Mapping[int, int]
 
     def is_skipped(self, prompt: int, step: int) -> bool:
@@ -75,8 +75,8 @@ class PromptCurriculum:
         all_correct: dict[int, bool] = {}
         for info in infos:
             all_correct[info.prompt] = all_correct.get(info.prompt, True) and info.is_correct is True
-        streaks = dict(self.solve_streak) | {
-            prompt: self.solve_streak.get(prompt, 0) + 1 if correct else 0 for prompt, correct in all_correct.items()
+        streaks = dict(self.solved_streak) | {
+            prompt: self.solved_streak.get(prompt, 0) + 1 if correct else 0 for prompt, correct in all_correct.items()
         }
         solved = {prompt for prompt, count in streaks.items() if count >= rule.solved_streak}
         skipped_until = {prompt: last for prompt, last in self.skipped_until.items() if last > step}

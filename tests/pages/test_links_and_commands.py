@@ -18,7 +18,7 @@ from grpo_mp.cli.main import COMMANDS, main
 from grpo_mp.config import Settings
 from grpo_mp.section import Section, section_type
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     page
     for pattern in ("*.md", "grpo_mp/**/*.md", "launch/*.md", "configs/*.md", "tests/*.md", ".github/*.md")

@@ -1,4 +1,4 @@
-"""SGLang's start on CUDA up to the first kernel: `python -m tests.rollout.rehearse < cases.json`.
+"""SGLang's start on CUDA up to the first kernel: `python -m tests.rollout.start_on_meta < cases.json`.
 
 A case is {"name": ServerArgs}. Prints {"name": {"error": ...} or facts} as the last line. SGLang is imported once; each
 case runs in a fork.
@@ -15,22 +15,22 @@ from types import SimpleNamespace
 from typing import Any
 
 from grpo_mp.rollout.engine_args import CUDA_ENVIRONMENT
-from tests.rollout.fake_cuda import cuda_on_meta, disable_other_models, fake_cuda, set_groups
+from tests.rollout.fake_h100 import cuda_on_meta, disable_other_models, fake_h100, set_groups
 
 MODELS = ("deepseek_v2", "glm4_moe", "qwen2", "qwen2_moe", "qwen3_moe", "qwen3", "llama", "mixtral")
 
 
 def main() -> None:
-    """Rehearse the cases on stdin."""
+    """Start the cases on stdin."""
     cases = json.load(sys.stdin)
     os.environ |= CUDA_ENVIRONMENT
     sys.modules["megatron"] = None  # type: ignore[assignment]  # as in an engine
-    fake_cuda()
+    fake_h100()
     disable_other_models(MODELS)
     import sglang.srt.model_loader.loader
     import sglang.srt.models.registry  # noqa: F401
 
-    print(json.dumps({name: run_in_fork(rehearse, arguments) for name, arguments in cases.items()}))
+    print(json.dumps({name: run_in_fork(start_on_meta, arguments) for name, arguments in cases.items()}))
 
 
 def run_in_fork(function: Callable[[dict[str, Any]], dict[str, Any]], case: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def run_in_fork(function: Callable[[dict[str, Any]], dict[str, Any]], case: dict
     try:
         facts: dict[str, Any] = receiver.recv()
     except EOFError:
-        facts = {"error": "the rehearsal ended without a word"}
+        facts = {"error": "the process ended without a word"}
     child.join()
     return facts
 
@@ -57,7 +57,7 @@ def _send_facts(
         connection.send({"error": f"{type(error).__name__}: {error}"})
 
 
-def rehearse(arguments: dict[str, Any]) -> dict[str, Any]:
+def start_on_meta(arguments: dict[str, Any]) -> dict[str, Any]:
     """Resolve the arguments, choose the graph backends, build rank 0's model on meta. Raises what SGLang raises."""
     from sglang.srt.runtime_context import SpawnRanks, get_exec, get_parallel, publish
     from sglang.srt.server_args import ServerArgs
