@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rollout.test_rehearsal import cuda_arguments
 
 from grpo_mp.models.families import FAMILIES, family_of
 from grpo_mp.models.hf_config import HfConfig
@@ -21,6 +20,7 @@ from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.weight_sync.plan import atoms_of, engine_readers
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.planner.jobs import settings_of
+from tests.rollout.test_start_on_meta import cuda_arguments
 
 pytestmark = pytest.mark.slow
 LAYERS = 4  # of published models: three dense ones and a mixture of the largest

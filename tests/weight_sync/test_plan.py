@@ -55,7 +55,7 @@ class Case:
     round_bytes: int = 20_000
 
     @property
-    def hosts(self) -> list[int]:
+    def host_ranks(self) -> list[int]:
         return [engine * self.parallelism.gpus for engine in range(self.engines)]
 
 

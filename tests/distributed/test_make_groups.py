@@ -1,4 +1,4 @@
-"""Parts of a job that need no engine."""
+"""Groups of the ranks of engines and nodes."""
 
 import datetime
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_mp.trainer.context import engine_groups
+from grpo_mp.distributed.process_groups import make_groups
 
 
 @pytest.fixture
@@ -21,6 +21,7 @@ def single_rank_job(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("single_rank_job")
 def test_an_engines_ranks_wait_for_each_other_as_long_as_a_phase_may_take() -> None:
-    (group,) = engine_groups((0,), 1, 1234.0)
+    group = make_groups([[0]], 1234.0)
+    assert group
     options = group._get_backend(torch.device("cpu")).options
     assert options._timeout == datetime.timedelta(seconds=1234)
