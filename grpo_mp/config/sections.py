@@ -209,7 +209,12 @@ class SyncConfig(Section):
     transport: Literal["auto", "host", "ipc"] = Field(
         "auto", description="host: shared host memory; ipc: CUDA IPC; auto: ipc on GPUs"
     )
-    bucket_bytes: int = Field(2**30, gt=0, description="bytes sent at a time; lower it if memory is short")
+    bucket_bytes: int = Field(
+        2**30,
+        gt=0,
+        description="memory of a rank for weights on their way; a quarter of it is one round of the sync. More makes "
+        "fewer rounds; lower it if memory is short",
+    )
     check_tolerance: float | None = Field(
         None, gt=0, description="allowed mean absolute logprob difference of engine and policy, in nats; null: by dtype"
     )
