@@ -1,27 +1,20 @@
-"""Save and load weights and optimizer in Megatron's torch_dist format, which any layout can load."""
+"""Save and load weights in Megatron's torch_dist format and the optimizer in pieces; any layout can load both."""
 
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mp.checkpoint.safe_metadata import restrict_unpickling
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.policy.model import PolicyModel
+from grpo_mp.policy.optimizer_state import load_optimizer_state, save_optimizer_state
 from grpo_mp.policy.policy import Policy
-from grpo_mp.policy.te_adam import as_remainders, state_dict_without_copies, stores_param_remainders
+from grpo_mp.policy.te_adam import state_dict_without_copies, stores_param_remainders
 
-# Fully reshardable: the distributed optimizer's shards are saved by parameter, not by rank.
-METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,  # gathered on the first replica only
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-}
+METADATA = {"singleton_local_shards": False}  # of the format of the weights
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
@@ -29,13 +22,14 @@ def save_policy(policy: Policy, folder: Path) -> None:
 
     Every rank must call this.
     """
-    state = _state_dict(policy, loading=False)
-    _clone_optimizer_views(state)
-    optimizer = state["optimizer"]
-    for part in (optimizer, *optimizer.values()):  # what another replica saves; Megatron would warn that ranks differ
-        if isinstance(part, dict) and "param_state" in part and part["param_state"] is None:
-            del part["param_state"]
+    state = _model_states(policy)
+    with state_dict_without_copies(policy.optimizer.chained_optimizers):
+        states = [part.state_dict() for part in policy.optimizer.chained_optimizers]
+    state["optimizer_groups"] = [group for part in states for group in part["optimizer"]["param_groups"]]
+    state["schedule"] = policy.lr_scheduler.state_dict()
+    state["main_weights"] = _main_weight_format(policy)
     dist_checkpointing.save(state, str(folder))
+    save_optimizer_state(policy, folder)
 
 
 def load_policy(policy: Policy, folder: Path) -> None:
@@ -43,7 +37,7 @@ def load_policy(policy: Policy, folder: Path) -> None:
 
     Raises UserError where the checkpoint is incomplete or belongs to another model.
     """
-    state = _read(_state_dict(policy, loading=True), folder)
+    state = _read(_model_states(policy), folder)
     saved, expected = state.get("main_weights", "whole"), _main_weight_format(policy)
     if saved != expected:
         raise UserError(
@@ -51,34 +45,25 @@ def load_policy(policy: Policy, folder: Path) -> None:
             "use_precision_aware_optimizer and store_param_remainders as they were"
         )
     _load_models(policy, state)
-    with state_dict_without_copies(policy.optimizer.chained_optimizers):
-        policy.optimizer.load_state_dict(_optimizer_states(policy, state["optimizer"]))
+    groups = _optimizer_groups(state["optimizer_groups"])
+    parts = policy.optimizer.chained_optimizers
+    with state_dict_without_copies(parts):
+        for part in parts:
+            part.load_state_dict({"optimizer": {"param_groups": groups}})
+    load_optimizer_state(policy, folder)
     policy.lr_scheduler.load_state_dict(state["schedule"])
 
 
 def save_reference(policy: Policy, folder: Path) -> None:
     """Write the reference's weights into an empty, existing folder. Every rank must call this."""
     with policy.use_reference_weights():
-        dist_checkpointing.save(_model_states(policy, dict(METADATA)), str(folder))
+        dist_checkpointing.save(_model_states(policy), str(folder))
 
 
 def load_reference(policy: Policy, folder: Path) -> None:
     """Read what `save_reference` wrote, from any layout. Every rank must call this; raises as `load_policy`."""
     with policy.use_reference_weights():
-        _load_models(policy, _read(_model_states(policy, dict(METADATA)), folder))
-
-
-def _clone_optimizer_views(state: dict[str, Any]) -> None:
-    """Replace views of gathered host buffers by copies, buffer by buffer, so that each buffer is freed.
-
-    Megatron's writer would copy all of them while the buffers still exist.
-    """
-    apply_factories(state)
-    sharded = [value for value in nested_values(state["optimizer"]) if isinstance(value, ShardedTensor)]
-    on_host = [tensor for tensor in sharded if tensor.data is not None and tensor.data.device.type == "cpu"]
-    views = [tensor for tensor in on_host if tensor.data.untyped_storage().size() != tensor.data.nbytes]
-    for tensor in sorted(views, key=lambda view: view.data.untyped_storage().data_ptr()):
-        tensor.data = tensor.data.clone()
+        _load_models(policy, _read(_model_states(policy), folder))
 
 
 def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -102,18 +87,9 @@ def _load_models(policy: Policy, state: dict[str, Any]) -> None:
         model.load_state_dict(state[name], strict=True)
 
 
-def _model_states(policy: Policy, metadata: dict[str, Any]) -> dict[str, Any]:
-    return {name: model.sharded_state_dict(metadata=metadata) for name, model in _models(policy).items()}
-
-
-def _state_dict(policy: Policy, loading: bool) -> dict[str, Any]:
+def _model_states(policy: Policy) -> dict[str, Any]:
     metadata = dict(METADATA)  # Megatron adds this layout's groups to it
-    state = _model_states(policy, metadata)
-    with state_dict_without_copies(policy.optimizer.chained_optimizers):
-        state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
-    state["schedule"] = policy.lr_scheduler.state_dict()
-    state["main_weights"] = _main_weight_format(policy)
-    return state
+    return {name: model.sharded_state_dict(metadata=metadata) for name, model in _models(policy).items()}
 
 
 def _main_weight_format(policy: Policy) -> str:
@@ -121,25 +97,10 @@ def _main_weight_format(policy: Policy) -> str:
     return "remainders" if stores_param_remainders(policy.optimizer.chained_optimizers) else "whole"
 
 
-def _optimizer_states(policy: Policy, state: dict[Any, Any]) -> dict[Any, Any]:
-    """Convert a loaded optimizer state to the chained optimizers of this layout.
+def _optimizer_groups(saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return saved param groups (steps, learning rates) for the optimizers of any layout.
 
-    Dense and expert parameters have separate optimizers only where their sharding differs, and param groups (steps,
-    learning rates) are saved as the saving layout had them. Both kinds are always at the same step, so every saved
-    group serves for either.
+    Dense and expert parameters have separate optimizers only where their sharding differs, and groups are saved as the
+    saving layout had them. Both kinds are always at the same step, so every saved group serves for either.
     """
-    count = len(policy.optimizer.chained_optimizers)
-    parts = [state, *(state[key] for key in sorted(key for key in state if isinstance(key, int)))]
-    saved = [group for part in parts if "optimizer" in part for group in part["optimizer"]["param_groups"]]
-    groups = [group | {"is_expert_parallel": expert} for group in saved for expert in (False, True)]
-    remainders = _main_weight_format(policy) == "remainders"
-
-    def convert(part: dict[Any, Any]) -> dict[str, Any]:
-        param_state = part["param_state"]
-        return {
-            "optimizer": {"param_groups": groups},
-            "param_state": as_remainders(param_state) if remainders else param_state,
-            "param_state_sharding_type": METADATA["distrib_optim_sharding_type"],
-        }
-
-    return convert(state) if count == 1 else {index: convert(state[index]) for index in range(count)}
+    return [group | {"is_expert_parallel": expert} for group in saved for expert in (False, True)]

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-MAIN_PARAM = "param"  # Megatron's name of a main weight in checkpoints
-
 
 def init_state(part: MegatronOptimizer) -> None:
     """Create moments and main weights now, so that they can be saved before the first update."""
@@ -59,14 +57,6 @@ def stores_param_remainders(parts: list[MegatronOptimizer]) -> bool:
         for group in part.optimizer.param_groups
         for param in group["params"]
     )
-
-
-def as_remainders(param_state: dict[int, dict[str, torch.Tensor]]) -> dict[int, dict[str, torch.Tensor]]:
-    """Convert main weights back to int16: a checkpoint stores all state in float32, which holds them exactly."""
-    return {
-        number: {name: value.to(torch.int16) if name == MAIN_PARAM else value for name, value in state.items()}
-        for number, state in param_state.items()
-    }
 
 
 def _stores_remainder(adam: Any, param: torch.Tensor) -> bool:

@@ -106,10 +106,12 @@ def test_a_run_does_not_resume_from_a_changed_checkpoint(model: Path, tmp_path: 
     write_manifest(step, TrainState(step=20), own_checksums(step, 0, 1))
     assert "policy/.metadata" in json.loads((step / "manifest.json").read_text())["files"]
     start_policy(model, tmp_path / "run")
-    file = largest_file(step, "*.distcp")
-    flip_bit(file, file.stat().st_size // 2)
     hint = "or rename step_000020 to resume from the one before"
-    with pytest.raises(UserError, match=f"{file} {DIFFERS}, {hint}$"):
-        start_policy(model, tmp_path / "run")
+    for file in (largest_file(step / "policy" / "optimizer", "*.distcp"), next((step / "policy").glob("*.distcp"))):
+        flip_bit(file, file.stat().st_size // 2)
+        with pytest.raises(UserError, match=f"{file} {DIFFERS}, {hint}$"):
+            start_policy(model, tmp_path / "run")
+        if file.parent.name == "optimizer":
+            flip_bit(file, file.stat().st_size // 2)
     with pytest.raises(UserError, match=f"{file} {DIFFERS}"):
         to_hf(step, tmp_path / "back", model, False, no_progress)

@@ -5,9 +5,7 @@ import sys
 from typing import Any
 
 import pytest
-import torch
 
-from grpo_mp.policy.te_adam import as_remainders
 from tests.policy.te_stub import last_json_line, te_wheel
 
 STATE_DTYPES = {
@@ -42,11 +40,3 @@ def test_other_main_weight_format_is_an_error(round_trips: dict[str, Any]) -> No
         "the checkpoint holds main weights as remainders, training.megatron_args asks for whole"
         in round_trips["refused"]
     )
-
-
-def test_remainders_are_restored_from_float32() -> None:
-    values = torch.arange(-(2**15), 2**15).to(torch.int16)
-    saved: dict[int, dict[str, Any]] = {0: {"param": values.float(), "exp_avg": torch.ones(2)}}
-    loaded = as_remainders(saved)
-    assert torch.equal(loaded[0]["param"], values)
-    assert loaded[0]["exp_avg"].dtype == torch.float32
