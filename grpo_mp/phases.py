@@ -44,5 +44,5 @@ class Phase(StrEnum):
     SYNC = "SYNC", "new weights go to the engines", Residency(policy_weights=True, engine_weights=True), True
     # The engine computes logprobs to be compared; the policy's were computed while its weights were there.
     CHECK = "CHECK", "the engines' logprobs are compared with the policy's", GENERATION, True
-    SAVE = "SAVE", "a checkpoint is written", Residency(policy_weights=True, optimizer=True), False
+    SAVE = "SAVE", "a checkpoint is written", Residency(policy_weights=True), False
     EVAL = "EVAL", "held-out prompts are answered", GENERATION, False

@@ -34,7 +34,11 @@ class BytesPerParameter:
     fp32_gradients: int = 0  # copied for an update, of the rank's shard
     host_optimizer: int = 0  # kept and updated on the host
     host_copies: int = 0  # of weights (and gradients) kept on the host
-    fp32_moments: int = 0  # of one parameter at a time, copied on the device while they are saved
+
+    @property
+    def saved(self) -> int:
+        """Return the bytes of a parameter in a checkpoint: nothing is widened."""
+        return self.weights + self.optimizer + self.host_optimizer
 
 
 def bytes_per_parameter(dtype: str, megatron_args: Mapping[str, Any]) -> BytesPerParameter:
@@ -56,7 +60,6 @@ def bytes_per_parameter(dtype: str, megatron_args: Mapping[str, Any]) -> BytesPe
         optimizer=main_weight + sum(moment_bytes) if precision_aware else 12,
         fp32_gradients=0 if reduce_in_fp32 or precision_aware else 4,  # Megatron hands Adam float32 gradients
         host_copies=2,
-        fp32_moments=4 * sum(size < 4 for size in moment_bytes) if precision_aware else 0,
     )
 
 

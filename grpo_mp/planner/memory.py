@@ -100,7 +100,6 @@ RESIDENT = {
     **{SubPhase[phase.name]: phase.resident for phase in Phase if phase.name in SubPhase.__members__},
 }
 ALL_RESIDENT = Residency(True, True, True, True, True)
-CHECKPOINT_BYTES = 12  # per parameter: main weight and two moments, in float32 whatever the optimizer keeps
 
 
 @dataclass(frozen=True)
@@ -157,8 +156,6 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
     if sub_phase is SubPhase.OPTIMIZER:
         count = job.parameter_counts[stage]
         return {"float32 gradients": job.sharded_parameters(count) * per_parameter.fp32_gradients}
-    if sub_phase is SubPhase.SAVE:
-        return {"moments in float32": largest_tensor * per_parameter.fp32_moments}
     if sub_phase is SubPhase.SYNC:
         vocabulary = job.model.vocab_size * job.model.hidden_size * per_parameter.weights  # an engine loads it at once
         return {"sync rounds": max(job.settings.sync.bucket_bytes, ROUNDS_IN_MEMORY * vocabulary)}
@@ -198,30 +195,23 @@ def _rank_host_memory(
         "weights": count.total * per_parameter.host_copies,
         "reference": count.total * per_parameter.weights * job.has_reference,
         "optimizer": sharded * per_parameter.host_optimizer,
-        "checkpoint": _checkpoint_host_bytes(job, sub_phase, count, written),
+        "checkpoint": _checkpoint_host_bytes(job, sub_phase, written),
     }
     if sub_phase in (SubPhase.START, SubPhase.LOAD):
         sizes["weights"] = 0.0
-    elif sub_phase is not SubPhase.SAVE:  # the pinned copy stays while the optimizer is on the device
+    else:  # the pinned copy stays while the optimizer is on the device
         sizes["optimizer"] += sharded * per_parameter.optimizer * job.settings.model.offloads
     if sub_phase is SubPhase.OFFLOAD:
         sizes["weights"] += count.total * per_parameter.weights * job.settings.model.offloads
     return sizes
 
 
-def _checkpoint_host_bytes(
-    job: PlannedJob, sub_phase: SubPhase, count: ParameterCount, written: ParameterCount
-) -> float:
-    """Return float32 main weights and moments: of every rank that resumes, of the first replica that saves.
+def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase, written: ParameterCount) -> float:
+    """Return what a save or load holds beside the state: the weights that are written, and one piece of the optimizer.
 
-    Without gradient buckets (overlap_grad_reduce) one gather moves everything at once; then weights and moments become
-    separate tensors one after the other, and the weights are copied to be written. What is read is for a moment there
-    as the file's bytes and as a tensor.
+    A piece that is read is for a moment there as the file's bytes and as a tensor.
     """
-    if sub_phase is SubPhase.LOAD:
-        return count.total * CHECKPOINT_BYTES + 2 * 4 * _largest_tensor(job.model, job.settings.layout.tensor)
-    if sub_phase is not SubPhase.SAVE:
+    if sub_phase not in (SubPhase.SAVE, SubPhase.LOAD):
         return 0.0
-    bucketed = job.settings.training.megatron_args.get("overlap_grad_reduce", False)
-    gather = 0.0 if bucketed else job.sharded_parameters(count) * CHECKPOINT_BYTES + written.total * 8
-    return written.total * CHECKPOINT_BYTES + max(gather, written.total * max(4, job.per_parameter.weights))
+    pieces = 2 * 4 * _largest_tensor(job.model, job.settings.layout.tensor)
+    return pieces + (written.total * job.per_parameter.weights if sub_phase is SubPhase.SAVE else 0.0)

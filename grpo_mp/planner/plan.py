@@ -7,7 +7,7 @@ from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.phases import GIB
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.memory import CHECKPOINT_BYTES, BytesByKind, MemoryPlan, SubPhase, plan_memory, total_bytes
+from grpo_mp.planner.memory import BytesByKind, MemoryPlan, SubPhase, plan_memory, total_bytes
 from grpo_mp.planner.resource_use import (
     GenerationPlan,
     ResourceUse,
@@ -84,7 +84,7 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
     all_parameters = sum(count.dense for count in job.parameter_counts) * layout.tensor
     all_parameters += sum(count.expert for count in job.parameter_counts) * layout.expert * layout.expert_tensor
     # Written, then read for its checksums.
-    saved = 2 * all_parameters * (CHECKPOINT_BYTES + per_parameter.weights)
+    saved = 2 * all_parameters * per_parameter.saved
     return {
         SubPhase.START: ResourceUse(),  # engines read no weights
         SubPhase.LOAD: ResourceUse(disk_bytes=count.total * 2 * job.gpus_per_node, host_link_bytes=count.total * 2),
@@ -94,7 +94,7 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
         SubPhase.TRAIN: train_use(job),
         SubPhase.OPTIMIZER: optimizer_use(job, stage),
         SubPhase.OFFLOAD: ResourceUse(host_link_bytes=weights + state),
-        SubPhase.SAVE: ResourceUse(disk_bytes=saved / job.nodes, host_copy_bytes=sharded * CHECKPOINT_BYTES),
+        SubPhase.SAVE: ResourceUse(disk_bytes=saved / job.nodes, host_copy_bytes=sharded * per_parameter.saved),
     }
 
 

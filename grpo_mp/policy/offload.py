@@ -19,10 +19,6 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
 
-    def release(self) -> None:
-        """Free the memory; the next offload allocates it again. Call it only while the state is on the device."""
-        self._buffers.clear()
-
     def move(self, name: tuple[str, int], value: torch.Tensor, to: torch.device) -> torch.Tensor:
         """Return the tensor on device `to`; the copy may still be running."""
         if to.type != "cpu":
@@ -94,7 +90,6 @@ class PolicyOffloader:
         """Take the policy, and how long to wait for device memory that another process is about to free."""
         self._policy, self._limit_s = policy, limit_s
         self._offloaded_bytes: dict[str, int] = {}  # part -> bytes it will need again
-        self._onloaded = {"policy_weights", "gradients", "optimizer"}
         self._host_buffers = [HostBuffers() for _ in policy.optimizer.chained_optimizers]
 
     def weights(self, onload: bool) -> None:
@@ -125,13 +120,7 @@ class PolicyOffloader:
             self._wait_for_memory(part)
         {"policy_weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}[part](onload)
         platform.synchronize()
-        if onload:
-            self._onloaded.add(part)
-            if part == "optimizer" and "gradients" not in self._onloaded:  # to be saved, which needs host memory
-                for buffers in self._host_buffers:
-                    buffers.release()
-        else:
-            self._onloaded.discard(part)
+        if not onload:
             platform.free_device_memory()
             self._offloaded_bytes[part] = max(0, platform.free_device_bytes() - free_before)
 

@@ -53,8 +53,7 @@ def test_bytes_per_parameter() -> None:
         return bytes_per_parameter(dtype, megatron)
 
     assert bytes_kept({}) == BytesPerParameter(2, 4, 12, host_copies=2)
-    assert bytes_kept(PRECISION_AWARE).fp32_moments == 4 + 4
-    assert bytes_kept(PRECISION_AWARE | {"exp_avg_dtype": "float32"}).fp32_moments == 4
+    assert bytes_kept(PRECISION_AWARE).saved == 8
     assert bytes_kept(PRECISION_AWARE).optimizer == 2 + 2 + 2
     assert bytes_kept(PRECISION_AWARE | {"store_param_remainders": False}).optimizer == 4 + 2 + 2
     assert bytes_kept({"use_precision_aware_optimizer": True}).optimizer == 2 + 4 + 4
@@ -74,16 +73,6 @@ def test_residency_by_phase() -> None:
 def test_float32_policy_and_engine_stay_on_the_device() -> None:
     (device,) = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, model={"dtype": "float32"})).device
     assert {"weights", "optimizer", "engine weights", "KV cache"} <= device[SubPhase.TRAIN].keys()
-
-
-def test_gradient_buckets_save_the_host_a_gather() -> None:
-    def saving(overlap: bool) -> float:
-        megatron = PRECISION_AWARE | {"overlap_grad_reduce": overlap}
-        job = job_of("qwen2.5-7b", "h100-80", 1, training={"megatron_args": megatron})
-        return plan_memory(job).host[SubPhase.SAVE]["checkpoint"]
-
-    assert saving(True) == QWEN * 16
-    assert saving(False) == QWEN * (12 * 2 + 8)  # one rank has all of it, eight have an eighth of what they send
 
 
 def test_output_head_holds_logits_chunks_and_its_gradient() -> None:
@@ -107,21 +96,18 @@ def test_watched_reference_costs_its_share_of_a_forward_pass() -> None:
     assert watched.host_link_bytes == full.host_link_bytes > 0
 
 
-def test_pinned_optimizer_copy_leaves_the_host_only_for_checkpoints() -> None:
+def test_pinned_optimizer_copy_is_on_the_host_from_the_first_step_on() -> None:
     host = plan_memory(job_of("qwen2.5-7b", "h100-80", 1)).host
     optimizer = {sub_phase: host[sub_phase].get("optimizer", 0) for sub_phase in SubPhase}
-    assert {sub_phase for sub_phase, size in optimizer.items() if size != QWEN * 12} == {
-        SubPhase.START,
-        SubPhase.LOAD,
-        SubPhase.SAVE,
-    }
+    assert {sub_phase for sub_phase, size in optimizer.items() if size != QWEN * 12} == {SubPhase.START, SubPhase.LOAD}
 
 
-def test_saving_casts_the_moments_of_one_parameter_at_a_time() -> None:
+def test_a_save_needs_the_written_weights_and_one_piece() -> None:
     job = job_of("qwen2.5-7b", "h100-80", 1, training={"megatron_args": PRECISION_AWARE})
-    (device,) = plan_memory(job).device
-    assert device[SubPhase.SAVE]["moments in float32"] == 152064 * 3584 * 8
-    assert device[SubPhase.SAVE]["optimizer"] == QWEN * 6 / 8
+    memory = plan_memory(job)
+    assert memory.host[SubPhase.SAVE]["checkpoint"] == QWEN * 2 + 8 * 2 * 4 * 152064 * 3584
+    assert "optimizer" not in memory.device[0][SubPhase.SAVE]
+    assert job.per_parameter.saved == 8
 
 
 def test_moe_671b_leaves_device_headroom() -> None:

@@ -5,7 +5,7 @@ from typing import cast
 
 import torch
 
-from grpo_mp.policy.offload import HostBuffers, PolicyOffloader, device_items, move_optimizer
+from grpo_mp.policy.offload import HostBuffers, device_items, move_optimizer
 from grpo_mp.policy.policy import Policy
 
 
@@ -38,25 +38,6 @@ def test_main_weights_are_moved_and_host_buffers_reused() -> None:
     again = buffers.move(("parameter", 0), (main + 1).as_subclass(Device), host)
     assert again.data_ptr() == offloaded[0].data_ptr()
     assert torch.equal(again, torch.arange(4.0) + 1)
-    buffers.release()
-    assert buffers.move(("parameter", 0), main, host).data_ptr() != offloaded[0].data_ptr()
-
-
-def test_host_buffers_are_released_only_before_a_checkpoint() -> None:
-    policy = SimpleNamespace(
-        optimizer=SimpleNamespace(chained_optimizers=[SimpleNamespace()]), chunks=[], parallel=SimpleNamespace(rank=0)
-    )
-    offloader = PolicyOffloader(cast(Policy, policy), limit_s=1.0)
-    (buffers,) = offloader._host_buffers
-    calls: list[str] = []
-    buffers.release = lambda: calls.append("released")  # type: ignore[method-assign]
-    offloader.optimizer = lambda onload: None  # type: ignore[method-assign]
-    for phase in ("train", "save"):
-        for part in ("gradients", "optimizer"):
-            offloader.move(part, onload=False)
-        for part in ("gradients", "optimizer") if phase == "train" else ("optimizer",):
-            offloader.move(part, onload=True)
-        assert calls == ([] if phase == "train" else ["released"])
 
 
 def test_device_items_count_shared_storage_once() -> None:

@@ -45,7 +45,7 @@ def test_offloads_run_before_onloads_and_before_the_body(monitors: Monitors) -> 
         "+gradients +optimizer TRAIN "
         "-gradients -optimizer +engine_weights SYNC "
         "-policy_weights +engine_cache GENERATE "
-        "-engine_weights -engine_cache +policy_weights +optimizer SAVE"
+        "-engine_weights -engine_cache +policy_weights SAVE"
     )
 
 
