@@ -158,7 +158,8 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         return {"float32 gradients": job.sharded_parameters(count) * per_parameter.fp32_gradients}
     if sub_phase is SubPhase.SYNC:
         vocabulary = job.model.vocab_size * job.model.hidden_size * per_parameter.weights  # an engine loads it at once
-        return {"sync rounds": max(job.settings.sync.bucket_bytes, ROUNDS_IN_MEMORY * vocabulary)}
+        largest_round = max(job.settings.sync.bucket_bytes / ROUNDS_IN_MEMORY, vocabulary)
+        return {"sync rounds": largest_round * (ROUNDS_IN_MEMORY if job.world_size > 1 else 1)}  # one shares, no more
     return {}
 
 
@@ -207,11 +208,12 @@ def _rank_host_memory(
 
 
 def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase, written: ParameterCount) -> float:
-    """Return what a save or load holds beside the state: the weights that are written, and one piece of the optimizer.
+    """Return what a save or load holds beside the state: weights copied from the device, one piece of the optimizer.
 
     A piece that is read is for a moment there as the file's bytes and as a tensor.
     """
     if sub_phase not in (SubPhase.SAVE, SubPhase.LOAD):
         return 0.0
     pieces = 2 * 4 * _largest_tensor(job.model, job.settings.layout.tensor)
-    return pieces + (written.total * job.per_parameter.weights if sub_phase is SubPhase.SAVE else 0.0)
+    copied = sub_phase is SubPhase.SAVE and job.settings.model.offloads
+    return pieces + written.total * job.per_parameter.weights * copied
