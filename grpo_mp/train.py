@@ -3,12 +3,13 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
 
 from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
-from grpo_mp.checkpoint.run_state import FINAL, latest_checkpoint
+from grpo_mp.checkpoint.run_state import EXPORTS, FINAL, latest_checkpoint
 from grpo_mp.config import Settings
 from grpo_mp.monitor.loggers import open_loggers
 from grpo_mp.monitor.samples import drop_samples
@@ -61,6 +62,8 @@ def train(ctx: TrainContext) -> None:
         if is_due(step, run.save_every, run.steps):
             save(ctx)
             saved_step = step
+        if run.export_every and step % run.export_every == 0:
+            export(ctx, run.folder / EXPORTS / f"step_{step:06d}")
     logger.close()
     if saved_step < ctx.state.step:
         save(ctx)
@@ -142,6 +145,13 @@ def save(ctx: TrainContext) -> None:
         save_checkpoint(ctx.settings.run, ctx.policy, ctx.state)
 
 
+def export(ctx: TrainContext, folder: Path) -> None:
+    """Write the policy as a Hugging Face folder."""
+    run, model, sync = ctx.settings.run, ctx.settings.model, ctx.settings.sync
+    with ctx.phases.phase(Phase.SAVE, "export"):
+        export_policy(ctx.policy, folder, model.path, sync.bucket_bytes, run.export_fp8)
+
+
 def is_due(step: int, every: int, last: int) -> bool:
     """Return whether `step` is the last, or one of those that come `every` steps (0: never)."""
     return step == last or (every > 0 and step % every == 0)
@@ -154,8 +164,7 @@ def finish(ctx: TrainContext, first: Evaluation, last: Evaluation) -> None:
         ctx.progress.note(f"stopped after step {ctx.state.step}: run the same command to resume")
         return
     if settings.run.export:
-        with ctx.phases.phase(Phase.SAVE, "export"):
-            export_policy(ctx.policy, settings.run.folder / FINAL, settings.model.path, settings.sync.bucket_bytes)
+        export(ctx, settings.run.folder / FINAL)
     if ctx.parallel.rank == 0:
         merge_traces(settings.run.folder)
         pairs = answer_pairs(ctx.inputs.evals.values(), first, last)

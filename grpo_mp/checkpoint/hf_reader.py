@@ -197,11 +197,12 @@ def open_non_policy_tensors(folder: Path, verify: bool = False) -> HfReader | No
     return HfReader(folder, files=files, verify=verify) if files else None
 
 
-def read_non_policy_tensors(folder: Path, hf: HfConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and values, FP8 dequantized, one at a time."""
+def read_non_policy_tensors(folder: Path, hf: HfConfig, fp8: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and values one at a time; what is stored in FP8 as it is, with its scales, or dequantized."""
     reader = open_non_policy_tensors(folder)
     if reader is None:
         return
     with reader:
-        for name in sorted(name for name in reader.names if is_non_policy_tensor(name, hf)):
-            yield name, reader.read(name)
+        names = reader.stored_names if fp8 else reader.names
+        for name in sorted(name for name in names if is_non_policy_tensor(name, hf)):
+            yield name, reader.read_stored(name) if fp8 else reader.read(name)

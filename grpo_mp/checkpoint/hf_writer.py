@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +15,73 @@ from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
 from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import BLOCK
 
+SHARD_BYTES = 4 * 2**30
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".incomplete")
 CHECKPOINT_FILES = (".metadata", "metadata.json", "common.pt", "manifest.json", CONVERSION_RECORD)
 QUANTIZATION_CONFIG = "quantization_config"
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 
+@dataclass(frozen=True)
+class Shard:
+    """One file of weights that is not yet numbered: its tensors' names and their bytes."""
+
+    file: str
+    names: tuple[str, ...]
+    nbytes: int
+
+
 def write_hf(
-    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], like: Path, shard_bytes: int = 4 * 2**30
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], like: Path, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write tensors as numbered shards with an index; everything but weights is copied from `like`.
 
     The folder appears under its name only when it is complete.
     """
-    incomplete = folder.with_name(folder.name + ".incomplete")
+    begin_hf(folder)
+    complete_hf(folder, write_shards(folder, tensors, 0, shard_bytes), like)
+
+
+def begin_hf(folder: Path) -> None:
+    """Make the folder that shards are written to until they are complete."""
+    incomplete = _incomplete(folder)
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
-    shards: list[tuple[str, ...]] = []  # names of the tensors of each
-    total_bytes = 0
-    for shard in _split_by_bytes(tensors, shard_bytes):
-        save_file(shard, incomplete / f"shard-{len(shards)}", metadata={"format": "pt"})
-        shards.append(tuple(shard))
-        total_bytes += sum(tensor.nbytes for tensor in shard.values())
-        shard.clear()  # free its memory before the next one is collected
+
+
+def write_shards(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], writer: int, shard_bytes: int = SHARD_BYTES
+) -> list[Shard]:
+    """Write one writer's tensors; several may write at the same time."""
+    shards: list[Shard] = []
+    for tensors_by_name in _split_by_bytes(tensors, shard_bytes):
+        file = f"shard-{writer}-{len(shards)}"
+        save_file(tensors_by_name, _incomplete(folder) / file, metadata={"format": "pt"})
+        shards.append(Shard(file, tuple(tensors_by_name), sum(tensor.nbytes for tensor in tensors_by_name.values())))
+        tensors_by_name.clear()  # free its memory before the next one is collected
+    return shards
+
+
+def complete_hf(folder: Path, shards: Sequence[Shard], like: Path, fp8: bool = False) -> None:
+    """Give the shards of all writers their numbers, write the index, and copy everything else from `like`.
+
+    The folder then appears under its name.
+    """
+    incomplete = _incomplete(folder)
     weight_map: dict[str, str] = {}
-    for index, names in enumerate(shards):
+    for index, shard in enumerate(shards):
         file = shard_name(index + 1, len(shards))
-        (incomplete / f"shard-{index}").rename(incomplete / file)
-        weight_map |= dict.fromkeys(names, file)
+        (incomplete / shard.file).rename(incomplete / file)
+        weight_map |= dict.fromkeys(shard.names, file)
     if len(shards) != 1:
-        write_index(incomplete, weight_map, total_bytes)
-    copy_aux_files(like, incomplete)
+        write_index(incomplete, weight_map, sum(shard.nbytes for shard in shards))
+    copy_aux_files(like, incomplete, fp8)
     shutil.rmtree(folder, ignore_errors=True)
     incomplete.rename(folder)
+
+
+def _incomplete(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".incomplete")
 
 
 def shard_name(number: int, count: int) -> str:

@@ -20,8 +20,21 @@ from grpo_mp.files import write_atomically, write_json
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
 # Settings that may change between two attempts of a run.
-CHANGEABLE = {f"run.{name}" for name in ("steps", "save_every", "eval_every", "resume", "keep_checkpoints", "export")}
+CHANGEABLE = {
+    f"run.{name}"
+    for name in (
+        "steps",
+        "save_every",
+        "eval_every",
+        "resume",
+        "keep_checkpoints",
+        "export",
+        "export_every",
+        "export_fp8",
+    )
+}
 FINAL = "final"  # the exported Hugging Face folder
+EXPORTS = "exports"  # those that are written while the run goes on
 STEP = re.compile(r"step_([0-9]{6,})")  # other names are copies that users made
 DISTCP_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")  # the number is the rank that wrote the file
 # Names of the state in manifests of older versions.

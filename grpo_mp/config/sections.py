@@ -26,6 +26,10 @@ class RunConfig(Section):
         "auto", description="auto: resume from the newest checkpoint of the folder; never: refuse a folder that has one"
     )
     export: bool = Field(True, description="write a Hugging Face folder, final/, at the end")
+    export_every: int = Field(
+        0, ge=0, description="steps between Hugging Face folders, exports/step_N, while the run goes on; 0: none"
+    )
+    export_fp8: bool = Field(False, description="write exported matrices in blockwise FP8, as DeepSeek releases them")
 
 
 class ModelConfig(Section):

@@ -1,12 +1,14 @@
 """Save checkpoints and the final Hugging Face folder."""
 
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from grpo_mp.checkpoint.hf_reader import read_non_policy_tensors
-from grpo_mp.checkpoint.hf_writer import write_hf
+from grpo_mp.checkpoint.hf_writer import begin_hf, complete_hf, write_shards
 from grpo_mp.checkpoint.manifest import Files
 from grpo_mp.checkpoint.run_state import (
     TrainState,
@@ -17,8 +19,10 @@ from grpo_mp.checkpoint.run_state import (
     write_manifest,
 )
 from grpo_mp.config.sections import RunConfig
+from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.policy.checkpoint import save_policy, save_reference
 from grpo_mp.policy.policy import Policy
+from grpo_mp.weight_sync.plan import Atom, atoms_of
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import plan_rounds
 from grpo_mp.weight_sync.wire import WireFormat
@@ -48,20 +52,35 @@ def save_checkpoint(run: RunConfig, policy: Policy, state: TrainState) -> None:
         prune_checkpoints(run.folder, run.keep_checkpoints)
 
 
-def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int) -> None:
+def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int, fp8: bool = False) -> None:
     """Write a policy as a Hugging Face folder: config, tokenizer, template and what is no part of the policy
-    (multi-token prediction) from `like`, new weights.
+    (multi-token prediction) from `like`, new weights, as blockwise FP8 with `fp8`.
 
-    Every rank must call this; the first writes, a bucket at a time.
+    Every rank must call this, and writes its share.
     """
-    parallel = policy.parallel
-    wire = WireFormat(policy.params, policy.tp_sizes(), policy.config.params_dtype)
-    rounds = plan_rounds(wire, policy.local_shards(), lambda _: (0,), bucket_bytes, parallel)
+    parallel, group = policy.parallel, policy.parallel.cpu_group
+    wire = WireFormat(policy.params, policy.tp_sizes(), policy.config.params_dtype, fp8)
+    rounds = plan_rounds(wire, policy.local_shards(), export_writers(wire, parallel.world_size), bucket_bytes, parallel)
     resharder = Resharder(rounds, wire, policy.tensors)
-    tensors = ((name, tensor.to("cpu", copy=True)) for round_ in rounds for name, tensor in resharder.stage(round_))
+    tensors: Iterable[tuple[str, Tensor]] = (
+        (name, tensor.to("cpu", copy=True)) for round_ in rounds for name, tensor in resharder.stage(round_)
+    )
     if parallel.rank == 0:
-        write_hf(folder, chain(tensors, read_non_policy_tensors(like, policy.hf)), like=like)
-    else:
-        for _ in tensors:  # this rank's shards travel as the first rank asks for them
-            raise AssertionError("only the first rank receives tensors")
-    dist.barrier(group=parallel.cpu_group)
+        begin_hf(folder)
+        tensors = chain(tensors, read_non_policy_tensors(like, policy.hf, fp8))
+    dist.barrier(group=group)
+    shards = all_gather(write_shards(folder, tensors, parallel.rank), group)
+    if parallel.rank == 0:
+        complete_hf(folder, list(chain.from_iterable(shards)), like, fp8)
+    dist.barrier(group=group)
+
+
+def export_writers(wire: WireFormat, world_size: int) -> Callable[[Atom], tuple[int, ...]]:
+    """Return which rank writes an atom, so that all write about as many bytes."""
+    written = [0] * world_size
+    writers: dict[Atom, tuple[int, ...]] = {}
+    for atom in atoms_of(wire.params):
+        rank = written.index(min(written))
+        written[rank] += sum(map(wire.sizes.staged, atom.names))
+        writers[atom] = (rank,)
+    return writers.__getitem__

@@ -22,12 +22,15 @@ from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel, context_reduction
 from grpo_mp.distributed.shards import shard_holders
+from grpo_mp.models.fp8 import SCALE, quantize
+from grpo_mp.models.mapping import Param
 from grpo_mp.planner.pipeline_layout import layers_of_stages
 from grpo_mp.policy.checkpoint import load_policy, save_policy
 from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.policy.shared_prompt_attention import packed_sequences
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import reduce_report
+from grpo_mp.trainer.save import export_policy
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from grpo_mp.weight_sync.engine_check import sequence_logprobs
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, RankRound, atoms_of, plan_sync
@@ -87,7 +90,38 @@ class Bench:
 
 def export(bench: Bench) -> Result:
     """Names of exported tensors, and of those that are not bit for bit in the folder the policy was read from."""
-    return {name: _export(bench, targets) for name, targets in (("first", (0,)), ("all", tuple(_ranks(bench))))}
+    targets = {"first": (0,), "all": tuple(_ranks(bench))}
+    return {name: _export(bench, ranks) for name, ranks in targets.items()} | {"folders": _exported_folders(bench)}
+
+
+def _exported_folders(bench: Bench) -> list[str]:
+    """Names of tensors that folders written by all ranks hold otherwise than the model's; the first rank's answer."""
+    wrong = []
+    for fp8 in (False, True):
+        folder = bench.checkpoints / f"{bench.case.name}_export_{fp8}"
+        export_policy(bench.policy, folder, bench.settings.model.path, bench.settings.sync.bucket_bytes, fp8)
+        if bench.parallel.rank == 0:
+            wrong += compare_folders(folder, bench.settings.model.path, fp8, bench.policy.params)
+    return wrong
+
+
+def compare_folders(folder: Path, model: Path, fp8: bool, params: Mapping[str, Param]) -> list[str]:
+    quantized = {name for param in params.values() if param.is_projection for name in param.hf} if fp8 else set()
+    with HfReader(folder) as written, HfReader(model) as source:
+        expected = {}
+        for name in source.stored_names:
+            expected[name] = source.read(name)
+            if name in quantized:
+                expected[name], expected[name + SCALE] = quantize(expected[name])
+        if written.stored_names != expected.keys():
+            return ["other names"]
+        stored = {name: written.read_stored(name) for name in expected}
+        return [
+            name
+            for name, tensor in expected.items()
+            if tensor.dtype != stored[name].dtype
+            or not torch.equal(tensor.view(torch.uint8), stored[name].view(torch.uint8))
+        ]
 
 
 def _ranks(bench: Bench) -> range:

@@ -18,3 +18,4 @@ def test_every_tensor_arrives_once_and_bit_for_bit(case: Case, outcomes: Outcome
         assert exported["rounds"] > 4
         assert exported["planned"]
         assert exported["forwarded"]
+    assert ranks[0]["folders"] == []
