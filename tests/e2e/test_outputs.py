@@ -165,6 +165,16 @@ def test_training_has_changed_the_weights(run: Path, tiny_run: TinyRun) -> None:
     assert sum(not torch.equal(before[name], after[name]) for name in before) > len(before) / 2
 
 
+def test_folders_are_exported_while_the_run_goes_on(run: Path) -> None:
+    assert sorted(folder.name for folder in (run / "exports").iterdir()) == ["step_000002", "step_000004"]
+    last, final = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        for folder in (run / "exports" / "step_000004", run / "final")
+    )
+    assert last.keys() == final.keys()
+    assert all(torch.equal(last[name], final[name]) for name in final)
+
+
 def test_the_final_folder_has_the_tokenizer(run: Path, tiny_run: TinyRun) -> None:
     chat = [{"role": "user", "content": "Tom has 3 apples."}]
     first, last = (AutoTokenizer.from_pretrained(folder) for folder in (tiny_run.model, run / "final"))
