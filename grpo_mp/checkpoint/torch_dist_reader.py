@@ -14,14 +14,14 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from grpo_mp.checkpoint.describe import TORCH_DIST, is_torch_dist
+from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER, TORCH_DIST, is_torch_dist
 from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.checkpoint.run_state import MANIFEST, checkpoint_checksums, read_manifest
 from grpo_mp.checkpoint.safe_metadata import SafeReader
 from grpo_mp.checkpoint.torch_dist import LAYER, CheckpointSlot, sharded_tensor
 from grpo_mp.errors import UserError
 
-OPTIMIZER = "optimizer."
+OPTIMIZER = "optimizer."  # keys of the optimizer in checkpoints of Megatron itself
 
 
 def read_into(file: Path, start: int, length: int, out: Tensor) -> bool:
@@ -164,7 +164,7 @@ def describe_torch_dist(folder: Path) -> dict[str, str]:
     tensors = reader.tensors()
     files = [file for file in reader.folder.rglob("*") if file.is_file()]
     dtypes = sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors.values()})
-    optimizer = any(key.startswith(OPTIMIZER) for key in reader.metadata.state_dict_metadata)
+    optimizer = (reader.folder / OPTIMIZER_FOLDER / TORCH_DIST).is_file()
     step = str(read_manifest(folder).step) if (folder / MANIFEST).is_file() else "not a step of a run"
     return {
         "format": "Megatron torch_dist" + (", with optimizer" if optimizer else ", weights only"),

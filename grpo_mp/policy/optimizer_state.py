@@ -36,12 +36,12 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
 from grpo_mp.checkpoint.safe_metadata import SafeReader
 from grpo_mp.errors import UserError
 from grpo_mp.models.chunks import chunks_of
 from grpo_mp.policy.policy import Policy
 
-FOLDER = "optimizer"  # in that of the weights
 MAIN_PARAM = "main_param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -69,7 +69,7 @@ class StateChunk:
 
 def save_optimizer_state(policy: Policy, folder: Path) -> None:
     """Write all state of the optimizer below an existing folder. Every rank must call this."""
-    writer = dcp.FileSystemWriter(folder / FOLDER)
+    writer = dcp.FileSystemWriter(folder / OPTIMIZER_FOLDER)
     group = policy.parallel.cpu_group
     dcp.save({}, storage_writer=writer, planner=_ChunkSavePlanner(list(state_chunks(policy))), process_group=group)
 
@@ -77,7 +77,7 @@ def save_optimizer_state(policy: Policy, folder: Path) -> None:
 def load_optimizer_state(policy: Policy, folder: Path) -> None:
     """Read this rank's state from what any layout saved. Raises UserError where a part of it is missing."""
     planner = _ChunkLoadPlanner(list(state_chunks(policy)), folder)
-    dcp.load({}, storage_reader=SafeReader(folder / FOLDER), planner=planner, no_dist=True)
+    dcp.load({}, storage_reader=SafeReader(folder / OPTIMIZER_FOLDER), planner=planner, no_dist=True)
 
 
 def state_chunks(policy: Policy) -> Iterator[StateChunk]:
