@@ -14,6 +14,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 
 TORCH_DIST = ".metadata"  # the file that makes a folder a torch_dist checkpoint
+PIECE_BYTES = 2**28  # of a state tensor that is written or read at a time
 OPTIMIZER_FOLDER = "optimizer"  # in that of the weights: the state of the optimizer
 
 

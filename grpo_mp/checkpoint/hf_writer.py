@@ -15,7 +15,7 @@ from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
 from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import BLOCK
 
-SHARD_BYTES = 4 * 2**30
+SHARD_BYTES = 2**30  # that a writer holds at a time
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".incomplete")
 CHECKPOINT_FILES = (".metadata", "metadata.json", "common.pt", "manifest.json", CONVERSION_RECORD)
 QUANTIZATION_CONFIG = "quantization_config"

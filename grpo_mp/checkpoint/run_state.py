@@ -19,20 +19,13 @@ from grpo_mp.files import write_atomically, write_json
 
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
-# Settings that may change between two attempts of a run.
-CHANGEABLE = {
-    f"run.{name}"
-    for name in (
-        "steps",
-        "save_every",
-        "eval_every",
-        "resume",
-        "keep_checkpoints",
-        "export",
-        "export_every",
-        "export_fp8",
-    )
-}
+# Settings that may change between two attempts of a run: what ends it and what it writes, and where it computes.
+CHANGEABLE = re.compile(
+    r"run\.(steps|save_every|eval_every|resume|keep_checkpoints|export\w*)"
+    r"|(layout|engine|sync|monitor)\..+"
+    r"|training\.(max_tokens_per_microbatch|recompute|logprob_chunk_tokens)"
+    r"|training\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"
+)
 FINAL = "final"  # the exported Hugging Face folder
 EXPORTS = "exports"  # those that are written while the run goes on
 STEP = re.compile(r"step_([0-9]{6,})")  # other names are copies that users made
@@ -157,7 +150,7 @@ def _settings_difference(old: Any, new: Any) -> str:
     old_values, new_values = dict(_dotted(old)), dict(_dotted(new))
     for name in new_values | old_values:
         before, now = old_values.get(name), new_values.get(name)
-        if before != now and name not in CHANGEABLE:
+        if before != now and not CHANGEABLE.fullmatch(name):
             return f"{name} was {before!r}, is now {now!r}"
     return ""
 

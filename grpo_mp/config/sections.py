@@ -222,7 +222,7 @@ class SyncConfig(Section):
     check_tolerance: float | None = Field(
         None, gt=0, description="allowed mean absolute logprob difference of engine and policy, in nats; null: by dtype"
     )
-    timeout_s: float = Field(600.0, gt=0, description="time limit of one sync, in seconds")
+    timeout_s: float = Field(600.0, gt=0, description="time limit of an engine that loads one round, in seconds")
 
     _parse_unit = field_validator("bucket_bytes", mode="before")(as_bytes)
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from grpo_mp.checkpoint.describe import PIECE_BYTES
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.families import family_of
@@ -214,6 +215,6 @@ def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase, written: Parame
     """
     if sub_phase not in (SubPhase.SAVE, SubPhase.LOAD):
         return 0.0
-    pieces = 2 * 4 * _largest_tensor(job.model, job.settings.layout.tensor)
+    pieces = 2 * min(PIECE_BYTES, 4 * _largest_tensor(job.model, job.settings.layout.tensor))
     copied = sub_phase is SubPhase.SAVE and job.settings.model.offloads
     return pieces + written.total * job.per_parameter.weights * copied

@@ -43,11 +43,15 @@ RESERVED = {  # fields that the run sets itself, with what to do instead
     "adam_beta2": "set optimizer.betas",
     "adam_eps": "set optimizer.eps",
     "clip_grad": "set optimizer.clip_grad",
+    "optimizer": "AdamW is the only one",
     "calculate_per_token_loss": "the loss carries its own denominator",
     "use_distributed_optimizer": "a checkpoint that any layout loads needs it",
     "optimizer_cpu_offload": "the phases move the optimizer; use_precision_aware_optimizer makes it smaller",
     "perform_initialization": "every weight is read from the checkpoint",
 }
+
+
+STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: str, hf: HfConfig) -> TransformerConfig:
@@ -114,6 +118,11 @@ def check_overrides(megatron_args: Mapping[str, Any]) -> None:
             raise UserError(f"training.megatron_args.{name}: no field of Megatron's configs{did_you_mean(name, types)}")
         if types[name] is torch.dtype and not isinstance(getattr(torch, str(value), None), torch.dtype):
             raise UserError(f"training.megatron_args.{name}: {value!r} is no dtype: write float32 or bfloat16")
+        if name in STATE_DTYPES and value not in ("float32", "bfloat16"):
+            raise UserError(
+                f"training.megatron_args.{name}: {value} has factors of its own on each rank, which no other layout "
+                "could load: write float32 or bfloat16"
+            )
 
 
 def _layout(layout: LayoutConfig) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class PolicyOffloader:
         """Copy main weights and moments to pinned host memory and free them, or back."""
         to = platform.device() if onload else torch.device("cpu")
         for part, buffers in zip(self._policy.optimizer.chained_optimizers, self._host_buffers, strict=True):
-            move_optimizer(part.optimizer, to, buffers, not part.config.use_precision_aware_optimizer)
+            move_optimizer(part.optimizer, to, buffers, not part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
 
     def move(self, part: str, onload: bool) -> None:
         """Offload or onload one part; before an onload wait until the device has the memory that it needs."""

@@ -6,7 +6,8 @@ others: so any layout loads what any layout saved, no rank gathers anything, and
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -36,9 +38,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
-from grpo_mp.checkpoint.safe_metadata import SafeReader
-from grpo_mp.errors import UserError
+from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER, PIECE_BYTES
+from grpo_mp.checkpoint.safe_metadata import SafeReader, read_metadata
+from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.chunks import chunks_of
 from grpo_mp.policy.policy import Policy
 
@@ -68,16 +70,42 @@ class StateChunk:
 
 
 def save_optimizer_state(policy: Policy, folder: Path) -> None:
-    """Write all state of the optimizer below an existing folder. Every rank must call this."""
-    writer = dcp.FileSystemWriter(folder / OPTIMIZER_FOLDER)
-    group = policy.parallel.cpu_group
-    dcp.save({}, storage_writer=writer, planner=_ChunkSavePlanner(list(state_chunks(policy))), process_group=group)
+    """Write all state of the optimizer below an existing folder. Every rank must call this.
+
+    Raises UserError, on every rank, where one cannot write.
+    """
+    writer, group = dcp.FileSystemWriter(folder / OPTIMIZER_FOLDER), policy.parallel.cpu_group
+    planner = _ChunkSavePlanner([piece for chunk in state_chunks(policy) for piece in _pieces(chunk)])
+    with _one_sentence(f"{folder}: the checkpoint cannot be written"):
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
 
 
 def load_optimizer_state(policy: Policy, folder: Path) -> None:
     """Read this rank's state from what any layout saved. Raises UserError where a part of it is missing."""
     planner = _ChunkLoadPlanner(list(state_chunks(policy)), folder)
-    dcp.load({}, storage_reader=SafeReader(folder / OPTIMIZER_FOLDER), planner=planner, no_dist=True)
+    read_metadata(folder / OPTIMIZER_FOLDER)  # its errors are sentences, which torch would replace by its own
+    with _one_sentence(f"{folder}: the checkpoint cannot be read"):
+        dcp.load({}, storage_reader=SafeReader(folder / OPTIMIZER_FOLDER), planner=planner, no_dist=True)
+
+
+@contextmanager
+def _one_sentence(what: str) -> Iterator[None]:
+    """Raise the first rank's error as UserError; torch collects those of all ranks with their stack traces."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        if isinstance(cause, UserError):
+            raise cause from error
+        raise UserError(f"{what} (rank {rank}): {one_line(cause)}") from error
+
+
+def _pieces(chunk: StateChunk) -> Iterator[StateChunk]:
+    """Cut a chunk into rows of at most PIECE_BYTES: whoever reads a part of one reads all of it."""
+    rows = max(1, PIECE_BYTES // max(1, chunk.tensor[:1].nbytes))
+    for start in range(0, len(chunk.tensor), rows):
+        offsets = (chunk.offsets[0] + start, *chunk.offsets[1:])
+        yield replace(chunk, offsets=offsets, tensor=chunk.tensor[start : start + rows])
 
 
 def state_chunks(policy: Policy) -> Iterator[StateChunk]:
@@ -110,7 +138,7 @@ def _state_tensors(part: MegatronOptimizer, model_param: torch.nn.Parameter) -> 
     main_param = part.optimizer.param_groups[group]["params"][order]
     state = part.optimizer.state[main_param]
     tensors = {name: state[name] for name in MOMENTS}
-    if part.config.use_precision_aware_optimizer:
+    if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
         return tensors | {MAIN_PARAM: state["master_param"]}
     own_storage = main_param.untyped_storage().data_ptr() != model_param.untyped_storage().data_ptr()
     return tensors | ({MAIN_PARAM: main_param} if own_storage else {})

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -115,11 +116,12 @@ class Rollout:
 
     def stop(self) -> None:
         """End this rank's engine and connections."""
-        if self.client:
-            self._runner.run(self.client.aclose())
-        self._runner.close()
         if self._process:
             self._process.stop()
+        with suppress(RuntimeError):  # a request that was interrupted holds the loop; it ended with the process
+            if self.client:
+                self._runner.run(self.client.aclose())
+            self._runner.close()
 
     def __enter__(self) -> "Rollout":
         return self

@@ -17,7 +17,7 @@ import torch
 ALIGNMENT = 64  # bytes; every tensor's offset is a multiple, as views of any dtype need
 LOADER = f"{__name__}.load_weights"  # what SGLang imports: its `custom_weight_loader` and `load_format`
 
-NamedTensors = Sequence[tuple[str, torch.Tensor]]
+NamedTensors = list[tuple[str, torch.Tensor]]
 Export = dict[str, Any]  # JSON: where the memory is, and its tensors
 
 
@@ -25,7 +25,7 @@ Export = dict[str, Any]  # JSON: where the memory is, and its tensors
 def export_to_host(tensors: NamedTensors) -> Iterator[Export]:
     """Copy tensors to shared memory; yield the description by which this user's processes can open it.
 
-    It can be opened while the body runs.
+    It can be opened while the body runs. The list is emptied, for the copy is enough.
     """
     offsets, nbytes = _offsets(tensors)
     descriptor = os.memfd_create("grpo_mp_weights")
@@ -33,7 +33,9 @@ def export_to_host(tensors: NamedTensors) -> Iterator[Export]:
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
         if nbytes:
             _copy(tensors, offsets, torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8))
-        yield {"path": path, "nbytes": nbytes, "tensors": _describe(tensors, offsets)}
+        export = {"path": path, "nbytes": nbytes, "tensors": _describe(tensors, offsets)}
+        tensors.clear()
+        yield export
     finally:
         os.close(descriptor)
 
@@ -43,21 +45,26 @@ def export_by_ipc(tensors: NamedTensors) -> Iterator[Export]:
     """Copy tensors to one allocation on this rank's GPU; yield the description by which a process can open it.
 
     Torch keeps the memory until the reader has released it, so the engine may still copy when the body has ended. The
-    allocator must not use expandable segments: they have no IPC handle.
+    allocator must not use expandable segments: they have no IPC handle. The list is emptied, for the copy is enough.
     """
     from torch.multiprocessing.reductions import reduce_tensor
 
+    if not tensors:  # torch would keep for good what it shares and nobody opens
+        yield {"nbytes": 0, "tensors": []}
+        return
     offsets, nbytes = _offsets(tensors)
-    memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cuda")
+    memory = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     _copy(tensors, offsets, memory)
+    described = _describe(tensors, offsets)
+    tensors.clear()
     torch.cuda.current_stream().synchronize()  # the reader does not wait for this rank's stream
-    _, (*_, handle, size, offset, _, counter, counter_offset, event, event_sync) = reduce_tensor(memory)
+    _, (*_, handle, size, offset, _, counter, counter_offset, event, _) = reduce_tensor(memory)
     handles = [base64.b64encode(data).decode() for data in (handle, counter, event)]
     yield {
         "device": str(torch.cuda.get_device_properties(memory.device).uuid),  # the engine numbers devices differently
-        "storage": [*handles, size, offset, counter_offset, event_sync],
-        "nbytes": memory.numel(),
-        "tensors": _describe(tensors, offsets),
+        "storage": [*handles, size, offset, counter_offset],
+        "nbytes": nbytes,
+        "tensors": described,
     }
     del memory
     torch.cuda.ipc_collect()  # otherwise torch frees it only when the next one is shared
@@ -73,11 +80,18 @@ def as_tensor(exports: Sequence[Export]) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(exports).encode()), dtype=torch.uint8)
 
 
-def open_exports(description: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of exports without a copy. Those on the host may outlive the export; writes are private."""
+def open_exports(
+    description: torch.Tensor, opened: list[torch.Tensor] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of exports without a copy, and add the memory that they are in to `opened`.
+
+    Those on the host may outlive the export; writes are private.
+    """
     for export in json.loads(bytes(description.tolist())):
         if export["tensors"]:
             memory = _open_ipc(export) if "device" in export else _open_host(export)
+            if opened is not None:
+                opened.append(memory)
             for name, dtype, shape, offset in export["tensors"]:
                 size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
                 yield name, memory[offset : offset + size].view(getattr(torch, dtype)).view(shape)
@@ -86,7 +100,8 @@ def open_exports(description: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 def load_weights(model: Any, named_tensors: NamedTensors) -> None:
     """Load exported weights into SGLang's model; `named_tensors` holds their description. SGLang calls this."""
     ((_, description),) = named_tensors
-    model.load_weights(open_exports(description))
+    opened: list[torch.Tensor] = []  # until copies out of it have ended
+    model.load_weights(open_exports(description, opened))
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()  # the trainer may free the memory once SGLang has answered
 
@@ -117,11 +132,12 @@ def _open_host(export: Export) -> torch.Tensor:
 def _open_ipc(export: Export) -> torch.Tensor:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    handle, counter, event, size, offset, counter_offset, event_sync = export["storage"]
+    handle, counter, event, size, offset, counter_offset = export["storage"]
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     handle, counter, event = map(base64.b64decode, (handle, counter, event))
     shape, device = (export["nbytes"],), uuids.index(export["device"])
     return rebuild_cuda_tensor(
         *(torch.Tensor, shape, (1,), 0, torch.UntypedStorage, torch.uint8, device),
-        *(handle, size, offset, False, counter, counter_offset, event, event_sync),
+        # Without a wait for the event: the trainer has waited, and torch would never free an event that it opens.
+        *(handle, size, offset, False, counter, counter_offset, event, False),
     )

@@ -9,7 +9,7 @@ import base64
 import io
 import pickle
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from grpo_mp import platform
 from grpo_mp.config.sections import SyncConfig
 from grpo_mp.distributed.process_groups import all_gather
+from grpo_mp.errors import PhaseTimeout
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.shared_memory import LOADER, Export, as_tensor, export_by_ipc, export_to_host, select
 from grpo_mp.weight_sync.plan import RankRound
@@ -40,6 +41,7 @@ class EngineLink:
     transport: "HostTransport | IpcTransport"
     engine_group: dist.ProcessGroup
     node_group: dist.ProcessGroup
+    timeout_s: float  # for one round
     _sender: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "weight_sync"))
 
     def begin(self) -> None:
@@ -60,9 +62,19 @@ class EngineLink:
                 yield
             finally:
                 if request:
-                    request.result()
+                    self._wait(request)
             dist.barrier(group=self.engine_group)
             dist.barrier(group=self.node_group)
+
+    def _wait(self, request: "Future[None]") -> None:
+        try:
+            request.result(self.timeout_s)
+        except TimeoutError as error:
+            assert self.client
+            message = (
+                f"engine {self.client.index}: weights were not loaded within {self.timeout_s:g} s (sync.timeout_s)"
+            )
+            raise PhaseTimeout(message) from error
 
     def end(self, version: int) -> None:
         """End the update; the engine's weights have this version then."""
@@ -101,7 +113,9 @@ class IpcTransport:
     @contextmanager
     def export(self, round_: RankRound, staged: NamedTensors) -> Iterator[list[Export]]:
         """Yield one export of all that this rank loads."""
-        with export_by_ipc(self.forward(round_, staged)) as own:
+        loaded = self.forward(round_, staged)
+        staged.clear()
+        with export_by_ipc(loaded) as own:
             yield [own]
 
     def forward(self, round_: RankRound, staged: NamedTensors) -> NamedTensors:

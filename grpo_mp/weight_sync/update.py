@@ -113,5 +113,5 @@ def build_weight_sync(
     link = None
     if engine_group and node_group:
         transport = IpcTransport(wire) if uses_cuda_ipc(settings.sync) else HostTransport(wire, node_group)
-        link = EngineLink(client, run, transport, engine_group, node_group)
+        link = EngineLink(client, run, transport, engine_group, node_group, settings.sync.timeout_s)
     return WeightSync(Resharder(rounds, wire, policy.tensors), link)

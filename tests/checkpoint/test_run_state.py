@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import yaml
 
 from grpo_mp.checkpoint import run_state
 from grpo_mp.checkpoint.run_state import (
@@ -253,3 +255,29 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(UserError, match="is not a folder that can be written to"):
             check_run_folder(folder, RESOLVED, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ("run: {steps: 20}", ""),
+        ("layout: {tensor: 2}", ""),
+        ("engine: {args: {ep_size: 2}}", ""),
+        ("sync: {bucket_bytes: 5}", ""),
+        ("training: {recompute: full}", ""),
+        ("training: {epochs: 2}", "training.epochs was None, is now 2"),
+        ("optimizer: {lr: 1.0}", "optimizer.lr was 1e-06, is now 1.0"),
+        ("run: {seed: 5}", "run.seed was None, is now 5"),
+    ],
+)
+def test_settings_that_a_resumed_run_may_change(change: str, refused: str, tmp_path: Path) -> None:
+    claim_run_folder(tmp_path, RESOLVED)
+    save(tmp_path, 4)
+    tree = yaml.safe_load(RESOLVED)
+    for section, values in yaml.safe_load(change).items():
+        tree.setdefault(section, {}).update(values)
+    if not refused:
+        check_run_folder(tmp_path, yaml.safe_dump(tree), True)
+        return
+    with pytest.raises(UserError, match=re.escape(f"a run of other settings ({refused})")):
+        check_run_folder(tmp_path, yaml.safe_dump(tree), True)

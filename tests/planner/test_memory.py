@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mp.checkpoint.describe import PIECE_BYTES
 from grpo_mp.config import load_settings
 from grpo_mp.phases import GIB
 from grpo_mp.planner.activations import layer_bytes, logits_bytes
@@ -105,7 +106,7 @@ def test_pinned_optimizer_copy_is_on_the_host_from_the_first_step_on() -> None:
 def test_a_save_needs_the_written_weights_and_one_piece() -> None:
     job = job_of("qwen2.5-7b", "h100-80", 1, training={"megatron_args": PRECISION_AWARE})
     memory = plan_memory(job)
-    assert memory.host[SubPhase.SAVE]["checkpoint"] == QWEN * 2 + 8 * 2 * 4 * 152064 * 3584
+    assert memory.host[SubPhase.SAVE]["checkpoint"] == QWEN * 2 + 8 * 2 * PIECE_BYTES
     assert "optimizer" not in memory.device[0][SubPhase.SAVE]
     assert job.per_parameter.saved == 8
 

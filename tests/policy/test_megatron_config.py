@@ -18,6 +18,18 @@ def test_unknown_dtype_is_an_error() -> None:
         check_overrides({"exp_avg_dtype": "bf17"})
 
 
+@pytest.mark.parametrize("name", ["exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"])
+@pytest.mark.parametrize("dtype", ["float16", "uint8"])
+def test_state_whose_factors_no_other_layout_could_load_is_an_error(name: str, dtype: str) -> None:
+    with pytest.raises(UserError, match=rf"{name}: {dtype} has factors of its own on each rank.* float32 or bfloat16"):
+        check_overrides({name: dtype})
+
+
+def test_another_optimizer_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"training.megatron_args.optimizer cannot be set: AdamW is the only one"):
+        check_overrides({"optimizer": "lion"})
+
+
 def test_dtype_is_given_by_name() -> None:
     megatron = {"exp_avg_dtype": "bfloat16", "clip_grad": 2.0, "moe_permute_fusion": True}
     assert overrides_for(megatron, OptimizerConfig) == {"exp_avg_dtype": torch.bfloat16, "clip_grad": 2.0}

@@ -35,7 +35,7 @@ def make_bucket() -> list[tuple[str, torch.Tensor]]:
 
 def test_another_process_opens_exported_tensors() -> None:
     bucket = make_bucket()
-    with export_to_host(bucket) as export:
+    with export_to_host(list(bucket)) as export:
         reader = subprocess.run(
             [sys.executable, "-c", READER],
             input=json.dumps(as_tensor([export]).tolist()),

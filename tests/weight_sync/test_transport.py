@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import make_groups, single_rank_environment, start_parallel, stop_parallel
+from grpo_mp.errors import PhaseTimeout
 from grpo_mp.models.mapping import Rule, expand
 from grpo_mp.rollout.shared_memory import LOADER, as_tensor, export_to_host, load_weights, open_exports, select
 from grpo_mp.weight_sync.plan import RankRound
@@ -71,7 +72,7 @@ def test_a_payload_is_loaded_as_it_was_exported(dtype: torch.dtype) -> None:
         ("c.scale", torch.tensor(2.5)),
         ("d.bias", torch.randn(7)),
     ]
-    with export_to_host(tensors) as export, export_to_host([("e", torch.ones(2))]) as other:
+    with export_to_host(list(tensors)) as export, export_to_host([("e", torch.ones(2))]) as other:
         loaded = load(serialize([export, select(other, {"e"}), select(export, set())]))
     assert list(loaded) == [name for name, _ in tensors] + ["e"]
     for name, tensor in tensors:
@@ -106,9 +107,9 @@ def staged() -> NamedTensors:
 def test_the_engine_loads_while_the_body_runs(group: dist.ProcessGroup) -> None:
     """One rank is the engine, its node and the job; more are in tests/parallel."""
     client, tensors = RecordingClient(), staged()
-    link = EngineLink(client, asyncio.run, HostTransport(WIRE, group), group, group)  # type: ignore[arg-type]
+    link = EngineLink(client, asyncio.run, HostTransport(WIRE, group), group, group, 60.0)  # type: ignore[arg-type]
     link.begin()
-    with link.loading(ROUND, tensors):
+    with link.loading(ROUND, list(tensors)):
         pass
     with pytest.raises(ZeroDivisionError), link.loading(ROUND, tensors[:0]):
         raise ZeroDivisionError
@@ -118,9 +119,22 @@ def test_the_engine_loads_while_the_body_runs(group: dist.ProcessGroup) -> None:
     assert all(torch.equal(client.loaded[0][name], tensor) for name, tensor in tensors)
 
 
+def test_an_engine_that_does_not_answer_ends_the_sync(group: dist.ProcessGroup) -> None:
+    class SilentClient(RecordingClient):
+        index = 3
+
+        async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
+            await asyncio.sleep(2.0)
+
+    link = EngineLink(SilentClient(), asyncio.run, HostTransport(WIRE, group), group, group, 0.1)  # type: ignore[arg-type]
+    message = r"engine 3: weights were not loaded within 0.1 s \(sync.timeout_s\)"
+    with pytest.raises(PhaseTimeout, match=message), link.loading(ROUND, staged()):
+        pass
+
+
 def test_forwarding_to_oneself_is_all_that_is_loaded(group: dist.ProcessGroup) -> None:
     tensors = staged()
-    assert IpcTransport(WIRE).forward(ROUND, tensors) == tensors
+    assert IpcTransport(WIRE).forward(ROUND, list(tensors)) == tensors
 
 
 def test_loader_name_is_importable() -> None:
