@@ -1,11 +1,14 @@
 """A run that is told to stop saves its state; the same command resumes as if it had never stopped."""
 
 import json
+from pathlib import Path
+
+import pytest
 
 from grpo_mp.checkpoint.run_state import checkpoint_folder, latest_checkpoint
 from grpo_mp.data.cursor import Cursor, take
 from tests.conftest import TRAIN_PROMPTS, TinyRun
-from tests.e2e.conftest import LAST_STEP, FinishedRun
+from tests.e2e.conftest import LAST_STEP, REWARD, FinishedRun, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
 
 LR, PROMPTS_PER_STEP, SAMPLES_PER_STEP, UPDATES_PER_STEP = 1e-3, 4, 16, 2
@@ -63,3 +66,18 @@ def test_prompts_match_uninterrupted_run(finished_run: FinishedRun, tiny_run: Ti
 
 def test_no_process_is_left(finished_run: FinishedRun) -> None:
     assert finished_run.first.left == finished_run.second.left == []
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_in_another_layout_with_another_engine(start_job: StartJob, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    reward = f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}"
+    brief = (f"run.folder={tmp_path / 'run'}", reward, "data.eval={}", "run.save_every=1")
+    first = outcome(start_job(*brief, "run.steps=1", "layout={expert: 2}"))
+    assert (first.status, first.err) == (0, "")
+    last = outcome(start_job(*brief, "run.steps=2", "layout={tensor: 2}", "engine.gpus_per_engine=2"))
+    assert (last.status, last.err) == (0, "")
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[2]["train/optimizer_step"] == 2 * lines[1]["train/optimizer_step"]
+    assert lines[2]["sync/check/logprob_abs_diff/mean"] <= 1e-4
