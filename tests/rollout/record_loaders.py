@@ -5,9 +5,6 @@ rank of the engine builds it, its loaders get tensors without storage that recor
 {"name": {tensor: elements copied}} as the last line.
 """
 
-import json
-import os
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -15,9 +12,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from grpo_mp.rollout.engine_args import CUDA_ENVIRONMENT
-from tests.rollout.fake_h100 import cuda_on_meta, disable_other_models, fake_h100, set_groups
-from tests.rollout.start_on_meta import MODELS, build_model, run_in_fork
+from tests.rollout.fake_h100 import cuda_on_meta, set_groups
+from tests.rollout.start_on_meta import build_model, run_cases
 
 
 class RecordedTensor(torch.Tensor):
@@ -49,19 +45,6 @@ class RecordedTensor(torch.Tensor):
         return tree_map_only(torch.Tensor, lambda tensor: cls.of(tensor, names, copied), result)
 
 
-def main() -> None:
-    """Record the cases on stdin."""
-    cases = json.load(sys.stdin)
-    os.environ |= CUDA_ENVIRONMENT
-    sys.modules["megatron"] = None  # type: ignore[assignment]  # as in an engine
-    fake_h100()
-    disable_other_models(MODELS)
-    import sglang.srt.model_loader.loader
-    import sglang.srt.models.registry  # noqa: F401
-
-    print(json.dumps({name: run_in_fork(record, case) for name, case in cases.items()}))
-
-
 def record(case: dict[str, Any]) -> dict[str, int]:
     """Return the elements of each tensor that one rank of the engine copies into its parameters."""
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
@@ -83,4 +66,4 @@ def record(case: dict[str, Any]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(record)

@@ -20,8 +20,8 @@ from tests.rollout.fake_h100 import cuda_on_meta, disable_other_models, fake_h10
 MODELS = ("deepseek_v2", "glm4_moe", "qwen2", "qwen2_moe", "qwen3_moe", "qwen3", "llama", "mixtral")
 
 
-def main() -> None:
-    """Start the cases on stdin."""
+def run_cases(function: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Print what the function says of each case on stdin, as the last line."""
     cases = json.load(sys.stdin)
     os.environ |= CUDA_ENVIRONMENT
     sys.modules["megatron"] = None  # type: ignore[assignment]  # as in an engine
@@ -30,7 +30,7 @@ def main() -> None:
     import sglang.srt.model_loader.loader
     import sglang.srt.models.registry  # noqa: F401
 
-    print(json.dumps({name: run_in_fork(start_on_meta, arguments) for name, arguments in cases.items()}))
+    print(json.dumps({name: run_in_fork(function, case) for name, case in cases.items()}))
 
 
 def run_in_fork(function: Callable[[dict[str, Any]], dict[str, Any]], case: dict[str, Any]) -> dict[str, Any]:
@@ -135,4 +135,4 @@ def build_model(server_args: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(start_on_meta)
