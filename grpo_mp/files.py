@@ -20,6 +20,15 @@ def write_atomically(file: Path, text: str) -> None:
     temporary.replace(file)
 
 
+def sync_to_disk(path: Path) -> None:
+    """Return once a file's content, or a folder's list of files, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def last_lines(log: Path, count: int) -> tuple[str, ...]:
     """Return the last `count` lines of a log that are not blank; none where it is missing."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []

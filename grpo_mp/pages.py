@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.config import Settings
 from grpo_mp.monitor.metrics import TABLE, Metric
+from grpo_mp.planner.measured import COLUMNS, MEASURED, compare, read_measured
 from grpo_mp.section import Section, nested_sections, section_type
 
 ROOT, TEMPLATES = Path(__file__).parents[1], Path(__file__).with_name("page_templates")
@@ -105,6 +106,11 @@ def _metric_cells(metric: Metric) -> tuple[str, ...]:
     return f"`{metric.name}`", unit, metric.meaning, metric.healthy, metric.action, metric.known_as
 
 
+def planner_page() -> str:
+    """Return the page of the planner, with measured steps beside what it expects of them."""
+    return render("planner", measured=table(COLUMNS, compare(read_measured(MEASURED))))
+
+
 def settings_page() -> str:
     """Return the page of the settings."""
     return render("configs", settings="\n".join(_section(path, section) for path, section in nested_sections(Settings)))
@@ -160,6 +166,7 @@ PAGES = {
     "configs/README.md": settings_page,
     "grpo_mp/algorithms/README.md": algorithms_page,
     "grpo_mp/monitor/README.md": metrics_page,
+    "grpo_mp/planner/README.md": planner_page,
 }
 
 if __name__ == "__main__":

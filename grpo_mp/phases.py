@@ -1,10 +1,11 @@
 """The phases of a step: what each one is called on screen, what it keeps on the device, whether it counts as work."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 GIB = 2**30  # bytes
 WAIT = "WAIT"  # span in which a rank only waits for other ranks, inside a phase or between phases
+SAVE_WAIT = "SAVE_WAIT"  # span in which the loop waits for the last checkpoint to be written
 MOVE = "MOVE"  # span in which weights and states are offloaded and onloaded at the start of a phase
 
 
@@ -12,6 +13,7 @@ MOVE = "MOVE"  # span in which weights and states are offloaded and onloaded at 
 class Residency:
     """What occupies the device. Everything else of the trainer waits on the host; the engine's is given up."""
 
+    communicators: bool = False  # first: what is onloaded next may use them
     policy_weights: bool = False
     gradients: bool = False
     optimizer: bool = False
@@ -19,6 +21,7 @@ class Residency:
     engine_cache: bool = False
 
 
+TRAINER = Residency(communicators=True, policy_weights=True)
 GENERATION = Residency(engine_weights=True, engine_cache=True)
 
 
@@ -38,11 +41,11 @@ class Phase(StrEnum):
 
     GENERATE = "GENERATE", "the engines write answers", GENERATION, True
     SCORE = "SCORE", "the rewards score the answers", GENERATION, False
-    LOGPROB = "LOGPROB", "policy and reference compute logprobs", Residency(policy_weights=True), True
-    TRAIN = "TRAIN", "the policy is updated", Residency(policy_weights=True, gradients=True, optimizer=True), True
+    LOGPROB = "LOGPROB", "policy and reference compute logprobs", TRAINER, True
+    TRAIN = "TRAIN", "the policy is updated", replace(TRAINER, gradients=True, optimizer=True), True
     # The engine takes its weights while the policy's are on the device; its cache would not fit beside them.
-    SYNC = "SYNC", "new weights go to the engines", Residency(policy_weights=True, engine_weights=True), True
+    SYNC = "SYNC", "new weights go to the engines", replace(TRAINER, engine_weights=True), True
     # The engine computes logprobs to be compared; the policy's were computed while its weights were there.
     CHECK = "CHECK", "the engines' logprobs are compared with the policy's", GENERATION, True
-    SAVE = "SAVE", "a checkpoint is written", Residency(policy_weights=True), False
+    SAVE = "SAVE", "a checkpoint is written", TRAINER, False
     EVAL = "EVAL", "held-out prompts are answered", GENERATION, False

@@ -14,7 +14,7 @@ from grpo_mp.config import Settings
 from grpo_mp.monitor.loggers import open_loggers
 from grpo_mp.monitor.samples import drop_samples
 from grpo_mp.monitor.timeline import merge_traces
-from grpo_mp.phases import Phase
+from grpo_mp.phases import SAVE_WAIT, Phase
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.command_line import run_command
@@ -22,7 +22,7 @@ from grpo_mp.trainer.context import TrainContext, open_train_context
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, scores_before_training
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.preflight import RunInputs
-from grpo_mp.trainer.save import export_policy, save_checkpoint
+from grpo_mp.trainer.save import export_policy
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, sync_metrics
 from grpo_mp.trainer.update import train_step, update_reference
 from grpo_mp.weight_sync.compare import CheckReport
@@ -67,6 +67,7 @@ def train(ctx: TrainContext) -> None:
     logger.close()
     if saved_step < ctx.state.step:
         save(ctx)
+    finish_save(ctx)
     finish(ctx, replace(first, scores=initial_scores), last)
 
 
@@ -113,6 +114,7 @@ def compute_old_and_reference_logprobs(ctx: TrainContext, batch: StepBatch) -> U
 
 def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatches, step: int) -> list[UpdateReport]:
     """Make the step's optimizer updates, refresh the reference where that is due, and advance the state."""
+    finish_save(ctx)  # it reads the optimizer's state
     algorithm, epochs = ctx.settings.algorithm, ctx.settings.training.epochs
     policy_loss = ctx.inputs.extensions.policy_loss
     with ctx.phases.phase(Phase.TRAIN):
@@ -140,9 +142,15 @@ def sync_weights(ctx: TrainContext) -> tuple[SyncReport, CheckReport]:
 
 
 def save(ctx: TrainContext) -> None:
-    """Save a checkpoint of the current state."""
+    """Save a checkpoint of the current state; what the next step changes last is written while it runs."""
     with ctx.phases.phase(Phase.SAVE):
-        save_checkpoint(ctx.settings.run, ctx.policy, ctx.state)
+        ctx.saver.save(ctx.state)
+
+
+def finish_save(ctx: TrainContext) -> None:
+    """Wait until the last checkpoint is complete."""
+    with ctx.timeline.span(SAVE_WAIT):
+        ctx.saver.finish()
 
 
 def export(ctx: TrainContext, folder: Path) -> None:

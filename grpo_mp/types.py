@@ -65,9 +65,7 @@ class SampleGroup:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
-    finish_order: int = (
-        1  # order in which its group finished in the step, from 1; 0: aborted, its samples are not scored
-    )
+    finished: bool = True  # False: aborted, its samples are not scored
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class SampleInfo:
     reward_terms: dict[str, float] = field(default_factory=dict)
     step_rewards: StepRewards = ()
     prompt: int = 0  # index in the prompt set
-    finish_order: int = 1  # order in which its group finished in the step, from 1; 0: aborted
+    finished: bool = True  # False: its group was aborted
     versions_sum: int = 0  # over its response tokens
     is_correct: bool | None = None  # by the term that `reward.correct` names; None: that term says nothing about it
 

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 import grpo_mp
 from grpo_mp.algorithms.advantages import estimate_advantages
 from grpo_mp.algorithms.settings import AlgorithmConfig
-from grpo_mp.batching.group_selection import select_groups
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.data.prompts import load_prompts
@@ -111,10 +110,10 @@ def test_advantage(use: Use) -> None:
 
 
 def test_group_filter(use: Use) -> None:
-    settings, extensions = use("Group filter")
+    _, extensions = use("Group filter")
     samples = make_samples((0.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.5, 1.0))
-    selection = select_groups(samples, 4, settings.algorithm.filter, extensions.group_filter)
-    assert (selection.selected, selection.zero_std) == ((1, 3), 2)
+    by_group = [[sample for sample in samples if sample.group_id == group] for group in range(4)]
+    assert [extensions.group_filter(group) for group in by_group] == [False, True, False, True]
 
 
 def test_data_source(use: Use) -> None:

@@ -189,14 +189,16 @@ class FilterConfig(Section):
         "or your own 'file.py:function', which says whether to keep it",
     )
     args: dict[str, Any] = Field({}, description="arguments of your own metric, by name")
-    max_rounds: int = Field(
-        10, ge=1, description="rounds of generation until a refilled step must be full (verl max_num_gen_batches)"
+    max_launch_factor: int = Field(
+        10,
+        ge=1,
+        description="groups launched per group needed until a refilled step must be full (verl max_num_gen_batches)",
     )
     truncated: Literal["keep", "mask"] = Field(
         "keep", description="mask: truncated samples are masked out of the loss (TRL mask_truncated_completions)"
     )
     oversample_factor: float = Field(
-        1.0, ge=1, description="groups launched per group needed, so that enough remain; see select_by"
+        1.0, ge=1, description="groups launched at once per group needed, so that enough remain; see select_by"
     )
     select_by: Literal["launch", "finish"] = Field(
         "launch",

@@ -16,7 +16,7 @@ from grpo_mp.types import Sample, SampleGroup, SampleInfo
 
 def all_gather_sample_info(groups: Iterable[SampleGroup], process_group: dist.ProcessGroup) -> list[SampleInfo]:
     """All-gather the infos of all samples, in the order of (group id, index): the same on every rank."""
-    local_infos = [_sample_info(sample, group) for group in groups for sample in group.samples]
+    local_infos = [info for group in groups for info in sample_infos(group)]
     by_rank = all_gather(local_infos, process_group)
     return sorted((info for infos in by_rank for info in infos), key=lambda info: info.key)
 
@@ -80,6 +80,11 @@ def _all_to_all(outgoing: Sequence[list[Sample]], group: dist.ProcessGroup) -> l
     return [sample for part in parts for sample in pickle.loads(part.numpy())]
 
 
+def sample_infos(group: SampleGroup) -> list[SampleInfo]:
+    """Return the infos of a group's samples."""
+    return [_sample_info(sample, group) for sample in group.samples]
+
+
 def _sample_info(sample: Sample, group: SampleGroup) -> SampleInfo:
     return SampleInfo(
         group_id=sample.group_id,
@@ -92,7 +97,7 @@ def _sample_info(sample: Sample, group: SampleGroup) -> SampleInfo:
         reward_terms=sample.reward_terms,
         step_rewards=sample.step_rewards,
         prompt=group.prompt.index,
-        finish_order=group.finish_order,
+        finished=group.finished,
         versions_sum=sum(sample.weight_versions),
         is_correct=sample.is_correct,
     )

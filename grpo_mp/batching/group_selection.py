@@ -1,45 +1,85 @@
-"""Select the groups that a step trains on, and the prompts that it may take. Pure."""
+"""Decide which groups a step launches and trains on, and which prompts it may take. Pure."""
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Literal
 
-from grpo_mp.algorithms.group_filters import GroupFilter
 from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
 from grpo_mp.types import SampleInfo
 
-MIN_KEPT_SHARE = 0.1  # of launched groups, as assumed at least: bounds what one round launches
+Verdict = tuple[int, bool]  # number of a finished group in the step's launch order, and whether the filter keeps it
 
 
 @dataclass(frozen=True)
-class GroupSelection:
-    """How many of the groups launched so far for a step were selected, and why others were not."""
+class AdmissionRule:
+    """How many groups a step needs, and how many it may launch for them. Numbers count groups in launch order.
 
-    selected: tuple[int, ...]  # group ids in launch order
-    zero_std: int  # groups dropped as uninformative, by filter.metric
-    surplus: int  # groups that were not needed
-    unfinished: int  # groups that were aborted
+    `launched`: at first; each group that the filter drops lets one more be launched, up to `max_launched`.
+    `lookahead`: groups of later steps that may be launched where a slot is free.
+    """
+
+    needed: int
+    launched: int
+    max_launched: int
+    select_by: Literal["launch", "finish"] = "launch"
+    lookahead: int = 0
 
 
-def select_groups(
-    infos: Sequence[SampleInfo], count: int, rule: FilterConfig, group_filter: GroupFilter
-) -> GroupSelection:
-    """Select the first `count` groups by launch or by finish; with the rule, those that pass `group_filter`."""
-    groups: dict[int, list[SampleInfo]] = defaultdict(list)
-    for info in infos:
-        if info.finish_order:
-            groups[info.group_id].append(info)
-    position = {
-        group: samples[0].finish_order if rule.select_by == "finish" else group for group, samples in groups.items()
-    }
-    zero_std: set[int] = set()
-    if rule.zero_std != "keep":
-        zero_std = {group for group, samples in groups.items() if not group_filter(samples)}
-    eligible = sorted(position.keys() - zero_std, key=lambda group: (position[group], group))
-    aborted = len({info.group_id for info in infos}) - len(position)
-    return GroupSelection(tuple(sorted(eligible[:count])), len(zero_std), max(0, len(eligible) - count), aborted)
+@dataclass(frozen=True)
+class Admission:
+    """What the groups that have finished so far decide."""
+
+    done: bool  # no other group can change `selected`
+    launch_limit: int  # numbers below it may be launched
+    selected: tuple[int, ...]  # numbers of the groups that the step trains on
+    consumed: int  # the next step begins with this number
+
+
+def admission_rule(rule: FilterConfig, needed: int, max_staleness: int) -> AdmissionRule:
+    """Return the rule of a step that needs so many groups."""
+    launched = math.ceil(needed * rule.oversample_factor)
+    max_launched = launched * rule.max_launch_factor if rule.zero_std == "refill" else launched
+    return AdmissionRule(needed, launched, max_launched, rule.select_by, lookahead=needed * max_staleness)
+
+
+def admit(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admission:
+    """Decide from the verdicts, in the order in which groups finished.
+
+    By launch the step takes the first groups of the launch order that are kept, so neither the answer nor its length
+    depends on who was faster; by finish, the first that finished.
+    """
+    if rule.select_by == "finish":
+        return _admit_by_finish(verdicts, rule)
+    kept, selected, number = dict(verdicts), list[int](), 0
+    while number in kept and len(selected) < rule.needed:
+        if kept[number]:
+            selected.append(number)
+        number += 1
+    limit = _launch_limit(kept, rule)
+    done = len(selected) == rule.needed or number == limit
+    return Admission(done, limit + rule.lookahead, tuple(selected), number)
+
+
+def _admit_by_finish(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admission:
+    positions = [position for position, (_, kept) in enumerate(verdicts) if kept][: rule.needed]
+    if len(positions) == rule.needed:
+        verdicts = verdicts[: positions[-1] + 1]  # later ones, which not every rank may know, decide nothing
+    limit = _launch_limit(dict(verdicts), rule)
+    done = len(positions) == rule.needed or len(verdicts) == limit
+    return Admission(done, limit, tuple(sorted(verdicts[position][0] for position in positions)), limit)
+
+
+def _launch_limit(kept: Mapping[int, bool], rule: AdmissionRule) -> int:
+    """Return how many groups the step may launch: one more for each of them that was dropped."""
+    limit = rule.launched
+    while True:
+        dropped = sum(not is_kept and number < limit for number, is_kept in kept.items())
+        grown = min(rule.max_launched, rule.launched + dropped)
+        if grown <= limit:
+            return limit
+        limit = grown
 
 
 def length_bias(infos: Sequence[SampleInfo], selected: Collection[int]) -> float:
@@ -49,12 +89,6 @@ def length_bias(infos: Sequence[SampleInfo], selected: Collection[int]) -> float
     """
     lengths = [info.response_tokens for info in infos if info.group_id in selected]
     return fmean(lengths) / fmean(info.response_tokens for info in infos) if lengths else 1.0
-
-
-def groups_to_launch(missing: int, launched: int, selection: GroupSelection, rule: FilterConfig) -> int:
-    """Return how many groups to launch for the missing ones: more, the smaller the share kept so far."""
-    kept_share = (len(selection.selected) + selection.surplus) / launched if launched else 1.0
-    return math.ceil(missing * rule.oversample_factor / max(kept_share, MIN_KEPT_SHARE))
 
 
 @dataclass(frozen=True)

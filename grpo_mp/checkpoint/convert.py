@@ -37,7 +37,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, quantize, requantize, scale_shape
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.mapping import Param, fuse, split_by_bytes, unfuse
+from grpo_mp.models.mapping import Param, fuse, split_by_bytes
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class HfExporter:
         """
         sizes: dict[str, dict[str, int]] = {}
         for param in self.model.params.values():
-            dtype, outputs = self.reader.dtype(self.model.slots[param.name]), sizes.setdefault(param.name, {})
+            dtype, outputs = self.reader.hf_dtype(param, self.model.slots[param.name]), sizes.setdefault(param.name, {})
             for name, shape in zip(param.hf, param.shapes, strict=True):
                 fp8 = name in self.fp8_names
                 outputs[name] = prod(shape) * (FP8 if fp8 else dtype).itemsize
@@ -190,8 +190,8 @@ class HfExporter:
                 yield name, reader.read_stored(name) if self.fp8 else reader.read(name)
             return
         param = self.model.params[source]
-        fused = check_nan(self.reader.read(self.model.slots[source]), self.reader.folder, source)
-        for name, tensor in zip(param.hf, unfuse(param, fused), strict=True):
+        for name, tensor in zip(param.hf, self.reader.read_hf(param, self.model.slots[source]), strict=True):
+            check_nan(tensor, self.reader.folder, source)
             if name not in self.fp8_names:
                 yield name, tensor
                 continue

@@ -12,7 +12,6 @@ from grpo_mp.checkpoint.convert import ModelMapping
 from grpo_mp.checkpoint.describe import is_torch_dist
 from grpo_mp.checkpoint.hf_reader import HfReader, has_hf_weights, open_non_policy_tensors
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
-from grpo_mp.models.mapping import unfuse
 
 
 class ConvertedReader:
@@ -30,7 +29,8 @@ class ConvertedReader:
         self._non_policy = dict.fromkeys(extra.stored_names, extra) if extra else {}
         self._params = {name: param for param in self._model.params.values() for name in param.hf}
         self.names = self.stored_names = frozenset(self._params) | frozenset(self._non_policy)
-        self._dtypes = {name: self._reader.dtype(slot) for name, slot in self._model.slots.items()}
+        params, slots = self._model.params, self._model.slots
+        self._dtypes = {name: self._reader.hf_dtype(param, slots[name]) for name, param in params.items()}
         self._cached_param = ""  # the tensors of a fused parameter are asked for one after the other
         self._cached: dict[str, Tensor] = {}
 
@@ -60,8 +60,8 @@ class ConvertedReader:
             return self._non_policy[name].read_stored(name)
         param = self._params[name]
         if self._cached_param != param.name:
-            fused = self._reader.read(self._model.slots[param.name])
-            self._cached_param, self._cached = param.name, dict(zip(param.hf, unfuse(param, fused), strict=True))
+            tensors = self._reader.read_hf(param, self._model.slots[param.name])
+            self._cached_param, self._cached = param.name, dict(zip(param.hf, tensors, strict=True))
         return self._cached[name]
 
 

@@ -14,8 +14,8 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 
 TORCH_DIST = ".metadata"  # the file that makes a folder a torch_dist checkpoint
-PIECE_BYTES = 2**28  # of a state tensor that is written or read at a time
 OPTIMIZER_FOLDER = "optimizer"  # in that of the weights: the state of the optimizer
+WEIGHT = "weight"  # of a run's checkpoints: weight/model.norm.weight is that Hugging Face tensor
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class HfSummary:
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Return whether the folder, or its `policy` as in a run's checkpoints, is in Megatron's torch_dist format."""
+    """Return whether the folder is in the torch_dist format, or a checkpoint of a run, which has it in `policy`."""
     return (folder / TORCH_DIST).is_file() or (folder / "policy" / TORCH_DIST).is_file()
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -197,12 +198,17 @@ def open_non_policy_tensors(folder: Path, verify: bool = False) -> HfReader | No
     return HfReader(folder, files=files, verify=verify) if files else None
 
 
-def read_non_policy_tensors(folder: Path, hf: HfConfig, fp8: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and values one at a time; what is stored in FP8 as it is, with its scales, or dequantized."""
+def read_non_policy_tensors(
+    folder: Path, hf: HfConfig, fp8: bool = False, rank: int = 0, size: int = 1
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and values of a rank's share, the largest first; they are dealt out to `size` ranks.
+
+    What is stored in FP8 comes as it is, with its scales, or dequantized.
+    """
     reader = open_non_policy_tensors(folder)
     if reader is None:
         return
     with reader:
-        names = reader.stored_names if fp8 else reader.names
-        for name in sorted(name for name in names if is_non_policy_tensor(name, hf)):
+        names = [name for name in (reader.stored_names if fp8 else reader.names) if is_non_policy_tensor(name, hf)]
+        for name in sorted(names, key=lambda name: (-prod(reader.shape(name)), name))[rank::size]:
             yield name, reader.read_stored(name) if fp8 else reader.read(name)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE
 from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
+from grpo_mp.files import sync_to_disk
 from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import BLOCK
 
@@ -57,6 +58,7 @@ def write_shards(
     for tensors_by_name in _split_by_bytes(tensors, shard_bytes):
         file = f"shard-{writer}-{len(shards)}"
         save_file(tensors_by_name, _incomplete(folder) / file, metadata={"format": "pt"})
+        sync_to_disk(_incomplete(folder) / file)  # by who wrote it, whose machine has it in memory
         shards.append(Shard(file, tuple(tensors_by_name), sum(tensor.nbytes for tensor in tensors_by_name.values())))
         tensors_by_name.clear()  # free its memory before the next one is collected
     return shards
@@ -65,7 +67,7 @@ def write_shards(
 def complete_hf(folder: Path, shards: Sequence[Shard], like: Path, fp8: bool = False) -> None:
     """Give the shards of all writers their numbers, write the index, and copy everything else from `like`.
 
-    The folder then appears under its name.
+    The folder then appears under its name, once all of it is on disk.
     """
     incomplete = _incomplete(folder)
     weight_map: dict[str, str] = {}
@@ -76,8 +78,12 @@ def complete_hf(folder: Path, shards: Sequence[Shard], like: Path, fp8: bool = F
     if len(shards) != 1:
         write_index(incomplete, weight_map, sum(shard.nbytes for shard in shards))
     copy_aux_files(like, incomplete, fp8)
+    for other in set(incomplete.iterdir()) - {incomplete / name for name in weight_map.values()}:
+        sync_to_disk(other)
+    sync_to_disk(incomplete)
     shutil.rmtree(folder, ignore_errors=True)
     incomplete.rename(folder)
+    sync_to_disk(folder.parent)
 
 
 def _incomplete(folder: Path) -> Path:

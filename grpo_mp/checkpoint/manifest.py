@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import xxhash
 
 from grpo_mp.errors import UserError
+from grpo_mp.files import sync_to_disk
 
 CONVERSION_RECORD = "conversion.json"  # the source's fingerprint, and size and checksum of every file of every part
 SHARED_FILES = "joint"  # key of the record: files that belong to no single part
@@ -70,8 +70,7 @@ def checksums(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Compute size and checksum of files below the folder, once they are on disk; their bytes are streamed."""
     entries: dict[str, dict[str, Any]] = {}
     for file in filter(Path.is_file, files):
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())  # a file that a record names is on disk
+        sync_to_disk(file)  # as a file that a record names must be
         entries[str(file.relative_to(folder))] = {"bytes": file.stat().st_size, HASH: _digest(file)}
     return entries
 

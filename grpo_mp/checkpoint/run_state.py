@@ -13,17 +13,20 @@ import yaml
 
 from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums
 from grpo_mp.config.load import read_yaml
+from grpo_mp.config.renamed import RENAMED
+from grpo_mp.config.settings import default_value
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.errors import UserError
-from grpo_mp.files import write_atomically, write_json
+from grpo_mp.files import sync_to_disk, write_atomically, write_json
 
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
 # Settings that may change between two attempts of a run: what ends it and what it writes, and where it computes.
 CHANGEABLE = re.compile(
-    r"run\.(steps|save_every|eval_every|resume|keep_checkpoints|export\w*)"
+    r"run\.(steps|save_every|eval_every|resume|keep_checkpoints|async_save|piece_bytes|export\w*)"
     r"|(layout|engine|sync|monitor)\..+"
-    r"|training\.(max_tokens_per_microbatch|recompute|logprob_chunk_tokens)"
+    r"|training\.(max_tokens_per_microbatch|recompute|logprob_chunk_tokens|suspend_communicators)"
+    r"|optimizer\.offload"
     r"|training\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"
 )
 FINAL = "final"  # the exported Hugging Face folder
@@ -73,7 +76,10 @@ def own_checksums(folder: Path, rank: int, size: int) -> Files:
 
 def write_manifest(folder: Path, state: TrainState, files: Files) -> None:
     """Complete a checkpoint: write the state, and `own_checksums` of all ranks, whose files must be on disk already."""
+    for listed in {folder.parent, folder, *((folder / name).parent for name in files)}:
+        sync_to_disk(listed)
     write_json(folder / MANIFEST, {"state": asdict(state), "files": dict(sorted(files.items()))})
+    sync_to_disk(folder)
 
 
 def read_manifest(folder: Path) -> TrainState:
@@ -148,8 +154,10 @@ def claim_run_folder(run_folder: Path, resolved: str) -> None:
 def _settings_difference(old: Any, new: Any) -> str:
     """Describe the first setting that differs, leaving out those that may change between attempts."""
     old_values, new_values = dict(_dotted(old)), dict(_dotted(new))
+    old_values = {RENAMED.get(name, name): value for name, value in old_values.items()}
     for name in new_values | old_values:
-        before, now = old_values.get(name), new_values.get(name)
+        # What an older version of this program did not know was as it is by default now.
+        before, now = old_values.get(name, default_value(name)), new_values.get(name)
         if before != now and not CHANGEABLE.fullmatch(name):
             return f"{name} was {before!r}, is now {now!r}"
     return ""

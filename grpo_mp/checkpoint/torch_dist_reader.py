@@ -1,4 +1,7 @@
-"""Read a checkpoint in Megatron's torch_dist format, one full parameter at a time, without a model."""
+"""Read a checkpoint, Megatron's torch_dist or a run's, one full parameter at a time, without a model.
+
+A run's checkpoint has weights by the names of Hugging Face tensors (policy/state_chunks.py), Megatron's by its own.
+"""
 
 import io
 import pickle
@@ -14,12 +17,14 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER, TORCH_DIST, is_torch_dist
+from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER, TORCH_DIST, WEIGHT, is_torch_dist
+from grpo_mp.checkpoint.hf_reader import LAYER as HF_LAYER
 from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.checkpoint.run_state import MANIFEST, checkpoint_checksums, read_manifest
 from grpo_mp.checkpoint.safe_metadata import SafeReader
 from grpo_mp.checkpoint.torch_dist import LAYER, CheckpointSlot, sharded_tensor
 from grpo_mp.errors import UserError
+from grpo_mp.models.mapping import Param, unfuse
 
 OPTIMIZER = "optimizer."  # keys of the optimizer in checkpoints of Megatron itself
 
@@ -96,6 +101,7 @@ class TorchDistReader:
             if not file.is_file() or file.stat().st_size < end:
                 raise UserError(f"{file} is missing or cut short: copy it again")
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
+        self.has_hf_names = any(key.startswith(f"{WEIGHT}/") for key in self.metadata.state_dict_metadata)
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """Return the metadata of weights by key, without the optimizer's tensors."""
@@ -108,9 +114,19 @@ class TorchDistReader:
     def check_layers(self, count: int) -> None:
         """Raise UserError where there are weights of more layers than `count`."""
         for key in self.tensors():
-            layer = LAYER.match(key)
+            layer = LAYER.match(key) or HF_LAYER.match(key.removeprefix(f"{WEIGHT}/"))
             if layer and int(layer[1]) >= count:
                 raise UserError(f"{self.folder} contains {key}, but config.json has num_hidden_layers={count}")
+
+    def hf_dtype(self, param: Param, slot: CheckpointSlot) -> torch.dtype:
+        """Return the dtype of a parameter, which is in `slot` where Megatron wrote it. Raises as `dtype`."""
+        return self.dtype(_hf_slots(param)[0] if self.has_hf_names else slot)
+
+    def read_hf(self, param: Param, slot: CheckpointSlot) -> tuple[Tensor, ...]:
+        """Return the Hugging Face tensors of a parameter, which is in `slot` where Megatron wrote it."""
+        if not self.has_hf_names:
+            return unfuse(param, self.read(slot))
+        return tuple(self.read(tensor_slot) for tensor_slot in _hf_slots(param))
 
     def dtype(self, slot: CheckpointSlot) -> torch.dtype:
         """Return a parameter's dtype. Raises UserError where the checkpoint lacks it or has it in another shape."""
@@ -157,6 +173,11 @@ class TorchDistReader:
         return metadata
 
 
+def _hf_slots(param: Param) -> list[CheckpointSlot]:
+    """Return where a run's checkpoint has the Hugging Face tensors of a parameter."""
+    return [CheckpointSlot(f"{WEIGHT}/{name}", (), shape) for name, shape in zip(param.hf, param.shapes, strict=True)]
+
+
 def describe_torch_dist(folder: Path) -> dict[str, str]:
     """Describe a checkpoint for people. Raises UserError for a damaged one, or one that differs from its checksums."""
     reader = TorchDistReader(folder, verify=True)
@@ -167,7 +188,8 @@ def describe_torch_dist(folder: Path) -> dict[str, str]:
     optimizer = (reader.folder / OPTIMIZER_FOLDER / TORCH_DIST).is_file()
     step = str(read_manifest(folder).step) if (folder / MANIFEST).is_file() else "not a step of a run"
     return {
-        "format": "Megatron torch_dist" + (", with optimizer" if optimizer else ", weights only"),
+        "format": ("checkpoint of a run" if reader.has_hf_names else "Megatron torch_dist")
+        + (", with optimizer" if optimizer else ", weights only"),
         "step": step,
         "parameters": f"{sum(prod(tensor.size) for tensor in tensors.values()):,}",
         "tensors": f"{len(tensors):,}",

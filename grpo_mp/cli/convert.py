@@ -140,7 +140,7 @@ def _parser() -> Parser:
     check.set_defaults(run=_check)
     megatron = commands.add_parser("to-megatron", help="Hugging Face folder -> torch_dist")
     megatron.set_defaults(run=_to_megatron)
-    hf = commands.add_parser("to-hf", help="torch_dist -> Hugging Face folder")
+    hf = commands.add_parser("to-hf", help="torch_dist, or a checkpoint of a run -> Hugging Face folder")
     hf.add_argument("--fp8", action="store_true", help="write blockwise FP8")
     hf.add_argument("--like", type=Path, help="folder with config, tokenizer, and the FP8 bytes of unchanged blocks")
     hf.set_defaults(run=_to_hf)

@@ -2,7 +2,8 @@
 
 The plan shows for every phase the memory of a rank's device and a node's host, the traffic, and the time; then whether
 the run fits (exit status 0 or 1). `explain CONFIG` describes the settings in words. --search ranks the layouts of
-trainer and engines that fit these machines. Nothing is started.
+trainer and engines that fit these machines. --times says how each phase's time is made up. `--against FILE` compares
+measured steps (grpo_mp/planner/measured.yaml) with what is expected of them. Nothing is started.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ DOES_NOT_FIT = 1  # exit status
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line, see the text above; return the exit status. Raises UserError."""
+    if "--against" in arguments:
+        return _compare([argument for argument in arguments if argument != "--against"])
     explains = list(arguments[:1]) == ["explain"]
     args = _parser().parse_intermixed_args(arguments[explains:])
     settings, cluster = load_settings(args.config, args.overrides), read_cluster(args.cluster)
@@ -44,8 +47,20 @@ def main(arguments: Sequence[str]) -> int:
     if explains:
         console.print(explain(job))
         return 0
-    fits = search_and_show(job, console) if args.search else plan_and_show(job, args.ppo, console)
+    fits = search_and_show(job, console) if args.search else plan_and_show(job, args.ppo, args.times, console)
     return 0 if fits else DOES_NOT_FIT
+
+
+def _compare(arguments: Sequence[str]) -> int:
+    """Print measured steps beside what is expected of them."""
+    parser = Parser("grpo-mp plan --against", "Compare measured steps with what the planner expects of their recipes.")
+    parser.add_argument("file", type=Path, help="a list of measured steps, as grpo_mp/planner/measured.yaml")
+    from grpo_mp.planner.measured import COLUMNS, compare, read_measured
+    from grpo_mp.planner.show import table_of
+
+    rows = compare(read_measured(parser.parse_args(arguments).file))
+    Console(highlight=False).print(table_of("Measured and expected, without the weight sync", COLUMNS, rows))
+    return 0
 
 
 def _parser() -> Parser:
@@ -54,6 +69,7 @@ def _parser() -> Parser:
     parser.add_argument("--nodes", type=positive_int, default=1)
     parser.add_argument("--gpus-per-node", type=positive_int, help="default: that of the cluster")
     parser.add_argument("--search", action="store_true", help="rank the layouts that fit, print the best five")
+    parser.add_argument("--times", action="store_true", help="also show the terms of each phase's time")
     parser.add_argument("--ppo", action="store_true", help="also show what the four models of PPO would need")
     parser.add_argument("--model-config", type=Path, help="config.json to use where model.path does not exist")
     parser.add_argument("--response-tokens", type=positive_int, help="assumed mean length (default: half of the limit)")

@@ -10,6 +10,7 @@ from grpo_mp.evaluation.pass_at_k import MAX_SAMPLES
 from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.section import Section, as_bytes
 
+PIECE_BYTES = 2**30
 SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
 
 
@@ -22,6 +23,14 @@ class RunConfig(Section):
     save_every: int = Field(20, ge=0, description="steps between checkpoints; 0 saves only at the end")
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 evaluates only before and after")
     keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints to keep (TRL save_total_limit)")
+    async_save: bool = Field(
+        True, description="write a checkpoint's optimizer state while the next step generates; false: before it"
+    )
+    piece_bytes: int = Field(
+        PIECE_BYTES,
+        gt=0,
+        description="host memory of a rank that a save or load takes: tensors are written and read in such pieces",
+    )
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: resume from the newest checkpoint of the folder; never: refuse a folder that has one"
     )
@@ -30,6 +39,8 @@ class RunConfig(Section):
         0, ge=0, description="steps between Hugging Face folders, exports/step_N, while the run goes on; 0: none"
     )
     export_fp8: bool = Field(False, description="write exported matrices in blockwise FP8, as DeepSeek releases them")
+
+    _parse_unit = field_validator("piece_bytes", mode="before")(as_bytes)
 
 
 class ModelConfig(Section):
@@ -136,6 +147,13 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0, description="sampling temperature; logprobs in training use it, too")
     top_p: float = Field(1.0, gt=0, le=1, description="mass of nucleus sampling; logprobs are of the full distribution")
     stop: tuple[str, ...] = Field((), description="texts that end a response, in addition to the model's end token")
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="steps that a group may begin before the step that trains on it. While the last groups of a step "
+        "run, free slots generate for later steps; what is unfinished is paused, and goes on with the new weights "
+        "(partial rollouts, slime --partial-rollout). 0: all samples are of the newest weights",
+    )
     group_timeout_s: float = Field(600.0, gt=0, description="time limit of a group in seconds; more for long responses")
 
     @property
@@ -157,6 +175,17 @@ class EngineConfig(Section):
     args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
 
 
+# Of training.megatron_args: fields of an optimizer that keeps less than float32.
+PRECISION_AWARE_FIELDS = (
+    "use_precision_aware_optimizer",
+    "store_param_remainders",
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+)
+
+
 class OptimizerConfig(Section):
     """AdamW and its learning rate. Updates are counted, not steps."""
 
@@ -171,6 +200,11 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="number added to the root of Adam's second moment")
     clip_grad: float = Field(
         1.0, ge=0, description="norm to which the full gradient is clipped (TRL max_grad_norm); 0: no clipping"
+    )
+    offload: Literal["none", "step", "host"] = Field(
+        "step",
+        description="where a GPU's optimizer state is. none: always on the device; step: on the host while engines "
+        "generate; host: always there, and the CPU updates (Megatron --optimizer-cpu-offload)",
     )
 
 
@@ -202,6 +236,11 @@ class TrainingConfig(Section):
     logprob_chunk_tokens: int = Field(
         1024, gt=0, description="tokens whose logits are computed at a time; lower it if memory is short"
     )
+    suspend_communicators: bool = Field(
+        True,
+        description="NCCL's buffers of the trainer go to the host while engines generate; false: they stay, for NCCL "
+        "before 2.29.7",
+    )
     megatron_args: dict[str, Any] = Field(
         {}, description="any field of Megatron's transformer, optimizer and data-parallel configs, checked by name"
     )
@@ -219,10 +258,15 @@ class SyncConfig(Section):
         description="memory of a rank for weights on their way; a quarter of it is one round of the sync. More makes "
         "fewer rounds; lower it if memory is short",
     )
+    delta: bool = Field(
+        True,
+        description="send only parameters that changed since the last sync, where engines keep their weights: on a "
+        "CPU, with model.dtype=float32, or with engine.args.enable_weights_cpu_backup",
+    )
     check_tolerance: float | None = Field(
         None, gt=0, description="allowed mean absolute logprob difference of engine and policy, in nats; null: by dtype"
     )
-    timeout_s: float = Field(600.0, gt=0, description="time limit of an engine that loads one round, in seconds")
+    timeout_s: float = Field(600.0, gt=0, description="time limit for an engine to load one round, in seconds")
 
     _parse_unit = field_validator("bucket_bytes", mode="before")(as_bytes)
 

@@ -1,10 +1,13 @@
 """The settings of a run, and the checks that span sections."""
 
+from typing import Any
+
 from pydantic import Field, model_validator
 
 from grpo_mp.algorithms.registries import needs_correctness
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.config.sections import (
+    PRECISION_AWARE_FIELDS,
     DataConfig,
     EngineConfig,
     EvalSetConfig,
@@ -57,6 +60,23 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_optimizer_on_the_host(self) -> "Settings":
+        if self.optimizer.offload != "host":
+            return self
+        if not self.model.offloads:
+            raise ValueError(
+                f"optimizer.offload=host needs model.dtype=bfloat16: an optimizer in {self.model.dtype} works on the "
+                "model's own weights: set dtype=bfloat16, or offload=step"
+            )
+        for name in PRECISION_AWARE_FIELDS:
+            if name in self.training.megatron_args:
+                raise ValueError(
+                    f"training.megatron_args.{name} has no effect with optimizer.offload=host, which keeps main "
+                    "weights and moments in float32: remove it, or set offload=step"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_timeouts(self) -> "Settings":
         """Check that an inner wait ends before the outer one, because its error says more."""
         request, phase = "engine.request_timeout_s", "monitor.phase_timeout_s"
@@ -98,6 +118,16 @@ class Settings(Section):
             raise ValueError(
                 f"algorithm.filter.metric={rule.metric} drops groups that are all right or all wrong, and no reward "
                 "term defines correctness: set reward.correct to the term that does, or metric=reward"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_staleness(self) -> "Settings":
+        rule = self.algorithm.filter
+        if self.rollout.max_staleness and (rule.select_by == "finish" or rule.oversample_factor > 1):
+            raise ValueError(
+                f"rollout.max_staleness={self.rollout.max_staleness} keeps what a step launches for later ones, in "
+                "launch order: set algorithm.filter.select_by=launch and oversample_factor=1, or max_staleness=0"
             )
         return self
 
@@ -162,3 +192,16 @@ class Settings(Section):
         """Return the tokens of the longest prompt with the longest response, in a step or in an evaluation."""
         limits = (self.eval_set(name).max_response_tokens for name in self.data.eval)
         return self.rollout.max_prompt_tokens + max(filter(None, [self.rollout.max_response_tokens, *limits]))
+
+
+def default_value(name: str) -> Any:
+    """Return the default of a setting by its dotted name; None where it has none or does not exist."""
+    section: Any = Settings
+    *path, last = name.split(".")
+    for part in path:
+        field = section.model_fields.get(part)
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, Section)):
+            return None
+        section = field.annotation
+    field = section.model_fields.get(last)
+    return None if field is None or field.is_required() else field.get_default()

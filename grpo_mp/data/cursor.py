@@ -1,6 +1,8 @@
 """The run's position in its prompt set: a seeded permutation per epoch and a position that can be saved."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -15,31 +17,36 @@ class Cursor:
     deferred: tuple[int, ...] = ()  # prompts that this epoch takes last: the end of the epoch before
 
 
-def take(cursor: Cursor, size: int, count: int, shuffle: bool) -> tuple[tuple[int, ...], Cursor]:
+def take(
+    cursor: Cursor, size: int, count: int, shuffle: bool, recent: Collection[int] = ()
+) -> tuple[tuple[int, ...], Cursor]:
     """Take the next `count` indices out of `size` prompts; return them and the cursor after them.
 
     Every epoch holds every prompt once. A take that runs over the end of an epoch continues in the next one and
-    repeats no prompt, unless `count` is larger than `size`. Raises ValueError for a cursor of a larger set.
+    repeats no prompt, neither its own nor `recent` ones, unless they are more than `size`. Raises ValueError for a
+    cursor of a larger set.
     """
     if size <= 0 or count < 0 or not 0 <= cursor.position <= size:
         raise ValueError(f"cannot take {count} of {size} prompts at position {cursor.position}")
     taken: list[int] = []
     while len(taken) < count:
         if cursor.position == size:
-            # Prompts of this take move to the end of the new epoch, so that none is drawn twice.
-            deferred = tuple(taken) if len(taken) < size else ()
+            # Prompts that were just taken move to the end of the new epoch, so that none is drawn twice.
+            held = (*recent, *taken)
+            deferred = held if len(held) < size else ()
             cursor = Cursor(cursor.epoch + 1, 0, cursor.seed, deferred)
         end = min(size, cursor.position + count - len(taken))
-        taken.extend(epoch_order(cursor, size, shuffle)[cursor.position : end])
+        taken.extend(epoch_order(replace(cursor, position=0), size, shuffle)[cursor.position : end])
         cursor = Cursor(cursor.epoch, end, cursor.seed, cursor.deferred)
     return tuple(taken), cursor
 
 
-def epoch_order(cursor: Cursor, size: int, shuffle: bool) -> list[int]:
+@lru_cache(maxsize=2)
+def epoch_order(cursor: Cursor, size: int, shuffle: bool) -> tuple[int, ...]:
     """Return all prompts in the order of the cursor's epoch: its permutation, the deferred ones last."""
     if shuffle:
         order = np.random.default_rng([cursor.seed % 2**64, cursor.epoch]).permutation(size)
     else:
         order = np.arange(size)
     deferred = np.isin(order, np.array(cursor.deferred, dtype=np.int64))
-    return np.concatenate([order[~deferred], order[deferred]]).tolist()
+    return tuple(np.concatenate([order[~deferred], order[deferred]]).tolist())

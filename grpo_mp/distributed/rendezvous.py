@@ -27,6 +27,14 @@ def rendezvous(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
         raise UserError(f"rank {os.environ['RANK']} cannot reach the rendezvous at {host}:{port}: {reason}") from error
 
 
+FAILURE = "ended"  # key of the store: a rank of the job has failed
+
+
+def has_failed(store: dist.Store) -> bool:
+    """Return whether a rank has reported its failure."""
+    return bool(store.check([FAILURE]))
+
+
 def is_first_failure(store: dist.Store, key: str) -> bool:
     """Return whether this rank is the first of the job to ask with this key, and so the one that reports its error."""
     try:

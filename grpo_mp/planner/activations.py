@@ -12,22 +12,20 @@ from grpo_mp.planner.job import DTYPE_BYTES, PlannedJob
 def activation_bytes(job: PlannedJob, stage: int) -> float:
     """Return the most that one rank of a stage holds while it trains, under training.recompute."""
     layers = job.stage_layers[stage]
-    saved = {layer: layer_bytes(job, layer) for layer in layers}
-    working = max(saved.values(), default=0.0)
     if job.settings.training.recompute == "full":
         # All that is kept of a layer is its input.
         tokens = job.microbatch_tokens / job.settings.layout.context / job.settings.layout.tensor
         kept = len(layers) * tokens * job.model.hidden_size * DTYPE_BYTES[job.settings.model.dtype]
-        working *= 1 + OVERHEADS.activation_gradients
+        working = max((backward_bytes(job, layer) for layer in layers), default=0.0)
     else:
-        kept = sum(saved.values())
-        working *= OVERHEADS.activation_gradients
+        kept = sum(layer_bytes(job, layer) for layer in layers)
+        working = max((backward_bytes(job, layer) - layer_bytes(job, layer) for layer in layers), default=0.0)
     return kept * _microbatches_in_flight(job, stage) + working
 
 
 def forward_bytes(job: PlannedJob, stage: int) -> float:
     """Return what a forward pass without a backward pass holds: one layer at a time."""
-    return max((layer_bytes(job, layer) for layer in job.stage_layers[stage]), default=0.0)
+    return max((_peak_elements(job, layer) for layer in job.stage_layers[stage]), default=0.0) * _element_bytes(job)
 
 
 def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
@@ -48,29 +46,71 @@ def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
 
 def layer_bytes(job: PlannedJob, layer: int) -> float:
     """Return what one layer saves of one micro-batch when nothing is recomputed."""
+    routed = _received_copies(job, layer) * (job.model.hidden_size + _expert_elements(job))
+    return (_dense_elements(job, layer) + routed) * _element_bytes(job)
+
+
+def backward_bytes(job: PlannedJob, layer: int) -> float:
+    """Return the most that one layer holds while its backward pass runs: in its routed experts, or outside of them.
+
+    Gradients outside exist when those of the experts are gone, and the other way round.
+    """
+    outside = _dense_elements(job, layer) * (1 + OVERHEADS.activation_gradients)
+    gradients = _received_copies(job, layer) * (2 * job.model.hidden_size + _expert_elements(job))
+    inside = layer_bytes(job, layer) / _element_bytes(job) + gradients
+    return max(outside, inside, _peak_elements(job, layer)) * _element_bytes(job)
+
+
+def _peak_elements(job: PlannedJob, layer: int) -> float:
+    """Return the elements per token at the peak of a layer's forward pass.
+
+    Of a token that the experts of a rank received: as it came, sorted by expert, what experts compute of it, their
+    output and that output in the order of its way back.
+    """
+    received = _received_copies(job, layer)
+    return _dense_elements(job, layer) + received * (4 * job.model.hidden_size + _expert_elements(job))
+
+
+def _element_bytes(job: PlannedJob) -> float:
+    """Return the bytes of one element of each token of a micro-batch."""
+    return job.microbatch_tokens / job.settings.layout.context * DTYPE_BYTES[job.settings.model.dtype]
+
+
+def _received_copies(job: PlannedJob, layer: int) -> float:
+    """Return how many tokens the experts of a rank receive for each token of its context shard."""
+    layout = job.settings.layout
+    if not job.model.is_moe_layer[layer]:
+        return 0.0
+    return job.model.experts_per_token * layout.expert_tensor / layout.tensor * OVERHEADS.expert_imbalance
+
+
+def _expert_elements(job: PlannedJob) -> float:
+    """Return the elements inside an expert that a token's copy saves: the first matrix's two outputs, and their
+    product, weighted by the router."""
+    return 3 * job.model.moe_ffn_hidden_size / job.settings.layout.expert_tensor
+
+
+def _dense_elements(job: PlannedJob, layer: int) -> float:
+    """Return the elements per token that a layer saves outside of its routed experts."""
     model, layout = job.model, job.settings.layout
-    tokens = job.microbatch_tokens / layout.context
     gathered = model.hidden_size if layout.tensor > 1 else 0
     per_token = 4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job)  # norms first
-    if model.is_moe_layer[layer]:
-        shared = gathered + 3 * model.shared_expert_size / layout.tensor if model.shared_expert_size else 0
-        router = 3 * model.num_experts * 2 / layout.tensor  # in float32
-        received = model.experts_per_token * layout.expert_tensor / layout.tensor * OVERHEADS.expert_imbalance
-        routed = received * (4 * model.hidden_size + 3 * model.moe_ffn_hidden_size / layout.expert_tensor)
-        per_token += shared + router + routed
-    else:
-        per_token += gathered + 3 * model.ffn_hidden_size / layout.tensor
-    return tokens * per_token * DTYPE_BYTES[job.settings.model.dtype]
+    if not model.is_moe_layer[layer]:
+        return per_token + gathered + 3 * model.ffn_hidden_size / layout.tensor
+    shared = gathered + 3 * model.shared_expert_size / layout.tensor if model.shared_expert_size else 0
+    return per_token + shared + 3 * model.num_experts * 2 / layout.tensor  # the router computes in float32
 
 
 def _attention_elements(job: PlannedJob) -> float:
     """Return the elements per token: projections, what the rotary embedding makes of them, and the heads' output.
 
-    Where prompts are shared, each response's attention has a copy of its prompt's keys and values.
+    With latent attention the fused rotary embedding changes queries in place and builds keys and values from a
+    projection that is not kept. Where prompts are shared, each response's attention has a copy of its prompt's keys
+    and values.
     """
     model, tensor, expanded = job.model, job.settings.layout.tensor, job.expanded_keys
     if model.mla_cache_dim:
-        per_head = 4 * model.qk_head_dim + 3 * model.v_head_dim + expanded * (model.qk_head_dim + model.v_head_dim)
+        per_head = 2 * model.qk_head_dim + 2 * model.v_head_dim + expanded * (model.qk_head_dim + model.v_head_dim)
         return model.num_heads / tensor * per_head + 2 * model.mla_cache_dim
     heads = 2 * (model.num_heads + 2 * model.num_kv_heads) + model.num_heads + expanded * 2 * model.num_kv_heads
     return heads * model.qk_head_dim / tensor

@@ -119,8 +119,11 @@ class Overheads:
     """Bytes are of one process on one GPU, or of its share of a host."""
 
     cuda_context: float = 0.6 * GIB  # CUDA, cuBLAS and the kernels' code
-    trainer_nccl: float = 4.0 * GIB  # NCCL's buffers of all groups
-    engine_nccl: float = 1.0 * GIB
+    # NCCL's buffers of one communicator: 24 channels with two connections of 9.2 MiB for ring and tree, and some more.
+    communicator: float = 0.56 * GIB
+    suspended_in_node: float = 0.1  # of them that stay on the device while it is suspended
+    suspended_network: float = 0.5  # the same where it spans nodes: buffers of the network stay
+    engine_nccl: float = 1.0 * GIB  # of its tensor-parallel communicators
     deepep_buffers: float = 2.5 * GIB  # 1.9 for 128 tokens of 7168 to each of 256 experts, and NVLink's
     cuda_graphs: float = 2.0 * GIB  # static buffers of captured graphs
     fragmentation: float = 0.03  # of what the trainer allocates, held by the caching allocator beside it
@@ -130,7 +133,8 @@ class Overheads:
     expert_imbalance: float = 1.5  # tokens of the busiest expert rank over the mean
     activation_gradients: float = 0.5  # of the activations that one layer holds
     mem_fraction_static: float = 0.8  # where engine.args do not say
-    decode_collective_s: float = 20e-6  # one small collective while decoding
+    decode_collective_s: float = 20e-6  # one small collective while decoding, in a node or by DeepEP
+    network_collective_s: float = 60e-6  # one small all-reduce of NCCL over several nodes
     decode_layer_s: float = 60e-6  # kernel launches of one layer while decoding
     sync_request_s: float = 0.02  # one request to an engine
     sync_tensor_s: float = 1e-4  # SGLang's Python for one tensor that it loads

@@ -12,11 +12,21 @@ ENVIRONMENT = (
         "CUDA_DEVICE_MAX_CONNECTIONS=1",
         "every rank, unless it is set: communication is launched before the kernels it hides behind",
     ),
+    (
+        "NVTE_BATCH_MHA_P2P_COMM=1",
+        "every rank, unless it is set: context-parallel ranks share one communicator",
+    ),
     ("RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_*", "read from torchrun or srun; engines do not see them"),
     ("OMP_NUM_THREADS, PYTHONPATH, PYTHONUNBUFFERED=1, PYTHONSAFEPATH=1, TMPDIR", "every engine"),
     ("HF_HUB_OFFLINE=1, TOKENIZERS_PARALLELISM=false", "every engine"),
     ("no_proxy, NO_PROXY", "every engine: loopback is added"),
 )
+
+OPTIMIZER_PLACES = {
+    "none": "the optimizer's state stays on the device",
+    "step": "the optimizer's state to the host",
+    "host": "the optimizer's state is always on the host, which updates the weights",
+}
 
 
 def explain(job: PlannedJob) -> str:
@@ -58,7 +68,8 @@ def _placement(job: PlannedJob) -> Iterator[str]:
         f"experts over {parallelism.expert}"
     )
     yield (
-        "offloaded while the engines generate: weights and optimizer to the host; gradients are freed"
+        f"offloaded while the engines generate: weights to the host; gradients are freed; "
+        f"{OPTIMIZER_PLACES[job.settings.optimizer.offload]}"
         if job.settings.model.offloads
         else "nothing is offloaded: a float32 policy and its engine share the device"
     )

@@ -33,6 +33,7 @@ class BytesPerParameter:
     optimizer: int  # main weights and moments on the device
     fp32_gradients: int = 0  # copied for an update, of the rank's shard
     host_optimizer: int = 0  # kept and updated on the host
+    host_gradients: int = 0  # copied to pinned memory for that update
     host_copies: int = 0  # of weights (and gradients) kept on the host
 
     @property
@@ -41,14 +42,17 @@ class BytesPerParameter:
         return self.weights + self.optimizer + self.host_optimizer
 
 
-def bytes_per_parameter(dtype: str, megatron_args: Mapping[str, Any]) -> BytesPerParameter:
+def bytes_per_parameter(dtype: str, megatron_args: Mapping[str, Any], offload: str = "step") -> BytesPerParameter:
     """Return what this trainer keeps: distributed Adam, offloaded between phases; one host copy of the weights.
 
-    In float32 the optimizer works on the model's own weights, and nothing is offloaded.
+    In float32 the optimizer works on the model's own weights, and nothing is offloaded. `offload`: optimizer.offload.
     """
     if dtype == "float32":
         return BytesPerParameter(weights=4, gradients=4, optimizer=8)
     reduce_in_fp32 = megatron_args.get("grad_reduce_in_fp32", True)
+    gradients = 4 if reduce_in_fp32 else 2
+    if offload == "host":
+        return BytesPerParameter(2, gradients, optimizer=0, host_optimizer=12, host_gradients=4, host_copies=2)
     precision_aware = bool(megatron_args.get("use_precision_aware_optimizer"))
     # Transformer Engine's Adam keeps of a float32 main weight only the half that its bfloat16 weight lacks.
     main_weight = DTYPE_BYTES[str(megatron_args.get("main_params_dtype", "float32"))]
@@ -56,7 +60,7 @@ def bytes_per_parameter(dtype: str, megatron_args: Mapping[str, Any]) -> BytesPe
     moment_bytes = [DTYPE_BYTES[str(megatron_args.get(f"exp_avg{suffix}_dtype", "float32"))] for suffix in ("", "_sq")]
     return BytesPerParameter(
         weights=2,
-        gradients=4 if reduce_in_fp32 else 2,
+        gradients=gradients,
         optimizer=main_weight + sum(moment_bytes) if precision_aware else 12,
         fp32_gradients=0 if reduce_in_fp32 or precision_aware else 4,  # Megatron hands Adam float32 gradients
         host_copies=2,
@@ -184,9 +188,20 @@ class PlannedJob:
         return self.settings.algorithm.kl.measured_share > 0
 
     @property
+    def prompt_tokens(self) -> int:
+        """Return the assumed tokens of a prompt: half of their limit."""
+        return max(1, self.settings.rollout.max_prompt_tokens // 2)
+
+    @property
     def mean_seq_len(self) -> float:
-        """Return the mean tokens of a sample; prompts are taken as half of their limit."""
-        return self.settings.rollout.max_prompt_tokens / 2 + self.mean_response_tokens
+        """Return the mean tokens of a sample."""
+        return self.prompt_tokens + self.mean_response_tokens
+
+    @property
+    def attention_context(self) -> float:
+        """Return the length of a token's sequence, averaged over tokens: most tokens are in long ones."""
+        lengths = [self.prompt_tokens + response for response in self.responses(self.settings.samples_per_step)]
+        return sum(length**2 for length in lengths) / sum(lengths)
 
     @property
     def microbatch_tokens(self) -> int:
@@ -205,17 +220,25 @@ class PlannedJob:
         responses = min(rollout.group_size, max(1.0, (self.microbatch_tokens - prompt) / response))
         return (prompt + responses * (prompt + response)) / (prompt + responses * response)
 
+    def responses(self, num_samples: int) -> tuple[int, ...]:
+        """Return the assumed lengths of so many responses."""
+        return response_lengths(self._lengths(num_samples))
+
+    def _lengths(self, num_samples: int) -> AssumedLengths:
+        rollout = self.settings.rollout
+        return AssumedLengths(
+            num_samples=num_samples,
+            prompt_tokens=self.prompt_tokens,
+            mean=self.mean_response_tokens,
+            limit=rollout.max_response_tokens,
+            samples_per_prompt=rollout.group_size if self.settings.training.share_prompts else 0,
+        )
+
     @property
     def packing(self) -> PackingEstimate:
         """Pack an update's micro-batches as the trainer does, for lognormal responses of the assumed mean."""
-        rollout, training = self.settings.rollout, self.settings.training
-        lengths = AssumedLengths(
-            num_samples=max(1, self.settings.samples_per_step // training.updates_per_step),
-            prompt_tokens=max(1, rollout.max_prompt_tokens // 2),
-            mean=self.mean_response_tokens,
-            limit=rollout.max_response_tokens,
-            samples_per_prompt=rollout.group_size if training.share_prompts else 0,
-        )
+        training = self.settings.training
+        lengths = self._lengths(max(1, self.settings.samples_per_step // training.updates_per_step))
         layout = self.settings.layout.model_copy(update={"expert": 1, "expert_tensor": 1})  # do not affect packing
         return pack_update(lengths, layout, self.dp_size, training.max_tokens_per_microbatch, self.model.hidden_size)
 
@@ -247,5 +270,5 @@ def make_job(
         stage_layers=stage_layers,
         parameter_counts=local_parameter_counts(hf, layout, stage_layers),
         mean_response_tokens=mean_response_tokens or settings.rollout.max_response_tokens / 2,
-        per_parameter=bytes_per_parameter(settings.model.dtype, megatron),
+        per_parameter=bytes_per_parameter(settings.model.dtype, megatron, settings.optimizer.offload),
     )

@@ -1,18 +1,19 @@
 """Bytes on one rank's device and on one node's host in every phase of this trainer, by kind."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from grpo_mp.checkpoint.describe import PIECE_BYTES
+from grpo_mp.checkpoint.hf_writer import SHARD_BYTES
+from grpo_mp.distributed.communicators import PIPELINE, communicators
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.families import family_of
-from grpo_mp.phases import Phase, Residency
+from grpo_mp.phases import TRAINER, Phase, Residency
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import DTYPE_BYTES, PlannedJob
-from grpo_mp.planner.parameter_count import ParameterCount, rule_parameters
+from grpo_mp.planner.parameter_count import rule_parameters
 from grpo_mp.rollout.engine_parallelism import read_argument
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
 
@@ -55,7 +56,7 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
 
 
 def engine_weight_bytes(job: PlannedJob) -> float:
-    """Return the bytes of weights on one GPU. In blockwise FP8, embedding and output layer keep the model's dtype.
+    """Return the bytes of weights on one GPU. In blockwise FP8, embedding, output and routers keep the model's dtype.
 
     Copies of key and value heads, where there are fewer than ranks, are left out: a few thousandths.
     """
@@ -70,7 +71,8 @@ def engine_weight_bytes(job: PlannedJob) -> float:
         like_layers = "layers" in rule.name or rule.name.startswith("embedding") or args.get("enable_dp_lm_head")
         tensor = parallelism.divisor(rule.name, routed_expert=False)[0] if like_layers else parallelism.gpus
         count = rule_parameters(rule, tensor, parallelism.expert, parallelism.expert_tensor)
-        size += count.total * len(rule.layers or (0,)) * (layer_bytes if rule.layers else dtype_bytes)
+        quantized = rule.layers and "router" not in rule.name
+        size += count.total * len(rule.layers or (0,)) * (layer_bytes if quantized else dtype_bytes)
     return size
 
 
@@ -95,12 +97,30 @@ class SubPhase(StrEnum):
 # What is on the device. Before the first phase the engines are up, then asleep while the policy loads.
 RESIDENT = {
     SubPhase.START: Residency(engine_weights=True, engine_cache=True),
-    SubPhase.LOAD: Residency(policy_weights=True, gradients=True, optimizer=True),
+    SubPhase.LOAD: replace(TRAINER, gradients=True, optimizer=True),
     SubPhase.OPTIMIZER: Phase.TRAIN.resident,
     SubPhase.OFFLOAD: Phase.TRAIN.resident,
     **{SubPhase[phase.name]: phase.resident for phase in Phase if phase.name in SubPhase.__members__},
 }
-ALL_RESIDENT = Residency(True, True, True, True, True)
+BESIDE_A_SAVE = (SubPhase.GENERATE, SubPhase.SCORE, SubPhase.LOGPROB)
+ALL_RESIDENT = Residency(True, True, True, True, True, True)
+
+
+# The kinds of a plan that the trainer measures under one name: `device_items` of policy/offload.py.
+MEASURED: Mapping[str, tuple[str, ...]] = {
+    "weights": ("weights",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations and buffers": ("activations", "logits", "reference", "float32 gradients", "sync rounds"),
+    "kept by the allocator": ("fragments",),
+    "engine, communicators and contexts": (
+        "engine weights",
+        "KV cache",
+        "CUDA graphs",
+        "communication",
+        "contexts",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -126,22 +146,47 @@ def total_bytes(sizes: BytesByKind) -> float:
 
 def _device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
     count, per_parameter = job.parameter_counts[stage], job.per_parameter
-    always = {"contexts": 2 * OVERHEADS.cuda_context, "communication": OVERHEADS.trainer_nccl + engine.communication}
+    in_use, suspended = communicator_bytes(job)
     memory: dict[SubPhase, BytesByKind] = {}
     for sub_phase in SubPhase:
         resident = RESIDENT[sub_phase] if job.settings.model.offloads else ALL_RESIDENT
         trainer = {
             "weights": resident.policy_weights * count.total * per_parameter.weights,
             "gradients": resident.gradients * count.total * per_parameter.gradients,
-            "optimizer": resident.optimizer * job.sharded_parameters(count) * per_parameter.optimizer,
+            "optimizer": _has_optimizer(job, sub_phase) * job.sharded_parameters(count) * per_parameter.optimizer,
         } | _temporary_memory(job, stage, sub_phase)
-        sizes = always | trainer
+        communication = in_use if resident.communicators else suspended
+        sizes = {
+            "contexts": 2 * OVERHEADS.cuda_context,
+            "communication": communication + engine.communication,
+        } | trainer
         sizes["fragments"] = OVERHEADS.fragmentation * total_bytes(trainer)
         sizes["engine weights"] = resident.engine_weights * engine.weights
         sizes["KV cache"] = resident.engine_cache * engine.kv_cache
         sizes["CUDA graphs"] = resident.engine_cache * engine.cuda_graphs
         memory[sub_phase] = {kind: size for kind, size in sizes.items() if size}
     return memory
+
+
+def communicator_bytes(job: PlannedJob) -> tuple[float, float]:
+    """Return the bytes of the trainer's communicators on one device: in use, and while engines generate."""
+    layout, in_use, suspended = job.settings.layout, 0.0, 0.0
+    for group in communicators(layout, job.world_size, bool(job.model.num_experts), job.hf.tied):
+        in_pairs = group.group == PIPELINE and layout.virtual_pipeline is not None  # to the stages before and after
+        size = OVERHEADS.communicator * (2 if in_pairs else 1)
+        in_node = group.fits_in(job.gpus_per_node)
+        in_use += size
+        kept = OVERHEADS.suspended_in_node if in_node else OVERHEADS.suspended_network
+        suspended += size * (1 if in_pairs else kept)
+    return in_use, suspended if job.settings.training.suspend_communicators else in_use
+
+
+def _has_optimizer(job: PlannedJob, sub_phase: SubPhase) -> bool:
+    """Return whether what the optimizer keeps on the device is there."""
+    settings = job.settings
+    if settings.model.offloads and settings.optimizer.offload == "none":
+        return sub_phase is not SubPhase.START  # the policy is not built yet
+    return not settings.model.offloads or RESIDENT[sub_phase].optimizer
 
 
 def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[str, float]:
@@ -156,7 +201,9 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         return {"activations": activation_bytes(job, stage), "logits": logits_bytes(job, stage, backward=True)}
     if sub_phase is SubPhase.OPTIMIZER:
         count = job.parameter_counts[stage]
-        return {"float32 gradients": job.sharded_parameters(count) * per_parameter.fp32_gradients}
+        # For an update on the host a gradient and a main weight are converted on their way.
+        pieces = 2 * 4 * largest_tensor if per_parameter.host_gradients else 0.0
+        return {"float32 gradients": job.sharded_parameters(count) * per_parameter.fp32_gradients + pieces}
     if sub_phase is SubPhase.SYNC:
         vocabulary = job.model.vocab_size * job.model.hidden_size * per_parameter.weights  # an engine loads it at once
         largest_round = max(job.settings.sync.bucket_bytes / ROUNDS_IN_MEMORY, vocabulary)
@@ -175,46 +222,45 @@ def _host_memory(job: PlannedJob) -> dict[SubPhase, BytesByKind]:
     nodes = set()
     for start in range(0, job.world_size, job.gpus_per_node):
         ranks = range(start, start + job.gpus_per_node)
-        coords = [coordinates(rank, job.settings.layout, job.world_size) for rank in ranks]
-        # Memory depends on the stage, and on being the first replica, which writes the checkpoint.
-        nodes.add(tuple((c.pipeline, c.data == 0 and c.context == 0, c.expert_data == 0) for c in coords))
+        nodes.add(tuple(coordinates(rank, job.settings.layout, job.world_size).pipeline for rank in ranks))
 
-    def node_memory(ranks: tuple[tuple[int, bool, bool], ...], sub_phase: SubPhase) -> BytesByKind:
-        by_rank = [_rank_host_memory(job, sub_phase, *rank) for rank in ranks]
+    def node_memory(stages: tuple[int, ...], sub_phase: SubPhase) -> BytesByKind:
+        by_rank = [_rank_host_memory(job, sub_phase, stage) for stage in stages]
         return {kind: sum(sizes[kind] for sizes in by_rank) for kind in by_rank[0]}
 
     return {sub_phase: max((node_memory(node, sub_phase) for node in nodes), key=total_bytes) for sub_phase in SubPhase}
 
 
-def _rank_host_memory(
-    job: PlannedJob, sub_phase: SubPhase, stage: int, first_dense_replica: bool, first_expert_replica: bool
-) -> dict[str, float]:
+def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int) -> dict[str, float]:
     count, per_parameter = job.parameter_counts[stage], job.per_parameter
     sharded = job.sharded_parameters(count)
-    written = ParameterCount(count.dense * first_dense_replica, count.expert * first_expert_replica)
     sizes = {
         "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process,
         "weights": count.total * per_parameter.host_copies,
         "reference": count.total * per_parameter.weights * job.has_reference,
-        "optimizer": sharded * per_parameter.host_optimizer,
-        "checkpoint": _checkpoint_host_bytes(job, sub_phase, written),
+        "optimizer": sharded * (per_parameter.host_optimizer + per_parameter.host_gradients),
+        "checkpoint": _checkpoint_host_bytes(job, sub_phase),
+        "export": SHARD_BYTES
+        * (sub_phase is SubPhase.SAVE and job.settings.run.export_every > 0),  # while it is written
     }
     if sub_phase in (SubPhase.START, SubPhase.LOAD):
         sizes["weights"] = 0.0
-    else:  # the pinned copy stays while the optimizer is on the device
+    elif job.settings.optimizer.offload == "step":  # the pinned copy stays while the optimizer is on the device
         sizes["optimizer"] += sharded * per_parameter.optimizer * job.settings.model.offloads
+    if sub_phase is SubPhase.LOAD and job.settings.optimizer.offload == "host":
+        sizes["optimizer"] += 4 * count.total  # Megatron builds it over whole weights, then over this rank's shards
+    if job.settings.model.offloads and not RESIDENT[sub_phase].communicators:
+        in_use, suspended = communicator_bytes(job)
+        sizes["communicators"] = in_use - suspended
     if sub_phase is SubPhase.OFFLOAD:
         sizes["weights"] += count.total * per_parameter.weights * job.settings.model.offloads
     return sizes
 
 
-def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase, written: ParameterCount) -> float:
-    """Return what a save or load holds beside the state: weights copied from the device, one piece of the optimizer.
-
-    A piece that is read is for a moment there as the file's bytes and as a tensor.
-    """
-    if sub_phase not in (SubPhase.SAVE, SubPhase.LOAD):
-        return 0.0
-    pieces = 2 * min(PIECE_BYTES, 4 * _largest_tensor(job.model, job.settings.layout.tensor))
-    copied = sub_phase is SubPhase.SAVE and job.settings.model.offloads
-    return pieces + written.total * job.per_parameter.weights * copied
+def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
+    """Return what a save or load holds beside the state: a piece of one tensor, where that comes from a device."""
+    settings = job.settings
+    in_background = settings.optimizer.offload == "none" and settings.run.async_save and sub_phase in BESIDE_A_SAVE
+    from_device = settings.model.offloads and (sub_phase is SubPhase.SAVE or in_background)
+    largest_piece = min(job.settings.run.piece_bytes, 4 * _largest_tensor(job.model, job.settings.layout.tensor))
+    return largest_piece * (from_device or sub_phase is SubPhase.LOAD)

@@ -1,13 +1,20 @@
 """Find the model's config.json: given on the command line, in model.path, or shipped here by its published name."""
 
+import difflib
 import json
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 
 PUBLISHED = Path(__file__).with_name("published")
-VARIANTS = ("bf16", "fp8", "base", "instruct", "thinking", "0528", "2507")  # of one architecture
+NAMES = Path(__file__).with_name("names.yaml")
+NUMBER_FORMATS = ("-bf16", "-fp8", "-fp8-dynamic")  # endings of a name that say how the same model is stored
+NEAREST = 5  # names that an error lists
 
 
 def find_config(model_path: Path, override: Path | None = None) -> tuple[HfConfig, str]:
@@ -19,18 +26,44 @@ def find_config(model_path: Path, override: Path | None = None) -> tuple[HfConfi
     file = path if path.suffix == ".json" and path.is_file() else path / "config.json"
     if override or file.is_file():
         return HfConfig.read(file.parent, name=file.name), str(file)
-    name, published = path.name.lower(), sorted(file.stem for file in PUBLISHED.glob("*.json"))
-    while name.rpartition("-")[2] in VARIANTS:  # 'DeepSeek-R1-0528-BF16' is 'deepseek-r1'
-        name = name.rpartition("-")[0]
-    if name not in published:
+    name = published_name(path.name)
+    if name is None:
+        nearest = difflib.get_close_matches(path.name, published_names(), n=NEAREST, cutoff=0.0)
         raise UserError(
-            f"model.path={path} is not on this machine, and no config published under that name is known "
-            f"({', '.join(published)}): give one with --model-config FILE"
+            f"model.path={path} is not on this machine, and no config published under that name is known; the "
+            f"nearest known: {', '.join(nearest)}: give a config.json with --model-config FILE"
         )
-    config = HfConfig(path, published_config(name).values)
-    return config, f"the published {name} (model.path is not on this machine)"
+    return HfConfig(path, named_config(name).values), f"the published {name} (model.path is not on this machine)"
 
 
-def published_config(name: str) -> HfConfig:
-    """Read a shipped config by its name."""
-    return HfConfig(PUBLISHED / name, json.loads((PUBLISHED / f"{name}.json").read_text()))
+def published_names() -> tuple[str, ...]:
+    """Return the names of all published models whose config is known."""
+    return tuple(_named_values())
+
+
+def published_name(folder: str) -> str | None:
+    """Return the published model that a folder's name means; None where it means none."""
+    name = folder.lower()
+    for ending in sorted(NUMBER_FORMATS, key=len, reverse=True):
+        name = name.removesuffix(ending)
+    return next((known for known in published_names() if known.lower() == name), None)
+
+
+def named_config(name: str) -> HfConfig:
+    """Return the config of a published model by its name."""
+    return HfConfig(Path(name), _named_values()[name])
+
+
+def published_config(file: str) -> HfConfig:
+    """Read a shipped config by its file's name, without the ending."""
+    return HfConfig(PUBLISHED / file, json.loads((PUBLISHED / f"{file}.json").read_text()))
+
+
+@cache
+def _named_values() -> dict[str, dict[str, Any]]:
+    """Return the values of each model's config.json by its name: those of a shipped file, and what differs."""
+    return {
+        name: published_config(entry["config"]).values | entry.get("differs", {})
+        for entry in yaml.safe_load(NAMES.read_text())
+        for name in entry["names"]
+    }

@@ -6,19 +6,11 @@ from dataclasses import dataclass
 from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.phases import GIB
 from grpo_mp.planner.clusters import OVERHEADS
+from grpo_mp.planner.generation import GenerationPlan, generation_use, plan_generation
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.memory import BytesByKind, MemoryPlan, SubPhase, plan_memory, total_bytes
-from grpo_mp.planner.resource_use import (
-    GenerationPlan,
-    ResourceUse,
-    TimeEstimate,
-    estimate_time,
-    generation_use,
-    logprob_use,
-    optimizer_use,
-    plan_generation,
-    train_use,
-)
+from grpo_mp.planner.memory import BESIDE_A_SAVE, BytesByKind, MemoryPlan, SubPhase, plan_memory, total_bytes
+from grpo_mp.planner.resource_use import ResourceUse, TimeEstimate, Wait, estimate_time
+from grpo_mp.planner.training_use import logprob_use, optimizer_use, train_use
 from grpo_mp.planner.weight_traffic import sync_traffic
 
 SYNC_REQUESTS = 4  # begin and end the update, empty the cache, set the version
@@ -67,24 +59,21 @@ def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
     """Plan a job; `with_sync` false leaves out the time of the weight sync, which takes most of a second to plan."""
     memory = plan_memory(job)
     uses = _resource_uses(job, memory) | {SubPhase.SYNC: _sync_use(job) if with_sync else ResourceUse()}
+    uses[SubPhase.SAVE] = _save_use(job, uses)
     times = {sub_phase: estimate_time(use, job.cluster) for sub_phase, use in uses.items()}
     return Plan(job, memory, uses, times, plan_generation(job, memory.engine))
 
 
 def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
-    layout, per_parameter = job.settings.layout, job.per_parameter
+    per_parameter = job.per_parameter
     stage = max(range(len(job.parameter_counts)), key=lambda index: job.parameter_counts[index].total)
     count, algorithm = job.parameter_counts[stage], job.settings.algorithm
     passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + algorithm.kl.measured_share
     swap = 4 * count.total * per_parameter.weights * job.has_reference
     sharded = job.sharded_parameters(count)
     weights = 2 * count.total * per_parameter.weights * job.settings.model.offloads
-    state = sharded * per_parameter.optimizer * 2 * job.settings.model.offloads  # there and back
-    # Of the model; what tensor-parallel ranks hold alike is counted once for each.
-    all_parameters = sum(count.dense for count in job.parameter_counts) * layout.tensor
-    all_parameters += sum(count.expert for count in job.parameter_counts) * layout.expert * layout.expert_tensor
-    # Written, then read for its checksums.
-    saved = 2 * all_parameters * per_parameter.saved
+    moves = job.settings.model.offloads and job.settings.optimizer.offload == "step"
+    state = sharded * per_parameter.optimizer * 2 * moves  # there and back
     return {
         SubPhase.START: ResourceUse(),  # engines read no weights
         SubPhase.LOAD: ResourceUse(disk_bytes=count.total * 2 * job.gpus_per_node, host_link_bytes=count.total * 2),
@@ -94,8 +83,26 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
         SubPhase.TRAIN: train_use(job),
         SubPhase.OPTIMIZER: optimizer_use(job, stage),
         SubPhase.OFFLOAD: ResourceUse(host_link_bytes=weights + state),
-        SubPhase.SAVE: ResourceUse(disk_bytes=saved / job.nodes, host_copy_bytes=sharded * per_parameter.saved),
     }
+
+
+def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> ResourceUse:
+    """Return the use of one GPU that a save takes from a step: what the next step's phases do not hide is left.
+
+    Weights are written first. All is read once more, for its checksums.
+    """
+    layout, per_parameter = job.settings.layout, job.per_parameter
+    # Of the model; what tensor-parallel ranks hold alike is counted once for each.
+    parameters = sum(count.dense for count in job.parameter_counts) * layout.tensor
+    parameters += sum(count.expert for count in job.parameter_counts) * layout.expert * layout.expert_tensor
+    weights = ResourceUse(disk_bytes=parameters * per_parameter.weights / job.nodes)
+    rest = ResourceUse(
+        disk_bytes=parameters * (2 * per_parameter.saved - per_parameter.weights) / job.nodes,
+        host_copy_bytes=max(map(job.sharded_parameters, job.parameter_counts)) * per_parameter.saved,
+    )
+    hidden_s = sum(estimate_time(uses[sub_phase], job.cluster).expected_s for sub_phase in BESIDE_A_SAVE)
+    share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s if job.settings.run.async_save else 1.0
+    return weights + rest.scaled(max(0.0, share))
 
 
 def _sync_use(job: PlannedJob) -> ResourceUse:
@@ -105,8 +112,10 @@ def _sync_use(job: PlannedJob) -> ResourceUse:
         device_bytes=4 * traffic.loaded,  # packed, joined, shared, loaded
         nvlink_bytes=uneven * traffic.nvlink,
         network_bytes=uneven * traffic.network,
-        latency_s=(traffic.rounds + SYNC_REQUESTS) * OVERHEADS.sync_request_s
-        + traffic.tensors * OVERHEADS.sync_tensor_s,
+        waits=(
+            Wait("requests to an engine", traffic.rounds + SYNC_REQUESTS, OVERHEADS.sync_request_s),
+            Wait("tensors that an engine loads", traffic.tensors, OVERHEADS.sync_tensor_s),
+        ),
     )
 
 

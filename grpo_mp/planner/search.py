@@ -115,6 +115,7 @@ def _fitting_engines(job: PlannedJob) -> list[dict[str, Any]]:
 
 
 def _engine_candidates(job: PlannedJob) -> Iterator[dict[str, Any]]:
+    """Yield every size of an engine, and for each every number of replicas of attention."""
     model, per_node = job.model, job.gpus_per_node
     heads = model.num_heads if model.mla_cache_dim else model.num_kv_heads
     parallelism = ("ep_size", "attn_dp_size", "enable_dp_attention", "dp_size")
@@ -122,10 +123,10 @@ def _engine_candidates(job: PlannedJob) -> Iterator[dict[str, Any]]:
     for gpus in divisors(job.world_size):
         if max(gpus, per_node) % min(gpus, per_node):
             continue
-        tensor = max(size for size in divisors(gpus) if size <= MAX_ATTENTION_TENSOR and heads % size == 0)
         expert = {"ep_size": gpus} if model.num_experts and gpus > 1 else {}
-        replicas = {"attn_dp_size": gpus // tensor} if gpus > tensor else {}
-        yield {"gpus_per_engine": gpus, "num_engines": None, "args": {**other_args, **expert, **replicas}}
+        for tensor in (size for size in divisors(gpus) if size <= MAX_ATTENTION_TENSOR and heads % size == 0):
+            replicas = {"attn_dp_size": gpus // tensor} if gpus > tensor else {}
+            yield {"gpus_per_engine": gpus, "num_engines": None, "args": {**other_args, **expert, **replicas}}
 
 
 def _with_engine(job: PlannedJob, engine: dict[str, Any]) -> PlannedJob:

@@ -17,6 +17,9 @@ from grpo_mp.planner.plan import Feasibility, Plan, check_fits, make_plan
 from grpo_mp.planner.resource_use import GIGA
 from grpo_mp.planner.search import SearchResult, plan_to_yaml, search_layouts
 
+MODEL_COLUMNS = ("", "trained", "a rank's device, GiB", "a node's host, GiB")
+TERM_COLUMNS = ("", "resource", "what", "seconds")
+
 
 @dataclass(frozen=True)
 class ModelMemory:
@@ -47,14 +50,16 @@ def ppo_models(plan: Plan) -> tuple[ModelMemory, ...]:
 def _trained_model(plan: Plan, model: str) -> ModelMemory:
     """Count the policy, or a critic, which differs in its head: one column."""
     job, per_parameter = plan.job, plan.job.per_parameter
-    device, host = 0.0, 0.0
+    device, host, moves = 0.0, 0.0, job.settings.optimizer.offload == "step"
     for stage, count in enumerate(job.parameter_counts):
-        state = job.sharded_parameters(count) * per_parameter.optimizer
+        sharded = job.sharded_parameters(count)
+        state = sharded * per_parameter.optimizer
+        host_state = sharded * (per_parameter.host_optimizer + per_parameter.host_gradients)
         logits = logits_bytes(job, stage, backward=True) if model == "policy" else 0.0
         weights = count.total * per_parameter.weights
         gradients = count.total * per_parameter.gradients
         device = max(device, weights + gradients + state + activation_bytes(job, stage) + logits)
-        host = max(host, job.gpus_per_node * (weights + state))
+        host = max(host, job.gpus_per_node * (weights + host_state + state * moves))
     return ModelMemory(model, True, device, host)
 
 
@@ -65,12 +70,17 @@ def _frozen_model(plan: Plan, model: str) -> ModelMemory:
     return ModelMemory(model, False, device, job.gpus_per_node * max(counts) * weight_bytes)
 
 
-def plan_and_show(job: PlannedJob, ppo: bool, console: Console) -> bool:
-    """Print the plan of a job, and with `ppo` the models of PPO beside it; tell whether it fits. Raises UserError."""
+def plan_and_show(job: PlannedJob, ppo: bool, times: bool, console: Console) -> bool:
+    """Print the plan of a job; tell whether it fits. Raises UserError.
+
+    `ppo`: with the models of PPO beside it; `times`: with the terms of each phase's time.
+    """
     check_parameter_counts(job)
     plan = make_plan(job)
     feasibility = check_fits(plan)
     show_plan(plan, feasibility, console)
+    if times:
+        console.print(table_of("What the expected seconds of a phase are made of", TERM_COLUMNS, time_terms(plan)))
     if ppo:
         show_models(plan, console)
     return feasibility.fits
@@ -98,13 +108,24 @@ def show_plan(plan: Plan, feasibility: Feasibility, console: Console) -> None:
     console.print(f"{machines}: {feasibility.sentence}", style=style)
 
 
+def time_terms(plan: Plan) -> list[tuple[str, ...]]:
+    """Return a row for each term of each phase's time: bytes or FLOPs at a rate, or a latency and how often."""
+    return [
+        (str(sub_phase), term.resource, term.what, f"{term.expected_s:,.2f}")
+        for sub_phase, time in plan.times.items()
+        for term in time.terms
+    ]
+
+
 def show_models(plan: Plan, console: Console) -> None:
     """Print the models of GRPO and those of PPO."""
     for name, models in (("GRPO", grpo_models(plan)), ("PPO", ppo_models(plan))):
         rows = [(model.model, "yes" if model.trained else "", _gib(model.device), _gib(model.host)) for model in models]
         device, host = sum(model.device for model in models), sum(model.host for model in models)
         rows.append(("total", "", _gib(device), _gib(host)))
-        console.print(_table(f"Models of {name}", ("", "trained", "a rank's device, GiB", "a node's host, GiB"), rows))
+        console.print(
+            table_of(f"Models of {name}", ("", "trained", "a rank's device, GiB", "a node's host, GiB"), rows)
+        )
 
 
 def show_search_result(result: SearchResult, console: Console) -> None:
@@ -122,7 +143,7 @@ def show_search_result(result: SearchResult, console: Console) -> None:
         console.print(plan_to_yaml(plan), markup=False)
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Align the first column left, the others, which hold numbers, right."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1), header_style="bold")
     for index, column in enumerate(columns):
@@ -139,7 +160,7 @@ def _parameter_table(plan: Plan) -> Table:
         for stage, (layers, count) in enumerate(zip(job.stage_layers, job.parameter_counts, strict=True))
     ]
     title = f"Parameters of one rank ({describe_parallelism(job.settings.layout, job.world_size)})"
-    return _table(title, ("stage", "layers", "dense", "routed experts", "total"), rows)
+    return table_of(title, ("stage", "layers", "dense", "routed experts", "total"), rows)
 
 
 def _memory_table(title: str, memory: Mapping[SubPhase, BytesByKind]) -> Table:
@@ -148,7 +169,7 @@ def _memory_table(title: str, memory: Mapping[SubPhase, BytesByKind]) -> Table:
         (str(sub_phase), *(_gib(sizes.get(kind, 0)) for kind in kinds), f"{total_bytes(sizes) / GIB:.1f}")
         for sub_phase, sizes in memory.items()
     ]
-    return _table(title, ("", *kinds, "total"), rows)
+    return table_of(title, ("", *kinds, "total"), rows)
 
 
 def _time_table(plan: Plan) -> Table:
@@ -171,7 +192,7 @@ def _time_table(plan: Plan) -> Table:
         "expected s",
         "mostly",
     )
-    return _table("One step on one GPU (start and load: once)", columns, rows)
+    return table_of("One step on one GPU (start and load: once)", columns, rows)
 
 
 def _notes(plan: Plan) -> list[str]:

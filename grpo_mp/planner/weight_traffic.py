@@ -10,7 +10,7 @@ from grpo_mp.models.families import family_of
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
-from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, Delivery, SyncPlan, atoms_of, engine_readers, plan_sync
+from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, SyncPlan, Transfer, engine_readers, group_params, plan_sync
 from grpo_mp.weight_sync.wire import WireFormat
 
 
@@ -21,6 +21,7 @@ class SyncTraffic:
     network: float
     nvlink: float
     loaded: float
+    sent: float  # to the ranks that stage it
     tensors: float  # that one engine rank loads
     rounds: int
 
@@ -31,15 +32,16 @@ def sync_traffic(job: PlannedJob) -> SyncTraffic:
     counts = _layers_like(job)
     sample = {name: param for name, param in params.items() if param.layer is None or param.layer in counts}
     plan, wire = plan_job_sync(job, sample)
-    deliveries = [delivery for round_ in plan.rounds for delivery in round_]
-    weights = [counts.get(_layer(params[delivery.names[0]]), 1) for delivery in deliveries]
-    network, nvlink, loaded = busiest(deliveries, weights, wire, job.gpus_per_node)
+    transfers = [transfer for round_ in plan.rounds for transfer in round_]
+    weights = [counts.get(_layer(params[transfer.names[0]]), 1) for transfer in transfers]
+    network, nvlink, loaded, sent = busiest(transfers, weights, wire, job.gpus_per_node)
     tensors: dict[int, int] = {}
-    for delivery, weight in zip(deliveries, weights, strict=True):
-        count = weight * sum(len(wire.specs(name)) for name in delivery.names)
-        tensors |= {reader: tensors.get(reader, 0) + count for reader in delivery.readers}
+    for transfer, weight in zip(transfers, weights, strict=True):
+        count = weight * sum(len(wire.specs(name)) for name in transfer.names)
+        tensors |= {reader: tensors.get(reader, 0) + count for reader in transfer.readers}
     round_bytes = job.settings.sync.bucket_bytes // ROUNDS_IN_MEMORY
-    return SyncTraffic(network, nvlink, loaded, max(tensors.values()), rounds=int(-(-loaded // round_bytes)))
+    rounds = int(-(-max(loaded, sent) // round_bytes))  # no rank loads or sends more in a round
+    return SyncTraffic(network, nvlink, loaded, sent, max(tensors.values()), rounds)
 
 
 def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPlan, WireFormat]:
@@ -51,11 +53,11 @@ def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPla
         torch.bfloat16 if settings.model.dtype == "bfloat16" else torch.float32,
         fp8=job.engine_uses_fp8,
     )
-    hosts = engine_host_ranks(engine_placements(engine, job.world_size, job.gpus_per_node))
+    host_ranks = engine_host_ranks(engine_placements(engine, job.world_size, job.gpus_per_node))
     plan = plan_sync(
-        atoms_of(params),
+        group_params(params),
         shard_holders(params, layout, job.world_size, job.stage_layers),
-        engine_readers(hosts, job.engine_parallelism),
+        engine_readers(host_ranks, job.engine_parallelism),
         job.gpus_per_node,
         wire.sizes,
         settings.sync.bucket_bytes // ROUNDS_IN_MEMORY,
@@ -64,9 +66,12 @@ def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPla
 
 
 def busiest(
-    deliveries: list[Delivery], weights: list[int], wire: WireFormat, ranks_per_node: int
-) -> tuple[float, float, float]:
-    """Return the most that a rank moves over the network, over NVLink, and loads; deliveries count `weight` times."""
+    transfers: list[Transfer], weights: list[int], wire: WireFormat, ranks_per_node: int
+) -> tuple[float, float, float, float]:
+    """Return the most that a rank moves over the network, over NVLink, loads, and sends to receivers.
+
+    Transfers count `weight` times.
+    """
     sizes = wire.sizes
     used: dict[tuple[str, str, int], int] = {}
 
@@ -78,20 +83,21 @@ def busiest(
         add(link, "sends", source, size)
         add(link, "receives", target, size)
 
-    for delivery, weight in zip(deliveries, weights, strict=True):
-        for source, shard in delivery.shards():
-            if source != delivery.stager:
-                send(source, delivery.stager, weight * sizes.sent(shard))
-        size = weight * sum(map(sizes.staged, delivery.names))
-        for reader in delivery.readers:
+    for transfer, weight in zip(transfers, weights, strict=True):
+        for source, shard in transfer.shards():
+            if source != transfer.receiver:
+                send(source, transfer.receiver, weight * sizes.sent(shard))
+                add("shards", "sends", source, weight * sizes.sent(shard))
+        size = weight * sum(map(sizes.staged, transfer.names))
+        for reader in transfer.readers:
             add("loaded", "", reader, size)
-            if reader != delivery.stager:
-                send(delivery.stager, reader, size)
-    network, nvlink, loaded = (
+            if reader != transfer.receiver:
+                send(transfer.receiver, reader, size)
+    network, nvlink, loaded, sent = (
         max((size for (link, *_), size in used.items() if link == name), default=0)
-        for name in ("network", "nvlink", "loaded")
+        for name in ("network", "nvlink", "loaded", "shards")
     )
-    return network, nvlink, loaded
+    return network, nvlink, loaded, sent
 
 
 def _layers_like(job: PlannedJob) -> dict[int, int]:

@@ -31,6 +31,8 @@ def prepare() -> None:
     """
     # Megatron relies on one hardware queue to order communication before kernels.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # TransformerEngine's context parallelism else sends pair by pair, and each pair has a communicator of its own.
+    os.environ.setdefault("NVTE_BATCH_MHA_P2P_COMM", "1")
     if on_cuda():
         torch._C._accelerator_setAllocatorSettings(allocator_settings(os.environ))
         return
@@ -105,6 +107,14 @@ def reset_peak_device_bytes() -> None:
 def free_device_bytes() -> int:
     """Return the free memory of the device; on a CPU the available host memory."""
     return torch.cuda.mem_get_info()[0] if on_cuda() else int(psutil.virtual_memory().available)
+
+
+def used_device_bytes() -> int:
+    """Return the memory of the device that any process uses; 0 on a CPU."""
+    if not on_cuda():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def megatron_fields(interleaved: bool, model: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,35 +1,93 @@
-"""Save and load weights in Megatron's torch_dist format and the optimizer in pieces; any layout can load both."""
+"""Save and load a policy in pieces: weights, optimizer and learning-rate step; any layout can load them."""
 
+import pickle
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from torch.distributed.checkpoint.api import CheckpointException
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from grpo_mp.checkpoint.safe_metadata import restrict_unpickling
+from grpo_mp.checkpoint.chunk_files import ChunkWriter, WrittenChunks, read_chunks, write_index
+from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
+from grpo_mp.checkpoint.torch_dist import COMMON
+from grpo_mp.config.sections import PIECE_BYTES
+from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import UserError, one_line
-from grpo_mp.policy.model import PolicyModel
-from grpo_mp.policy.optimizer_state import load_optimizer_state, save_optimizer_state
+from grpo_mp.policy.former_checkpoint import is_torch_dist_of_megatron, read_torch_dist
 from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks, weight_chunks
 from grpo_mp.policy.te_adam import state_dict_without_copies, stores_param_remainders
 
-METADATA = {"singleton_local_shards": False}  # of the format of the weights
+Value = TypeVar("Value")
+Written = Mapping[Path, WrittenChunks]  # what one rank has written, by folder
 
 
-def save_policy(policy: Policy, folder: Path) -> None:
+def save_policy(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
     """Write weights, optimizer and learning-rate step into an empty, existing folder.
 
-    Every rank must call this.
+    Every rank must call this. Raises UserError, on every rank, where one cannot write.
     """
-    state = _model_states(policy)
-    with state_dict_without_copies(policy.optimizer.chained_optimizers):
-        states = [part.state_dict() for part in policy.optimizer.chained_optimizers]
-    state["optimizer_groups"] = [group for part in states for group in part["optimizer"]["param_groups"]]
-    state["schedule"] = policy.lr_scheduler.state_dict()
-    state["main_weights"] = _main_weight_format(policy)
-    dist_checkpointing.save(state, str(folder))
-    save_optimizer_state(policy, folder)
+    group = policy.parallel.cpu_group
+
+    def write() -> Written:
+        optimizer = optimizer_writer(policy, folder, piece_bytes)
+        return {**write_weights(policy, folder, piece_bytes), optimizer.folder: optimizer.write()}
+
+    write_indexes(gather_written(on_all_ranks(write, folder, group), group))
+
+
+def write_weights(policy: Policy, folder: Path, piece_bytes: int) -> Written:
+    """Write this rank's share of the weights, and on rank 0 what is alike on all ranks."""
+    if policy.parallel.rank == 0:
+        torch.save(_common(policy), folder / COMMON)
+    return _write(policy, policy.tensors, folder, piece_bytes)
+
+
+def write_reference(policy: Policy, folder: Path, piece_bytes: int) -> Written:
+    """Write this rank's share of the reference's weights. Raises ValueError where the policy has no reference."""
+    if policy.reference is None:
+        raise ValueError("this policy was built without a reference")
+    return _write(policy, policy.reference.host_tensors, folder, piece_bytes)
+
+
+def optimizer_writer(policy: Policy, folder: Path, piece_bytes: int) -> ChunkWriter:
+    """Return what writes this rank's optimizer state, which must neither change nor be moved until it has."""
+    return ChunkWriter(folder / OPTIMIZER_FOLDER, policy.parallel.rank, optimizer_chunks(policy), piece_bytes)
+
+
+def on_all_ranks(work: Callable[[], Value], folder: Path, group: dist.ProcessGroup) -> Value:
+    """Return what `work` returns on this rank, once no rank has failed. Every rank of the group must call this.
+
+    Raises UserError, on every rank, where one cannot write below `folder`. What is no error of the disk is raised as
+    itself where it happened.
+    """
+    value, error = None, None
+    try:
+        value = work()
+    except Exception as caught:  # noqa: BLE001 - the others wait for this rank; it is raised below
+        error = caught
+    messages = all_gather(one_line(error) if error else "", group)
+    if error and not isinstance(error, OSError | RuntimeError):  # torch reports a full disk as the latter
+        raise error
+    for rank, message in enumerate(messages):
+        if message:
+            raise UserError(f"{folder}: the checkpoint cannot be written (rank {rank}): {message}") from error
+    return value  # type: ignore[return-value]
+
+
+def gather_written(written: Written, group: dist.ProcessGroup) -> dict[Path, list[WrittenChunks]]:
+    """Return on the first rank what all have written, by folder. Every rank of the group must call this."""
+    by_rank: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(written, by_rank, dst=0, group=group)
+    return {folder: [other[folder] for other in by_rank] for folder in written} if by_rank else {}
+
+
+def write_indexes(written: Mapping[Path, list[WrittenChunks]]) -> None:
+    """Write the index of each folder, from what all ranks have written into it."""
+    for folder, chunks in written.items():
+        write_index(folder, chunks)
 
 
 def load_policy(policy: Policy, folder: Path) -> None:
@@ -37,59 +95,57 @@ def load_policy(policy: Policy, folder: Path) -> None:
 
     Raises UserError where the checkpoint is incomplete or belongs to another model.
     """
-    state = _read(_model_states(policy), folder)
-    saved, expected = state.get("main_weights", "whole"), _main_weight_format(policy)
+    if is_torch_dist_of_megatron(folder):
+        common = read_torch_dist(policy, folder)
+    else:
+        common = _read_common(folder)
+        read_chunks(local_weight_chunks(policy, policy.tensors), folder)
+    saved, expected = common.get("main_weights", "whole"), _main_weight_format(policy)
     if saved != expected:
         raise UserError(
             f"{folder}: the checkpoint holds main weights as {saved}, training.megatron_args asks for {expected}: set "
-            "use_precision_aware_optimizer and store_param_remainders as they were"
+            "use_precision_aware_optimizer and store_param_remainders, and optimizer.offload, as they were"
         )
-    _load_models(policy, state)
-    groups = _optimizer_groups(state["optimizer_groups"])
+    groups = _optimizer_groups(common["optimizer_groups"])
     parts = policy.optimizer.chained_optimizers
     with state_dict_without_copies(parts):
         for part in parts:
             part.load_state_dict({"optimizer": {"param_groups": groups}})
-    load_optimizer_state(policy, folder)
-    policy.lr_scheduler.load_state_dict(state["schedule"])
-
-
-def save_reference(policy: Policy, folder: Path) -> None:
-    """Write the reference's weights into an empty, existing folder. Every rank must call this."""
-    with policy.use_reference_weights():
-        dist_checkpointing.save(_model_states(policy), str(folder))
+    read_chunks(optimizer_chunks(policy), folder / OPTIMIZER_FOLDER)
+    policy.lr_scheduler.load_state_dict(common["schedule"])
 
 
 def load_reference(policy: Policy, folder: Path) -> None:
-    """Read what `save_reference` wrote, from any layout. Every rank must call this; raises as `load_policy`."""
-    with policy.use_reference_weights():
-        _load_models(policy, _read(_model_states(policy), folder))
+    """Read the reference's weights, from any layout. Every rank must call this; raises as `load_policy`."""
+    if is_torch_dist_of_megatron(folder):
+        with policy.use_reference_weights():
+            read_torch_dist(policy, folder)
+    elif policy.reference:
+        read_chunks(local_weight_chunks(policy, policy.reference.host_tensors), folder)
 
 
-def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _write(policy: Policy, tensors: Mapping[str, Tensor], folder: Path, piece_bytes: int) -> Written:
+    writer = ChunkWriter(folder, policy.parallel.rank, weight_chunks(policy, tensors), piece_bytes)
+    return {folder: writer.write()}
+
+
+def _common(policy: Policy) -> dict[str, Any]:
+    """Return what is saved beside tensors: steps and learning rates, and the format of the main weights."""
+    with state_dict_without_copies(policy.optimizer.chained_optimizers):
+        states = [part.state_dict() for part in policy.optimizer.chained_optimizers]
+    return {
+        "optimizer_groups": [group for part in states for group in part["optimizer"]["param_groups"]],
+        "schedule": policy.lr_scheduler.state_dict(),
+        "main_weights": _main_weight_format(policy),
+    }
+
+
+def _read_common(folder: Path) -> dict[str, Any]:
     try:
-        with restrict_unpickling(folder):
-            return dict(dist_checkpointing.load(state, str(folder)))
-    except (CheckpointException, CheckpointingException, OSError, KeyError, RuntimeError) as error:
-        # torch gives the errors of all ranks with their stack traces: take the first rank's.
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        raise UserError(f"{folder}: the checkpoint cannot be read: {one_line(cause)}") from error
-
-
-def _models(policy: Policy) -> dict[str, PolicyModel]:
-    """Return this rank's model chunks by their names in a checkpoint."""
-    models = policy.models()
-    return {f"model{chunk}" if len(models) > 1 else "model": model for chunk, model in enumerate(models)}
-
-
-def _load_models(policy: Policy, state: dict[str, Any]) -> None:
-    for name, model in _models(policy).items():
-        model.load_state_dict(state[name], strict=True)
-
-
-def _model_states(policy: Policy) -> dict[str, Any]:
-    metadata = dict(METADATA)  # Megatron adds this layout's groups to it
-    return {name: model.sharded_state_dict(metadata=metadata) for name, model in _models(policy).items()}
+        common: dict[str, Any] = torch.load(folder / COMMON, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(f"{folder / COMMON}: the checkpoint cannot be read: {one_line(error)}") from error
+    return common
 
 
 def _main_weight_format(policy: Policy) -> str:

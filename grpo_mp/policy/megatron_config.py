@@ -24,6 +24,16 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective"},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
+# What optimizer.offload=host means on a GPU, see host_adam.py. Without the precision-aware optimizer float32 main
+# weights would stay on the device, beside those on the host.
+HOST_UPDATE = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+    "use_precision_aware_optimizer": True,
+    "pin_cpu_grads": False,  # both are in a buffer of their own
+    "pin_cpu_params": False,
+}
 RESERVED = {  # fields that the run sets itself, with what to do instead
     "tensor_model_parallel_size": "set layout.tensor",
     "pipeline_model_parallel_size": "set layout.pipeline",
@@ -46,7 +56,8 @@ RESERVED = {  # fields that the run sets itself, with what to do instead
     "optimizer": "AdamW is the only one",
     "calculate_per_token_loss": "the loss carries its own denominator",
     "use_distributed_optimizer": "a checkpoint that any layout loads needs it",
-    "optimizer_cpu_offload": "the phases move the optimizer; use_precision_aware_optimizer makes it smaller",
+    **dict.fromkeys(HOST_UPDATE.keys() - {"use_precision_aware_optimizer"}, "set optimizer.offload=host"),
+    "use_torch_optimizer_for_cpu_offload": "optimizer.offload=host updates with torch's AdamW",
     "perform_initialization": "every weight is read from the checkpoint",
 }
 
@@ -97,6 +108,8 @@ def optimizer_config(
         "params_dtype": DTYPES[dtype],
         "use_distributed_optimizer": True,
     }
+    if optimizer.offload == "host" and platform.on_cuda():  # on a CPU all state is on the host
+        values |= HOST_UPDATE
     return OptimizerConfig(**values | overrides_for(megatron_args, OptimizerConfig))
 
 

@@ -1,33 +1,37 @@
 """Offload and onload of the policy: weights, gradients and optimizer, with Megatron's own buffers. CUDA only."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from grpo_mp import platform
+from grpo_mp.distributed.nccl_memory import NcclMemory
 from grpo_mp.errors import PhaseTimeout
+from grpo_mp.platform.pinned import PinnedBuffer
 from grpo_mp.policy.policy import Policy
 
 POLL_S = 0.05
 MARGIN_BYTES = 2**28
+StateKey = tuple[str, int]  # name of a state tensor, number of its parameter
 
 
 class HostBuffers:
-    """Pinned host memory for the tensors of one optimizer, allocated once: copies run at full PCIe bandwidth."""
+    """Pinned host memory for the tensors of one optimizer, allocated once: copies run at the link's full rate."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+        self._buffer: PinnedBuffer | None = None
+        self._tensors: dict[StateKey, torch.Tensor] = {}
 
-    def move(self, name: tuple[str, int], value: torch.Tensor, to: torch.device) -> torch.Tensor:
-        """Return the tensor on device `to`; the copy may still be running."""
-        if to.type != "cpu":
-            return value.to(to, non_blocking=True)
-        if value.device.type == "cpu":
-            return value
-        if name not in self._buffers:
-            self._buffers[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=platform.on_cuda())
-        return self._buffers[name].copy_(value, non_blocking=True)
+    def offload(self, tensors: Mapping[StateKey, torch.Tensor]) -> dict[StateKey, torch.Tensor]:
+        """Return copies of those that are on a device; copying may still go on. Every call takes the same tensors."""
+        on_device = {key: tensor for key, tensor in tensors.items() if tensor.device.type != "cpu"}
+        if self._buffer is None:
+            self._buffer = PinnedBuffer(list(on_device.values()))
+            self._tensors = dict(zip(on_device, self._buffer.tensors, strict=True))
+        for key, tensor in on_device.items():
+            self._tensors[key].copy_(tensor, non_blocking=True)
+        return {key: self._tensors[key] for key in on_device}
 
 
 def move_optimizer(
@@ -38,18 +42,28 @@ def move_optimizer(
     The precision-aware optimizer's parameters are views of the model's weights: moved, updates would no longer reach
     the model.
     """
+    params = [param for group in optimizer.param_groups for param in group["params"]] if with_parameters else []
+    tensors = {("parameter", number): param.data for number, param in enumerate(params)} | {
+        (name, number): value
+        for number, state in enumerate(optimizer.state.values())
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    if to.type == "cpu":
+        moved = buffers.offload(tensors)
+    else:
+        moved = {key: tensor.to(to, non_blocking=True) for key, tensor in tensors.items()}
     for number, state in enumerate(optimizer.state.values()):
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor):
-                state[name] = buffers.move((name, number), value, to)
-    if with_parameters:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        for number, param in enumerate(params):
-            param.data = buffers.move(("parameter", number), param.data, to)
+        state |= {name: moved[name, number] for name in state if (name, number) in moved}
+    for number, param in enumerate(params):
+        param.data = moved.get(("parameter", number), param.data)
 
 
 def device_items(policy: Policy) -> dict[str, float]:
-    """Return bytes on this rank's device by kind; what is not state of the policy counts as activations and buffers."""
+    """Return bytes on this rank's device by kind; what is not state of the policy counts as activations and buffers.
+
+    The planner's `MEASURED` says which lines of the plan each kind is.
+    """
     buffers = _buffers(policy)
     weights = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
     gradients = [buffer.grad_data for buffer in buffers]
@@ -59,8 +73,12 @@ def device_items(policy: Policy) -> dict[str, float]:
         "optimizer": _stored_bytes(_optimizer_tensors(policy), exclude=(*weights, *gradients)),
     }
     allocated = torch.cuda.memory_allocated()
-    rest, cached = allocated - sum(items.values()), torch.cuda.memory_reserved() - allocated
-    return items | {"activations and buffers": max(0.0, rest), "kept by the allocator": float(cached)}
+    reserved, rest = torch.cuda.memory_reserved(), allocated - sum(items.values())
+    return items | {
+        "activations and buffers": max(0.0, rest),
+        "kept by the allocator": float(reserved - allocated),
+        "engine, communicators and contexts": float(platform.used_device_bytes() - reserved),
+    }
 
 
 def _buffers(policy: Policy):  # type: ignore[no-untyped-def]
@@ -84,13 +102,23 @@ def _stored_bytes(tensors: Iterable[torch.Tensor], exclude: Iterable[torch.Tenso
 
 
 class PolicyOffloader:
-    """Moves weights, gradients and optimizer between device and host."""
+    """Moves weights, gradients, optimizer and the communicators' buffers between device and host."""
 
-    def __init__(self, policy: Policy, limit_s: float) -> None:
-        """Take the policy, and how long to wait for device memory that another process is about to free."""
+    def __init__(self, policy: Policy, limit_s: float, communicators: NcclMemory | None = None) -> None:
+        """Take the policy, and how long to wait for device memory that another process is about to free.
+
+        `communicators` None: theirs cannot be moved.
+        """
         self._policy, self._limit_s = policy, limit_s
+        self._parts = {"policy_weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
+        if communicators:
+            self._parts["communicators"] = communicators.move
         self._offloaded_bytes: dict[str, int] = {}  # part -> bytes it will need again
         self._host_buffers = [HostBuffers() for _ in policy.optimizer.chained_optimizers]
+        buffers = _buffers(policy)
+        self._host_weights = PinnedBuffer([buffer.param_data for buffer in buffers])
+        for buffer, on_host in zip(buffers, self._host_weights.tensors, strict=True):
+            buffer.param_data_cpu = on_host  # Megatron copies there; by itself it would allocate one at the first time
 
     def weights(self, onload: bool) -> None:
         """Copy the model weights to pinned host memory and free them, or back."""
@@ -118,7 +146,7 @@ class PolicyOffloader:
         if onload:
             platform.free_device_memory()  # the allocator's cache would count as taken
             self._wait_for_memory(part)
-        {"policy_weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}[part](onload)
+        self._parts[part](onload)
         platform.synchronize()
         if not onload:
             platform.free_device_memory()

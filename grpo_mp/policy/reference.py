@@ -2,7 +2,7 @@
 
 import torch
 
-from grpo_mp import platform
+from grpo_mp.platform.pinned import PinnedBuffer
 
 
 class Reference:
@@ -11,11 +11,14 @@ class Reference:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         """Copy `tensors` as they are now; `swap` exchanges their values."""
         self._tensors = tensors
-        pinned = platform.on_cuda()
-        self._host = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor.detach())
-            for name, tensor in tensors.items()
-        }
+        values = [tensor.detach() for tensor in tensors.values()]
+        self._buffer = PinnedBuffer(values)
+        self._host = dict(zip(tensors, map(torch.Tensor.copy_, self._buffer.tensors, values), strict=True))
+
+    @property
+    def host_tensors(self) -> dict[str, torch.Tensor]:
+        """Return its weights by name, while they are not swapped in."""
+        return self._host
 
     @torch.no_grad()
     def update(self, mix: float) -> None:

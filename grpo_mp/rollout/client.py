@@ -16,6 +16,8 @@ MESSAGE_CHARACTERS = 500
 IDLE_LIMIT_S = 2.0
 BUSY_LIMIT_S = 60.0  # of an engine whose requests have all been answered
 BUSY_POLL_S = 0.1
+# Updates are not for the model that drafts in speculative decoding: it would load them a second time.
+TARGET = {"selector": "target"}
 REQUIRED_ROUTES = (
     "/generate",
     "/flush_cache",
@@ -170,14 +172,14 @@ class EngineClient:
     async def begin_weight_update(self) -> None:
         """Begin a weight update; nothing to do on an SGLang without weight update sessions."""
         if (await self.capabilities()).weight_update_session:
-            await self._post("/begin_weight_update", {})
+            await self._post("/begin_weight_update", TARGET)
 
     async def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str | None = None) -> None:
         """Send one bucket: `payloads` is base64 text for each of the engine's tensor-parallel ranks.
 
         SGLang answers success for a tensor name that it does not know.
         """
-        body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False}
+        body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False, **TARGET}
         await self._post("/update_weights_from_tensor", body)
 
     async def end_weight_update(self, version: int) -> None:
@@ -189,7 +191,7 @@ class EngineClient:
 
     async def checksums(self) -> dict[str, str]:
         """Return the checksum of each of the engine's tensors, on each of its tensor-parallel ranks."""
-        reply = await self._call("POST", "/weights_checker", {"action": "checksum"})
+        reply = await self._call("POST", "/weights_checker", {"action": "checksum", **TARGET})
         ranks = _expect_object(reply)["ranks"]
         return {
             f"{name}{f' (rank {number})' if len(ranks) > 1 else ''}": value
@@ -199,7 +201,7 @@ class EngineClient:
 
     async def overwrite_weights(self) -> None:
         """Fill every tensor with random values, so that a tensor which a sync does not send shows."""
-        await self._post("/weights_checker", {"action": "reset_tensors"})
+        await self._post("/weights_checker", {"action": "reset_tensors", **TARGET})
 
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Free device memory of `weights`, `kv_cache`, `cuda_graph`, as soon as the engine is idle.

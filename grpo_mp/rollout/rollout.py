@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
+from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.hf_reader import has_hf_weights
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
@@ -21,7 +22,8 @@ from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.placement import EnginePlacement, engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import precision_arguments
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, WorkQueue
+from grpo_mp.rollout.stream import GroupStream
+from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker
 from grpo_mp.types import Prompt, SampleGroup
 
 
@@ -88,22 +90,31 @@ class Rollout:
             self.placement.engine, self._process.url, self._process.headers, engine.request_timeout_s
         )
 
-    def run(self, task: RolloutTask, name: str, store: dist.Store) -> list[SampleGroup]:
-        """Generate and score the groups of a task that this rank's engine takes. `name` must be new in the job."""
+    def run(self, task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
+        """Generate and score the groups of a task that this rank's engine takes."""
         if self.client is None:
-            return []
-        settings = self._settings
-        groups_per_engine = -(-len(task.prompts) // len(self.host_ranks))
+            return task.carried
+        settings, rule = self._settings, stream.rule
+        groups_per_engine = -(-(rule.launched + rule.lookahead) // len(self.host_ranks))
         max_in_flight = max(1, min(settings.engine.concurrent_groups, groups_per_engine))
         worker = RolloutWorker(self.client, self._scorer, self._tokenizer, settings.rollout.group_timeout_s)
-        return self._runner.run(worker.run(task, WorkQueue(store, name, len(task.prompts)), max_in_flight))
+        return self._runner.run(worker.run(task, stream, max_in_flight))
 
-    def evaluate(self, prompts: Sequence[Prompt], name: str, step: int, store: dist.Store) -> list[SampleGroup]:
-        """Generate and score the prompts of an eval set that this rank's engine takes, with the set's sampling."""
+    def evaluate(
+        self, prompts: Sequence[Prompt], name: str, step: int, store: dist.Store, check_peers: Callable[[], None]
+    ) -> list[SampleGroup]:
+        """Generate and score the prompts of an eval set that this rank's engine takes, with the set's sampling.
+
+        `check_peers` as in `GroupStream`.
+        """
         eval_set = self._settings.eval_set(name)
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
         sampling = replace(rollout_sampling(self._settings.rollout), **overrides)
-        return self.run(RolloutTask(prompts, eval_set.samples, 0, step, sampling), f"eval/{name}/{step}", store)
+        count = len(prompts)
+        stream = GroupStream(store, f"eval/{name}/{step}", AdmissionRule(count, count, count), check_peers)
+        groups = self.run(RolloutTask(prompts.__getitem__, eval_set.samples, 0, step, sampling), stream)
+        finished = [group for _, group in sorted(groups.items()) if isinstance(group, SampleGroup)]
+        return [group for group in finished if group.samples]
 
     def call(self, coroutine):  # type: ignore[no-untyped-def]
         """Run one of the client's coroutines to its end."""

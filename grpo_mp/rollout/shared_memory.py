@@ -10,14 +10,15 @@ import json
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-ALIGNMENT = 64  # bytes; every tensor's offset is a multiple, as views of any dtype need
+from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, pack, packed_bytes, specs_of, view_of
+
 LOADER = f"{__name__}.load_weights"  # what SGLang imports: its `custom_weight_loader` and `load_format`
 
-NamedTensors = list[tuple[str, torch.Tensor]]
 Export = dict[str, Any]  # JSON: where the memory is, and its tensors
 
 
@@ -27,13 +28,16 @@ def export_to_host(tensors: NamedTensors) -> Iterator[Export]:
 
     It can be opened while the body runs. The list is emptied, for the copy is enough.
     """
-    offsets, nbytes = _offsets(tensors)
+    specs = specs_of(tensors)
+    nbytes = packed_bytes(specs)
     descriptor = os.memfd_create("grpo_mp_weights")
     try:
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
         if nbytes:
-            _copy(tensors, offsets, torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8))
-        export = {"path": path, "nbytes": nbytes, "tensors": _describe(tensors, offsets)}
+            memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+            pack([tensor for _, tensor in tensors], specs, memory)
+            del memory
+        export = {"path": path, "nbytes": nbytes, "tensors": _describe(specs)}
         tensors.clear()
         yield export
     finally:
@@ -52,10 +56,9 @@ def export_by_ipc(tensors: NamedTensors) -> Iterator[Export]:
     if not tensors:  # torch would keep for good what it shares and nobody opens
         yield {"nbytes": 0, "tensors": []}
         return
-    offsets, nbytes = _offsets(tensors)
-    memory = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    _copy(tensors, offsets, memory)
-    described = _describe(tensors, offsets)
+    specs = specs_of(tensors)
+    memory = torch.empty(packed_bytes(specs), dtype=torch.uint8, device="cuda")
+    pack([tensor for _, tensor in tensors], specs, memory)
     tensors.clear()
     torch.cuda.current_stream().synchronize()  # the reader does not wait for this rank's stream
     _, (*_, handle, size, offset, _, counter, counter_offset, event, _) = reduce_tensor(memory)
@@ -63,8 +66,8 @@ def export_by_ipc(tensors: NamedTensors) -> Iterator[Export]:
     yield {
         "device": str(torch.cuda.get_device_properties(memory.device).uuid),  # the engine numbers devices differently
         "storage": [*handles, size, offset, counter_offset],
-        "nbytes": nbytes,
-        "tensors": described,
+        "nbytes": packed_bytes(specs),
+        "tensors": _describe(specs),
     }
     del memory
     torch.cuda.ipc_collect()  # otherwise torch frees it only when the next one is shared
@@ -93,8 +96,7 @@ def open_exports(
             if opened is not None:
                 opened.append(memory)
             for name, dtype, shape, offset in export["tensors"]:
-                size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-                yield name, memory[offset : offset + size].view(getattr(torch, dtype)).view(shape)
+                yield name, view_of(memory, getattr(torch, dtype), shape, offset)
 
 
 def load_weights(model: Any, named_tensors: NamedTensors) -> None:
@@ -106,22 +108,11 @@ def load_weights(model: Any, named_tensors: NamedTensors) -> None:
         torch.cuda.current_stream().synchronize()  # the trainer may free the memory once SGLang has answered
 
 
-def _offsets(tensors: NamedTensors) -> tuple[list[int], int]:
-    offsets = [0]
-    for _, tensor in tensors:
-        offsets.append(offsets[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
-    return offsets, offsets.pop()
-
-
-def _copy(tensors: NamedTensors, offsets: Sequence[int], memory: torch.Tensor) -> None:
-    for (_, tensor), offset in zip(tensors, offsets, strict=True):
-        memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
-def _describe(tensors: NamedTensors, offsets: Sequence[int]) -> list[list[Any]]:
+def _describe(specs: Sequence[TensorSpec]) -> list[list[Any]]:
+    offsets = accumulate((spec.nbytes for spec in specs), initial=0)
     return [
-        [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset]
-        for (name, tensor), offset in zip(tensors, offsets, strict=True)
+        [spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape), offset]
+        for spec, offset in zip(specs, offsets, strict=False)
     ]
 
 

@@ -12,7 +12,10 @@ from grpo_mp.phases import GIB, Phase
 
 LARGEST_ITEMS = 4  # that the message names
 ACTIVATION_ADVICE = "lower training.max_tokens_per_microbatch or training.logprob_chunk_tokens"
-STATE_ADVICE = "divide the policy further (layout), or let the optimizer keep less (training.megatron_args)"
+STATE_ADVICE = (
+    "divide the policy further (layout), let the optimizer keep less (training.megatron_args), or set "
+    "optimizer.offload=host"
+)
 ADVICE: Mapping[str, str] = {
     Phase.LOGPROB: ACTIVATION_ADVICE,
     Phase.TRAIN: f"{ACTIVATION_ADVICE}, set training.recompute=full, or {STATE_ADVICE}",

@@ -57,6 +57,11 @@ class PhaseManager:
         with self._watchdog.phase(WAIT, self._limit_s), self._timeline.span(WAIT):
             yield
 
+    def end(self) -> None:
+        """Leave the last phase of the job: communicators are not ended while they are suspended."""
+        if not self._resident.communicators:
+            self._move_to(Residency(communicators=True))
+
     def _move_to(self, target: Residency) -> None:
         if not self._offload_functions:
             return

@@ -18,6 +18,7 @@ from grpo_mp.checkpoint.run_state import (
 )
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.distributed.nccl_memory import NcclMemory
 from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
 from grpo_mp.log import log_file, logging_to
 from grpo_mp.monitor.progress import Progress
@@ -34,6 +35,7 @@ from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
 from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
 from grpo_mp.trainer.preflight import RunInputs
+from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.weight_sync.engine_check import EngineCheck
 from grpo_mp.weight_sync.update import WeightSync, build_weight_sync
 
@@ -52,6 +54,7 @@ class TrainContext:
     weight_sync: WeightSync
     engine_check: EngineCheck
     phases: PhaseManager
+    saver: CheckpointSaver
     timeline: Timeline
     progress: Progress
     preemption: PreemptionHandler
@@ -93,15 +96,7 @@ def open_train_context(
         policy = _start(job, settings.engine.start_timeout_s, offload, build)
         if rollout.client:
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
-        phases = PhaseManager(
-            job.timeline,
-            job.watchdog,
-            progress,
-            settings.monitor.phase_timeout_s,
-            offload_functions(policy, rollout, settings.sync.timeout_s) if offload else None,
-            INITIAL_RESIDENCY if offload else None,
-            partial(device_items, policy),
-        )
+        phases = _make_phases(settings, job, policy, offload)
         weight_sync = build_weight_sync(settings, policy, rollout.host_ranks, rollout.client, rollout.call)
         prompts = [prompt.tokens for prompt in inputs.train.prompts]
         samples_shown = settings.monitor.samples_per_step
@@ -116,7 +111,8 @@ def open_train_context(
             phases,
             inputs.extensions.group_filter,
         )
-        with platform.gc_frozen():
+        saver = CheckpointSaver(settings.run, policy, settings.monitor.phase_timeout_s)
+        with platform.gc_frozen(), saver:
             yield TrainContext(
                 settings=settings,
                 inputs=inputs,
@@ -128,11 +124,31 @@ def open_train_context(
                 weight_sync=weight_sync,
                 engine_check=EngineCheck(settings, policy, weight_sync, rollout, phases, prompts),
                 phases=phases,
+                saver=saver,
                 timeline=job.timeline,
                 progress=progress,
                 preemption=preemption,
                 state=state,
             )
+        phases.end()
+
+
+def _make_phases(settings: Settings, job: RankRuntime, policy: Policy, offload: bool) -> PhaseManager:
+    """Make the phases, which with `offload` move policy and engine."""
+    functions = None
+    if offload:
+        nccl = NcclMemory(settings.layout) if settings.training.suspend_communicators else None
+        moves = settings.optimizer.offload == "step"
+        functions = offload_functions(policy, job.rollout, settings.sync.timeout_s, moves, nccl)
+    return PhaseManager(
+        job.timeline,
+        job.watchdog,
+        job.progress,
+        settings.monitor.phase_timeout_s,
+        functions,
+        INITIAL_RESIDENCY if offload else None,
+        partial(device_items, policy),
+    )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
 from grpo_mp.data.prompts import PromptSet
+from grpo_mp.distributed.peers import watching_peers
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.evaluation.score import EvalScore, Votes, read_scores, score_eval_set, step_file
 from grpo_mp.monitor.metrics import metric_name
@@ -55,7 +56,8 @@ class Evaluator:
         result, cpu_group = Evaluation(), self.parallel.cpu_group
         for name, prompts in self.prompts.items():
             with self.phases.phase(Phase.EVAL, name):
-                groups = self.rollout.evaluate(prompts.prompts, name, step, self.parallel.store)
+                with watching_peers(cpu_group) as check_peers:
+                    groups = self.rollout.evaluate(prompts.prompts, name, step, self.parallel.store, check_peers)
                 infos: list[SampleInfo] = all_gather_sample_info(groups, cpu_group)
                 votes = _all_gather_votes(groups, self.scorer, cpu_group) if self.scorer.has_answers else None
             stats = total_reward_stats(self.scorer.take_stats(), self.parallel)

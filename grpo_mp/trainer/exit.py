@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.distributed.finish_markers import mark_finished
-from grpo_mp.distributed.rendezvous import is_first_failure
+from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
 from grpo_mp.errors import INTERRUPT_STATUS, UserError, exit_with
 
 PEER_FAILED_STATUS = 1
@@ -57,7 +57,7 @@ def report_error_once(rank: int, store: dist.Store) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if not is_first_failure(store, "ended"):
+        if not is_first_failure(store, FAILURE):
             raise _peer_failed(rank, error) from error
         raise
     except RuntimeError as error:

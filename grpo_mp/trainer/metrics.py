@@ -186,7 +186,7 @@ def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """Count what became of the groups that were launched."""
     return {
         "rollout/launched_groups": len({info.group_id for info in rollouts.launched}),
-        "rollout/rounds": rollouts.rounds,
+        "rollout/carried_groups": rollouts.carried,
         "rollout/length_bias": rollouts.length_bias,
         "rollout/skipped_prompts": len(rollouts.state.skipped_until),
         **{

@@ -1,11 +1,14 @@
 """Offload policy and engine when a phase begins. On a CPU nothing moves: host and device are one."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
 
+from grpo_mp import platform
+from grpo_mp.distributed.nccl_memory import NcclMemory
 from grpo_mp.errors import UserError
-from grpo_mp.phases import Residency
+from grpo_mp.phases import TRAINER
 from grpo_mp.policy.offload import PolicyOffloader
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
@@ -13,7 +16,7 @@ from grpo_mp.scheduler.phase_manager import OffloadFunction
 
 HINT = "where it ran out of device memory, lower engine.args.mem_fraction_static"
 ENGINE_TAGS = {"engine_weights": ("weights",), "engine_cache": ("kv_cache", "cuda_graph")}
-INITIAL_RESIDENCY = Residency(policy_weights=True, gradients=True, optimizer=True)
+INITIAL_RESIDENCY = replace(TRAINER, gradients=True, optimizer=True)
 
 
 def start_engines_first(rollout: Rollout, group: dist.ProcessGroup) -> None:
@@ -23,14 +26,31 @@ def start_engines_first(rollout: Rollout, group: dist.ProcessGroup) -> None:
         _move_engine(rollout, group, tags, False)
 
 
-def offload_functions(policy: Policy, rollout: Rollout, timeout_s: float) -> dict[str, OffloadFunction]:
-    """Return the offload functions by field of Residency, which wait up to `timeout_s` for device memory."""
-    offloader = PolicyOffloader(policy, timeout_s)
+def offload_functions(
+    policy: Policy, rollout: Rollout, timeout_s: float, optimizer_moves: bool, communicators: NcclMemory | None
+) -> dict[str, OffloadFunction]:
+    """Return the offload functions by field of Residency, which wait up to `timeout_s` for device memory.
+
+    `optimizer_moves` false: its state stays where it is, on the device or on the host; `communicators` None: they stay.
+    """
+    offloader = PolicyOffloader(policy, timeout_s, communicators)
     group = policy.parallel.cpu_group
     return {
-        **{part: partial(offloader.move, part) for part in ("policy_weights", "gradients", "optimizer")},
+        "communicators": partial(_move_communicators, offloader, group) if communicators else _stay,
+        **{part: partial(offloader.move, part) for part in ("policy_weights", "gradients")},
+        "optimizer": partial(offloader.move, "optimizer") if optimizer_moves else _stay,
         **{part: partial(_move_engine, rollout, group, tags) for part, tags in ENGINE_TAGS.items()},
     }
+
+
+def _move_communicators(offloader: PolicyOffloader, group: dist.ProcessGroup, onload: bool) -> None:
+    platform.synchronize()  # no communicator may be at work
+    dist.barrier(group=group)  # has a time limit; NCCL waits for other ranks without one
+    offloader.move("communicators", onload)
+
+
+def _stay(onload: bool) -> None:
+    """Move nothing."""
 
 
 def _move_engine(rollout: Rollout, group: dist.ProcessGroup, tags: tuple[str, ...], onload: bool) -> None:

@@ -1,9 +1,11 @@
 """Check and read everything that needs no process group, model or engine: settings, files, data."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp import platform
@@ -19,6 +21,7 @@ from grpo_mp.config.sections import EngineConfig
 from grpo_mp.data.overlap import find_overlaps
 from grpo_mp.data.prompts import PromptSet, load_prompts
 from grpo_mp.distributed.layout import describe_parallelism
+from grpo_mp.distributed.nccl_memory import check_nccl
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
@@ -113,6 +116,8 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
     engine_placements(settings.engine, world_size, ranks_per_node)
     _check_device(settings.sync.transport, settings.model.dtype, settings.layout.context)
+    if platform.on_cuda() and settings.model.offloads and settings.training.suspend_communicators:
+        check_nccl(torch.cuda.nccl.version(), os.environ)
     check_arguments(settings.engine.args, known_arguments())
     check_engine(settings.engine, hf, cpu=not platform.on_cuda())
     try:
@@ -190,11 +195,18 @@ def start_warnings(settings: Settings, fp8: bool) -> list[str]:
     algorithm, cache = settings.algorithm, str(settings.engine.args.get("kv_cache_dtype", ""))
     warnings = list(_warn_without_effect(algorithm, settings.optimizer_steps_per_step))
     in_low_precision = fp8 or cache.startswith("fp8")
-    if in_low_precision and algorithm.rollout_correction.kind == "none" and algorithm.old_logprobs == "recomputed":
+    if algorithm.rollout_correction.kind != "none" or algorithm.old_logprobs != "recomputed":
+        return warnings
+    remedy = "set algorithm.rollout_correction={kind: truncate, high: 2.0}"
+    if in_low_precision:
         warnings.append(
             "engines compute in FP8 and algorithm.rollout_correction is none: samples come from other probabilities "
-            "than the policy's, and accuracy is known to drop: set algorithm.rollout_correction="
-            "{kind: truncate, high: 2.0}"
+            f"than the policy's, and accuracy is known to drop: {remedy}"
+        )
+    if settings.rollout.max_staleness:
+        warnings.append(
+            f"rollout.max_staleness={settings.rollout.max_staleness} trains on tokens of older weights, and "
+            f"algorithm.rollout_correction is none: {remedy}"
         )
     return warnings
 

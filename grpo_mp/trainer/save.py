@@ -1,15 +1,21 @@
 """Save checkpoints and the final Hugging Face folder."""
 
+import logging
 from collections.abc import Callable, Iterable
+from copy import deepcopy
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_mp.background import BackgroundTask
+from grpo_mp.checkpoint.chunk_files import ChunkWriter
+from grpo_mp.checkpoint.describe import TORCH_DIST
 from grpo_mp.checkpoint.hf_reader import read_non_policy_tensors
 from grpo_mp.checkpoint.hf_writer import begin_hf, complete_hf, write_shards
-from grpo_mp.checkpoint.manifest import Files
+from grpo_mp.checkpoint.manifest import Files, checksums
 from grpo_mp.checkpoint.run_state import (
     TrainState,
     begin_checkpoint,
@@ -19,37 +25,118 @@ from grpo_mp.checkpoint.run_state import (
     write_manifest,
 )
 from grpo_mp.config.sections import RunConfig
-from grpo_mp.distributed.process_groups import all_gather
-from grpo_mp.policy.checkpoint import save_policy, save_reference
+from grpo_mp.distributed.process_groups import all_gather, make_groups
+from grpo_mp.errors import one_line
+from grpo_mp.phases import Phase
+from grpo_mp.policy.checkpoint import (
+    Written,
+    gather_written,
+    on_all_ranks,
+    optimizer_writer,
+    write_indexes,
+    write_reference,
+    write_weights,
+)
 from grpo_mp.policy.policy import Policy
-from grpo_mp.weight_sync.plan import Atom, atoms_of
+from grpo_mp.weight_sync.plan import ParamGroup, group_params
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import plan_rounds
 from grpo_mp.weight_sync.wire import WireFormat
 
+POLICY, REFERENCE = "policy", "reference"  # folders of a checkpoint
+FAILED_LIMIT_S = 20.0  # how long a run that failed waits for its last checkpoint
+LOGGER = logging.getLogger(__name__)
 
-def save_checkpoint(run: RunConfig, policy: Policy, state: TrainState) -> None:
-    """Save the state of the run between two steps; the checkpoint counts once its manifest is written.
 
-    Every rank must call this.
+class CheckpointSaver:
+    """Saves checkpoints of one run, and lets the run go on while the optimizer's state is written.
+
+    A checkpoint counts once its manifest, written last, is there: until then the one before it is the newest.
     """
-    folder, parallel = checkpoint_folder(run.folder, state.step), policy.parallel
-    if parallel.rank == 0:
-        begin_checkpoint(folder)
-        (folder / "policy").mkdir()
-        if state.reference_updated:
-            (folder / "reference").mkdir()
-    dist.barrier(group=parallel.cpu_group)
-    save_policy(policy, folder / "policy")
-    if state.reference_updated:
-        save_reference(policy, folder / "reference")
-    dist.barrier(group=parallel.cpu_group)
-    files_by_rank: list[Files] | None = [{}] * parallel.world_size if parallel.rank == 0 else None
-    own_files = own_checksums(folder, parallel.rank, parallel.world_size)  # each rank reads those that it wrote
-    dist.gather_object(own_files, files_by_rank, dst=0, group=parallel.cpu_group)
-    if files_by_rank:
-        write_manifest(folder, state, {name: entry for files in files_by_rank for name, entry in files.items()})
-        prune_checkpoints(run.folder, run.keep_checkpoints)
+
+    def __init__(self, run: RunConfig, policy: Policy, limit_s: float) -> None:
+        """Make the process group of the threads that write, which may take `limit_s`; every rank must call this."""
+        self._run, self._policy, self._limit_s = run, policy, limit_s
+        self._task: BackgroundTask | None = None
+        # Its own: the loop uses the other groups meanwhile.
+        group = make_groups([range(policy.parallel.world_size)], limit_s)
+        assert group is not None  # every rank is in it
+        self._group = group
+
+    def save(self, state: TrainState) -> None:
+        """Save the state of the run between two steps. Every rank must call this.
+
+        Weights are on disk when it returns. The optimizer's state is then still being written, where run.async_save
+        is set: it must not change, nor be moved, before `finish`. Raises UserError, on every rank, where one cannot
+        write.
+        """
+        self.finish()
+        folder, parallel = checkpoint_folder(self._run.folder, state.step), self._policy.parallel
+        if parallel.rank == 0:
+            begin_checkpoint(folder)
+            (folder / POLICY).mkdir()
+        dist.barrier(group=parallel.cpu_group)
+        weights, optimizer = on_all_ranks(
+            partial(self._write_first, folder, state.reference_updated), folder, parallel.cpu_group
+        )
+        write_rest = partial(self._write_rest, folder, deepcopy(state), weights, optimizer)
+        self._task = BackgroundTask(write_rest, f"save of step {state.step} on rank {parallel.rank}")
+        if not self._run.async_save:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete. Raises what its writing raised; PhaseTimeout after the limit."""
+        task, self._task = self._task, None
+        if task:
+            task.wait(self._policy.parallel.rank, Phase.SAVE, self._limit_s)
+
+    def __enter__(self) -> "CheckpointSaver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Finish; after an error only for a while, since the other ranks may be gone."""
+        if kind is None:
+            self.finish()
+        elif self._task:
+            try:
+                self._task.wait(self._policy.parallel.rank, Phase.SAVE, FAILED_LIMIT_S)
+            except Exception as error:  # noqa: BLE001 - the error that ends the run is the one to report
+                LOGGER.warning("the last checkpoint is not complete: %s", one_line(error))
+
+    def _write_first(self, folder: Path, with_reference: bool) -> tuple[Written, ChunkWriter]:
+        """Write what the next step changes first."""
+        piece_bytes = self._run.piece_bytes
+        weights = write_weights(self._policy, folder / POLICY, piece_bytes)
+        if with_reference:
+            weights = {**weights, **write_reference(self._policy, folder / REFERENCE, piece_bytes)}
+        return weights, optimizer_writer(self._policy, folder / POLICY, piece_bytes)
+
+    def _write_rest(self, folder: Path, state: TrainState, weights: Written, optimizer: ChunkWriter) -> None:
+        """Write the optimizer's state and complete the checkpoint; runs in a thread of each rank."""
+        rank, world_size, group = self._policy.parallel.rank, self._policy.parallel.world_size, self._group
+
+        def write() -> tuple[Written, Files]:
+            written = {**weights, optimizer.folder: optimizer.write()}
+            return written, own_checksums(folder, rank, world_size)  # each rank reads those that it wrote
+
+        written, own_files = on_all_ranks(write, folder, group)
+        by_folder = gather_written(written, group)
+        files_by_rank: list[Files] | None = [{}] * world_size if rank == 0 else None
+        dist.gather_object(own_files, files_by_rank, dst=0, group=group)
+
+        def complete() -> None:
+            if files_by_rank:
+                write_indexes(by_folder)
+                indexes = checksums(folder, [written_folder / TORCH_DIST for written_folder in by_folder])
+                files = {name: entry for own in (*files_by_rank, indexes) for name, entry in own.items()}
+                write_manifest(folder, state, files)
+
+        on_all_ranks(complete, folder, group)
+        if rank == 0:
+            try:
+                prune_checkpoints(self._run.folder, self._run.keep_checkpoints)
+            except OSError as error:  # the new one is complete
+                LOGGER.warning("an old checkpoint cannot be removed: %s", one_line(error))
 
 
 def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int, fp8: bool = False) -> None:
@@ -65,22 +152,22 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int, f
     tensors: Iterable[tuple[str, Tensor]] = (
         (name, tensor.to("cpu", copy=True)) for round_ in rounds for name, tensor in resharder.stage(round_)
     )
+    others = read_non_policy_tensors(like, policy.hf, fp8, parallel.rank, parallel.world_size)
     if parallel.rank == 0:
         begin_hf(folder)
-        tensors = chain(tensors, read_non_policy_tensors(like, policy.hf, fp8))
     dist.barrier(group=group)
-    shards = all_gather(write_shards(folder, tensors, parallel.rank), group)
+    shards = all_gather(write_shards(folder, chain(tensors, others), parallel.rank), group)
     if parallel.rank == 0:
         complete_hf(folder, list(chain.from_iterable(shards)), like, fp8)
     dist.barrier(group=group)
 
 
-def export_writers(wire: WireFormat, world_size: int) -> Callable[[Atom], tuple[int, ...]]:
-    """Return which rank writes an atom, so that all write about as many bytes."""
+def export_writers(wire: WireFormat, world_size: int) -> Callable[[ParamGroup], tuple[int, ...]]:
+    """Return which rank writes a group, so that all write about as many bytes."""
     written = [0] * world_size
-    writers: dict[Atom, tuple[int, ...]] = {}
-    for atom in atoms_of(wire.params):
+    writers: dict[ParamGroup, tuple[int, ...]] = {}
+    for group in group_params(wire.params):
         rank = written.index(min(written))
-        written[rank] += sum(map(wire.sizes.staged, atom.names))
-        writers[atom] = (rank,)
+        written[rank] += sum(map(wire.sizes.staged, group.names))
+        writers[group] = (rank,)
     return writers.__getitem__

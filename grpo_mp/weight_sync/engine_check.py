@@ -106,7 +106,7 @@ class EngineCheck:
             return engines.call(engines.client.checksums()) if engines.client else {}
 
         def sync_again() -> dict[str, str]:
-            self.weight_sync.update_weights(version)
+            self.weight_sync.update_weights(version, all_weights=True)
             return checksums()
 
         with self.phases.phase(Phase.SYNC, "looking for the wrong tensor"):

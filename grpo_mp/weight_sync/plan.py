@@ -1,9 +1,9 @@
 """Plan of a weight sync: which rank sends which shards to which, in which round, and who reads them. Pure data.
 
-Weights move by atom: one expert, or one parameter, or the few of a layer that an engine fuses while it loads them (the
-two latent down-projections), which it does within one request only. On each node that needs an atom one rank, its
-stager, receives it; the other ranks of the node that need it read the stager's copy. So an expert goes to the ranks
-that keep it alone, and the other weights cross the network once for each node.
+Parameters move in groups: one expert, or one parameter, or the few of a layer that an engine fuses while it loads them
+(the two latent down-projections), which it does within one request only. On each node that needs a group one rank, the
+receiver, gets its shards and joins them; the other ranks of the node that need it read the receiver's copy. So an
+expert goes to the ranks that keep it alone, and the other weights cross the network once for each node.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ class Shard(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Atom:
+class ParamGroup:
     """Parameters that an engine loads together."""
 
     names: tuple[str, ...]
@@ -47,16 +47,16 @@ class ShardSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
-    """One atom on its way to one node. Large jobs have ten thousands: hence slots."""
+class Transfer:
+    """One parameter group on its way to one node. Large jobs have ten thousands: hence slots."""
 
     names: tuple[str, ...]
     sources: tuple[tuple[int, ...], ...]  # of each name: the rank that sends each part
-    stager: int
-    readers: tuple[int, ...]  # ranks of the stager's node that load the atom, the stager among them
+    receiver: int
+    readers: tuple[int, ...]  # ranks of the receiver's node that load the group, the receiver among them
 
     def shards(self) -> Iterator[tuple[int, Shard]]:
-        """Yield each shard and the rank that it comes from, which may be the stager."""
+        """Yield each shard and the rank that it comes from, which may be the receiver."""
         for name, sources in zip(self.names, self.sources, strict=True):
             for part, source in enumerate(sources):
                 yield source, Shard(name, part)
@@ -71,58 +71,59 @@ class RankRound:
     own: tuple[Shard, ...]  # that it holds and stages
     staged: tuple[str, ...]
     shares: Mapping[int, tuple[str, ...]]  # by reader, not itself: what others load of what it stages
-    loads: Mapping[int, tuple[str, ...]]  # by stager
+    loads: Mapping[int, tuple[str, ...]]  # by receiver
+    names: frozenset[str]  # that any rank of the job moves
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Rounds of deliveries; a round's memory is freed when its engines have loaded it."""
+    """Rounds of transfers; a round's memory is freed when its engines have loaded it."""
 
-    rounds: tuple[tuple[Delivery, ...], ...]
+    rounds: tuple[tuple[Transfer, ...], ...]
 
     def of_rank(self, rank: int) -> tuple[RankRound, ...]:
         """Return the part of one rank, as many rounds as all have."""
-        return tuple(_rank_round(deliveries, rank) for deliveries in self.rounds)
+        return tuple(_rank_round(transfers, rank) for transfers in self.rounds)
 
 
 def plan_sync(
-    atoms: Sequence[Atom],
+    groups: Sequence[ParamGroup],
     holders: Holders,
-    readers: Callable[[Atom], Sequence[int]],
+    readers: Callable[[ParamGroup], Sequence[int]],
     ranks_per_node: int,
     sizes: ShardSizes,
     round_bytes: int,
 ) -> SyncPlan:
-    """Plan to bring each atom to each of its `readers` (ranks), in rounds of at most `round_bytes` a rank.
+    """Plan to bring each group to each of its `readers` (ranks), in rounds of at most `round_bytes` a rank.
 
-    No rank sends, stages or loads more than that in a round, unless one atom alone is larger.
+    No rank sends, stages or loads more than that in a round, unless one group alone is larger.
     """
-    return SyncPlan(_fill_rounds(_deliveries(atoms, holders, readers, ranks_per_node, sizes), sizes, round_bytes))
+    return SyncPlan(_fill_rounds(_transfers(groups, holders, readers, ranks_per_node, sizes), sizes, round_bytes))
 
 
-def engine_readers(hosts: Sequence[int], parallelism: EngineParallelism) -> Callable[[Atom], Sequence[int]]:
-    """Return the ranks that load an atom: those of every engine that keep the expert, or all for another atom.
+def engine_readers(host_ranks: Sequence[int], parallelism: EngineParallelism) -> Callable[[ParamGroup], Sequence[int]]:
+    """Return the ranks that load a group: those of every engine that keep the expert, or all for another group.
 
-    `hosts`: each engine's first rank.
+    `host_ranks`: each engine's first rank.
     """
 
     @cache
     def ranks(expert: int | None) -> tuple[int, ...]:
         kept = [i for i in range(parallelism.gpus) if expert is None or parallelism.keeps_expert(i, expert)]
-        return tuple(host + index for host in hosts for index in kept)
+        return tuple(host + index for host in host_ranks for index in kept)
 
-    return lambda atom: ranks(atom.expert)
+    return lambda group: ranks(group.expert)
 
 
-def atoms_of(params: Mapping[str, Param]) -> tuple[Atom, ...]:
-    """Group the parameters that are sent by atom, layer after layer."""
-    groups: dict[tuple[int, int, str], list[Param]] = {}
+def group_params(params: Mapping[str, Param]) -> tuple[ParamGroup, ...]:
+    """Group the parameters that are sent, layer after layer."""
+    members: dict[tuple[int, int, str], list[Param]] = {}
     for param in params.values():
         if not param.alias:
             layer, expert = (-1 if number is None else number for number in (param.layer, param.expert))
             name = "" if param.expert is not None else param.load_group or param.name
-            groups.setdefault((layer, expert, name), []).append(param)
-    return tuple(Atom(tuple(p.name for p in groups[key]), groups[key][0].expert) for key in sorted(groups))
+            members.setdefault((layer, expert, name), []).append(param)
+    return tuple(ParamGroup(tuple(p.name for p in members[key]), members[key][0].expert) for key in sorted(members))
 
 
 def find_holders(params: Mapping[str, Param], shards_by_rank: Sequence[Mapping[str, int]]) -> Holders:
@@ -143,53 +144,55 @@ def find_holders(params: Mapping[str, Param], shards_by_rank: Sequence[Mapping[s
     return holders
 
 
-def _deliveries(
-    atoms: Sequence[Atom],
+def _transfers(
+    groups: Sequence[ParamGroup],
     holders: Holders,
-    readers: Callable[[Atom], Sequence[int]],
+    readers: Callable[[ParamGroup], Sequence[int]],
     ranks_per_node: int,
     sizes: ShardSizes,
-) -> list[Delivery]:
-    """Choose stagers and senders so that each rank stages and sends about the same.
+) -> list[Transfer]:
+    """Choose receivers and senders so that each rank stages and sends about the same.
 
-    A shard comes from the stager itself, else from its node, else from another; among equals from who has sent least.
+    A shard comes from the receiver itself, else from its node, else from another; among equals from who has sent least.
     """
     staged: dict[int, int] = {}
     sent: dict[int, int] = {}
-    deliveries = []
-    for atom in atoms:
+    transfers = []
+    for group in groups:
         by_node: dict[int, list[int]] = {}
-        for rank in readers(atom):
+        for rank in readers(group):
             by_node.setdefault(rank // ranks_per_node, []).append(rank)
-        size = sum(map(sizes.staged, atom.names))
+        size = sum(map(sizes.staged, group.names))
         for node, node_readers in by_node.items():
-            stager = min(node_readers, key=lambda rank: (staged.get(rank, 0), rank))
-            staged[stager] = staged.get(stager, 0) + size
+            receiver = min(node_readers, key=lambda rank: (staged.get(rank, 0), rank))
+            staged[receiver] = staged.get(receiver, 0) + size
             sources = []
-            for name in atom.names:
+            for name in group.names:
                 parts = holders[name]
-                chosen = [_choose_sender(parts[part], stager, node, ranks_per_node, sent) for part in range(len(parts))]
+                chosen = [
+                    _choose_sender(parts[part], receiver, node, ranks_per_node, sent) for part in range(len(parts))
+                ]
                 for part, source in enumerate(chosen):
-                    if source != stager:
+                    if source != receiver:
                         sent[source] = sent.get(source, 0) + sizes.sent(Shard(name, part))
                 sources.append(tuple(chosen))
-            deliveries.append(Delivery(atom.names, tuple(sources), stager, tuple(node_readers)))
-    return deliveries
+            transfers.append(Transfer(group.names, tuple(sources), receiver, tuple(node_readers)))
+    return transfers
 
 
 def _choose_sender(
-    candidates: Sequence[int], stager: int, node: int, ranks_per_node: int, sent: Mapping[int, int]
+    candidates: Sequence[int], receiver: int, node: int, ranks_per_node: int, sent: Mapping[int, int]
 ) -> int:
-    if stager in candidates:
-        return stager
+    if receiver in candidates:
+        return receiver
     return min(candidates, key=lambda rank: (rank // ranks_per_node != node, sent.get(rank, 0), rank))
 
 
 def _fill_rounds(
-    deliveries: Sequence[Delivery], sizes: ShardSizes, round_bytes: int
-) -> tuple[tuple[Delivery, ...], ...]:
-    """Put each delivery into the first round that has room for it: on who sends it, and on who loads it."""
-    needs = [_bytes_by_rank(delivery, sizes) for delivery in deliveries]
+    transfers: Sequence[Transfer], sizes: ShardSizes, round_bytes: int
+) -> tuple[tuple[Transfer, ...], ...]:
+    """Put each transfer into the first round that has room for it: on who sends it, and on who loads it."""
+    needs = [_bytes_by_rank(transfer, sizes) for transfer in transfers]
     totals: dict[Use, int] = {}
     for need in needs:
         for use, size in need.items():
@@ -198,10 +201,10 @@ def _fill_rounds(
     # No rank should send in a few rounds what it could send in all of them: the others would wait for it.
     even = SEND_SLACK * most["sends"] / -(-max(most["loads"], 1) // round_bytes)
     limits = {"sends": min(round_bytes, even), "loads": round_bytes}
-    rounds: list[list[Delivery]] = []
+    rounds: list[list[Transfer]] = []
     used: list[dict[Use, int]] = []
     first_open: dict[Use, int] = {}
-    for index in _order(deliveries, [max(need.values()) > round_bytes for need in needs]):
+    for index in _order(transfers, [max(need.values()) > round_bytes for need in needs]):
         need = needs[index]
         number = max(first_open.get(use, 0) for use in need)
         while number < len(rounds) and any(
@@ -211,7 +214,7 @@ def _fill_rounds(
         if number == len(rounds):
             rounds.append([])
             used.append({})
-        rounds[number].append(deliveries[index])
+        rounds[number].append(transfers[index])
         for use, size in need.items():
             used[number][use] = used[number].get(use, 0) + size
             if used[number][use] >= limits[use[0]]:
@@ -219,56 +222,59 @@ def _fill_rounds(
     return tuple(map(tuple, rounds))
 
 
-def _bytes_by_rank(delivery: Delivery, sizes: ShardSizes) -> dict[Use, int]:
-    """Return what each rank sends of a delivery, and what each loads."""
-    size = sum(map(sizes.staged, delivery.names))
-    need: dict[Use, int] = {("loads", reader): size for reader in delivery.readers}
-    for source, shard in delivery.shards():
-        if source != delivery.stager:
+def _bytes_by_rank(transfer: Transfer, sizes: ShardSizes) -> dict[Use, int]:
+    """Return what each rank sends of a transfer, and what each loads."""
+    size = sum(map(sizes.staged, transfer.names))
+    need: dict[Use, int] = {("loads", reader): size for reader in transfer.readers}
+    for source, shard in transfer.shards():
+        if source != transfer.receiver:
             need["sends", source] = need.get(("sends", source), 0) + sizes.sent(shard)
     return need
 
 
-def _order(deliveries: Sequence[Delivery], oversized: Sequence[bool]) -> list[int]:
-    """Order deliveries so that all stagers receive at the same time, each beginning at another layer.
+def _order(transfers: Sequence[Transfer], oversized: Sequence[bool]) -> list[int]:
+    """Order transfers so that all receivers receive at the same time, each beginning at another layer.
 
     Pipeline stages hold consecutive layers: were all to begin with the first, its stage alone would send. What is
     larger than a round comes first, on all nodes at once.
     """
     queues: dict[int, list[int]] = {}
-    for index, delivery in enumerate(deliveries):
+    for index, transfer in enumerate(transfers):
         if not oversized[index]:
-            queues.setdefault(delivery.stager, []).append(index)
+            queues.setdefault(transfer.receiver, []).append(index)
     places = []
-    for number, stager in enumerate(sorted(queues)):
-        queue, start = queues[stager], number * GOLDEN_RATIO % 1  # neighbors, which share senders, begin far apart
+    for number, receiver in enumerate(sorted(queues)):
+        queue, start = queues[receiver], number * GOLDEN_RATIO % 1  # neighbors, which share senders, begin far apart
         places += [((place / len(queue) - start) % 1, number, index) for place, index in enumerate(queue)]
     return [index for index, large in enumerate(oversized) if large] + [index for *_, index in sorted(places)]
 
 
-def _rank_round(deliveries: Sequence[Delivery], rank: int) -> RankRound:
+def _rank_round(transfers: Sequence[Transfer], rank: int) -> RankRound:
     sends: dict[int, list[Shard]] = {}
     receives: dict[int, list[Shard]] = {}
     own: list[Shard] = []
     staged: list[str] = []
     shares: dict[int, list[str]] = {}
     loads: dict[int, list[str]] = {}
-    for delivery in deliveries:
-        if rank in delivery.readers:
-            loads.setdefault(delivery.stager, []).extend(delivery.names)
-        if delivery.stager == rank:
-            staged += delivery.names
-            for reader in delivery.readers:
+    for transfer in transfers:
+        if rank in transfer.readers:
+            loads.setdefault(transfer.receiver, []).extend(transfer.names)
+        if transfer.receiver == rank:
+            staged += transfer.names
+            for reader in transfer.readers:
                 if reader != rank:
-                    shares.setdefault(reader, []).extend(delivery.names)
-        for source, shard in delivery.shards():
-            if source == delivery.stager == rank:
+                    shares.setdefault(reader, []).extend(transfer.names)
+        for source, shard in transfer.shards():
+            if source == transfer.receiver == rank:
                 own.append(shard)
             elif source == rank:
-                sends.setdefault(delivery.stager, []).append(shard)
-            elif delivery.stager == rank:
+                sends.setdefault(transfer.receiver, []).append(shard)
+            elif transfer.receiver == rank:
                 receives.setdefault(source, []).append(shard)
-    return RankRound(_frozen(sends), _frozen(receives), tuple(own), tuple(staged), _frozen(shares), _frozen(loads))
+    names = frozenset(name for transfer in transfers for name in transfer.names)
+    return RankRound(
+        _frozen(sends), _frozen(receives), tuple(own), tuple(staged), _frozen(shares), _frozen(loads), names
+    )
 
 
 def _frozen(lists: Mapping[int, list[Item]]) -> dict[int, tuple[Item, ...]]:

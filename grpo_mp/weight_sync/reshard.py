@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, pack, packed_bytes, unpack
 from grpo_mp.weight_sync.plan import RankRound, Shard
-from grpo_mp.weight_sync.wire import NamedTensors, TensorSpec, WireFormat, nbytes_of, pack, unpack
+from grpo_mp.weight_sync.wire import WireFormat
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Resharder:
         """
         device = next(iter(self.tensors.values())).device
         arriving = {
-            source: torch.empty(nbytes_of(self._specs(shards)), dtype=torch.uint8, device=device)
+            source: torch.empty(packed_bytes(self._specs(shards)), dtype=torch.uint8, device=device)
             for source, shards in round_.receives.items()
         }
         operations = [dist.P2POp(dist.isend, message, target) for target, message in self.messages(round_).items()]
@@ -40,7 +41,7 @@ class Resharder:
         messages = {}
         for target, shards in round_.sends.items():
             specs, tensors = self._specs(shards), [tensor for shard in shards for tensor in self._local(shard)]
-            messages[target] = torch.empty(nbytes_of(specs), dtype=torch.uint8, device=tensors[0].device)
+            messages[target] = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=tensors[0].device)
             pack(tensors, specs, messages[target])
         return messages
 
@@ -58,7 +59,7 @@ class Resharder:
 
     def sent_bytes(self, round_: RankRound) -> int:
         """Return the bytes that this rank sends to others in a round."""
-        return sum(nbytes_of(self._specs(shards)) for shards in round_.sends.values())
+        return sum(packed_bytes(self._specs(shards)) for shards in round_.sends.values())
 
     def _local(self, shard: Shard) -> list[Tensor]:
         return self.wire.shard_tensors(shard, self.tensors[shard.name].detach())

@@ -22,9 +22,10 @@ from grpo_mp.config.sections import SyncConfig
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import PhaseTimeout
 from grpo_mp.rollout.client import EngineClient
+from grpo_mp.rollout.packed_tensors import NamedTensors, pack, packed_bytes, unpack
 from grpo_mp.rollout.shared_memory import LOADER, Export, as_tensor, export_by_ipc, export_to_host, select
 from grpo_mp.weight_sync.plan import RankRound
-from grpo_mp.weight_sync.wire import NamedTensors, WireFormat, nbytes_of, pack, unpack
+from grpo_mp.weight_sync.wire import WireFormat
 
 RunCoroutine = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -96,8 +97,8 @@ class HostTransport:
         with export_to_host(staged) as own:
             by_rank = dict(all_gather((dist.get_rank(), own), self.node_group))
             yield [
-                select(by_rank[stager], {spec.name for name in names for spec in self.wire.specs(name)})
-                for stager, names in round_.loads.items()
+                select(by_rank[receiver], {spec.name for name in names for spec in self.wire.specs(name)})
+                for receiver, names in round_.loads.items()
             ]
 
 
@@ -125,18 +126,18 @@ class IpcTransport:
         for reader, names in round_.shares.items():
             if names not in messages:
                 specs = [spec for name in names for spec in self.wire.specs(name)]
-                messages[names] = torch.empty(nbytes_of(specs), dtype=torch.uint8, device=platform.device())
+                messages[names] = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=platform.device())
                 pack([own[spec.name] for spec in specs], specs, messages[names])
             operations.append(dist.P2POp(dist.isend, messages[names], reader))
         loaded: NamedTensors = []
-        for stager, names in round_.loads.items():
+        for receiver, names in round_.loads.items():
             specs = [spec for name in names for spec in self.wire.specs(name)]
-            if stager == dist.get_rank():
+            if receiver == dist.get_rank():
                 loaded += [(spec.name, own[spec.name]) for spec in specs]
             else:
-                message = torch.empty(nbytes_of(specs), dtype=torch.uint8, device=platform.device())
+                message = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=platform.device())
                 arriving.append((message, specs))
-                operations.append(dist.P2POp(dist.irecv, message, stager))
+                operations.append(dist.P2POp(dist.irecv, message, receiver))
         for request in dist.batch_isend_irecv(operations) if operations else ():
             request.wait()
         for message, specs in arriving:

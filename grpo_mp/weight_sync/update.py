@@ -14,13 +14,14 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_parallelism import engine_parallelism
 from grpo_mp.rollout.precision import engine_uses_fp8
+from grpo_mp.weight_sync.changes import ChangeTracker, keep_changed
 from grpo_mp.weight_sync.plan import (
     ROUNDS_IN_MEMORY,
-    Atom,
+    ParamGroup,
     RankRound,
-    atoms_of,
     engine_readers,
     find_holders,
+    group_params,
     plan_sync,
 )
 from grpo_mp.weight_sync.reshard import Resharder
@@ -31,7 +32,7 @@ from grpo_mp.weight_sync.wire import WireFormat
 def plan_rounds(
     wire: WireFormat,
     local_shards: Mapping[str, int],
-    readers: Callable[[Atom], Sequence[int]],
+    readers: Callable[[ParamGroup], Sequence[int]],
     bucket_bytes: int,
     parallel: Parallel,
 ) -> tuple[RankRound, ...]:
@@ -41,7 +42,7 @@ def plan_rounds(
     """
     holders = find_holders(wire.params, all_gather(dict(local_shards), parallel.cpu_group))
     round_bytes = bucket_bytes // ROUNDS_IN_MEMORY
-    plan = plan_sync(atoms_of(wire.params), holders, readers, parallel.ranks_per_node, wire.sizes, round_bytes)
+    plan = plan_sync(group_params(wire.params), holders, readers, parallel.ranks_per_node, wire.sizes, round_bytes)
     return plan.of_rank(parallel.rank)
 
 
@@ -63,17 +64,24 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class WeightSync:
-    """Sends the policy's weights to the engines. `link`: None on ranks that are part of no engine."""
+    """Sends the policy's weights to the engines.
+
+    `link`: None on ranks that are part of no engine; `changes`: None where engines do not keep their weights.
+    """
 
     resharder: Resharder
     link: EngineLink | None
+    changes: ChangeTracker | None = None
 
-    def update_weights(self, version: int) -> SyncReport:
-        """Send all weights as `version`. Every rank must call this. Raises UserError where an engine refuses.
+    def update_weights(self, version: int, all_weights: bool = False) -> SyncReport:
+        """Send the weights that changed, or all, as `version`. Every rank must call this.
 
-        While the engines load a round, the ranks exchange the next one.
+        Raises UserError where an engine refuses. While the engines load a round, the ranks exchange the next one.
         """
-        started, rounds = time.monotonic(), self.resharder.rounds
+        started = time.monotonic()
+        if self.changes and all_weights:
+            self.changes.forget()
+        rounds = self._rounds()
         staged_bytes = []
         if self.link:
             self.link.begin()
@@ -93,20 +101,27 @@ class WeightSync:
             seconds=time.monotonic() - started,
         )
 
+    def _rounds(self) -> Sequence[RankRound]:
+        """Return the rounds of what has to be sent, as many on every rank."""
+        if not self.changes:
+            return self.resharder.rounds
+        changed = self.changes.take_changes(self.resharder.tensors)
+        return keep_changed(self.resharder.rounds, changed, group_params(self.resharder.wire.params))
+
 
 def build_weight_sync(
-    settings: Settings, policy: Policy, hosts: Sequence[int], client: EngineClient | None, run: RunCoroutine
+    settings: Settings, policy: Policy, host_ranks: Sequence[int], client: EngineClient | None, run: RunCoroutine
 ) -> WeightSync:
     """Plan the sync and link each rank to its engine. Every rank must call this.
 
-    `hosts`: each engine's first rank, the only one that has its `client`.
+    `host_ranks`: each engine's first rank, the only one that has its `client`.
     """
     args, gpus, limit_s = settings.engine.args, settings.engine.gpus_per_engine, settings.monitor.phase_timeout_s
     fp8, parallel = engine_uses_fp8(args, policy.hf, cpu=not platform.on_cuda()), policy.parallel
     wire = WireFormat(policy.params, policy.tp_sizes(), DTYPES[settings.model.dtype], fp8)
-    readers = engine_readers(hosts, engine_parallelism(gpus, args, policy.hf))
+    readers = engine_readers(host_ranks, engine_parallelism(gpus, args, policy.hf))
     rounds = plan_rounds(wire, policy.local_shards(), readers, settings.sync.bucket_bytes, parallel)
-    engines = [range(host, host + gpus) for host in hosts]
+    engines = [range(host, host + gpus) for host in host_ranks]
     nodes = groupby(chain.from_iterable(engines), key=lambda rank: rank // parallel.ranks_per_node)
     engine_group = make_groups(engines, limit_s)
     node_group = make_groups([list(ranks) for _, ranks in nodes], limit_s)
@@ -114,4 +129,13 @@ def build_weight_sync(
     if engine_group and node_group:
         transport = IpcTransport(wire) if uses_cuda_ipc(settings.sync) else HostTransport(wire, node_group)
         link = EngineLink(client, run, transport, engine_group, node_group, settings.sync.timeout_s)
-    return WeightSync(Resharder(rounds, wire, policy.tensors), link)
+    changes = None
+    if settings.sync.delta and engine_keeps_weights(settings):
+        changes = ChangeTracker([name for name, param in wire.params.items() if not param.alias], parallel.cpu_group)
+    return WeightSync(Resharder(rounds, wire, policy.tensors), link, changes)
+
+
+def engine_keeps_weights(settings: Settings) -> bool:
+    """Tell whether an engine has its weights from one sync to the next; otherwise it frees them while it sleeps."""
+    sleeps = settings.model.offloads and platform.on_cuda()
+    return not sleeps or bool(settings.engine.args.get("enable_weights_cpu_backup"))

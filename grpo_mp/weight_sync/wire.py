@@ -1,44 +1,21 @@
-"""What a shard is while it travels: dtypes, shapes and offsets of its tensors in one message of bytes. Pure.
+"""What a shard is while it travels: names, dtypes and shapes of the tensors that are sent. Pure.
 
 Blockwise FP8 is quantized where the shard is, which halves what is sent, if the shard is whole blocks: then each block
 has the factor that it has in the full tensor, bit for bit. A shard that cuts a block travels in the model's dtype, and
-the stager quantizes the joined tensor.
+the receiver quantizes the joined tensor.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
-from math import prod
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, quantize_at_once, scale_shape
 from grpo_mp.models.mapping import Param, Shape, join, shard_range, unfuse
+from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, packed_bytes
 from grpo_mp.weight_sync.plan import Shard, ShardSizes
-
-ALIGNMENT = 64  # bytes; every tensor's offset is a multiple, as views of any dtype need
-NamedTensors = list[tuple[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Name, dtype and shape of a tensor."""
-
-    name: str
-    dtype: torch.dtype
-    shape: Shape
-
-    @property
-    def nbytes(self) -> int:
-        """Return its bytes, up to the next multiple of ALIGNMENT."""
-        return -(-prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-
-
-def nbytes_of(specs: Sequence[TensorSpec]) -> int:
-    """Return the bytes of a message of such tensors."""
-    return sum(spec.nbytes for spec in specs)
 
 
 @dataclass(frozen=True)
@@ -50,11 +27,11 @@ class WireFormat:
     dtype: torch.dtype
     fp8: bool = False
 
-    @property
+    @cached_property
     def sizes(self) -> ShardSizes:
         """Return the bytes of shards and of full tensors."""
-        sent = cache(lambda shard: nbytes_of(self.shard_specs(shard)))
-        return ShardSizes(sent, cache(lambda name: nbytes_of(self.specs(name))))
+        sent = cache(lambda shard: packed_bytes(self.shard_specs(shard)))
+        return ShardSizes(sent, cache(lambda name: packed_bytes(self.specs(name))))
 
     def parts(self, name: str) -> int:
         """Return into how many parts a parameter is divided."""
@@ -63,7 +40,7 @@ class WireFormat:
     def specs(self, name: str) -> list[TensorSpec]:
         """Describe the full Hugging Face tensors of a parameter, as the engine loads them."""
         param = self.params[name]
-        return self._specs(param, param.shapes, engine_uses_fp8=self.fp8 and param.is_projection)
+        return self._specs(param, param.shapes, fp8=self.fp8 and param.is_projection)
 
     def shard_specs(self, shard: Shard) -> list[TensorSpec]:
         """Describe the tensors of one shard, as they are sent."""
@@ -105,31 +82,17 @@ class WireFormat:
             for spec, tensors in zip(self.specs(name), zip(*shards, strict=True), strict=True)
         ]
 
-    def _specs(self, param: Param, shapes: Sequence[Shape], engine_uses_fp8: bool) -> list[TensorSpec]:
+    def _specs(self, param: Param, shapes: Sequence[Shape], fp8: bool) -> list[TensorSpec]:
         dtype = torch.float32 if param.keep_float32 else self.dtype
         specs = []
         for name, shape in zip(param.hf, shapes, strict=True):
-            if engine_uses_fp8:
+            if fp8:
                 rows, columns = shape
                 scale = TensorSpec(name + SCALE, torch.float32, scale_shape((rows, columns)))
                 specs += [TensorSpec(name, FP8, shape), scale]
             else:
                 specs.append(TensorSpec(name, dtype, shape))
         return specs
-
-
-def pack(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], out: Tensor) -> None:
-    """Copy tensors into a message, uint8 [nbytes_of(specs)]."""
-    for tensor, view in zip(tensors, unpack(out, specs), strict=True):
-        view.copy_(tensor)
-
-
-def unpack(message: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
-    """Yield views of a message's tensors."""
-    offsets = accumulate((spec.nbytes for spec in specs), initial=0)
-    for spec, offset in zip(specs, offsets, strict=False):
-        size = prod(spec.shape) * spec.dtype.itemsize
-        yield message[offset : offset + size].view(spec.dtype).view(spec.shape)
 
 
 def _part_shape(param: Param, shape: Shape, count: int, part: int) -> Shape:

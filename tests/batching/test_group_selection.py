@@ -1,16 +1,20 @@
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from grpo_mp.algorithms.group_filters import load_group_filter
 from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
 from grpo_mp.batching.group_selection import (
-    GroupSelection,
+    Admission,
+    AdmissionRule,
     PromptCurriculum,
-    groups_to_launch,
+    Verdict,
+    admission_rule,
+    admit,
     length_bias,
-    select_groups,
 )
 from grpo_mp.types import SampleInfo
 
@@ -24,74 +28,73 @@ def make_infos(*groups: tuple[float, ...], first: int = 10) -> list[SampleInfo]:
     ]
 
 
-def rule(**values: Any) -> FilterConfig:
-    return FilterConfig.model_validate(values)
-
-
-def select(infos: list[SampleInfo], count: int, rule: FilterConfig) -> GroupSelection:
-    return select_groups(infos, count, rule, load_group_filter(rule))
-
-
 SAME, MIXED = (1.0, 1.0), (0.0, 1.0)
 
 
-def test_everything_is_kept_by_default_in_launch_order() -> None:
-    selection = select(make_infos(SAME, MIXED, SAME), count=3, rule=rule())
-    assert (selection.selected, selection.zero_std, selection.surplus) == ((10, 11, 12), 0, 0)
+def run_to_end(kept: Sequence[bool], rule: AdmissionRule, draw: Callable[[int], int]) -> tuple[Admission, list[int]]:
+    """Launch what the rule allows and finish one running group after the other, by `draw`; return what was launched."""
+    verdicts, running, launched = list[Verdict](), list[int](), list[int]()
+    while not (admission := admit(verdicts, rule)).done:
+        launched += range(len(launched), min(admission.launch_limit, len(kept)))
+        running = [number for number in launched if number not in dict(verdicts)]
+        number = running[draw(len(running))]
+        verdicts.append((number, kept[number]))
+    return admission, launched
 
 
-@pytest.mark.parametrize("kind", ["drop", "refill"])
-def test_groups_without_difference_are_left_out_and_counted(kind: str) -> None:
-    selection = select(make_infos(SAME, MIXED, SAME, MIXED), count=4, rule=rule(zero_std=kind))
-    assert (selection.selected, selection.zero_std) == ((11, 13), 2)
+@given(st.lists(st.booleans(), min_size=40, max_size=40), st.integers(1, 5), st.integers(0, 2), st.data())
+def test_the_first_kept_groups_of_the_launch_order_are_taken_whoever_is_faster(
+    kept: list[bool], needed: int, max_staleness: int, data: st.DataObject
+) -> None:
+    rule = admission_rule(FilterConfig(zero_std="refill", max_launch_factor=6), needed, max_staleness)
+    admission, launched = run_to_end(kept, rule, lambda count: data.draw(st.integers(0, count - 1)))
+    expected = [number for number in range(rule.max_launched) if kept[number]][:needed]
+    assert list(admission.selected) == expected
+    last = expected[-1] if len(expected) == needed else rule.max_launched - 1
+    assert admission.consumed == last + 1
+    assert len(launched) <= admission.consumed + rule.lookahead
+    if not max_staleness:  # each dropped group is replaced by one: nothing is launched that is not needed
+        assert launched == list(range(last + 1))
 
 
-def test_groups_are_dropped_by_accuracy_where_the_rule_says_so() -> None:
-    """DAPO, eq. 11: 0 < right answers < all. Penalties for length are no difference, and hide none."""
-    cut_reward = 1.0 - 1.0  # a right answer that is cut at the limit, under a penalty of the whole reward
-    right = {"answer": 1.0, "overlong": -1.0}, {"answer": 0.0, "overlong": 0.0}
-    wrong = {"answer": 0.0, "overlong": -0.5}, {"answer": 0.0, "overlong": 0.0}
-    groups = [
-        SampleInfo(group, index, 3, 5, reward, False, 0, parts, is_correct=parts["answer"] >= 1)
-        for group, (rewards, parts_of_group) in enumerate([((cut_reward, 0.0), right), ((-0.5, 0.0), wrong)])
-        for index, (reward, parts) in enumerate(zip(rewards, parts_of_group, strict=True))
-    ]
-    by_reward = select(groups, count=2, rule=rule(zero_std="drop"))
-    by_accuracy = select(groups, count=2, rule=rule(zero_std="drop", metric="accuracy"))
-    assert (by_reward.selected, by_accuracy.selected) == ((1,), (0,))
+def test_dropped_groups_are_not_replaced_where_the_rule_says_so() -> None:
+    rule = admission_rule(FilterConfig(zero_std="drop"), 3, 0)
+    admission, launched = run_to_end([True, False, True, True], rule, lambda count: 0)
+    assert (admission.selected, launched, admission.consumed) == ((0, 2), [0, 1, 2], 3)
 
 
-def test_group_without_verdicts_is_dropped_by_its_rewards() -> None:
-    infos = [replace(info, is_correct=None) for info in make_infos(SAME, MIXED)]
-    selection = select(infos, count=2, rule=rule(zero_std="drop", metric="accuracy"))
-    assert (selection.selected, selection.zero_std) == ((11,), 1)
-
-
-def test_the_first_launched_are_taken_and_the_rest_is_surplus() -> None:
-    selection = select(list(reversed(make_infos(MIXED, SAME, MIXED, MIXED))), count=2, rule=rule(zero_std="refill"))
-    assert (selection.selected, selection.zero_std, selection.surplus) == ((10, 12), 1, 1)
-
-
-def test_next_round_launches_by_the_kept_share() -> None:
-    def launch(missing: int, launched: int, taught: int, **values: Any) -> int:
-        return groups_to_launch(
-            missing, launched, GroupSelection(tuple(range(taught)), launched - taught, 0, 0), rule(**values)
-        )
-
-    assert launch(32, 0, 0) == 32
-    assert launch(3, 0, 0, oversample_factor=1.5) == 5
-    assert launch(16, 32, 16) == 32
-    assert launch(8, 32, 24, oversample_factor=1.2) == 13
-    assert launch(32, 32, 0) == 320
+def test_more_are_launched_at_once_than_are_needed() -> None:
+    rule = admission_rule(FilterConfig(zero_std="refill", oversample_factor=1.5), 2, 0)
+    assert admit([], rule).launch_limit == 3
+    assert admit([(2, True), (0, False)], rule) == Admission(False, 4, (), 1)
+    assert admit([(2, True), (0, False), (1, True)], rule) == Admission(True, 4, (1, 2), 3)
 
 
 def test_the_first_to_finish_are_taken_where_the_rule_says_so() -> None:
-    launched = make_infos(MIXED, MIXED, MIXED, MIXED)
-    order = {10: 3, 11: 0, 12: 1, 13: 2}  # 11 was aborted
-    finished = [replace(info, finish_order=order[info.group_id]) for info in launched]
-    selection = select(finished, count=2, rule=rule(select_by="finish"))
-    assert (selection.selected, selection.surplus, selection.unfinished) == ((12, 13), 1, 1)
-    assert select(finished, count=2, rule=rule()).selected == (10, 12)
+    rule = admission_rule(FilterConfig(zero_std="drop", select_by="finish", oversample_factor=2), 2, 0)
+    verdicts = [(3, True), (1, False), (2, True)]
+    assert not admit(verdicts[:2], rule).done
+    assert admit(verdicts, rule) == Admission(True, 4, (2, 3), 4)
+    assert admit([*verdicts, (0, True)], rule) == admit(verdicts, rule)  # a rank that reads later decides the same
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_no_group_begins_more_steps_early_than_is_allowed(needed: int, max_staleness: int, random: Random) -> None:
+    rule = admission_rule(FilterConfig(zero_std="refill"), needed, max_staleness)
+    begun: dict[int, int] = {}  # group -> step in which it was launched
+    finished: dict[int, bool] = {}
+    first = 0
+    for step in range(12):
+        verdicts = [(group - first, is_kept) for group, is_kept in finished.items() if group >= first]
+        while not (admission := admit(verdicts, rule)).done:
+            for number in range(admission.launch_limit):
+                begun.setdefault(first + number, step)
+            running = [group for group in begun if group >= first and group not in finished]
+            group = random.choice(running)
+            finished[group] = random.random() < 0.6
+            verdicts.append((group - first, finished[group]))
+        assert all(step - begun[first + number] <= max_staleness for number in admission.selected)
+        first += admission.consumed
 
 
 def test_length_bias_of_selected_groups() -> None:

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import compare_weights
-from grpo_mp.checkpoint.hf_reader import HfReader
+from grpo_mp.checkpoint.hf_reader import HfReader, read_non_policy_tensors
 from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.checkpoint import save_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import export_policy
@@ -68,6 +69,18 @@ def test_an_export_has_the_tensors_outside_the_policy(tmp_path: Path) -> None:
         assert compare_weights(HfReader(tmp_path / "model"), HfReader(tmp_path / f"from_{start}")) == []
 
 
+def test_tensors_outside_the_policy_are_dealt_out_to_the_ranks(tmp_path: Path) -> None:
+    make_tiny(tmp_path, "deepseek_v3", make_tokenizer(["apples"]), num_nextn_predict_layers=1, **SMALL)
+    tensors = load_file(tmp_path / "model.safetensors")
+    extra = {f"model.layers.2.part_{size}": torch.randn(size) for size in (2, 30, 31, 32, 33)}
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    hf = HfConfig.read(tmp_path)
+    shares = [dict(read_non_policy_tensors(tmp_path, hf, False, rank, 2)) for rank in (0, 1)]
+    assert [sum(tensor.numel() for tensor in share.values()) for share in shares] == [33 + 31 + 2, 32 + 30]
+    assert {name for share in shares for name in share} == extra.keys()
+    assert all(torch.equal(tensor, extra[name]) for share in shares for name, tensor in share.items())
+
+
 def test_a_converted_checkpoint_equals_its_export(model: Path, tmp_path: Path) -> None:
     (tmp_path / "step" / "policy").mkdir(parents=True)
     with policy_of(model, "float32") as policy:
@@ -79,7 +92,7 @@ def test_a_converted_checkpoint_equals_its_export(model: Path, tmp_path: Path) -
     (difference,) = compare_weights(HfReader(model), HfReader(tmp_path / "back"))
     assert difference.name == "model.norm.weight"
     rows = describe_torch_dist(tmp_path / "step")
-    assert rows["format"] == "Megatron torch_dist, with optimizer"
+    assert rows["format"] == "checkpoint of a run, with optimizer"
     to_megatron(model, tmp_path / "megatron", no_progress)
     assert describe_torch_dist(tmp_path / "megatron")["parameters"] == rows["parameters"]
 

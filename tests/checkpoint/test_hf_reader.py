@@ -1,6 +1,7 @@
 """Folders of safetensors: written here and read by safetensors, and the other way; damaged and missing files."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,3 +120,21 @@ def test_an_index_that_names_absent_tensors_is_refused(tmp_path: Path, like: Pat
     (tmp_path / "out" / INDEX).write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"names model.lost, but model-00002-of-00003.safetensors lacks it: copy both"):
         HfReader(tmp_path / "out")
+
+
+def test_a_folder_is_on_disk_before_it_appears(tmp_path: Path, like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    fsync, out = os.fsync, tmp_path / "out"
+
+    def record(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        assert out.exists() == (synced[-1] == tmp_path)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    write_hf(out, TENSORS.items(), like, shard_bytes=130)
+    incomplete = tmp_path / "out.incomplete"
+    assert synced[-2:] == [incomplete, tmp_path]
+    shards = {f"shard-0-{number}" for number in range(3)}
+    others = {file.name for file in out.iterdir()} - {file.name for file in out.glob("model-*.safetensors")}
+    assert {file.name for file in synced[:-2]} == shards | others

@@ -217,8 +217,8 @@ def test_results_of_other_settings_are_refused(trace: str, tmp_path: Path) -> No
     save(tmp_path, 2) if trace == "checkpoint" else (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=r"other settings \(optimizer.lr was 1e-06, is now 2e-06\): choose another"):
         check_run_folder(tmp_path, RESOLVED.replace("lr: 1.0e-06", "lr: 2.0e-06"), resume=True)
-    with pytest.raises(UserError, match=r"optimizer.eps was None, is now 1e-08"):
-        check_run_folder(tmp_path, RESOLVED + "  eps: 1.0e-08\n", resume=True)
+    with pytest.raises(UserError, match=r"optimizer.eps was 1e-08, is now 1e-06"):
+        check_run_folder(tmp_path, RESOLVED + "  eps: 1.0e-06\n", resume=True)
     (tmp_path / SETTINGS).write_text("run: [")
     with pytest.raises(UserError, match=r"settings.yaml: not valid YAML"):
         check_run_folder(tmp_path, RESOLVED, resume=True)
@@ -265,9 +265,14 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
         ("engine: {args: {ep_size: 2}}", ""),
         ("sync: {bucket_bytes: 5}", ""),
         ("training: {recompute: full}", ""),
-        ("training: {epochs: 2}", "training.epochs was None, is now 2"),
+        ("training: {epochs: 2}", "training.epochs was 1, is now 2"),
         ("optimizer: {lr: 1.0}", "optimizer.lr was 1e-06, is now 1.0"),
-        ("run: {seed: 5}", "run.seed was None, is now 5"),
+        ("run: {seed: 5}", "run.seed was 0, is now 5"),
+        ("optimizer: {offload: host}", ""),
+        ("training: {suspend_communicators: false}", ""),
+        ("training: {suspend_communicators: true}", ""),  # of a run that was begun when there was no such setting
+        ("rollout: {max_staleness: 0}", ""),
+        ("rollout: {max_staleness: 1}", "rollout.max_staleness was 0, is now 1"),
     ],
 )
 def test_settings_that_a_resumed_run_may_change(change: str, refused: str, tmp_path: Path) -> None:
@@ -281,3 +286,11 @@ def test_settings_that_a_resumed_run_may_change(change: str, refused: str, tmp_p
         return
     with pytest.raises(UserError, match=re.escape(f"a run of other settings ({refused})")):
         check_run_folder(tmp_path, yaml.safe_dump(tree), True)
+
+
+def test_a_run_of_a_former_version_is_resumed_with_settings_that_have_another_name_now(tmp_path: Path) -> None:
+    claim_run_folder(tmp_path, RESOLVED + "algorithm:\n  filter: {max_rounds: 7}\n")
+    save(tmp_path, 2)
+    check_run_folder(tmp_path, RESOLVED + "algorithm:\n  filter: {max_launch_factor: 7}\n", True)
+    with pytest.raises(UserError, match=r"algorithm.filter.max_launch_factor was 7, is now 8"):
+        check_run_folder(tmp_path, RESOLVED + "algorithm:\n  filter: {max_launch_factor: 8}\n", True)

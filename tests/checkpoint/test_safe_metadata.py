@@ -14,9 +14,9 @@ from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.checkpoint.safe_metadata import read_metadata
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader, describe_torch_dist
 from grpo_mp.errors import UserError
-from grpo_mp.policy.checkpoint import load_policy, save_policy
+from grpo_mp.policy.checkpoint import load_policy
 from tests.checkpoint.helpers import flip_bit, malicious_pickle, no_progress, policy_of
-from tests.policy.by_megatron import copies, unequal
+from tests.policy.by_megatron import copies, save_by_megatron, unequal
 
 FLIPS = 200
 
@@ -24,9 +24,10 @@ FLIPS = 200
 @pytest.fixture(scope="module")
 def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As Megatron writes it."""
-    folder = tmp_path_factory.mktemp("metadata")
+    folder = tmp_path_factory.mktemp("metadata") / "policy"
+    folder.mkdir()
     with policy_of(model, "float32") as policy:
-        save_policy(policy, folder)
+        save_by_megatron(policy, folder)
     return folder
 
 

@@ -1,9 +1,9 @@
 """The trainer, with one expert's weights corrupted on their first way into the engines. Run under torchrun."""
 
+from grpo_mp.rollout.packed_tensors import NamedTensors
 from grpo_mp.train import main
 from grpo_mp.weight_sync.plan import RankRound
 from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.wire import NamedTensors
 
 CORRUPT = "model.layers.1.mlp.experts.3.down_proj.weight"
 stage = Resharder.stage

@@ -40,7 +40,7 @@ def test_adaptive_state_survives_restart(train: Train, tmp_path: Path) -> None:
         "algorithm={preset: dapo, rollout_correction: {kind: truncate, high: 2.0}, "
         "entropy: {top_quantile: 0.5, target: 0.1}, "
         "kl: {coef: 0.01, target: 0.001, ref_update_every: 1, ref_update_mix: 0.5}, "
-        "filter: {zero_std: refill, metric: reward, max_rounds: 4, oversample_factor: 1.5}, "
+        "filter: {zero_std: refill, metric: reward, max_launch_factor: 4, oversample_factor: 1.5}, "
         "curriculum: {solved_streak: 1, skip_steps: 1}}"
     )
     train(algorithm, "run.steps=2")
@@ -76,13 +76,28 @@ def test_select_by_finish_and_early_stop(train: Train) -> None:
         assert ("train/kl_loss" in step) == any(sample_microbatches([1] * 4, 0.5, 1, f"0/{number}")[:2])
 
 
+def test_later_steps_begin_while_the_last_groups_run(train: Train) -> None:
+    """What a step begins for the next one is paused, goes on with the new weights, and is trained on there."""
+    steps = train(
+        "algorithm={preset: dapo, filter: {metric: reward}}",
+        "run.steps=4",
+        "rollout.max_staleness=1",
+        "training.updates_per_step=2",
+    )
+    assert [step["rollout/groups"] for step in steps] == [4] * 4
+    assert steps[0]["rollout/weight_version_lag/max"] == 0
+    assert all(step["rollout/weight_version_lag/max"] in (0, 2) for step in steps)  # updates of one step
+    assert any(step["rollout/weight_version_lag/max"] for step in steps)
+    assert any(step["rollout/carried_groups"] for step in steps)
+
+
 def test_data_that_cannot_fill_a_step_ends_the_run_with_a_sentence(start_job: StartJob, tmp_path: Path) -> None:
     (tmp_path / "same.py").write_text("def same(completions, **_):\n    return [1.0] * len(completions)\n")
     reward = f"reward={{functions: {{{tmp_path / 'same.py'}:same: 1.0}}}}"
-    parts = "algorithm={filter: {zero_std: refill, max_rounds: 2}}"
+    parts = "algorithm={filter: {zero_std: refill, max_launch_factor: 2}}"
     result = outcome(start_job(f"run.folder={tmp_path / 'run'}", "data.eval={}", reward, parts))
     assert result.status == 2
-    assert "error: step 1: of 44 groups in 2 rounds only 0 pass algorithm.filter.metric=reward, 4 are" in result.err
+    assert "error: step 1: of 8 groups only 0 pass algorithm.filter.metric=reward, 4 are" in result.err
     assert result.left == []
 
 

@@ -124,7 +124,7 @@ def recomputed(rows: list[dict]) -> dict[str, float]:
         "rollout/solve_none": solved.count(0),
         "rollout/groups": len(groups),
         "rollout/launched_groups": GROUPS,
-        "rollout/rounds": 1,
+        "rollout/carried_groups": 0,
         "rollout/length_bias": 1.0,
         "rollout/skipped_prompts": 0,
         **dict.fromkeys((f"rollout/dropped_groups/{why}" for why in ("zero_std", "surplus", "unfinished")), 0),

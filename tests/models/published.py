@@ -2,22 +2,8 @@
 
 from typing import Any
 
-from grpo_mp.planner.model_configs import published_config
+from grpo_mp.planner.model_configs import named_config, published_config
 
-DEEPSEEK_V2: dict[str, Any] = published_config("deepseek-v2-lite").values | {  # as the model of 236 billion differs
-    "hidden_size": 5120,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "num_hidden_layers": 60,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "n_routed_experts": 160,
-    "n_group": 8,
-    "topk_group": 3,
-    "topk_method": "group_limited_greedy",
-    "routed_scaling_factor": 16.0,
-}
 # name -> its config.json, and its size in parameters: as its publisher counts, here without multi-token prediction
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     name: (published_config(name).values, size)
@@ -35,4 +21,4 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         "qwen2.5-7b": 7.62e9,
         "qwen2.5-math-7b": 7.62e9,
     }.items()
-} | {"deepseek-v2": (DEEPSEEK_V2, 236e9)}
+} | {"deepseek-v2": (named_config("DeepSeek-V2").values, 236e9)}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from grpo_mp import platform
@@ -33,7 +34,7 @@ from grpo_mp.trainer.metrics import reduce_report
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from grpo_mp.weight_sync.engine_check import sequence_logprobs
-from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, RankRound, atoms_of, plan_sync
+from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, RankRound, group_params, plan_sync
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.transport import IpcTransport
 from grpo_mp.weight_sync.update import plan_rounds
@@ -158,7 +159,9 @@ def _planned_rounds(bench: Bench, wire: WireFormat, targets: tuple[int, ...]) ->
     sent = {name: param for name, param in wire.params.items() if not param.alias}
     holders = shard_holders(sent, layout, world_size, stages)
     round_bytes = bench.settings.sync.bucket_bytes // ROUNDS_IN_MEMORY
-    plan = plan_sync(atoms_of(sent), holders, lambda _: targets, bench.parallel.ranks_per_node, wire.sizes, round_bytes)
+    plan = plan_sync(
+        group_params(sent), holders, lambda _: targets, bench.parallel.ranks_per_node, wire.sizes, round_bytes
+    )
     return plan.of_rank(bench.parallel.rank)
 
 
@@ -222,7 +225,11 @@ def _gradients(policy: Policy) -> dict[str, Tensor]:
 
 
 def updates(bench: Bench) -> Result:
-    """Weights after every update of the step; and is the reference then still the policy before it, exactly?"""
+    """Weights after every update of the step; and is the reference then still the policy before it, exactly?
+
+    Also the groups that were used.
+    """
+    calls = _group_calls()
     policy, loss = (
         Policy(bench.settings, bench.parallel, with_reference=True),
         loss_of(bench.settings.algorithm),
@@ -238,6 +245,17 @@ def updates(bench: Bench) -> Result:
     return _updated(policy, weights, reports) | {
         "reference": [torch.equal(a, b) for a, b in zip(logprobs, bench.initial_logprobs, strict=True)],
         "kept": all(torch.equal(weights[-1][name], tensor) for name, tensor in policy.tensors.items()),
+        "groups": sorted(name for name, number in _group_calls().items() if number > calls[name]),
+    }
+
+
+def _group_calls() -> dict[str, int]:
+    """Calls so far, also sends, in each of Megatron's groups for the device that has more than this rank."""
+    groups = parallel_state._global_process_group_list[1:]
+    return {
+        group.group_desc: group._get_sequence_number_for_group()
+        for group in groups
+        if group.size() > 1 and not group.group_desc.endswith("_GLOO")
     }
 
 

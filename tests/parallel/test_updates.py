@@ -2,6 +2,8 @@
 
 import pytest
 
+from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.distributed.communicators import WORLD, communicators
 from tests.parallel.cases import CASES, Case, cases_with
 from tests.parallel.conftest import Outcomes
 from tests.parallel.full_model import Tensors, difference, exceeding, relative_errors
@@ -33,6 +35,20 @@ def test_every_rank_knows_the_gradient_norm_of_one_rank(case: Case, outcomes: Ou
         assert rank["grad_norms"] == pytest.approx(one["grad_norms"], rel=NORM_BOUND)
         assert rank["lrs"] == one["lrs"]
         assert not rank["skipped"]
+
+
+@pytest.mark.parametrize("case", cases_with("updates"), ids=lambda case: case.name)
+def test_updates_use_the_communicators_that_the_plan_counts(case: Case, outcomes: Outcomes) -> None:
+    if "use_distributed_optimizer" in case.training.get("megatron_args", {}):
+        return  # no user can set it
+    model, ranks = outcomes.models[case.model].config, outcomes.by_rank(case, "updates")
+    has_experts = not {"num_experts", "n_routed_experts"}.isdisjoint(model)
+    tied = model.get("tie_word_embeddings", False)
+    counted = communicators(LayoutConfig(**case.sizes), len(ranks), has_experts, tied)
+    used, planned = {name for rank in ranks for name in rank["groups"]}, {group.group for group in counted}
+    # WORLD is the weight sync's; the other is used by newer versions of Megatron, and by routers with a bias only.
+    assert used <= planned
+    assert planned - used <= {WORLD, "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"}
 
 
 @pytest.mark.parametrize("case", cases_with("updates"), ids=lambda case: case.name)

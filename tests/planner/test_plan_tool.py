@@ -13,14 +13,15 @@ from grpo_mp.config import load_settings
 from grpo_mp.distributed.layout import layout_violations
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
+from grpo_mp.phases import GIB
 from grpo_mp.planner.clusters import PROFILES, cluster_names, read_cluster
 from grpo_mp.planner.explain import explain
 from grpo_mp.planner.job import make_job
-from grpo_mp.planner.memory import SubPhase
+from grpo_mp.planner.memory import SubPhase, total_bytes
 from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.planner.plan import check_fits, make_plan
-from grpo_mp.planner.search import plan_to_yaml, search_layouts
+from grpo_mp.planner.search import _engine_candidates, plan_to_yaml, search_layouts
 from grpo_mp.planner.show import grpo_models, ppo_models
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from tests.cli.command import Result, run_command
@@ -29,11 +30,18 @@ from tests.planner.jobs import job_of
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"grpo-mp plan (\S+) --cluster (\S+) --nodes (\d+)")
 Plan = Callable[..., Result]
+MANY_STAGES = ("kimi_k2", "moe_671b_512", "moe_671b_96x96", "moe_671b_64x141", "moe_671b_64x80")  # built one by one
+LARGE_HOSTS = ("moe_671b_64x80", "moe_671b_64x141")  # of 1.9 TB, as their comments say
 RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "tiny_moe"]
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in MANY_STAGES)) for path in RECIPES],
+    ids=lambda path: path.stem,
+)
 def test_recipe_fits_the_machines_in_its_comment(path: Path) -> None:
+    """Every phase leaves 6 GiB of a device and 100 GB of a host, and no host but those named needs more than 900 GB."""
     command = COMMAND.search(path.read_text())
     assert command
     assert Path(command[1]).name == path.name
@@ -42,7 +50,21 @@ def test_recipe_fits_the_machines_in_its_comment(path: Path) -> None:
     hf, _ = find_config(settings.model.path)
     job = make_job(settings, hf, read_cluster(command[2]), int(command[3]))
     check_parameter_counts(job)
-    assert check_fits(make_plan(job)).fits
+    plan = make_plan(job)
+    assert check_fits(plan).fits
+    devices = [total_bytes(sizes) for stage in plan.memory.device for sizes in stage.values()]
+    assert max(devices) <= job.cluster.gpu_bytes - 6 * GIB
+    host = max(total_bytes(sizes) for sizes in plan.memory.host.values())
+    assert host <= (job.cluster.host_bytes - 100e9 if path.stem in LARGE_HOSTS else 900e9)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_latent_cache_in_fp8_is_read_as_it_is(path: Path) -> None:
+    """SGLang's fa3 would copy the whole cache to bfloat16 for each layer of each decode step."""
+    settings = load_settings(path)
+    hf, _ = find_config(settings.model.path)
+    if hf.get("kv_lora_rank") and "fp8" in str(settings.engine.args.get("kv_cache_dtype")):
+        assert settings.engine.args["attention_backend"] == "flashmla"
 
 
 @pytest.mark.parametrize("name", cluster_names())
@@ -62,7 +84,7 @@ def test_plan_says_whether_it_fits(plan: Plan) -> None:
     result = plan("configs/moe_671b.yaml", "--nodes", "16", "--ppo")
     assert result.status == 0, result.err
     assert "16 x 8 x h100-80: fits. rank" in result.out
-    assert "the published deepseek-r1" in result.out
+    assert "the published DeepSeek-R1" in result.out
     assert "multi-token-prediction layer is not part of the policy" in result.out
     assert "Models of PPO" in result.out
 
@@ -73,6 +95,17 @@ def test_tiny_recipe_is_planned_from_its_generated_model(plan: Plan, tmp_path: P
     result = plan("configs/tiny_moe.yaml", *size)
     assert result.status == 0, result.err
     assert "1 x 2 x h100-80: fits. rank" in result.out
+
+
+def test_terms_of_a_time_add_up_to_it(plan: Plan) -> None:
+    result = plan("configs/qwen2_5_7b.yaml", "--times")
+    assert result.status == 0, result.err
+    assert re.search(r"train +matrix products +[\d,.]+ TFLOP at 30% of 989 TFLOP/s +[\d.]+", result.out)
+    terms = [float(number) for number in re.findall(r"^ *generate +[A-Za-z].*?([\d.]+) *$", result.out, re.MULTILINE)]
+    total = re.search(r"^ *generate +[\d,]+ .* ([\d,.]+) +device memory", result.out, re.MULTILINE)
+    assert total
+    assert len(terms) >= 3
+    assert sum(terms) == pytest.approx(float(total[1]), abs=0.1)
 
 
 def test_explain_command(plan: Plan) -> None:
@@ -89,12 +122,12 @@ def test_explain_command(plan: Plan) -> None:
             ["layout.tensor=3"],
             "tensor x context x pipeline = 48 does not divide the 128 ranks; the nearest valid layout",
         ),
-        (["layout.expert=48"], "expert_tensor x expert x pipeline = 192 does not divide"),
+        (["layout.expert=48"], "expert_tensor x expert x pipeline = 768 does not divide"),
         (["layout.pipeline=128", "layout.context=1", "layout.tensor=1", "layout.expert=1"], "the model has 61"),
         (["engine.gpus_per_engine=256"], "engines of engine.gpus_per_engine=256 do not fit the 128 ranks"),
         (
             ["engine.args.attn_dp_size=7"],
-            "engine.args.attn_dp_size: 7 does not divide 64, the engine.gpus_per_engine: the nearest is 4",
+            "engine.args.attn_dp_size: 7 does not divide 128, the engine.gpus_per_engine: the nearest is 4",
         ),
         (
             ["engine.args.moe_dense_tp_size=64"],
@@ -163,6 +196,13 @@ def test_search_finds_valid_layouts_fastest_first() -> None:
         assert not list(layout_violations(plan.job.settings.layout, shape, 16, uneven_pipeline=True))
         check_parameter_counts(plan.job)
         assert "layout: {tensor:" in plan_to_yaml(plan)
+
+
+def test_search_tries_every_number_of_attention_replicas() -> None:
+    job = job_of("deepseek-r1", "h200-141", 4, engine={"args": {"mem_fraction_static": 0.7, "moe_dense_tp_size": 1}})
+    engines = [(engine["gpus_per_engine"], engine["args"].get("attn_dp_size", 1)) for engine in _engine_candidates(job)]
+    assert {replicas for gpus, replicas in engines if gpus == 32} == {4, 8, 16, 32}
+    assert {gpus for gpus, _ in engines} == {1, 2, 4, 8, 16, 32}
 
 
 def test_ppo_trains_two_models_and_keeps_two_more() -> None:

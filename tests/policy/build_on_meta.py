@@ -56,7 +56,17 @@ def main() -> None:
     torch.Tensor.type = _cuda_type
     platform.on_cuda = lambda: True
     platform.device = lambda: META
+    from grpo_mp.policy import host_adam
+
+    host_adam.PinnedBuffer = MetaBuffer
     print(json.dumps({path: [asdict(result) for result in _build(Path(path))] for path in sys.argv[2:]}))
+
+
+class MetaBuffer:
+    """Stands for pinned host memory, which a recipe needs a terabyte of."""
+
+    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+        self.tensors = [torch.empty_like(tensor) for tensor in like]
 
 
 def _cuda_type(tensor: torch.Tensor, *args: Any) -> Any:
@@ -106,11 +116,12 @@ def _measure(job: PlannedJob, stage: int, chunks: Sequence[Any], optimizer: Any)
         save = _allocated(lambda: [part.state_dict() for part in parts])
         load = _allocated(lambda: [part.load_state_dict(part.state_dict()) for part in parts])
     config = chunks[0].config
+    on_host = job.sharded_parameters(job.parameter_counts[stage]) * job.per_parameter.host_optimizer
     return BuildResult(
         weights=_bytes(weights),
         gradients=_bytes(gradients),
         optimizer=_bytes([*weights, *gradients, *_optimizer_tensors(parts)]) - _bytes(weights + gradients),
-        planned=(planned["weights"], planned["gradients"], planned["optimizer"]),
+        planned=(planned["weights"], planned["gradients"], planned.get("optimizer", 0.0) + on_host),
         save=save,
         load=load,
         plain_save=_allocated(lambda: [part.state_dict() for part in parts]),

@@ -1,12 +1,14 @@
-"""Load a converted checkpoint with Megatron's own loader."""
+"""Load a converted checkpoint with Megatron's own loader, and save as former versions of grpo_mp did."""
 
+import shutil
 from pathlib import Path
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from grpo_mp.policy.checkpoint import METADATA
+from grpo_mp.policy.checkpoint import save_policy
+from grpo_mp.policy.former_checkpoint import METADATA
 from grpo_mp.policy.policy import Policy
 
 
@@ -25,6 +27,17 @@ def load_by_megatron(policy: Policy, folder: Path) -> None:
     loaded = dist_checkpointing.load(states, str(folder))
     for name, model in zip(names, models, strict=True):
         model.load_state_dict(loaded[name], strict=False)  # strict would miss the extra states
+
+
+def save_by_megatron(policy: Policy, folder: Path) -> None:
+    """Save weights, and what is beside them, by Megatron; of the optimizer's state nothing has changed. One rank."""
+    new = folder.with_name(f"{folder.name}_new")
+    new.mkdir()
+    save_policy(policy, new)
+    common = torch.load(new / "common.pt", weights_only=True)
+    model = policy.models()[0].sharded_state_dict(metadata=dict(METADATA))
+    dist_checkpointing.save({"model": model} | common, str(folder))
+    shutil.move(new / "optimizer", folder)
 
 
 def copies(policy: Policy) -> dict[str, torch.Tensor]:

@@ -35,11 +35,12 @@ def test_memory_equals_the_plan(recipe: str, results: dict[str, list[dict[str, A
 def test_save_and_load_copy_no_optimizer_state_on_the_device(
     recipe: str, results: dict[str, list[dict[str, Any]]]
 ) -> None:
-    precision_aware = load_settings(Path(recipe)).training.megatron_args.get("use_precision_aware_optimizer", False)
+    bfloat16_moments = load_settings(Path(recipe)).training.megatron_args.get("exp_avg_dtype") == "bfloat16"
     for rank in results[recipe]:
-        assert rank["save"] == rank["load"] == 0
+        assert rank["save"] == 0
+        assert rank["load"] < 8192  # an optimizer on the host counts its updates in a tensor for each parameter
         # State: remainder and two moments of 2 bytes each; TransformerEngine's state_dict copies moments to 4 each.
-        assert rank["plain_save"] == pytest.approx(rank["optimizer"] * 8 / 6 if precision_aware else 0.0)
+        assert rank["plain_save"] == pytest.approx(rank["optimizer"] * 8 / 6 if bfloat16_moments else 0.0)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: Path(path).stem)

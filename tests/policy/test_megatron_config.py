@@ -30,6 +30,12 @@ def test_another_optimizer_is_an_error() -> None:
         check_overrides({"optimizer": "lion"})
 
 
+@pytest.mark.parametrize("name", ["optimizer_cpu_offload", "optimizer_offload_fraction"])
+def test_megatrons_own_switch_of_the_optimizer_on_the_host_names_the_setting(name: str) -> None:
+    with pytest.raises(UserError, match=rf"training.megatron_args.{name} cannot be set: set optimizer.offload=host"):
+        check_overrides({name: True})
+
+
 def test_dtype_is_given_by_name() -> None:
     megatron = {"exp_avg_dtype": "bfloat16", "clip_grad": 2.0, "moe_permute_fusion": True}
     assert overrides_for(megatron, OptimizerConfig) == {"exp_avg_dtype": torch.bfloat16, "clip_grad": 2.0}

@@ -1,12 +1,15 @@
 """Offload of the optimizer, its host buffers, and bytes on the device."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import torch
 
-from grpo_mp.policy.offload import HostBuffers, device_items, move_optimizer
+from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.policy.offload import HostBuffers, PolicyOffloader, device_items, move_optimizer
 from grpo_mp.policy.policy import Policy
+from tests.policy.test_checkpoint import make_policy
 
 
 def test_state_is_moved_and_parameters_stay_views_of_the_weights() -> None:
@@ -31,13 +34,19 @@ class Device(torch.Tensor):
 
 
 def test_main_weights_are_moved_and_host_buffers_reused() -> None:
-    buffers, host = HostBuffers(), torch.device("cpu")
-    main, moment = torch.arange(4.0).as_subclass(Device), torch.ones(4).as_subclass(Device)
-    offloaded = [buffers.move((name, 0), value, host) for name, value in (("parameter", main), ("exp_avg", moment))]
-    assert torch.equal(offloaded[0], torch.arange(4.0))
-    again = buffers.move(("parameter", 0), (main + 1).as_subclass(Device), host)
-    assert again.data_ptr() == offloaded[0].data_ptr()
-    assert torch.equal(again, torch.arange(4.0) + 1)
+    main, buffers = torch.nn.Parameter(torch.arange(4.0).as_subclass(Device)), HostBuffers()
+    adam = torch.optim.SGD([main])
+    places = []
+    for number in range(2):
+        main.data = (torch.arange(4.0) + number).as_subclass(Device)
+        adam.state[main] = {"exp_avg": (torch.ones(4) * number).as_subclass(Device), "step": torch.tensor(3.0)}
+        move_optimizer(adam, torch.device("cpu"), buffers, with_parameters=True)
+        assert type(adam.state[main]["exp_avg"]) is torch.Tensor
+        assert main.tolist() == [number, number + 1, number + 2, number + 3]
+        assert adam.state[main]["exp_avg"].tolist() == [number] * 4
+        assert adam.state[main]["step"] == 3
+        places.append((main.data_ptr(), adam.state[main]["exp_avg"].data_ptr()))
+    assert places[0] == places[1]
 
 
 def test_device_items_count_shared_storage_once() -> None:
@@ -51,3 +60,17 @@ def test_device_items_count_shared_storage_once() -> None:
     optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)])
     items = device_items(cast(Policy, SimpleNamespace(chunks=[chunk], optimizer=optimizer)))
     assert (items["weights"], items["gradients"], items["optimizer"]) == (400, 220, 80)
+
+
+def test_megatron_moves_weights_to_our_buffer_and_back(parallel: Parallel, tmp_path: Path) -> None:
+    policy = make_policy(tmp_path, parallel)
+    offloader = PolicyOffloader(policy, 1.0)
+    before = {name: tensor.detach().clone() for name, tensor in policy.tensors.items()}
+    buffers = [buffer for chunk in policy.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    places = [buffer.param_data_cpu.data_ptr() for buffer in buffers]
+    for _ in range(2):
+        offloader.weights(onload=False)
+        assert all(buffer.param_data.untyped_storage().size() == 0 for buffer in buffers)
+        offloader.weights(onload=True)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in policy.tensors.items())
+    assert [buffer.param_data_cpu.data_ptr() for buffer in buffers] == places

@@ -17,7 +17,7 @@ from grpo_mp.planner.model_configs import published_config
 from grpo_mp.rollout.engine_args import ENGINE_SITE
 from grpo_mp.rollout.engine_parallelism import engine_parallelism
 from grpo_mp.rollout.precision import engine_uses_fp8
-from grpo_mp.weight_sync.plan import atoms_of, engine_readers
+from grpo_mp.weight_sync.plan import engine_readers, group_params
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.planner.jobs import settings_of
 from tests.rollout.test_start_on_meta import cuda_arguments
@@ -86,9 +86,9 @@ def test_the_plan_brings_what_the_loaders_keep(recorded: dict[str, dict[str, int
     assert "error" not in kept, kept["error"]
     wire, parallelism = wire_format(hf, args), engine_parallelism(gpus, args, hf)
     readers = engine_readers((0,), parallelism)
-    brought = [atom for atom in atoms_of(wire.params) if rank in readers(atom)]
-    assert {spec.name for atom in brought for name in atom.names for spec in wire.specs(name)} == kept.keys()
-    experts = [wire.params[name] for atom in brought if atom.expert is not None for name in atom.names]
+    brought = [group for group in group_params(wire.params) if rank in readers(group)]
+    assert {spec.name for group in brought for name in group.names for spec in wire.specs(name)} == kept.keys()
+    experts = [wire.params[name] for group in brought if group.expert is not None for name in group.names]
     assert len(experts) * parallelism.expert == sum(param.expert is not None for param in wire.params.values())
     # Of an expert that several ranks share each reads its part of the node's copy.
     elements = sum(kept[hf_name] for param in experts for hf_name in param.hf)

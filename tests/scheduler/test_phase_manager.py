@@ -41,11 +41,11 @@ def test_offloads_run_before_onloads_and_before_the_body(monitors: Monitors) -> 
             calls.append(phase)
     assert " ".join(calls) == (
         "GENERATE "
-        "-engine_weights -engine_cache +policy_weights LOGPROB "
+        "-engine_weights -engine_cache +communicators +policy_weights LOGPROB "
         "+gradients +optimizer TRAIN "
         "-gradients -optimizer +engine_weights SYNC "
-        "-policy_weights +engine_cache GENERATE "
-        "-engine_weights -engine_cache +policy_weights SAVE"
+        "-communicators -policy_weights +engine_cache GENERATE "
+        "-engine_weights -engine_cache +communicators +policy_weights SAVE"
     )
 
 
@@ -60,6 +60,16 @@ def test_each_phase_has_its_residency(monitors: Monitors) -> None:
             for phase in (first, second):
                 with phase_manager.phase(phase):
                     assert resident == vars(phase.resident)
+
+
+def test_communicators_are_in_use_when_the_job_ends(monitors: Monitors) -> None:
+    calls: list[str] = []
+    phase_manager = PhaseManager(*monitors, 60.0, recording_functions(calls), GENERATION)
+    phase_manager.end()
+    assert calls == ["-engine_weights", "-engine_cache", "+communicators"]
+    calls.clear()
+    phase_manager.end()
+    assert not calls
 
 
 def test_without_offload_functions_nothing_moves(monitors: Monitors) -> None:
@@ -89,7 +99,7 @@ def test_error_in_a_phase_propagates_and_keeps_the_residency(monitors: Monitors)
     calls.clear()
     with phase_manager.phase(Phase.GENERATE):
         pass
-    assert calls == ["-policy_weights", "+engine_weights", "+engine_cache"]
+    assert calls == ["-communicators", "-policy_weights", "+engine_weights", "+engine_cache"]
 
 
 def test_out_of_memory_is_one_sentence_with_phase_items_and_advice(monitors: Monitors) -> None:

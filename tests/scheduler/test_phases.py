@@ -51,7 +51,14 @@ def test_train_to_sync_to_generate_by_hand() -> None:
         ("engine_weights", True),
     ]
     assert plan_moves(Phase.SYNC.resident, Phase.GENERATE.resident) == [
+        ("communicators", False),
         ("policy_weights", False),
         ("engine_cache", True),
+    ]
+    assert plan_moves(Phase.GENERATE.resident, Phase.LOGPROB.resident) == [
+        ("engine_weights", False),
+        ("engine_cache", False),
+        ("communicators", True),
+        ("policy_weights", True),
     ]
     assert plan_moves(Phase.GENERATE.resident, Phase.EVAL.resident) == []

@@ -53,6 +53,13 @@ def test_fp8_engine_without_correction_warns() -> None:
     assert not start_warnings(settings_of({"old_logprobs": "engine"}), fp8=True)
 
 
+def test_tokens_of_older_weights_want_a_correction() -> None:
+    settings = settings_of("grpo")
+    rollout = settings.rollout.model_copy(update={"max_staleness": 1})
+    (sentence,) = start_warnings(settings.model_copy(update={"rollout": rollout}), fp8=False)
+    assert "rollout.max_staleness=1 trains on tokens of older weights" in sentence
+
+
 def test_a_cache_in_fp8_wants_a_correction_as_well() -> None:
     settings = settings_of("grpo")
     engine = settings.engine.model_copy(update={"args": {"kv_cache_dtype": "fp8_e4m3"}})

@@ -51,9 +51,10 @@ class Engine:
     async def overwrite_weights(self) -> None:
         self.weights = {"a": "random", "b": "random"}
 
-    def update_weights(self, version: int) -> None:
+    def update_weights(self, version: int, all_weights: bool) -> None:
         """Bring every tensor but b, as a sync that loses it would."""
         assert version == 3
+        assert all_weights
         self.weights["a"] = "1"
 
 

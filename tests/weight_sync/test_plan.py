@@ -24,7 +24,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 from grpo_mp.platform import gc_frozen
 from grpo_mp.rollout.engine_parallelism import EngineParallelism
-from grpo_mp.weight_sync.plan import Delivery, SyncPlan, atoms_of, engine_readers, find_holders, plan_sync
+from grpo_mp.weight_sync.plan import SyncPlan, Transfer, engine_readers, find_holders, group_params, plan_sync
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.models.test_mapping import megatron_shard
@@ -143,7 +143,7 @@ def wire_format(case: Case) -> WireFormat:
 def plan_of(case: Case) -> SyncPlan:
     wire = wire_format(case)
     return plan_sync(
-        atoms_of(wire.params),
+        group_params(wire.params),
         find_holders(wire.params, shards_by_rank(case)),
         engine_readers(case.host_ranks, case.parallelism),
         case.ranks_per_node,
@@ -182,12 +182,12 @@ def replay(case: Case, ranks: Sequence[Resharder]) -> list[dict[str, Tensor]]:
             assert sum(message.numel() for message in sent[rank].values()) == resharder.sent_bytes(round_)
             staged.append(dict(resharder.join(round_, {source: sent[source][rank] for source in round_.receives})))
         for rank, round_ in enumerate(rounds):
-            for stager, names in round_.loads.items():
-                assert stager // case.ranks_per_node == rank // case.ranks_per_node
-                assert stager == rank or rounds[stager].shares[rank] == names
+            for receiver, names in round_.loads.items():
+                assert receiver // case.ranks_per_node == rank // case.ranks_per_node
+                assert receiver == rank or rounds[receiver].shares[rank] == names
                 for spec in (spec for name in names for spec in ranks[rank].wire.specs(name)):
                     assert spec.name not in loaded[rank], "loaded twice"
-                    loaded[rank][spec.name] = staged[stager][spec.name]
+                    loaded[rank][spec.name] = staged[receiver][spec.name]
     return loaded
 
 
@@ -225,21 +225,21 @@ def check(case: Case) -> None:
 
 
 def check_economy(case: Case, plan: SyncPlan) -> None:
-    """Each node gets an atom once; no shard is sent that is there; no round is larger than it may be."""
+    """Each node gets a group once; no shard is sent that is there; no round is larger than it may be."""
     sizes, shards = wire_format(case).sizes, shards_by_rank(case)
     arrivals: Counter[tuple[str, int]] = Counter()
-    for deliveries in plan.rounds:
+    for transfers in plan.rounds:
         uses: Counter[tuple[str, int]] = Counter()
         parts: Counter[tuple[str, int]] = Counter()
-        for delivery in deliveries:
-            node = delivery.stager // case.ranks_per_node
-            arrivals.update((name, node) for name in delivery.names)
-            size = sum(map(sizes.staged, delivery.names))
-            for reader in delivery.readers:
+        for transfer in transfers:
+            node = transfer.receiver // case.ranks_per_node
+            arrivals.update((name, node) for name in transfer.names)
+            size = sum(map(sizes.staged, transfer.names))
+            for reader in transfer.readers:
                 uses["loads", reader] += size
                 parts["loads", reader] += 1
             senders = set()
-            for source, shard in delivery.shards():
+            for source, shard in transfer.shards():
                 assert shards[source][shard.name] == shard.part
                 near = any(
                     held.get(shard.name) == shard.part
@@ -247,8 +247,8 @@ def check_economy(case: Case, plan: SyncPlan) -> None:
                     if rank // case.ranks_per_node == node
                 )
                 assert (source // case.ranks_per_node == node) == near, "sent over the network though it is there"
-                if source != delivery.stager:
-                    assert shards[delivery.stager].get(shard.name) != shard.part
+                if source != transfer.receiver:
+                    assert shards[transfer.receiver].get(shard.name) != shard.part
                     uses["sends", source] += sizes.sent(shard)
                     senders.add(source)
             parts.update(("sends", source) for source in senders)
@@ -275,16 +275,16 @@ def test_fp8_is_quantized_at_the_source_bit_for_bit(case: Case) -> None:
 def test_experts_that_the_engine_moves_go_to_all_its_ranks() -> None:
     case = next(case for case in all_cases() if case.parallelism.expert == 4)
     readers = engine_readers(case.host_ranks, replace(case.parallelism, moves_experts=True))
-    (last,) = [atom for atom in atoms_of(model(case.family, wide=False)[0]) if atom.expert == 3][-1:]
+    (last,) = [group for group in group_params(model(case.family, wide=False)[0]) if group.expert == 3][-1:]
     assert len(readers(last)) == case.engines * case.parallelism.gpus
 
 
 def test_latent_down_projections_stay_together() -> None:
-    atoms = atoms_of(model("deepseek_v3", wide=False)[0])
-    groups = [atom.names for atom in atoms if any("q_down_proj" in name for name in atom.names)]
-    assert [len(names) for names in groups] == [2, 2, 2]
-    assert all("kv_down_proj" in names[1] for names in groups)
-    assert max(len(atom.names) for atom in atoms) == 2
+    groups = group_params(model("deepseek_v3", wide=False)[0])
+    fused = [group.names for group in groups if any("q_down_proj" in name for name in group.names)]
+    assert [len(names) for names in fused] == [2, 2, 2]
+    assert all("kv_down_proj" in names[1] for names in fused)
+    assert max(len(group.names) for group in groups) == 2
 
 
 def test_parameter_without_holder_or_with_missing_part_is_an_error() -> None:
@@ -305,13 +305,13 @@ def test_holders_by_layout_are_those_that_the_ranks_report() -> None:
         assert reckoned == find_holders(params, shards_by_rank(case))
 
 
-def test_deliveries_are_small_and_excluded_from_garbage_collection() -> None:
+def test_transfers_are_small_and_excluded_from_garbage_collection() -> None:
     tracemalloc.start()
     names: Mapping[int, str] = {0: "decoder.layers.3.mlp.experts.17"}
-    deliveries = [Delivery((names[0],), ((3,),), index, (index,)) for index in range(10_000)]
+    transfers = [Transfer((names[0],), ((3,),), index, (index,)) for index in range(10_000)]
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert size / len(deliveries) < 400
+    assert size / len(transfers) < 400
     with gc_frozen():
-        assert gc.get_freeze_count() >= len(deliveries)
+        assert gc.get_freeze_count() >= len(transfers)
     assert gc.get_freeze_count() == 0

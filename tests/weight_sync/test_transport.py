@@ -15,15 +15,16 @@ from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import make_groups, single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.errors import PhaseTimeout
 from grpo_mp.models.mapping import Rule, expand
+from grpo_mp.rollout.packed_tensors import NamedTensors
 from grpo_mp.rollout.shared_memory import LOADER, as_tensor, export_to_host, load_weights, open_exports, select
 from grpo_mp.weight_sync.plan import RankRound
 from grpo_mp.weight_sync.transport import EngineLink, HostTransport, IpcTransport, serialize
-from grpo_mp.weight_sync.wire import NamedTensors, WireFormat
+from grpo_mp.weight_sync.wire import WireFormat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
 PARAMS = expand([Rule("a", ("x.weight", "y.weight"), ((3, 5), (4, 5))), Rule("b", ("z.weight",), ((7,),))])
 WIRE = WireFormat(PARAMS, {"a": 1, "b": 1}, torch.float32)
-ROUND = RankRound({}, {}, (), ("a", "b"), {}, {0: ("a", "b")})
+ROUND = RankRound({}, {}, (), ("a", "b"), {}, {0: ("a", "b")}, frozenset({"a", "b"}))
 
 
 class RecordingClient:

@@ -1,0 +1,68 @@
+"""The prompts of a run in launch order: drawn when they are needed, and ahead of the position that is saved."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grpo_mp.data.cursor import Cursor, take
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A prompt's index, and where the next draw begins."""
+
+    index: int
+    cursor: Cursor
+
+
+class PromptQueue:
+    """Prompts that are drawn and not yet used up. Ranks that make the same calls draw the same prompts."""
+
+    def __init__(self, size: int, shuffle: bool) -> None:
+        """Take the number of prompts and whether they come in random order."""
+        self._size, self._shuffle = size, shuffle
+        self._draws: list[Draw] = []
+        self._cursor = Cursor()
+        self._is_skipped: Callable[[int], bool] = lambda _: False
+        self._skips_left = 0
+        self._step_size: int | None = None
+
+    def begin_step(self, cursor: Cursor, is_skipped: Callable[[int], bool], step_size: int | None) -> None:
+        """Begin a step at `cursor`, where the last one ended or a run resumes.
+
+        No prompt is drawn twice for one step: of `step_size` prompts each where they are drawn ahead, or, None, of all
+        that are drawn. No prompt that `is_skipped` is drawn in the step, unless those of nearly a whole epoch are.
+        """
+        self._cursor, self._is_skipped, self._skips_left = cursor, is_skipped, self._size
+        self._step_size = step_size
+
+    def __len__(self) -> int:
+        return len(self._draws)
+
+    def extend(self, count: int) -> None:
+        """Draw until there are `count` prompts."""
+        while len(self._draws) < count:
+            cursor = self._draws[-1].cursor if self._draws else self._cursor
+            recent = [draw.index for draw in self._draws]
+            if self._step_size:
+                recent = recent[len(recent) - len(recent) % self._step_size :]
+            (index,), cursor = take(cursor, self._size, 1, self._shuffle, recent)
+            while self._is_skipped(index) and self._skips_left:
+                self._skips_left -= 1
+                (index,), cursor = take(cursor, self._size, 1, self._shuffle, recent)
+            self._draws.append(Draw(index, cursor))
+
+    def __getitem__(self, number: int) -> int:
+        """Return the index of the prompt with this number in the step's launch order."""
+        self.extend(number + 1)
+        return self._draws[number].index
+
+    def use_up(self, count: int) -> Cursor:
+        """Drop the first `count` prompts; return where the next step begins."""
+        if count:
+            self._cursor = self._draws[count - 1].cursor
+            self._draws = self._draws[count:]
+        return self._cursor
+
+    def give_back(self) -> None:
+        """Drop what is drawn: the next step draws it again."""
+        self._draws = []

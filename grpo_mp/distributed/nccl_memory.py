@@ -1,0 +1,69 @@
+"""Memory of this rank's NCCL communicators, given back to the device while engines generate.
+
+NCCL suspends a communicator: it copies its buffers to the host and frees them, and keeps addresses and connections;
+those to other nodes, and NVLink SHARP's, stay. Communicators are neither ended nor made anew.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.distributed.communicators import PIPELINE
+from grpo_mp.errors import UserError
+
+FIRST_NCCL = (2, 29, 7)  # with ncclCommSuspend
+
+
+class NcclMemory:
+    """Suspends and resumes communicators."""
+
+    def __init__(self, layout: LayoutConfig) -> None:
+        """Take the layout: with a virtual pipeline the communicators of stages stay as they are.
+
+        Stages then send pair by pair, each pair with a communicator of its own, in one group. To suspend one is to
+        wait for the other rank; torch goes through them in an order that may differ by rank.
+        """
+        self._left_out = {PIPELINE} if layout.virtual_pipeline else set()
+        self._suspended: list[Any] = []
+
+    def move(self, onload: bool) -> None:
+        """Resume what is suspended, or suspend all communicators. Every rank must call this, with no work in flight."""
+        if onload:
+            for backend in self._suspended:
+                backend.resume()
+            self._suspended = []
+            return
+        for backend in self._backends():
+            backend.suspend()
+            self._suspended.append(backend)
+
+    def _backends(self) -> Iterator[Any]:
+        """Yield those with a communicator in the order in which groups were made.
+
+        That is the same for any two ranks, so that none waits in one group for a rank that waits in another.
+        """
+        for member in parallel_state._global_process_group_list or ():
+            group: Any = member or dist.group.WORLD  # Megatron names the default group None
+            if dist.get_backend(group) != "nccl" or group.group_desc in self._left_out:
+                continue
+            backend: Any = group._get_backend(torch.device("cuda"))
+            if backend._is_initialized():  # the group was used
+                yield backend
+
+
+def check_nccl(version: tuple[int, ...], environment: Mapping[str, str]) -> None:
+    """Raise UserError for an NCCL that cannot suspend communicators, or is told to allocate memory in the old way."""
+    if version < FIRST_NCCL:
+        raise UserError(
+            f"training.suspend_communicators needs NCCL {'.'.join(map(str, FIRST_NCCL))} or newer, and torch has "
+            f"{'.'.join(map(str, version))}: install a newer nvidia-nccl, or set suspend_communicators=false"
+        )
+    if environment.get("NCCL_CUMEM_ENABLE") == "0":
+        raise UserError(
+            "training.suspend_communicators: with NCCL_CUMEM_ENABLE=0 in the environment NCCL cannot free the memory "
+            "of a communicator: unset it, or set suspend_communicators=false"
+        )

@@ -1,0 +1,132 @@
+"""What the engines do in a step: sequences in their batches over time, and what decoding them reads and sends."""
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+from statistics import fmean
+
+from grpo_mp.planner.clusters import OVERHEADS
+from grpo_mp.planner.flops import active_parameters, forward_flops_per_token, routed_parameters
+from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.memory import EngineMemory
+from grpo_mp.planner.resource_use import GIGA, TERA, ResourceUse, Wait
+from grpo_mp.rollout.engine_parallelism import REPLICATING_A2A_BACKENDS
+
+MOMENTS = 256  # of a rollout at which its batch is looked at
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """Decoding work of one engine in one step."""
+
+    samples: int
+    running_per_replica: float  # the most sequences at a time
+    decode_steps: int
+    batches: tuple[int, ...]  # sequences that run in the whole engine, at evenly spaced moments
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Decode steps until all responses are there, and the batch at evenly spaced moments of them."""
+
+    decode_steps: int
+    batches: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def simulate_rollout(responses: Sequence[int], slots: int) -> Rollout:
+    """Decode responses of these lengths, in any order, at most `slots` at a time: a slot that is free takes the next.
+
+    Pure.
+    """
+    order, ends = list(responses), [0] * min(slots, len(responses))
+    Random(0).shuffle(order)
+    starts, finished = [], []
+    for length in order:
+        start = heapq.heappop(ends)
+        starts.append(start)
+        finished.append(start + length)
+        heapq.heappush(ends, start + length)
+    starts.sort()
+    finished.sort()
+    moments = [(moment + 0.5) / MOMENTS * finished[-1] for moment in range(MOMENTS)]
+    batches = tuple(bisect_right(starts, moment) - bisect_right(finished, moment) for moment in moments)
+    return Rollout(finished[-1], batches)
+
+
+def plan_generation(job: PlannedJob, engine: EngineMemory) -> GenerationPlan:
+    """Decode an engine's share of a step's samples, as many at a time as its settings and its cache allow."""
+    rollout, args = job.settings.rollout, job.settings.engine.args
+    samples = max(1, round(job.settings.samples_per_step / job.num_engines))
+    in_flight = job.settings.engine.concurrent_groups * rollout.group_size
+    limit = float(args.get("max_running_requests") or in_flight)
+    running = max(1.0, min(samples, in_flight, limit, engine.kv_cache_tokens / job.mean_seq_len))
+    simulated = simulate_rollout(job.responses(samples), int(running))
+    return GenerationPlan(samples, running / job.engine_parallelism.replicas, simulated.decode_steps, simulated.batches)
+
+
+def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
+    """Return the use of one GPU of an engine: prefill of its prompts, and every decode step."""
+    model, plan, parallelism = job.model, plan_generation(job, engine), job.engine_parallelism
+    gpus, prompt = parallelism.gpus, job.prompt_tokens
+    tokens = plan.samples * job.mean_response_tokens / gpus
+    prompt_tokens = plan.samples / job.settings.rollout.group_size * prompt / gpus
+    # Dispatch in FP8, combine in bfloat16.
+    all_to_all = model.experts_per_token * model.hidden_size * 3 * model.num_moe_layers * tokens
+    to_other_nodes = max(0.0, 1 - job.gpus_per_node / parallelism.expert)
+    all_reduce = 4 * model.num_layers * model.hidden_size * tokens * parallelism.attention_tensor
+    layers = plan.decode_steps * model.num_layers
+    return ResourceUse(
+        # Attention of decoding is in device_bytes: its kernels read the cache while they multiply.
+        flops=tokens * forward_flops_per_token(model, job.hf, 0)
+        + prompt_tokens * forward_flops_per_token(model, job.hf, prompt),
+        fp8=job.engine_uses_fp8,
+        device_bytes=_weight_bytes(job, engine, plan) + _attention_bytes(job, engine, plan),
+        nvlink_bytes=all_reduce * (parallelism.attention_tensor > 1)
+        + all_to_all * (1 - to_other_nodes) * (parallelism.expert > 1),
+        network_bytes=all_to_all * to_other_nodes,
+        waits=(
+            Wait("layers of decode steps", layers, OVERHEADS.decode_layer_s),
+            Wait("small collectives", 2 * layers * (gpus > 1), _collective_s(job)),
+        ),
+    )
+
+
+def _collective_s(job: PlannedJob) -> float:
+    """Return the latency of a small collective of an engine."""
+    engine = job.settings.engine
+    by_nccl = engine.args.get("moe_a2a_backend") not in REPLICATING_A2A_BACKENDS
+    over_nodes = engine.gpus_per_engine > job.gpus_per_node
+    return OVERHEADS.network_collective_s if by_nccl and over_nodes else OVERHEADS.decode_collective_s
+
+
+def _weight_bytes(job: PlannedJob, engine: EngineMemory, plan: GenerationPlan) -> float:
+    """Return the bytes of weights that one GPU reads in all decode steps: few sequences do not use every expert."""
+    model = job.model
+    if not model.num_experts:
+        return plan.decode_steps * engine.weights
+    unused = fmean((1 - model.experts_per_token / model.num_experts) ** batch for batch in plan.batches)
+    routed = routed_parameters(model, model.num_experts)
+    rest = active_parameters(model, job.hf) - routed_parameters(model, model.experts_per_token)
+    routed_share = routed / (routed + rest)
+    return plan.decode_steps * engine.weights * (1 - routed_share * unused)
+
+
+def _attention_bytes(job: PlannedJob, engine: EngineMemory, plan: GenerationPlan) -> float:
+    """Return the bytes of cache that one GPU reads, or more where its attention's products take longer than reading.
+
+    A latent cache is multiplied as it is: all heads of the GPU use the same elements.
+    """
+    model, cluster, parallelism = job.model, job.cluster, job.engine_parallelism
+    responses = job.responses(plan.samples)
+    contexts = sum(job.prompt_tokens * length + length**2 / 2 for length in responses) / parallelism.replicas
+    width = 2 * model.mla_cache_dim if model.mla_cache_dim else model.qk_head_dim + model.v_head_dim
+    heads = max(1.0, model.num_heads / parallelism.attention_tensor)
+    flops = 2 * model.num_layers * heads * width
+    matmul_bytes_per_flop = (cluster.device_memory_gb_s * GIGA * cluster.achievable.device_memory) / (
+        cluster.bf16_tflops * TERA * cluster.achievable.matmul
+    )
+    return contexts * max(engine.bytes_per_token, flops * matmul_bytes_per_flop)

@@ -1,0 +1,79 @@
+"""Steps that somebody measured and published, beside what the planner expects of the same recipe."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_mp.config import check_settings
+from grpo_mp.config.load import read_yaml
+from grpo_mp.errors import UserError
+from grpo_mp.planner.clusters import Efficiency, read_cluster
+from grpo_mp.planner.job import PlannedJob, make_job
+from grpo_mp.planner.memory import SubPhase
+from grpo_mp.planner.model_configs import find_config
+from grpo_mp.planner.plan import make_plan
+
+MEASURED = Path(__file__).with_name("measured.yaml")
+STEP = "step"
+# Settings that no measurement depends on.
+ANY_RUN: dict[str, Any] = {
+    "run": {"folder": "runs/measured", "steps": 1, "save_every": 0},
+    "data": {"train": "train.jsonl"},
+    "reward": {"answer": 1.0},
+    "optimizer": {"lr": 1e-6},
+}
+COLUMNS = ("recipe", "time of", "measured s", "expected s", "error", "the rates are")
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A recipe on its machines, and seconds by phase, `step` for all of them."""
+
+    name: str
+    source: str
+    fitted: bool
+    job: PlannedJob
+    measured: Mapping[str, float]
+
+    def expected_s(self, phase: str, rates: Efficiency | None = None) -> float:
+        """Return the seconds that the planner expects of a phase, or of a step without its weight sync.
+
+        `rates`: other achievable shares than those of the cluster's profile.
+        """
+        cluster = replace(self.job.cluster, achievable=rates or self.job.cluster.achievable)
+        plan = make_plan(replace(self.job, cluster=cluster), with_sync=False)
+        return plan.step_s if phase == STEP else plan.times[SubPhase(phase)].expected_s
+
+
+def read_measured(file: Path) -> tuple[MeasuredStep, ...]:
+    """Read measured steps. Raises UserError where the file is no list of them."""
+    entries = read_yaml(file)
+    if not isinstance(entries, list):
+        raise UserError(f"{file}: expected a list of measured steps, found {type(entries).__name__}")
+    return tuple(_read_step(file, entry) for entry in entries)
+
+
+def compare(steps: tuple[MeasuredStep, ...]) -> list[tuple[str, ...]]:
+    """Return the cells of a table, a row for each measured time."""
+    return [
+        (step.name, phase, f"{seconds:,.0f}", f"{expected:,.0f}", f"{expected / seconds - 1:+.0%}", _role(step))
+        for step in steps
+        for phase, seconds in step.measured.items()
+        for expected in (step.expected_s(phase),)
+    ]
+
+
+def _role(step: MeasuredStep) -> str:
+    return "fitted on it" if step.fitted else "checked by it"
+
+
+def _read_step(file: Path, entry: Any) -> MeasuredStep:
+    names = {"name", "source", "fitted", "cluster", "nodes", "response_tokens", "measured", "settings"}
+    if not isinstance(entry, dict) or set(entry) != names:
+        raise UserError(f"{file}: a measured step has {', '.join(sorted(names))}; found {entry!r:.100}: correct it")
+    values = {name: ANY_RUN.get(name, {}) | entry["settings"].get(name, {}) for name in ANY_RUN | entry["settings"]}
+    settings = check_settings(values, f"{file}: {entry['name']}")
+    hf, _ = find_config(settings.model.path)
+    job = make_job(settings, hf, read_cluster(entry["cluster"]), entry["nodes"], None, entry["response_tokens"])
+    return MeasuredStep(entry["name"], entry["source"], entry["fitted"], job, entry["measured"])

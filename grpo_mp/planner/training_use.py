@@ -1,0 +1,109 @@
+"""What one GPU computes and moves while the policy computes logprobs, trains and updates."""
+
+from dataclasses import dataclass, replace
+
+from grpo_mp.planner.flops import forward_flops_per_token
+from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.resource_use import ResourceUse
+
+ACTIVATION_BYTES = 2  # of an element that is sent
+
+
+@dataclass(frozen=True)
+class LayerTraffic:
+    """Bytes that one GPU sends for all its layers in a forward pass over a step's samples, by what sends them."""
+
+    gathers: float  # of sequence parallelism, always in a node
+    ring: float  # keys and values of context parallelism
+    all_to_all: float  # tokens to their experts and back
+    between_stages: float
+
+
+def logprob_use(job: PlannedJob, passes: float) -> ResourceUse:
+    """Return `passes` forward passes over the samples of a step; a fraction goes over that share of them."""
+    forward = ResourceUse(flops=_forward_flops(job)) + _traffic_use(job, _layer_traffic(job))
+    return replace(forward.scaled(passes), bubble=_bubble(job))
+
+
+def train_use(job: PlannedJob) -> ResourceUse:
+    """Return all forward and backward passes of a step.
+
+    A backward pass has twice a forward pass's FLOPs; it passes keys, values and their gradients around the ring, and
+    gathers the inputs of divided matrices once more. Full recomputation does the forward pass twice.
+    """
+    training, traffic = job.settings.training, _layer_traffic(job)
+    forwards = 1 + (training.recompute == "full")
+    backward = replace(traffic, ring=2 * traffic.ring, gathers=1.5 * traffic.gathers)
+    between_stages = ResourceUse(network_bytes=traffic.between_stages * (1 - forwards))  # is not computed again
+    use = _traffic_use(job, traffic).scaled(forwards) + _traffic_use(job, backward) + between_stages
+    use += ResourceUse(flops=_forward_flops(job) * (forwards + 2))
+    return replace(use.scaled(training.epochs), bubble=_bubble(job))
+
+
+def optimizer_use(job: PlannedJob, stage: int) -> ResourceUse:
+    """Return the updates of a step: gradients summed over replicas, Adam, new weights gathered."""
+    count, layout, per_parameter = job.parameter_counts[stage], job.settings.layout, job.per_parameter
+    model_bytes = per_parameter.gradients + per_parameter.weights
+    dense = count.dense * model_bytes * (1 - 1 / job.dense_shards)
+    expert = count.expert * model_bytes * (1 - 1 / job.expert_shards)
+    dense_in_node = layout.tensor * job.dense_shards <= job.gpus_per_node
+    expert_in_node = layout.expert * layout.expert_tensor * job.expert_shards <= job.gpus_per_node
+    state_bytes = per_parameter.optimizer or per_parameter.host_optimizer
+    sharded = job.sharded_parameters(count)
+    adam = sharded * 2 * state_bytes + count.total * model_bytes
+    update = ResourceUse(
+        device_bytes=adam if per_parameter.optimizer else 0.0,
+        host_copy_bytes=0.0 if per_parameter.optimizer else adam,
+        host_link_bytes=0.0 if per_parameter.optimizer else sharded * model_bytes,  # gradients there, weights back
+        nvlink_bytes=dense * dense_in_node + expert * expert_in_node,
+        network_bytes=dense * (not dense_in_node) + expert * (not expert_in_node),
+    )
+    return update.scaled(job.settings.optimizer_steps_per_step)
+
+
+def _computed_tokens(job: PlannedJob) -> float:
+    """Return the tokens of a step as the busiest rank computes them, with padding."""
+    return job.settings.samples_per_step * job.mean_seq_len * job.packing.load_factor
+
+
+def _forward_flops(job: PlannedJob) -> float:
+    """Return one GPU's FLOPs of a forward pass over a step's samples."""
+    per_token = forward_flops_per_token(job.model, job.hf, job.attention_context)
+    return _computed_tokens(job) * per_token / job.world_size
+
+
+def _layer_traffic(job: PlannedJob) -> LayerTraffic:
+    """Return the traffic of a forward pass, of a stage with its fair share of the layers: the bubble has the rest."""
+    layout, model = job.settings.layout, job.model
+    tokens = _computed_tokens(job) / job.dp_size / layout.context
+    num_layers, num_moe_layers = model.num_layers / layout.pipeline, model.num_moe_layers / layout.pipeline
+    token_bytes, sequence_shard = model.hidden_size * ACTIVATION_BYTES, tokens / layout.tensor
+    heads = model.num_heads if model.mla_cache_dim else model.num_kv_heads
+    kv_bytes = heads * (model.qk_head_dim + model.v_head_dim) / layout.tensor * ACTIVATION_BYTES
+    return LayerTraffic(
+        gathers=4 * num_layers * tokens * token_bytes * (layout.tensor - 1) / layout.tensor,
+        ring=tokens * num_layers * kv_bytes * (layout.context - 1),
+        all_to_all=2 * num_moe_layers * sequence_shard * model.experts_per_token * token_bytes * layout.expert_tensor,
+        between_stages=sequence_shard * token_bytes if layout.pipeline > 1 else 0.0,
+    )
+
+
+def _traffic_use(job: PlannedJob, traffic: LayerTraffic) -> ResourceUse:
+    """Divide traffic over NVLink and network: groups of consecutive ranks, as many of them in a node as fit."""
+    layout, per_node = job.settings.layout, job.gpus_per_node
+    ring_in_node = layout.tensor * layout.context <= per_node
+    expert_group = layout.expert * layout.expert_tensor
+    to_other_nodes = max(0.0, 1 - per_node / expert_group)
+    in_node = max(0.0, (1 - 1 / expert_group) - to_other_nodes)
+    return ResourceUse(
+        nvlink_bytes=traffic.gathers + traffic.ring * ring_in_node + traffic.all_to_all * in_node,
+        network_bytes=traffic.ring * (not ring_in_node) + traffic.all_to_all * to_other_nodes + traffic.between_stages,
+    )
+
+
+def _bubble(job: PlannedJob) -> float:
+    """Return the seconds a pipeline waits for each second of work: it fills and drains once in every update."""
+    layout = job.settings.layout
+    imbalance = max(len(layers) for layers in job.stage_layers) * layout.pipeline / job.model.num_layers
+    fill = (layout.pipeline - 1) / (layout.virtual_pipeline or 1) / job.packing.microbatches
+    return (1 + fill) * imbalance - 1

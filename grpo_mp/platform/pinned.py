@@ -1,0 +1,50 @@
+"""Page-locked host memory of an exact size, which a GPU copies from and to at the full rate of its link."""
+
+import mmap
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from grpo_mp import platform
+from grpo_mp.errors import UserError
+from grpo_mp.phases import GIB
+
+PAGE_BYTES = mmap.PAGESIZE
+ALIGNMENT = 512  # of every tensor, as torch aligns those on a device
+
+
+class PinnedBuffer:
+    """One flat buffer for tensors like given ones. They are page-locked as long as this object lives.
+
+    torch's own allocator of pinned memory makes a call to the driver for each tensor, and, where its settings do not
+    forbid that, rounds each size up to a power of two.
+    """
+
+    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+        """Allocate tensors of the same shapes and dtypes. Raises UserError where the host's memory cannot be locked."""
+        starts, end = [], 0
+        for tensor in like:
+            starts.append(end)
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self.nbytes = -(-end // PAGE_BYTES) * PAGE_BYTES
+        memory = torch.empty(self.nbytes + PAGE_BYTES, dtype=torch.uint8)
+        first = -memory.data_ptr() % PAGE_BYTES
+        pages = memory[first : first + self.nbytes]
+        self.tensors = [
+            pages[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, like, strict=True)
+        ]
+        if platform.on_cuda() and self.nbytes:
+            _register(pages)
+            # Not at exit: CUDA may be gone, and a process that ends gives back all its pages.
+            weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, pages.data_ptr()).atexit = False
+
+
+def _register(pages: torch.Tensor) -> None:
+    status = int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
+    if status:
+        raise UserError(
+            f"{pages.nbytes / GIB:.1f} GiB of host memory cannot be page-locked (CUDA error {status}): see the host's "
+            "memory in the plan (grpo-mp plan), and give the job as much"
+        )

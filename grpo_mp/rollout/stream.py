@@ -1,0 +1,87 @@
+"""The groups of one step over all engines: who launches which, what became of it, and when the step has enough."""
+
+import asyncio
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from grpo_mp.batching.group_selection import Admission, AdmissionRule, Verdict, admit
+from grpo_mp.distributed.rendezvous import has_failed
+from grpo_mp.errors import UserError
+
+POLL_S = 0.02
+
+
+class GroupStream:
+    """Numbers of groups in launch order, each given to exactly one caller in the job, and the verdicts on them.
+
+    All is in the job's store; `name` must be new there.
+    """
+
+    def __init__(
+        self, store: dist.Store, name: str, rule: AdmissionRule, check_peers: Callable[[], None] = lambda: None
+    ) -> None:
+        """Open the stream. Every rank may. `check_peers` raises where one whose groups are waited for is gone."""
+        self._check_peers = check_peers
+        self._store, self._key, self.rule = store, f"stream/{name}", rule
+        self._append(" ")  # so that there is something to read
+
+    def claim(self) -> int:
+        """Take the next number; it may be launched once `Admission.launch_limit` is above it."""
+        return int(self._store.add(f"{self._key}/claimed", 1)) - 1
+
+    def report(self, number: int, kept: bool) -> None:
+        """Say that a group has finished, and whether the filter keeps it."""
+        self._append(f"{number}{'+' if kept else '-'} ")
+        self._store.add(f"{self._key}/reported", 1)
+
+    def reported(self) -> int:
+        """Return how many groups were reported. Raises UserError where another rank failed: its groups never come."""
+        if has_failed(self._store):
+            raise UserError("another rank failed")
+        self._check_peers()
+        return int(self._store.add(f"{self._key}/reported", 0))
+
+    def verdicts(self) -> list[Verdict]:
+        """Return what was reported so far, in its order."""
+        entries = self._store.get(f"{self._key}/verdicts").decode().split()
+        return [(int(entry[:-1]), entry[-1] == "+") for entry in entries]
+
+    def admission(self) -> Admission:
+        """Decide by what was reported so far."""
+        return admit(self.verdicts(), self.rule)
+
+    def _append(self, text: str) -> None:
+        self._store.append(f"{self._key}/verdicts", text)  # type: ignore[attr-defined]  # torch's stubs lack it
+
+
+class LaunchGate:
+    """Lets the tasks of one engine wait until their number may be launched, or the step has its groups."""
+
+    def __init__(self, stream: GroupStream) -> None:
+        """Read the stream; `watch` keeps reading it."""
+        self._stream, self._changed = stream, asyncio.Condition()
+        self._reported = stream.reported()
+        self._admission = stream.admission()
+
+    @property
+    def done(self) -> bool:
+        """Return whether the step has its groups."""
+        return self._admission.done
+
+    async def watch(self) -> None:
+        """Read the stream until the step has its groups."""
+        while not self.done:
+            await asyncio.sleep(POLL_S)
+            reported = self._stream.reported()
+            if reported == self._reported:
+                continue  # a large evaluation has many verdicts: they are read only when there is a new one
+            async with self._changed:
+                self._reported, self._admission = reported, self._stream.admission()
+                self._changed.notify_all()
+
+    async def may_launch(self, number: int) -> bool:
+        """Wait until a number may be launched; return False where the step has its groups before."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.done or number < self._admission.launch_limit)
+        return not self.done

@@ -1,0 +1,60 @@
+"""A job that syncs, changes a few weights, syncs again and exports, and asks its engines what they then have.
+
+Run as grpo_mp.train; writes RUN/engine_N.json.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import torch
+
+from grpo_mp.config import Settings
+from grpo_mp.rollout.client import EngineClient
+from grpo_mp.trainer.command_line import run_command
+from grpo_mp.trainer.context import RunInputs, TrainContext, open_train_context
+from grpo_mp.trainer.save import export_policy
+from grpo_mp.weight_sync.update import SyncReport
+
+SEQUENCES = [[4, 5, 6, 7, 8, 9, 10], [11, 12, 13, 14]]
+CHANGED = ("experts.linear_fc2.weight3", "input_layernorm.weight", "linear_q_down_proj.weight")
+
+
+def run(settings: Settings, inputs: RunInputs) -> None:
+    with open_train_context(settings, inputs) as ctx:
+        found: dict[str, Any] = {"first": sync(ctx, 1)}
+        found["unchanged"] = sync(ctx, 2)
+        with torch.no_grad():
+            for name, tensor in ctx.policy.tensors.items():
+                if name.endswith(CHANGED):
+                    tensor.mul_(1.25)
+        found["changed"] = sync(ctx, 3)
+        found["all"] = sync(ctx, 4, all_weights=True)
+        folder = settings.run.folder / "exported"
+        export_policy(ctx.policy, folder, settings.model.path, settings.sync.bucket_bytes)
+        if ctx.rollout.client:
+            client = ctx.rollout.client
+            found["fresh load"] = ctx.rollout.call(load_and_describe(client, str(folder)))
+        (settings.run.folder / f"engine_{ctx.parallel.rank}.json").write_text(json.dumps(found))
+
+
+def sync(ctx: TrainContext, version: int, all_weights: bool = False) -> dict[str, Any]:
+    report: SyncReport = ctx.weight_sync.update_weights(version, all_weights)
+    client = ctx.rollout.client
+    described = ctx.rollout.call(describe(client)) if client else {}
+    return {"sent": report.sent, "staged": report.staged, "rounds": report.rounds, **described}
+
+
+async def describe(client: EngineClient) -> dict[str, Any]:
+    checksums, scores = await asyncio.gather(client.checksums(), client.score(SEQUENCES))
+    return {"checksums": checksums, "scores": scores}
+
+
+async def load_and_describe(client: EngineClient, folder: str) -> dict[str, Any]:
+    """Let SGLang load a Hugging Face folder by itself."""
+    await client._post("/update_weights_from_disk", {"model_path": folder})
+    return await describe(client)
+
+
+if __name__ == "__main__":
+    run_command(run, None)

@@ -1,0 +1,119 @@
+"""Published names find their config: its parameters are those that the publisher's files hold."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.errors import UserError
+from grpo_mp.models.families import FAMILIES, family_of
+from grpo_mp.planner.model_configs import (
+    NAMES,
+    PUBLISHED,
+    find_config,
+    named_config,
+    published_name,
+    published_names,
+)
+from grpo_mp.planner.parameter_count import local_parameter_counts
+
+# Elements of the tensors in the publisher's files, without multi-token prediction and router biases.
+PARAMETERS = {
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-4B-Instruct-2507": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B-Thinking-2507": 30_532_122_624,
+    "Qwen3-235B-A22B-Instruct-2507": 235_093_634_560,
+    "Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
+    "Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B-Instruct": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-3B-Instruct": 3_212_749_824,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.3-70B-Instruct": 70_553_706_496,
+    "Llama-3.1-405B": 405_853_388_800,
+    "Llama-2-13b-hf": 13_015_864_320,
+    "Mixtral-8x7B-Instruct-v0.1": 46_702_792_704,
+    "DeepSeek-V2-Lite-Chat": 15_706_484_224,
+    "DeepSeek-V2-Chat": 235_741_434_880,
+    "DeepSeek-V3.1": 671_026_404_352,
+}
+SIZE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)[bB](?:-|$)")
+
+
+def parameters(name: str) -> int:
+    hf = named_config(name)
+    (count,) = local_parameter_counts(hf, LayoutConfig(), (tuple(range(hf.int("num_hidden_layers"))),))
+    return count.total
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_config_has_the_parameters_of_the_publishers_files(name: str) -> None:
+    assert parameters(name) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", [name for name in published_names() if SIZE.search(name) and "x" not in name])
+def test_size_in_a_name_is_that_of_its_config(name: str) -> None:
+    match = SIZE.search(name)
+    assert match
+    assert parameters(name) == pytest.approx(float(match[2]) * 1e9, rel=0.25)
+
+
+def test_every_name_is_there_once_and_of_a_supported_family() -> None:
+    entries = yaml.safe_load(NAMES.read_text())
+    counts = Counter(name.lower() for entry in entries for name in entry["names"])
+    assert set(counts.values()) == {1}
+    assert {entry["config"] for entry in entries} == {file.stem for file in PUBLISHED.glob("*.json")}
+    assert {named_config(name).model_type for name in published_names()} == set(FAMILIES)
+    for name in published_names():
+        assert family_of(named_config(name)).config(named_config(name))
+
+
+def test_a_difference_changes_a_value_that_the_config_has() -> None:
+    for entry in yaml.safe_load(NAMES.read_text()):
+        plain = named_config(entry["names"][0]).values
+        assert not entry.get("differs", {}).keys() - plain.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("checkpoints/DeepSeek-R1", "DeepSeek-R1"),
+        ("deepseek-ai/DeepSeek-R1-0528", "DeepSeek-R1-0528"),
+        ("DeepSeek-V3.1", "DeepSeek-V3.1"),
+        ("moonshotai/Kimi-K2-Instruct-0905", "Kimi-K2-Instruct-0905"),
+        ("Kimi-K2-Thinking", "Kimi-K2-Thinking"),
+        ("zai-org/GLM-4.6-FP8", "GLM-4.6"),
+        ("/models/qwen3-coder-30b-a3b-instruct", "Qwen3-Coder-30B-A3B-Instruct"),
+        ("Qwen/Qwen3-235B-A22B-Thinking-2507-FP8", "Qwen3-235B-A22B-Thinking-2507"),
+        ("checkpoints/DeepSeek-R1-BF16", "DeepSeek-R1"),
+    ],
+)
+def test_a_folder_is_found_by_its_name(path: str, name: str) -> None:
+    hf, source = find_config(Path(path))
+    assert hf.values == named_config(name).values
+    assert f"the published {name} " in source
+
+
+def test_contexts_differ_where_the_publishers_do() -> None:
+    limits = {name: named_config(name).int("max_position_embeddings") for name in published_names()}
+    assert limits["Qwen3-30B-A3B"] == 40960 < limits["Qwen3-30B-A3B-Instruct-2507"] == 262144
+    assert limits["Kimi-K2-Instruct"] == 131072 < limits["Kimi-K2-Instruct-0905"] == 262144
+    assert named_config("Kimi-K2-Instruct-0905").rope_float("factor") == 64
+    assert limits["GLM-4.5"] == 131072 < limits["GLM-4.6"]
+
+
+def test_an_unknown_name_lists_the_nearest() -> None:
+    assert published_name("DeepSeek-R2") is None
+    with pytest.raises(UserError, match=r"nearest known: .*DeepSeek-R1, .*: give a config.json with --model-config"):
+        find_config(Path("deepseek-ai/DeepSeek-R2"))

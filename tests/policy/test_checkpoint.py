@@ -1,0 +1,127 @@
+"""A policy in pieces: what is written, what is read, and what a wrong or damaged checkpoint says."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mp.checkpoint.chunk_files import TensorChunk
+from grpo_mp.checkpoint.safe_metadata import read_metadata
+from grpo_mp.config import check_settings
+from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.errors import UserError
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
+from grpo_mp.policy.checkpoint import load_policy, on_all_ranks, save_policy
+from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
+from tests.checkpoint.helpers import malicious_pickle
+from tests.planner.jobs import BASE
+from tests.policy.by_megatron import save_by_megatron
+
+
+def make_policy(folder: Path, parallel: Parallel, **shape: Any) -> Policy:
+    make_tiny(folder, "deepseek_v3", make_tokenizer(["apples"]), **({"num_hidden_layers": 2} | shape))
+    return Policy(check_settings(BASE | {"model": {"path": folder}}, "test"), parallel, with_reference=False)
+
+
+def all_chunks(policy: Policy) -> list[TensorChunk]:
+    return [*local_weight_chunks(policy, policy.tensors), *optimizer_chunks(policy)]
+
+
+@pytest.fixture(scope="module")
+def policy(parallel: Parallel, tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    policy = make_policy(tmp_path_factory.mktemp("model"), parallel)
+    for number, chunk in enumerate(all_chunks(policy)):
+        chunk.tensor.copy_(torch.arange(chunk.tensor.numel()).view(chunk.tensor.shape) + number)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def saved(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    save_policy(policy, folder)
+    return folder
+
+
+def test_small_pieces_are_read_back_and_nothing_is_widened(policy: Policy, tmp_path: Path) -> None:
+    save_policy(policy, tmp_path, piece_bytes=4096)
+    chunks = all_chunks(policy)
+    expected = [chunk.tensor.clone() for chunk in chunks]
+    for chunk in chunks:
+        chunk.tensor.zero_()
+    load_policy(policy, tmp_path)
+    assert all(torch.equal(chunk.tensor, before) for chunk, before in zip(chunks, expected, strict=True))
+    kept = sum(tensor.nbytes for tensor in expected)
+    pieces = sum(-(-tensor.nbytes // 4096) for tensor in expected)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert kept < sum(file.stat().st_size for file in files) < kept + 4 * pieces * 2000  # torch's headers
+    stored = [
+        info for folder in (tmp_path, tmp_path / "optimizer") for info in read_metadata(folder).storage_data.values()
+    ]
+    assert max(info.length for info in stored) < 4096 + 2000  # a reader holds a piece twice
+
+
+def copied(saved: Path, folder: Path) -> Path:
+    return shutil.copytree(saved, folder, dirs_exist_ok=True)
+
+
+def test_a_checkpoint_without_the_optimizer_is_one_sentence(policy: Policy, saved: Path, tmp_path: Path) -> None:
+    shutil.rmtree(copied(saved, tmp_path) / "optimizer")
+    with pytest.raises(UserError, match=r"optimizer/.metadata: No such file or directory: copy it again$"):
+        load_policy(policy, tmp_path)
+
+
+@pytest.mark.parametrize("file", [".metadata", "optimizer/.metadata"])
+def test_a_damaged_index_is_one_sentence(file: str, policy: Policy, saved: Path, tmp_path: Path) -> None:
+    (copied(saved, tmp_path) / file).write_bytes(b"nothing")
+    with pytest.raises(UserError, match=f"{file} is damaged"):
+        load_policy(policy, tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing", None])
+def test_a_damaged_schedule_is_one_sentence(content: bytes | None, policy: Policy, saved: Path, tmp_path: Path) -> None:
+    file = copied(saved, tmp_path) / "common.pt"
+    file.write_bytes(malicious_pickle(tmp_path / "ran") if content is None else content)
+    with pytest.raises(UserError, match=r"^\S+common.pt: the checkpoint cannot be read: "):
+        load_policy(policy, tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_another_model_is_one_sentence(saved: Path, parallel: Parallel, tmp_path: Path) -> None:
+    other = make_policy(tmp_path / "other", parallel, hidden_size=64)
+    with pytest.raises(UserError, match=r"^\S+: the checkpoint lacks \S+ \[.*\] or a part of it: it is another model"):
+        load_policy(other, saved)
+
+
+def test_a_full_disk_is_one_sentence(policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", full)
+    with pytest.raises(UserError, match=r"the checkpoint cannot be written \(rank 0\): .*No space left on device"):
+        save_policy(policy, tmp_path)
+
+
+def test_a_checkpoint_of_a_former_version_is_read(policy: Policy, tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    save_by_megatron(policy, tmp_path / "policy")
+    chunks = all_chunks(policy)
+    expected = [chunk.tensor.clone() for chunk in chunks]
+    for chunk in chunks:
+        chunk.tensor.zero_()
+    load_policy(policy, tmp_path / "policy")
+    assert all(torch.equal(chunk.tensor, before) for chunk, before in zip(chunks, expected, strict=True))
+
+
+def test_what_is_no_error_of_the_disk_is_raised_as_itself(parallel: Parallel, tmp_path: Path) -> None:
+    """On its own rank; the others, which wait in the same gather, raise the sentence."""
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(ZeroDivisionError):
+        on_all_ranks(lambda: fail(ZeroDivisionError()), tmp_path, parallel.cpu_group)
+    with pytest.raises(UserError, match=r"cannot be written \(rank 0\): full"):
+        on_all_ranks(lambda: fail(OSError("full")), tmp_path, parallel.cpu_group)

@@ -1,0 +1,67 @@
+"""An engine for tests of the rollout: it takes as long as its responses are, and answers the same whoever asks."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from grpo_mp.rollout.client import EngineOutput, SamplingParams
+
+Lengths = dict[tuple[int, int], int]  # (prompt token, index in the group) -> tokens of the response
+
+
+def draw_length(prompt: int, index: int, longest: int) -> int:
+    """Long-tailed: most responses are short, some take the whole limit."""
+    return min(longest, int(random.Random(f"{prompt}/{index}").lognormvariate(2.0, 1.0)) + 1)
+
+
+def token_of(prompt: int, index: int, place: int) -> int:
+    return 1000 * prompt + 37 * index + place
+
+
+@dataclass
+class FakeEngine:
+    """Prompts are one token; a prompt's responses have indices 0, 1, ... `token_s`: time of a token."""
+
+    index: int = 0
+    token_s: float = 1e-4
+    version: int = 0
+    generated: int = 0
+    most_running: int = 0
+    _running: int = 0
+    _aborts: list[asyncio.Event] = field(default_factory=list)
+
+    async def generate(
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1
+    ) -> list[EngineOutput]:
+        prompt, *given = prompt_tokens
+        # Those that are asked for alone go on with a response, which says whose it is.
+        first = (given[0] - 1000 * prompt) // 37 if given else 0
+        indices = [first] if given else list(range(count))
+        return list(await asyncio.gather(*(self._respond(prompt, len(given), sampling, index) for index in indices)))
+
+    async def _respond(self, prompt: int, given: int, sampling: SamplingParams, index: int) -> EngineOutput:
+        left, aborted, tokens = sampling.max_response_tokens, asyncio.Event(), list[int]()
+        length = draw_length(prompt, index, given + left)
+        self._aborts.append(aborted)
+        self._running += 1
+        self.most_running = max(self.most_running, self._running)
+        while given + len(tokens) < length and not (tokens and aborted.is_set()):
+            await asyncio.sleep(self.token_s)
+            tokens.append(token_of(prompt, index, given + len(tokens)))
+        self._running -= 1
+        self.generated += len(tokens)
+        finished = given + len(tokens) >= length
+        count = len(tokens)
+        return EngineOutput(
+            tuple(tokens),
+            tuple(-0.001 * token for token in tokens),
+            (self.version,) * count,
+            truncated=finished and length == given + left,
+            aborted=not finished,
+        )
+
+    async def abort_all(self) -> None:
+        for event in self._aborts:
+            event.set()
+        self._aborts.clear()

@@ -1,0 +1,210 @@
+"""Steps of rollouts from the stream: which groups are trained on, what is carried, with engines of the test's own."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.checkpoint.run_state import TrainState
+from grpo_mp.config.sections import RolloutConfig
+from grpo_mp.data.prompts import PromptSet
+from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
+from grpo_mp.errors import UserError
+from grpo_mp.rollout.stream import GroupStream
+from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker
+from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
+from grpo_mp.types import Prompt, SampleGroup, SampleInfo
+from tests.rollout.fake_engine import FakeEngine, draw_length, token_of
+
+PROMPTS, LONGEST, GROUP = 400, 60, 3
+
+
+class FakeScorer:
+    def score_group(self, group: SampleGroup, step: int) -> SampleGroup:
+        return replace(
+            group, samples=tuple(replace(sample, reward=float(len(sample.tokens) % 2)) for sample in group.samples)
+        )
+
+
+class FakeTokenizer:
+    def batch_decode(self, tokens: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        return [" ".join(map(str, response)) for response in tokens]
+
+
+@dataclass
+class OneRankRollout:
+    """All engines of the job on one rank."""
+
+    engines: list[FakeEngine]
+    slots: int
+    store: dist.Store = field(default_factory=dist.HashStore)
+
+    def run(self, task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
+        tokenizer: Any = FakeTokenizer()
+        workers = [RolloutWorker(engine, FakeScorer(), tokenizer, 60.0) for engine in self.engines]  # type: ignore[arg-type]
+        carried = [dict[int, Any]() for _ in workers]
+        for number, group in task.carried.items():
+            carried[number % len(workers)][number] = group
+
+        async def run_all() -> list[LaunchedGroups]:
+            tasks = [replace(task, carried=own) for own in carried]
+            pairs = zip(workers, tasks, strict=True)
+            return await asyncio.gather(*(worker.run(own, stream, self.slots) for worker, own in pairs))
+
+        merged: dict[int, Any] = {}
+        for groups in asyncio.run(run_all()):
+            assert not merged.keys() & groups.keys()
+            merged |= groups
+        return merged
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Iterator[Any]:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield SimpleNamespace(cpu_group=dist.group.WORLD, store=store)
+    dist.destroy_process_group()
+
+
+def lengths_differ(samples: Sequence[SampleInfo]) -> bool:
+    return len({sample.response_tokens % 2 for sample in samples}) > 1
+
+
+def collector(parallel: Any, engines: list[FakeEngine], slots: int, filter_: dict[str, Any], **rollout: Any) -> Any:
+    config = RolloutConfig.model_validate(
+        {"prompts_per_step": 8, "group_size": GROUP, "max_prompt_tokens": 1, "max_response_tokens": LONGEST} | rollout
+    )
+    prompts = PromptSet("test", tuple(Prompt(i, str(i), (i,)) for i in range(PROMPTS)), 0)
+    phases: Any = SimpleNamespace(phase=lambda *_: nullcontext())
+    algorithm = AlgorithmConfig.model_validate({"filter": filter_})
+    job = SimpleNamespace(cpu_group=parallel.cpu_group, store=dist.HashStore())  # streams' names are new in each
+    rollouts: Any = OneRankRollout(engines, slots)
+    return RolloutCollector(config, algorithm, False, 0, prompts, rollouts, job, phases, lengths_differ)  # type: ignore[arg-type]
+
+
+def run_steps(collect: RolloutCollector, engines: list[FakeEngine], steps: int) -> list[RolloutBatch]:
+    state, batches = TrainState(), []
+    for step in range(1, steps + 1):
+        batches.append(collect.collect(state, step))
+        state = replace(batches[-1].state, step=step)
+        for engine in engines:
+            engine.version = step
+    return batches
+
+
+def check_samples(batch: RolloutBatch) -> None:
+    """Each response is the one that an engine gives which was never interrupted."""
+    for group in batch.groups:
+        assert [sample.index for sample in group.samples] == list(range(GROUP))
+        for sample in group.samples:
+            (prompt,) = sample.prompt_tokens
+            length = draw_length(prompt, sample.index, LONGEST)
+            assert sample.tokens == tuple(token_of(prompt, sample.index, place) for place in range(length))
+            assert sample.rollout_logprobs == tuple(-0.001 * token for token in sample.tokens)
+            assert list(sample.weight_versions) == sorted(sample.weight_versions)
+            assert sample.truncated == (length == LONGEST)
+
+
+def kept(prompt: int) -> bool:
+    return len({draw_length(prompt, index, LONGEST) % 2 for index in range(GROUP)}) > 1
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_steps_train_on_the_prompts_in_their_order_whoever_is_faster(parallel: Any, max_staleness: int) -> None:
+    engines = [FakeEngine(0, 1e-4), FakeEngine(1, 3e-4)]
+    collect = collector(parallel, engines, 12, {"zero_std": "refill"}, max_staleness=max_staleness)
+    batches = run_steps(collect, engines, 8)
+    trained = [[group.prompt.index for group in batch.groups] for batch in batches]
+    expected = [prompt for prompt in range(PROMPTS) if kept(prompt)][: 8 * len(batches)]
+    assert [prompt for indices in trained for prompt in sorted(indices)] == expected
+    ids = [group.samples[0].group_id for batch in batches for group in batch.groups]
+    assert len(set(ids)) == len(ids)
+    for step, batch in enumerate(batches):
+        check_samples(batch)
+        assert min(info.oldest_version for info in batch.infos) >= step - max_staleness
+        assert batch.length_bias > 0
+    carried = [batch.carried for batch in batches]
+    assert all(carried) if max_staleness else not any(carried)
+    mixed = [s for batch in batches for group in batch.groups for s in group.samples if len(set(s.weight_versions)) > 1]
+    assert bool(mixed) == bool(max_staleness)
+
+
+def test_nothing_that_was_generated_is_lost(parallel: Any) -> None:
+    engines = [FakeEngine(), FakeEngine(1)]
+    collect = collector(parallel, engines, 12, {}, max_staleness=1)
+    batches = run_steps(collect, engines, 6)
+    trained = sum(info.response_tokens for batch in batches for info in batch.launched)
+    carried = sum(
+        sum(map(len, (output.tokens for output in group.outputs)))
+        if not isinstance(group, SampleGroup)
+        else sum(len(sample.tokens) for sample in group.samples)
+        for group in collect._carried.values()
+    )
+    assert trained + carried == sum(engine.generated for engine in engines)
+    assert all(batch.dropped.total() == 0 for batch in batches)
+
+
+def test_trained_lengths_are_launched_lengths(parallel: Any) -> None:
+    """Kolmogorov-Smirnov distance of the lengths of all launched and of all trained groups, over many steps."""
+    engines = [FakeEngine(0, 2e-5), FakeEngine(1, 2e-5)]
+    collect = collector(parallel, engines, 16, {}, max_staleness=1, prompts_per_step=16)
+    batches = run_steps(collect, engines, 20)
+    trained = sorted(info.response_tokens for batch in batches for info in batch.infos)
+    launched = sorted(draw_length(p, i, LONGEST) for p in range(16 * len(batches)) for i in range(GROUP))
+    assert ks_distance(trained, launched) < 0.01
+
+
+def ks_distance(one: Sequence[int], other: Sequence[int]) -> float:
+    values = sorted({*one, *other})
+    shares = [[sum(item <= value for item in side) / len(side) for value in values] for side in (one, other)]
+    return max(abs(a - b) for a, b in zip(*shares, strict=True))
+
+
+def test_slots_are_filled_with_later_groups_while_the_last_ones_run(parallel: Any) -> None:
+    engines = [FakeEngine()]
+    run_steps(collector(parallel, engines, 16, {}, max_staleness=1), engines, 3)
+    assert engines[0].most_running > 8 * GROUP
+
+
+@pytest.mark.parametrize("slots", [1, 5, 16, 64])
+@pytest.mark.parametrize("zero_std", ["keep", "refill"])
+def test_first_to_finish_drops_the_rest(slots: int, zero_std: str, parallel: Any) -> None:
+    engines = [FakeEngine()]
+    filter_ = {"select_by": "finish", "oversample_factor": 2.0, "zero_std": zero_std}
+    batches = run_steps(collector(parallel, engines, slots, filter_), engines, 3)
+    for batch in batches:
+        assert len(batch.groups) == 8
+        check_samples(batch)
+    prompts = [group.prompt.index for batch in batches for group in batch.groups]
+    assert len(set(prompts)) == len(prompts)
+    if slots == 16 and zero_std == "keep":
+        assert all(batch.dropped["surplus"] + batch.dropped["unfinished"] == 8 for batch in batches)
+        assert all(batch.length_bias < 1.05 for batch in batches)
+
+
+def test_data_that_cannot_fill_a_step_is_an_error(parallel: Any) -> None:
+    collect = collector(parallel, [FakeEngine()], 16, {"zero_std": "refill", "max_launch_factor": 1}, group_size=1)
+    with pytest.raises(UserError, match=r"step 1: of 8 groups only 0 pass algorithm\.filter\.metric=reward, 8 are"):
+        collect.collect(TrainState(), 1)
+
+
+def test_error_of_an_engine_ends_the_step(parallel: Any) -> None:
+    class BrokenEngine(FakeEngine):
+        async def generate(self, *_: Any, **__: Any) -> Any:
+            raise UserError("engine 0: gone")
+
+    with pytest.raises(UserError, match="engine 0: gone"):
+        collector(parallel, [BrokenEngine()], 4, {}).collect(TrainState(), 1)
+
+
+def test_a_rank_does_not_wait_for_groups_of_one_that_failed(parallel: Any) -> None:
+    collect = collector(parallel, [FakeEngine(token_s=0.05)], 1, {})
+    assert is_first_failure(collect.parallel.store, FAILURE)
+    with pytest.raises(UserError, match="another rank failed"):
+        collect.collect(TrainState(), 1)

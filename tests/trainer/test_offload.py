@@ -1,0 +1,45 @@
+"""Which function moves what at the start of a phase."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from grpo_mp.distributed.nccl_memory import NcclMemory
+from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.phases import Residency
+from grpo_mp.policy.offload import PolicyOffloader
+from grpo_mp.rollout.rollout import Rollout
+from grpo_mp.trainer.offload import offload_functions
+from tests.policy.test_checkpoint import make_policy
+
+NO_ENGINE = cast(Rollout, SimpleNamespace(client=None))
+
+
+def test_every_part_has_a_function_and_parts_that_stay_are_left_alone(
+    parallel: Parallel, tmp_path: Path, monkeypatch: Any
+) -> None:
+    moved: list[str] = []
+    monkeypatch.setattr(PolicyOffloader, "move", lambda self, part, onload: moved.append(part))
+    policy = make_policy(tmp_path, parallel)
+
+    def moved_parts(optimizer_moves: bool) -> list[str]:
+        moved.clear()
+        functions = offload_functions(policy, NO_ENGINE, 1.0, optimizer_moves, communicators=None)
+        for part in vars(Residency()):
+            functions[part](True)
+        return list(moved)
+
+    assert moved_parts(optimizer_moves=True) == ["policy_weights", "gradients", "optimizer"]
+    assert moved_parts(optimizer_moves=False) == ["policy_weights", "gradients"]
+
+
+def test_ranks_meet_before_communicators_are_suspended(parallel: Parallel, tmp_path: Path, monkeypatch: Any) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(dist, "barrier", lambda group: calls.append(group))
+    memory = cast(NcclMemory, SimpleNamespace(move=calls.append))
+    functions = offload_functions(make_policy(tmp_path, parallel), NO_ENGINE, 1.0, True, memory)
+    for onload in (False, True):
+        functions["communicators"](onload)
+    assert calls == [parallel.cpu_group, False, parallel.cpu_group, True]

@@ -1,0 +1,163 @@
+"""Checkpoints that are written while training goes on: what they hold, when they count, what their errors say."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mp.checkpoint.chunk_files import ChunkWriter, WrittenChunks
+from grpo_mp.checkpoint.run_state import MANIFEST, TrainState, checkpoint_folder, latest_checkpoint, read_manifest
+from grpo_mp.config import load_settings
+from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.errors import PhaseTimeout, UserError
+from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
+from grpo_mp.trainer.context import build_policy
+from grpo_mp.trainer.save import CheckpointSaver
+from tests.conftest import TinyRun
+from tests.trainer.one_step import OneStep, make_batch
+from tests.trainer.test_update import SETTINGS, groups
+
+LIMIT_S = 60.0
+
+
+class Gate:
+    """Holds back the writing of optimizer state until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        write = ChunkWriter.write
+
+        def write_once_opened(writer: ChunkWriter) -> WrittenChunks:
+            if writer.folder.name == "optimizer":
+                assert self.opened.wait(LIMIT_S)
+            return write(writer)
+
+        monkeypatch.setattr(ChunkWriter, "write", write_once_opened)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()
+
+
+def make_trainer(tiny_run: TinyRun, parallel: Parallel, run: Path, *overrides: str) -> OneStep:
+    """A trainer after one update, with a reference that differs from its policy."""
+    settings = load_settings(tiny_run.config, [*SETTINGS, "algorithm.kl.coef=0.1", f"run.folder={run}", *overrides])
+    trainer = OneStep(settings, Policy(settings, parallel, True), make_batch(settings, parallel, groups()))
+    trainer.train(trainer.compute_logprobs())
+    return trainer
+
+
+def saver_of(trainer: OneStep) -> CheckpointSaver:
+    return CheckpointSaver(trainer.settings.run, trainer.policy, LIMIT_S)
+
+
+def state_of(policy: Policy) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
+    chunks = [*local_weight_chunks(policy, policy.tensors), *optimizer_chunks(policy)]
+    return {(chunk.name, chunk.offsets): chunk.tensor.clone() for chunk in chunks}
+
+
+def test_a_checkpoint_is_the_state_of_its_step_though_training_goes_on(
+    tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, gate: Gate
+) -> None:
+    trainer = make_trainer(tiny_run, parallel, tmp_path)
+    expected, state = state_of(trainer.policy), TrainState(step=1, adaptive_coefs={"kl": 0.1})
+    written = asdict(state)
+    with saver_of(trainer) as saver:
+        saver.save(state)
+        assert latest_checkpoint(tmp_path) is None
+        updates = trainer.compute_logprobs()  # the reference is swapped with the weights
+        state.adaptive_coefs["kl"] = 0.2
+        gate.opened.set()
+        saver.finish()
+        trainer.train(updates)
+    folder = latest_checkpoint(tmp_path)
+    assert folder == checkpoint_folder(tmp_path, 1)
+    assert asdict(read_manifest(folder)) == written
+    loaded = state_of(build_policy(trainer.settings, parallel, TrainState(step=1), folder))
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+    later = state_of(trainer.policy)
+    assert not any(torch.equal(later[name], tensor) for name, tensor in expected.items() if "exp_avg/" in name[0])
+
+
+def test_the_next_save_waits_for_the_last(tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, gate: Gate) -> None:
+    trainer = make_trainer(tiny_run, parallel, tmp_path)
+    with saver_of(trainer) as saver:
+        saver.save(TrainState(step=1))
+        threading.Timer(0.2, gate.opened.set).start()
+        saver.save(TrainState(step=2))
+        assert (checkpoint_folder(tmp_path, 1) / MANIFEST).is_file()
+    assert {folder.name for folder in (tmp_path / "checkpoints").iterdir()} == {"step_000001", "step_000002"}
+    assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 2)
+
+
+def test_training_is_the_same_with_and_without(tiny_run: TinyRun, parallel: Parallel, tmp_path: Path) -> None:
+    reports, files = [], []
+    for beside in ("true", "false"):
+        run = tmp_path / beside
+        trainer = make_trainer(tiny_run, parallel, run, f"run.async_save={beside}")
+        with saver_of(trainer) as saver:
+            for step in (1, 2, 3):
+                saver.save(TrainState(step=step))
+                assert beside == "true" or latest_checkpoint(run) == checkpoint_folder(run, step)
+                updates = trainer.compute_logprobs()
+                saver.finish()
+                reports.append([asdict(report) for report in trainer.train(updates)])
+        folder = checkpoint_folder(run, 3)
+        files.append({file.relative_to(folder): file.read_bytes() for file in folder.rglob("*.distcp")})
+    assert reports[:3] == reports[3:]
+    assert files[0] == files[1]
+    assert len(files[0]) == 2
+
+
+def fail(*_: Any) -> WrittenChunks:
+    raise OSError(28, "No space left on device")
+
+
+def test_an_error_in_the_background_ends_the_run_and_leaves_the_former_checkpoint(
+    tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    trainer = make_trainer(tiny_run, parallel, tmp_path)
+    gate.opened.set()
+    with saver_of(trainer) as saver:
+        saver.save(TrainState(step=1))
+        saver.finish()
+        gate.opened.clear()
+        saver.save(TrainState(step=2))  # weights are written
+        monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", fail)
+        gate.opened.set()
+        with pytest.raises(UserError, match=r"step_000002: the checkpoint cannot be written \(rank 0\): .*No space"):
+            saver.finish()
+    assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 1)
+
+
+def test_a_run_that_fails_completes_its_last_checkpoint(
+    tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, gate: Gate
+) -> None:
+    trainer = make_trainer(tiny_run, parallel, tmp_path)
+
+    def fail_after_save() -> None:
+        with saver_of(trainer) as saver:
+            saver.save(TrainState(step=1))
+            threading.Timer(0.2, gate.opened.set).start()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_after_save()
+    assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 1)
+
+
+def test_a_wait_has_a_limit(tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, gate: Gate) -> None:
+    trainer = make_trainer(tiny_run, parallel, tmp_path)
+    saver = CheckpointSaver(trainer.settings.run, trainer.policy, limit_s=0.1)
+    saver.save(TrainState(step=1))
+    with pytest.raises(PhaseTimeout, match=r"^rank 0: SAVE in the background passed its limit of 0\.1 s"):
+        saver.finish()
