@@ -213,17 +213,15 @@ class _PieceReader(SafeReader):
         (name, start, length), sizes = place, saved.chunks[number].sizes
         targets = [planner.resolve_tensor(item).detach() for item in items]
         direct = targets[0].device.type == "cpu" and targets[0].dtype == saved.properties.dtype
-        if direct and targets[0].shape == sizes and targets[0].is_contiguous():
-            piece = targets[0]
-        else:
-            piece = torch.empty(sizes, dtype=saved.properties.dtype)
+        direct = direct and targets[0].shape == sizes and targets[0].is_contiguous()
+        # By a view of its own: of a dimension of one row, a contiguous tensor may have any stride.
+        piece = targets[0].view(-1).view(sizes) if direct else torch.empty(sizes, dtype=saved.properties.dtype)
         if not read_into(Path(self.path) / name, start, length, piece):
             raise UserError(
                 f"{Path(self.path) / name}: a piece of {items[0].storage_index.fqn} is damaged: copy it again"
             )
-        for item, target in zip(items, targets, strict=True):
-            if target is not piece:
-                target.copy_(narrow_tensor_by_index(piece, item.storage_offsets, item.lengths))
+        for item, target in list(zip(items, targets, strict=True))[int(direct) :]:
+            target.copy_(narrow_tensor_by_index(piece, item.storage_offsets, item.lengths))
 
 
 class _ChunkLoadPlanner(LoadPlanner):

@@ -12,7 +12,6 @@ from torch import Tensor
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, WrittenChunks, read_chunks, write_index
 from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
 from grpo_mp.checkpoint.torch_dist import COMMON
-from grpo_mp.config.sections import PIECE_BYTES
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.policy.former_checkpoint import is_torch_dist_of_megatron, read_torch_dist
@@ -22,20 +21,6 @@ from grpo_mp.policy.te_adam import state_dict_without_copies, stores_param_remai
 
 Value = TypeVar("Value")
 Written = Mapping[Path, WrittenChunks]  # what one rank has written, by folder
-
-
-def save_policy(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
-    """Write weights, optimizer and learning-rate step into an empty, existing folder.
-
-    Every rank must call this. Raises UserError, on every rank, where one cannot write.
-    """
-    group = policy.parallel.cpu_group
-
-    def write() -> Written:
-        optimizer = optimizer_writer(policy, folder, piece_bytes)
-        return {**write_weights(policy, folder, piece_bytes), optimizer.folder: optimizer.write()}
-
-    write_indexes(gather_written(on_all_ranks(write, folder, group), group))
 
 
 def write_weights(policy: Policy, folder: Path, piece_bytes: int) -> Written:
@@ -91,7 +76,7 @@ def write_indexes(written: Mapping[Path, list[WrittenChunks]]) -> None:
 
 
 def load_policy(policy: Policy, folder: Path) -> None:
-    """Read what `save_policy` wrote, from any layout. Every rank must call this.
+    """Read weights, optimizer and learning-rate step of a checkpoint, from any layout. Every rank must call this.
 
     Raises UserError where the checkpoint is incomplete or belongs to another model.
     """

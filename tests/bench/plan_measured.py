@@ -32,11 +32,12 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory, total_bytes
-from grpo_mp.policy.checkpoint import load_policy, save_policy
+from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.types import MicroBatch
 from grpo_mp.weight_sync.update import build_weight_sync
 from tests.bench.sync_memory import StandIn, reset_peak, status_bytes
+from tests.save_policy import save_policy
 
 REACH, MIB, TOKENS = 0.1, 2**20, 2048
 # Not in this process, or there before the policy is.

@@ -14,11 +14,11 @@ from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, latest_c
 from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
 from grpo_mp.config import check_settings
 from grpo_mp.errors import UserError
-from grpo_mp.policy.checkpoint import save_policy
 from grpo_mp.trainer.context import build_policy
 from tests.checkpoint.helpers import flip_bit, no_progress, policy_of
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.one_rank import one_rank_job
+from tests.save_policy import save_policy
 
 DIFFERS = "differs from its checksum: copy it again"
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_mp.checkpoint.run_state import checkpoint_folder
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.monitor.metrics import find_metric
-from grpo_mp.policy.checkpoint import load_policy, save_policy
+from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
@@ -26,6 +26,7 @@ from tests.e2e.conftest import LAST_STEP, FinishedRun, finished_settings
 from tests.e2e.jobs import read_jsonl
 from tests.engines import started_engine
 from tests.one_rank import one_rank_job
+from tests.save_policy import save_policy
 
 STEPS = list(range(1, LAST_STEP + 1))
 

@@ -26,7 +26,7 @@ from grpo_mp.distributed.shards import shard_holders
 from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.pipeline_layout import layers_of_stages
-from grpo_mp.policy.checkpoint import load_policy, save_policy
+from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.policy.shared_prompt_attention import packed_sequences
 from grpo_mp.trainer.logprobs import compute_logprobs
@@ -43,6 +43,7 @@ from tests.algorithms.objective import loss_of
 from tests.parallel.cases import SMALL, Case
 from tests.parallel.inputs import FAMILY, StepSamples, step_microbatches
 from tests.policy.by_megatron import copies, load_by_megatron, unequal
+from tests.save_policy import save_policy
 
 Result = dict[str, Any]
 

@@ -7,9 +7,9 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from grpo_mp.policy.checkpoint import save_policy
 from grpo_mp.policy.former_checkpoint import METADATA
 from grpo_mp.policy.policy import Policy
+from tests.save_policy import save_policy
 
 
 def load_by_megatron(policy: Policy, folder: Path) -> None:

@@ -18,8 +18,9 @@ def main() -> None:
     prepare()
     from grpo_mp.config.sections import LayoutConfig
     from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
-    from grpo_mp.policy.checkpoint import load_policy, save_policy
+    from grpo_mp.policy.checkpoint import load_policy
     from tests.policy.test_host_adam import answer_as_a_device, make_policy, state_of, unequal, update
+    from tests.save_policy import save_policy
 
     model, out = Path(sys.argv[1]), Path(sys.argv[2])
     parallel = start_parallel(LayoutConfig(expert=2), 0, 60.0)

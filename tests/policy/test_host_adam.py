@@ -18,12 +18,13 @@ from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy import megatron_config
 from grpo_mp.policy import policy as policy_module
-from grpo_mp.policy.checkpoint import load_policy, save_policy
+from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.optimizer import build_optimizer
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import optimizer_chunks
 from tests.planner.jobs import BASE
+from tests.save_policy import save_policy
 
 ROOT = Path(__file__).parents[2]
 

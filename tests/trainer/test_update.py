@@ -10,12 +10,12 @@ from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, latest_checkpoint, write_manifest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.policy.checkpoint import save_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.context import build_policy
 from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.algorithms.objective import loss_of
 from tests.conftest import TinyRun
+from tests.save_policy import save_policy
 from tests.trainer.one_step import OneStep, make_batch
 
 SETTINGS = ("layout={}", "training.updates_per_step=2", "algorithm.kl.coef=0.0", "optimizer.warmup_updates=0")

@@ -1,0 +1,28 @@
+"""Save a policy alone, at once: CheckpointSaver (trainer/save.py) saves a run."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from grpo_mp.config.sections import PIECE_BYTES
+from grpo_mp.policy.checkpoint import (
+    Written,
+    gather_written,
+    on_all_ranks,
+    optimizer_writer,
+    write_indexes,
+    write_weights,
+)
+from grpo_mp.policy.policy import Policy
+
+
+def save_policy(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
+    """Write weights, optimizer and learning-rate step into an empty, existing folder. Every rank must call this."""
+    group = policy.parallel.cpu_group
+
+    def write() -> Written:
+        optimizer = optimizer_writer(policy, folder, piece_bytes)
+        return {**write_weights(policy, folder, piece_bytes), optimizer.folder: optimizer.write()}
+
+    write_indexes(gather_written(on_all_ranks(write, folder, group), group))
+    dist.barrier(group=group)  # the first rank has written the index
