@@ -21,5 +21,6 @@ def test_first_collective_is_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dist, "all_reduce", recording_all_reduce)
     with single_rank_environment():
         start_parallel(LayoutConfig(), 0, 60.0)
+        default = dist.group.WORLD
         stop_parallel()
-    assert groups == [None]
+    assert groups == [default]
