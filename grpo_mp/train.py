@@ -11,6 +11,7 @@ if __name__ == "__main__":
 from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
 from grpo_mp.checkpoint.run_state import EXPORTS, FINAL, latest_checkpoint
 from grpo_mp.config import Settings
+from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.monitor.loggers import open_loggers
 from grpo_mp.monitor.samples import drop_samples
 from grpo_mp.monitor.timeline import merge_traces
@@ -26,7 +27,7 @@ from grpo_mp.trainer.save import export_policy
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, sync_metrics
 from grpo_mp.trainer.update import train_step, update_reference
 from grpo_mp.weight_sync.compare import CheckReport
-from grpo_mp.weight_sync.update import SyncReport
+from grpo_mp.weight_sync.update import SyncReport, largest_report
 
 
 def train(ctx: TrainContext) -> None:
@@ -155,9 +156,9 @@ def sync_weights(ctx: RolloutContext) -> tuple[SyncReport, CheckReport]:
     with ctx.phases.phase(Phase.SYNC):
         if ctx.settings.schedule == "one_step_off":
             ctx.collector.finish_generation()
-        report = ctx.weight_sync.update_weights(ctx.state.optimizer_step)
+        reports = all_gather(ctx.weight_sync.update_weights(ctx.state.optimizer_step), ctx.job.group)
         ctx.collector.synced_step = ctx.state.step
-    return report, ctx.engine_check.run(report.version)
+    return largest_report(reports), ctx.engine_check.run(ctx.state.optimizer_step)
 
 
 def save(ctx: TrainContext) -> None:

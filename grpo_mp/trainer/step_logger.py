@@ -157,7 +157,9 @@ class StepLogger:
         tokens, seconds = sum(info.total_tokens for info in batch.infos), summary.seconds
         response_tokens = sum(info.response_tokens for info in rollouts.launched)
         return {
-            "speed/generate_tokens_per_s": response_tokens / seconds["GENERATE"],
+            # Where engines have ranks of their own, they generate all the time.
+            "speed/generate_tokens_per_s": response_tokens
+            / (summary.wall_s if self._parallel.job.engine_ranks else seconds["GENERATE"]),
             "speed/train_tokens_per_s": packed_tokens(batch) / seconds["TRAIN"],
             **({"speed/logprob_tokens_per_s": logprob_token_count / seconds["LOGPROB"]} if logprob_token_count else {}),
             "speed/samples_per_s": len(rollouts.launched) / summary.wall_s,

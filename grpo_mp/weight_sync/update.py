@@ -72,6 +72,12 @@ class SyncReport:
     seconds: float
 
 
+def largest_report(reports: Sequence[SyncReport]) -> SyncReport:
+    """Return the maximum of each field over the ranks."""
+    fields = [vars(report) for report in reports]
+    return SyncReport(**{name: max(values[name] for values in fields) for name in fields[0]})
+
+
 @dataclass(frozen=True)
 class WeightSync:
     """Sends the policy's weights to the engines.

@@ -1,10 +1,12 @@
 """Steps of rollouts from the stream: which groups are trained on, what is carried, with engines of the test's own."""
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -226,3 +228,34 @@ def test_a_rank_does_not_wait_for_groups_of_one_that_failed(parallel: Any) -> No
     assert is_first_failure(collect.job.store, FAILURE)
     with pytest.raises(UserError, match="another rank failed"):
         collect.collect(TrainState(), 1)
+
+
+@pytest.mark.parametrize(("schedule", "max_staleness"), [("one_step_off", 1), ("async", 1), ("async", 3)])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_engines_of_their_own_generate_is_neither_lost_nor_older_than_allowed(
+    parallel: Any, schedule: str, max_staleness: int, seed: int
+) -> None:
+    """Engines of random speeds generate ahead, and take new weights after random delays."""
+    random, steps = Random(f"{schedule}/{max_staleness}/{seed}"), 12
+    engines = [FakeEngine(index, random.uniform(5e-5, 5e-4)) for index in range(2)]
+    collect = collector(
+        parallel, engines, 8, {"zero_std": "refill"}, schedule=schedule, steps=steps, max_staleness=max_staleness
+    )
+    state, trained = TrainState(), []
+    for step in range(1, steps + 1):
+        batch = collect.collect(state, step)
+        check_samples(batch)
+        versions = [version for group in batch.groups for one in group.samples for version in one.weight_versions]
+        assert step - 1 - min(versions) <= max_staleness
+        if schedule == "one_step_off" and step > 2:
+            assert set(versions) == {step - 2}
+        trained += [group.prompt.index for group in batch.groups]
+        state = replace(batch.state, step=step)
+        time.sleep(random.uniform(0, 0.03))  # the policy is updated
+        if schedule == "one_step_off":
+            collect.finish_generation()
+        for engine in engines:
+            engine.version = step
+        collect.synced_step = step
+    in_order = [number % PROMPTS for number in range(2 * PROMPTS) if kept(number % PROMPTS)]
+    assert trained == in_order[: len(trained)]
