@@ -167,7 +167,7 @@ def test_a_step_waits_for_the_weights_of_its_checkpoint_only() -> None:
                 1,
                 run=run | {"async_save": async_save},
                 rollout={
-                    "prompts_per_step": 4096,
+                    "prompts_per_step": 512,
                     "group_size": 16,
                     "max_prompt_tokens": 512,
                     "max_response_tokens": 8192,
