@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from grpo_mp.checkpoint.chunk_files import TensorChunk, read_chunks
 from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
@@ -26,7 +28,7 @@ from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory, total_byte
 from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
-from grpo_mp.weight_sync.update import build_weight_sync
+from grpo_mp.weight_sync.update import PolicyShards, build_weight_sync
 from tests.bench.small_policy import MIB, TOKENS, padding, peak_bytes, settled_bytes, start_small_policy
 from tests.bench.sync_memory import StandIn
 from tests.save_policy import save_policy
@@ -76,7 +78,8 @@ def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> d
     policy = Policy(settings, parallel, with_reference=False)
     batch = [padding(TOKENS)]
     policy.update(batch, negative_log_likelihood)  # moments are there from the first update on
-    sync = build_weight_sync(settings, policy, (0,), StandIn(), runner.run)
+    rollout: Any = SimpleNamespace(host_ranks=(0,), client=StandIn(), call=runner.run)
+    sync = build_weight_sync(settings, PolicyShards.of_policy(policy), rollout, parallel.job)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         return {
