@@ -195,10 +195,12 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
     largest_tensor = _largest_tensor(job.model, job.settings.layout.tensor)
     if sub_phase is SubPhase.LOGPROB:
         reference = largest_tensor * per_parameter.weights if job.has_reference else 0.0
-        logits = logits_bytes(job, stage, backward=False)
-        return {"activations": forward_bytes(job, stage), "logits": logits, "reference": reference}
+        layer, head = forward_bytes(job, stage), logits_bytes(job, stage, backward=False)
+        # What the layers make is gone when the head begins.
+        return {"activations": max(0.0, layer - head), "logits": head, "reference": reference}
     if sub_phase is SubPhase.TRAIN:
-        return {"activations": activation_bytes(job, stage), "logits": logits_bytes(job, stage, backward=True)}
+        head = logits_bytes(job, stage, backward=True)
+        return {"activations": activation_bytes(job, stage, head), "logits": head}
     if sub_phase is SubPhase.OPTIMIZER:
         count = job.parameter_counts[stage]
         # For an update on the host a gradient and a main weight are converted on their way.
@@ -258,9 +260,16 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int) -> dict[
 
 
 def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
-    """Return what a save or load holds beside the state: a piece of one tensor, where that comes from a device."""
+    """Return what a save or load holds beside the state: a piece of one tensor.
+
+    A save has one where it comes from a device. So has a load; on a CPU only one of another layout's checkpoint, which
+    may have been saved without tensor parallelism.
+    """
     settings = job.settings
     in_background = settings.optimizer.offload == "none" and settings.run.async_save and sub_phase in BESIDE_A_SAVE
     from_device = settings.model.offloads and (sub_phase is SubPhase.SAVE or in_background)
-    largest_piece = min(job.settings.run.piece_bytes, 4 * _largest_tensor(job.model, job.settings.layout.tensor))
-    return largest_piece * (from_device or sub_phase is SubPhase.LOAD)
+    loads = sub_phase is SubPhase.LOAD
+    largest_piece = min(
+        settings.run.piece_bytes, 4 * _largest_tensor(job.model, 1 if loads else settings.layout.tensor)
+    )
+    return largest_piece * (from_device or loads)

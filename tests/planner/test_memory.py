@@ -8,7 +8,7 @@ import pytest
 
 from grpo_mp.config import load_settings
 from grpo_mp.phases import GIB
-from grpo_mp.planner.activations import layer_bytes, logits_bytes
+from grpo_mp.planner.activations import backward_bytes, forward_bytes, layer_bytes, logits_bytes
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import BytesPerParameter, PlannedJob, bytes_per_parameter, make_job
 from grpo_mp.planner.memory import MEASURED, MemoryPlan, SubPhase, engine_memory, plan_memory
@@ -86,6 +86,21 @@ def test_output_head_holds_logits_chunks_and_its_gradient() -> None:
     assert logits_bytes(job, 0, backward=True) == rows * columns * 14 + 2 * hidden + columns * 3584 * 4
 
 
+@pytest.mark.parametrize("rows", [64, 4096])
+def test_activations_of_a_layer_and_of_the_output_head_are_not_there_at_once(rows: int) -> None:
+    training = {"max_tokens_per_microbatch": 4096, "logprob_chunk_tokens": rows, "recompute": "full"}
+    job = job_of("qwen2.5-7b", "h100-80", 1, training=training)
+    (device,) = plan_memory(job).device
+    logprob, train = (
+        device[phase].get("activations", 0.0) + device[phase]["logits"] for phase in (SubPhase.LOGPROB, SubPhase.TRAIN)
+    )
+    layer, head = forward_bytes(job, 0), logits_bytes(job, 0, backward=False)
+    assert (layer > head) == (rows == 64)
+    assert logprob == max(layer, head)
+    inputs, layer, head = 28 * 4096 * 3584 * 2, backward_bytes(job, 0), logits_bytes(job, 0, backward=True)
+    assert train == inputs + max(layer, head)
+
+
 def test_watched_reference_costs_its_share_of_a_forward_pass() -> None:
     def job(**kl: float) -> PlannedJob:
         return job_of("qwen2.5-7b", "h100-80", 1, algorithm={"kl": kl})
@@ -156,6 +171,12 @@ def test_a_save_and_a_load_need_one_piece_of_each_rank() -> None:
     assert sizes == {SubPhase.SAVE: 8 * 2**28, SubPhase.LOAD: 8 * 2**28}
 
 
+def test_a_load_may_read_pieces_of_a_checkpoint_that_was_saved_without_tensor_parallelism() -> None:
+    host = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4})).host
+    pieces = [min(2**30, 4 * 152064 * 3584 / tensor) for tensor in (4, 1)]
+    assert [host[phase]["checkpoint"] / 8 for phase in (SubPhase.SAVE, SubPhase.LOAD)] == pieces
+
+
 def test_a_step_waits_for_the_weights_of_its_checkpoint_only() -> None:
     """A save of all writes 8 bytes a parameter and reads them again; the rest is written while 1000 s go by."""
     run = {"folder": "run", "steps": 1, "save_every": 1}
@@ -167,7 +188,7 @@ def test_a_step_waits_for_the_weights_of_its_checkpoint_only() -> None:
                 1,
                 run=run | {"async_save": async_save},
                 rollout={
-                    "prompts_per_step": 4096,
+                    "prompts_per_step": 512,
                     "group_size": 16,
                     "max_prompt_tokens": 512,
                     "max_response_tokens": 8192,
