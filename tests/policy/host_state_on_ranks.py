@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from grpo_mp.platform import fake_cuda
 from tests.policy.late_streams import LateStreams
-from tests.policy.te_kernels import install_adam_kernels
+from tests.policy.te_kernels import install_update_kernels
 from tests.policy.te_stub import install_te_stub
 
 MOMENTS = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
@@ -36,7 +36,7 @@ def main() -> None:
     """Run every case."""
     wheel, model, out = map(Path, sys.argv[1:])
     compiled = install_te_stub(wheel)
-    install_adam_kernels(compiled)
+    install_update_kernels(compiled)
     fake_cuda.is_available = lambda: True  # otherwise TransformerEngine's layers are not built
     fake_cuda.get_device_capability = lambda *_: (9, 0)
     from grpo_mp.config.sections import LayoutConfig

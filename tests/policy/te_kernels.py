@@ -1,4 +1,4 @@
-"""Adam's kernels of TransformerEngine by formula, on a CPU: what `multi_tensor/adam.cu` computes for each element."""
+"""TransformerEngine's kernels of an update by formula, on a CPU: what `multi_tensor/*.cu` compute for each element."""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -10,10 +10,24 @@ from torch import Tensor
 Lists = Sequence[Sequence[Tensor]]
 
 
-def install_adam_kernels(compiled: ModuleType) -> None:
+def install_update_kernels(compiled: ModuleType) -> None:
     """Replace the kernels of a stub of TransformerEngine's compiled module."""
     compiled.multi_tensor_adam = adam  # type: ignore[attr-defined]
     compiled.multi_tensor_adam_param_remainder = adam_param_remainder  # type: ignore[attr-defined]
+    compiled.multi_tensor_l2norm = l2norm  # type: ignore[attr-defined]
+    compiled.multi_tensor_scale = scale  # type: ignore[attr-defined]
+
+
+def l2norm(chunk_size: int, noop: Tensor, lists: Lists, per_tensor: bool) -> tuple[Tensor, None]:
+    """Return the norm of all tensors together."""
+    assert not per_tensor
+    return torch.stack([tensor.float().norm() for tensor in lists[0]]).norm()[None], None
+
+
+def scale(chunk_size: int, noop: Tensor, lists: Lists, factor: float) -> None:
+    """Multiply the first tensors into the second ones."""
+    for source, target in zip(*lists, strict=True):
+        target.copy_(source.float() * factor)
 
 
 def adam(chunk_size: int, noop: Tensor, lists: Lists, *arguments: Any) -> None:
@@ -28,11 +42,11 @@ def adam_param_remainder(chunk_size: int, noop: Tensor, lists: Lists, *arguments
     """Update bfloat16 weights and the 16 bits that they lack: a weight was rounded up where these are negative."""
     for gradient, param, exp_avg, exp_avg_sq, remainder in zip(*lists, strict=True):
         assert remainder.dtype == torch.int16
-        high = param.view(torch.int16).int() - (remainder < 0)
+        high = param.view(torch.int16).int() - (remainder < 0).int()
         bits = (high << 16) | (remainder.int() & 0xFFFF)
         bits = _updated(gradient, bits.view(torch.float32), exp_avg, exp_avg_sq, *arguments).view(torch.int32)
         remainder.copy_(bits.to(torch.int16))
-        param.view(torch.int16).copy_((bits >> 16) + (remainder < 0))
+        param.view(torch.int16).copy_((bits >> 16) + (remainder < 0).int())
 
 
 def _updated(
