@@ -85,33 +85,32 @@ class HostState:
                 part.host[name].copy_(tensor)
         sizes = [sum(map(aligned_bytes, piece.tensors)) for piece in self._pieces]
         self._largest_piece = max(sizes, default=0)
-        self._cuda: Any = torch.cuda if platform.on_cuda() else fake_cuda
-        self._arriving, self._leaving = self._cuda.Stream(), self._cuda.Stream()
 
     @torch.no_grad()
     def step(self) -> None:
         """Update all weights that have a gradient; the state is back on the host when this returns."""
-        compute = self._cuda.current_stream()
+        cuda: Any = torch.cuda if platform.on_cuda() else fake_cuda
+        compute, arriving, leaving = cuda.current_stream(), cuda.Stream(), cuda.Stream()
         flat = partial(torch.empty, self._largest_piece, dtype=torch.uint8, device=platform.device())
         buffers = [flat() for _ in range(NUM_BUFFERS)]
         empty = [compute.record_event() for _ in buffers]
         for number, piece in enumerate(self._pieces):
             slot = number % NUM_BUFFERS
             on_device = carve(buffers[slot], piece.tensors)
-            self._arriving.wait_event(empty[slot])
-            with self._cuda.stream(self._arriving):
+            arriving.wait_event(empty[slot])
+            with cuda.stream(arriving):
                 for tensor, host in zip(on_device, piece.tensors, strict=True):
                     tensor.copy_(host, non_blocking=True)
-            compute.wait_event(self._arriving.record_event())
+            compute.wait_event(arriving.record_event())
             self._update(piece, on_device)
-            self._leaving.wait_event(compute.record_event())
-            with self._cuda.stream(self._leaving):
+            leaving.wait_event(compute.record_event())
+            with cuda.stream(leaving):
                 for tensor, host in zip(on_device, piece.tensors, strict=True):
                     host.copy_(tensor, non_blocking=True)
-            empty[slot] = self._leaving.record_event()
+            empty[slot] = leaving.record_event()
         for group in self._adam.param_groups:
             group["step"] = group.get("step", 0) + 1
-        self._leaving.synchronize()
+        leaving.synchronize()
 
     def _update(self, piece: Piece, on_device: Sequence[Tensor]) -> None:
         """Let Adam update a piece; its own param groups, and so their count of steps, stay as they are."""

@@ -72,7 +72,7 @@ class Trial:
             for policy in (expected, *policies.values()):
                 update(policy, number)
         result["updated"] = {name: unequal(policy, expected) for name, policy in policies.items()}
-        for before, after in (("host", "host"), ("host", "step"), ("step", "host"), ("none", "host")):
+        for before, after in (("host", "host"), ("host", "step"), ("step", "host")):
             folder = self.out / case / f"{before} to {after}"
             if self.parallel.rank == 0:
                 folder.mkdir(parents=True)
