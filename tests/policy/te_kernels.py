@@ -16,6 +16,7 @@ def install_update_kernels(compiled: ModuleType) -> None:
     compiled.multi_tensor_adam_param_remainder = adam_param_remainder  # type: ignore[attr-defined]
     compiled.multi_tensor_l2norm = l2norm  # type: ignore[attr-defined]
     compiled.multi_tensor_scale = scale  # type: ignore[attr-defined]
+    compiled.multi_tensor_scale_tensor = scale  # type: ignore[attr-defined]
 
 
 def l2norm(chunk_size: int, noop: Tensor, lists: Lists, per_tensor: bool) -> tuple[Tensor, None]:
@@ -24,7 +25,7 @@ def l2norm(chunk_size: int, noop: Tensor, lists: Lists, per_tensor: bool) -> tup
     return torch.stack([tensor.float().norm() for tensor in lists[0]]).norm()[None], None
 
 
-def scale(chunk_size: int, noop: Tensor, lists: Lists, factor: float) -> None:
+def scale(chunk_size: int, noop: Tensor, lists: Lists, factor: float | Tensor) -> None:
     """Multiply the first tensors into the second ones."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source.float() * factor)
