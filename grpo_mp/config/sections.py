@@ -193,7 +193,7 @@ class OptimizerConfig(Section):
     offload: Literal["none", "step", "host"] = Field(
         "step",
         description="where a GPU's optimizer state is. none: always on the device; step: on the host while engines "
-        "generate; host: always there, in precision-aware dtypes, which updates take through the device",
+        "generate; host: always there, and updates take it through the device in pieces",
     )
     piece_bytes: int = Field(
         2**28,

@@ -60,17 +60,10 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _check_optimizer_on_the_host(self) -> "Settings":
-        if self.optimizer.offload != "host":
-            return self
-        if not self.model.offloads:
+        if self.optimizer.offload == "host" and not self.model.offloads:
             raise ValueError(
                 f"optimizer.offload=host needs model.dtype=bfloat16: an optimizer in {self.model.dtype} works on the "
                 "model's own weights: set dtype=bfloat16, or offload=step"
-            )
-        if not self.training.megatron_args.get("use_precision_aware_optimizer", True):
-            raise ValueError(
-                "optimizer.offload=host needs the precision-aware optimizer, whose main weights are state: remove "
-                "training.megatron_args.use_precision_aware_optimizer, or set offload=step"
             )
         return self
 

@@ -51,7 +51,7 @@ def bytes_per_parameter(dtype: str, megatron_args: Mapping[str, Any], offload: s
     reduce_in_fp32 = megatron_args.get("grad_reduce_in_fp32", True)
     gradients = 4 if reduce_in_fp32 else 2
     on_host = offload == "host"
-    precision_aware = on_host or bool(megatron_args.get("use_precision_aware_optimizer"))
+    precision_aware = bool(megatron_args.get("use_precision_aware_optimizer"))
     # Transformer Engine's Adam keeps of a float32 main weight only the half that its bfloat16 weight lacks.
     main_weight = DTYPE_BYTES[str(megatron_args.get("main_params_dtype", "float32"))]
     main_weight = 2 if megatron_args.get("store_param_remainders", True) and main_weight == 4 else main_weight
@@ -62,7 +62,9 @@ def bytes_per_parameter(dtype: str, megatron_args: Mapping[str, Any], offload: s
         gradients=gradients,
         optimizer=0 if on_host else state,
         host_optimizer=state if on_host else 0,
-        fp32_gradients=0 if reduce_in_fp32 or precision_aware else 4,  # Megatron hands Adam float32 gradients
+        fp32_gradients=0
+        if reduce_in_fp32 or precision_aware or on_host
+        else 4,  # Megatron hands Adam float32 gradients
         host_copies=2,
     )
 

@@ -32,6 +32,8 @@ HYBRID_OPTIMIZER = (  # Megatron's, which keeps float32 state on the host and up
     "pin_cpu_grads",
     "pin_cpu_params",
 )
+# The state of an optimizer that is not precision-aware, as one that is keeps it: main weights are Adam's own.
+WHOLE_STATE = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
 RESERVED = {  # fields that the run sets itself, with what to do instead
     "tensor_model_parallel_size": "set layout.tensor",
     "pipeline_model_parallel_size": "set layout.pipeline",
@@ -105,9 +107,10 @@ def optimizer_config(
         "params_dtype": DTYPES[dtype],
         "use_distributed_optimizer": True,
     }
-    if keeps_state_on_host(optimizer):  # main weights, too, must be Adam's state
-        values["use_precision_aware_optimizer"] = True
-    return OptimizerConfig(**values | overrides_for(megatron_args, OptimizerConfig))
+    overrides = overrides_for(megatron_args, OptimizerConfig)
+    if keeps_state_on_host(optimizer) and not overrides.get("use_precision_aware_optimizer"):
+        overrides |= WHOLE_STATE
+    return OptimizerConfig(**values | overrides)
 
 
 def keeps_state_on_host(optimizer: sections.OptimizerConfig) -> bool:
@@ -137,6 +140,10 @@ def check_overrides(megatron_args: Mapping[str, Any]) -> None:
             raise UserError(
                 f"training.megatron_args.{name}: {value} has factors of its own on each rank, which no other layout "
                 "could load: write float32 or bfloat16"
+            )
+        if name in STATE_DTYPES and value != "float32" and not megatron_args.get("use_precision_aware_optimizer"):
+            raise UserError(
+                f"training.megatron_args.{name}={value} needs use_precision_aware_optimizer: true beside it"
             )
 
 

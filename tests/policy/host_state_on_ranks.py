@@ -21,15 +21,16 @@ from tests.policy.late_streams import LateStreams
 from tests.policy.te_kernels import install_update_kernels
 from tests.policy.te_stub import install_te_stub
 
-MOMENTS = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+PRECISION_AWARE = {"use_precision_aware_optimizer": True}
+MOMENTS = PRECISION_AWARE | {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 CASES: Mapping[str, dict[str, Any]] = {
     "remainders": MOMENTS | {"grad_reduce_in_fp32": False},
-    "float32 moments": {},
-    "one bfloat16 moment": {"exp_avg_dtype": "bfloat16"},
+    "plain": {},
+    "float32 moments": PRECISION_AWARE,
+    "one bfloat16 moment": PRECISION_AWARE | {"exp_avg_dtype": "bfloat16"},
     "whole main weights": MOMENTS | {"store_param_remainders": False},
 }
 PIECE_BYTES = {"host": 2**18, "host, small": 2**16, "host, one piece": 2**28}
-PRECISION_AWARE = {"use_precision_aware_optimizer": True}
 
 
 def main() -> None:
@@ -66,11 +67,13 @@ class Trial:
         result: dict[str, Any] = {
             "pieces": {name: pieces_of(policy) for name, policy in policies.items()},
             "bytes per parameter": state_bytes(policies["host"]),
-            "before": {name: unequal(policy, expected) for name, policy in policies.items()},
+            "initial": {name: unequal(policy, expected) for name, policy in policies.items()},
         }
+        initial = {name: tensor.clone() for name, tensor in expected.tensors.items()}
         for number in range(3):
             for policy in (expected, *policies.values()):
                 update(policy, number)
+        result["unchanged"] = [name for name, tensor in expected.tensors.items() if torch.equal(tensor, initial[name])]
         result["updated"] = {name: unequal(policy, expected) for name, policy in policies.items()}
         for before, after in (("host", "host"), ("host", "step"), ("step", "host")):
             folder = self.out / case / f"{before} to {after}"
@@ -121,7 +124,7 @@ class Trial:
                 "piece_bytes": piece_bytes,
             },
             "layout": {"expert": 2},
-            "training": {"megatron_args": PRECISION_AWARE | megatron_args},
+            "training": {"megatron_args": megatron_args},
         }
         with as_on_a_device():
             return Policy(check_settings(BASE | settings, "test"), self.parallel, with_reference=False)

@@ -19,6 +19,7 @@ from tests.policy.te_stub import te_wheel
 ROOT = Path(__file__).parents[2]
 BYTES_PER_PARAMETER = {
     "remainders": 6,
+    "plain": 12,
     "float32 moments": 10,
     "one bfloat16 moment": 8,
     "whole main weights": 8,
@@ -68,9 +69,10 @@ def test_an_update_in_pieces_equals_that_of_all_state(case: str, ranks: list[dic
         assert result["bytes per parameter"] == BYTES_PER_PARAMETER[case]
         pieces = result["pieces"]
         assert pieces["host, small"] > pieces["host"] > pieces["host, one piece"]
-        for when in ("before", "updated", "resumed", "updated again"):
+        for when in ("initial", "updated", "resumed", "updated again"):
             assert not any(result[when].values()), (when, result[when])
         assert result["steps"] == [4]
+        assert all("expert_bias" in name for name in result["unchanged"])  # has no gradient
 
 
 @pytest.mark.slow
