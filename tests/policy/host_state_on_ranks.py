@@ -69,11 +69,12 @@ class Trial:
             "bytes per parameter": state_bytes(policies["host"]),
             "initial": {name: unequal(policy, expected) for name, policy in policies.items()},
         }
-        initial = {name: tensor.clone() for name, tensor in expected.tensors.items()}
+        initial = {index: tensor.clone() for index, tensor in _state(expected).items()}
         for number in range(3):
             for policy in (expected, *policies.values()):
                 update(policy, number)
-        result["unchanged"] = [name for name, tensor in expected.tensors.items() if torch.equal(tensor, initial[name])]
+        now = _state(expected)
+        result["unchanged"] = [str(index) for index in initial if torch.equal(initial[index], now[index])]
         result["updated"] = {name: unequal(policy, expected) for name, policy in policies.items()}
         for before, after in (("host", "host"), ("host", "step"), ("step", "host")):
             folder = self.out / case / f"{before} to {after}"
@@ -102,9 +103,9 @@ class Trial:
             patch.setattr(compiled, "multi_tensor_adam_param_remainder", late.queued(kernel))
             patch.setattr(host_state, "fake_cuda", late)
             policy = self.policy(CASES["remainders"], "host", 2**16)
-        for number in range(2):
-            update(expected, number)
-            update(policy, number)
+            for number in range(2):
+                update(expected, number)
+                update(policy, number)
         return unequal(policy, expected)
 
     def policy(self, megatron_args: dict[str, Any], offload: str, piece_bytes: int = 2**28) -> Any:
@@ -164,9 +165,13 @@ def unequal(policy: Any, expected: Any) -> list[str]:
 
 
 def _tensors(policy: Any) -> dict[Any, torch.Tensor]:
+    return _state(policy) | dict(policy.tensors)
+
+
+def _state(policy: Any) -> dict[Any, torch.Tensor]:
     from grpo_mp.policy.state_chunks import optimizer_chunks
 
-    return {chunk.index: chunk.tensor for chunk in optimizer_chunks(policy)} | dict(policy.tensors)
+    return {chunk.index: chunk.tensor for chunk in optimizer_chunks(policy)}
 
 
 def pieces_of(policy: Any) -> int:
