@@ -12,8 +12,10 @@ from grpo_mp.config import Settings, check_settings, dump_settings, load_setting
 from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.config.sections import EvalSetConfig
 from grpo_mp.errors import UserError, exit_with
-from grpo_mp.section import parse_bytes
+from grpo_mp.section import Section, parse_bytes
 from tests.minimal_settings import MINIMAL_SETTINGS
+
+ROLLOUT = MINIMAL_SETTINGS["rollout"]
 
 
 def of_eval(**settings: Any) -> dict[str, Any]:
@@ -95,7 +97,8 @@ def test_the_resolved_form_names_every_setting_and_reads_back_equal(file: Path, 
     assert load_settings(resolved) == settings
     tree = yaml.safe_load(dump_settings(settings))
     assert tree.keys() == Settings.model_fields.keys()
-    assert all(tree[name].keys() == type(getattr(settings, name)).model_fields.keys() for name in tree)
+    sections = {name: type(value) for name, value in settings if isinstance(value, Section)}
+    assert all(tree[name].keys() == section.model_fields.keys() for name, section in sections.items())
 
 
 @pytest.mark.parametrize(
@@ -221,6 +224,24 @@ def test_settings_do_not_change(file: Path) -> None:
             {"training": {"share_prompts": True}, "layout": {"context": 2}},
             "training.share_prompts does not work with context parallelism (layout.context=2): set share_prompts=false",
         ),
+        (
+            {"engine": {"ranks": 2}},
+            "engine.ranks=2 keeps ranks for engines alone, and schedule=colocated lets all of them train: set schedule",
+        ),
+        (
+            {"schedule": "async", "engine": {"ranks": 3, "gpus_per_engine": 2}},
+            "schedule=async needs ranks for the engines alone: set engine.ranks, now 3, to a multiple of "
+            "engine.gpus_per_engine=2",
+        ),
+        (
+            {"schedule": "one_step_off", "engine": {"ranks": 1}, "rollout": ROLLOUT | {"max_staleness": 2}},
+            "rollout.max_staleness=2: with schedule=one_step_off it is 1: leave it out",
+        ),
+        (
+            {"schedule": "async", "engine": {"ranks": 1}, "rollout": ROLLOUT | {"max_staleness": 0}},
+            "rollout.max_staleness=0: with schedule=async it is at least 1: leave it out",
+        ),
+        ({"schedule": "overlapped"}, "here: schedule: "),
         ({"sync": {"timeout_s": 4000}}, "monitor.phase_timeout_s=3600 is shorter than sync.timeout_s=4000"),
         ({"rollout": 3}, "here: rollout: expected settings below it, as rollout.KEY=VALUE, found 3"),
     ],
@@ -230,6 +251,14 @@ def test_what_is_refused(changes: dict[str, Any], sentence: str) -> None:
         check_settings(MINIMAL_SETTINGS | changes, "here")
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("schedule", "staleness"), [("colocated", 0), ("one_step_off", 1), ("async", 1)])
+def test_staleness_follows_from_the_schedule(schedule: str, staleness: int) -> None:
+    engine = {"ranks": 0 if schedule == "colocated" else 2}
+    settings = check_settings(MINIMAL_SETTINGS | {"schedule": schedule, "engine": engine}, "here")
+    assert settings.rollout.max_staleness == staleness
+    assert settings.shares_devices == (schedule == "colocated")
 
 
 @pytest.mark.parametrize("old", RENAMED)
