@@ -221,14 +221,6 @@ def test_settings_do_not_change(file: Path) -> None:
             "optimizer.offload=host needs model.dtype=bfloat16",
         ),
         (
-            {
-                "optimizer": {"lr": 1e-6, "offload": "host"},
-                "training": {"megatron_args": {"exp_avg_dtype": "bfloat16"}},
-            },
-            "training.megatron_args.exp_avg_dtype has no effect with optimizer.offload=host, which keeps main weights "
-            "and moments in float32: remove it, or set offload=step",
-        ),
-        (
             {"training": {"share_prompts": True}, "layout": {"context": 2}},
             "training.share_prompts does not work with context parallelism (layout.context=2): set share_prompts=false",
         ),

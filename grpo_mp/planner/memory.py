@@ -111,7 +111,14 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "weights": ("weights",),
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
-    "activations and buffers": ("activations", "logits", "reference", "float32 gradients", "sync rounds"),
+    "activations and buffers": (
+        "activations",
+        "logits",
+        "reference",
+        "float32 gradients",
+        "optimizer pieces",
+        "sync rounds",
+    ),
     "kept by the allocator": ("fragments",),
     "engine, communicators and contexts": (
         "engine weights",
@@ -202,10 +209,9 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         head = logits_bytes(job, stage, backward=True)
         return {"activations": activation_bytes(job, stage, head), "logits": head}
     if sub_phase is SubPhase.OPTIMIZER:
-        count = job.parameter_counts[stage]
-        # For an update on the host a gradient and a main weight are converted on their way.
-        pieces = 2 * 4 * largest_tensor if per_parameter.host_gradients else 0.0
-        return {"float32 gradients": job.sharded_parameters(count) * per_parameter.fp32_gradients + pieces}
+        sharded = job.sharded_parameters(job.parameter_counts[stage])
+        piece = min(job.settings.optimizer.piece_bytes, sharded * per_parameter.host_optimizer)
+        return {"float32 gradients": sharded * per_parameter.fp32_gradients, "optimizer pieces": 2 * piece}
     if sub_phase is SubPhase.SYNC:
         vocabulary = job.model.vocab_size * job.model.hidden_size * per_parameter.weights  # an engine loads it at once
         largest_round = max(job.settings.sync.bucket_bytes / ROUNDS_IN_MEMORY, vocabulary)
@@ -240,7 +246,7 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int) -> dict[
         "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process,
         "weights": count.total * per_parameter.host_copies,
         "reference": count.total * per_parameter.weights * job.has_reference,
-        "optimizer": sharded * (per_parameter.host_optimizer + per_parameter.host_gradients),
+        "optimizer": sharded * per_parameter.host_optimizer * (sub_phase is not SubPhase.START),
         "checkpoint": _checkpoint_host_bytes(job, sub_phase),
         "export": SHARD_BYTES
         * (sub_phase is SubPhase.SAVE and job.settings.run.export_every > 0),  # while it is written
@@ -249,13 +255,9 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int) -> dict[
         sizes["weights"] = 0.0
     elif job.settings.optimizer.offload == "step":  # the pinned copy stays while the optimizer is on the device
         sizes["optimizer"] += sharded * per_parameter.optimizer * job.settings.model.offloads
-    if sub_phase is SubPhase.LOAD and job.settings.optimizer.offload == "host":
-        sizes["optimizer"] += 4 * count.total  # Megatron builds it over whole weights, then over this rank's shards
     if job.settings.model.offloads and not RESIDENT[sub_phase].communicators:
         in_use, suspended = communicator_bytes(job)
         sizes["communicators"] = in_use - suspended
-    if sub_phase is SubPhase.OFFLOAD:
-        sizes["weights"] += count.total * per_parameter.weights * job.settings.model.offloads
     return sizes
 
 
