@@ -1,9 +1,10 @@
 """What a simulated run is: its rates in seconds, its schedule and sizes; and what became of it."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from statistics import fmean
+from typing import Literal
 
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.errors import UserError
@@ -41,6 +42,21 @@ class Rates:
         experts = self.experts_s * (1 - self.unused_expert**batch)
         return self.decode_step_s + experts + batch * self.sequence_s + cached_tokens * self.cached_token_s
 
+    def speculating(self, draft_tokens: int, draft_share: float) -> "Rates":
+        """Return the rates where a step verifies so many drafted tokens beside its own.
+
+        `draft_share`: cost of drafting one of them over that of a step; 0 for an n-gram.
+        """
+        drafting, verified = 1 + draft_tokens * draft_share, 1 + draft_tokens
+        return replace(
+            self,
+            decode_step_s=self.decode_step_s * drafting,
+            sequence_s=self.sequence_s * verified * drafting,
+            cached_token_s=self.cached_token_s * drafting,
+            experts_s=self.experts_s * drafting,
+            unused_expert=self.unused_expert**verified,
+        )
+
 
 @dataclass(frozen=True)
 class Scenario:
@@ -63,6 +79,7 @@ class Scenario:
     prompt_tokens: int = 0
     max_staleness: int = 0
     oversample_factor: float = 1.0
+    select_by: Literal["launch", "finish"] = "launch"
     drop_rate: float = 0.0  # of groups, by the filter; each is replaced
     acceptance_length: float = 1.0
     recompute_cache: bool = True  # of samples in flight, after an update of the weights
@@ -74,9 +91,11 @@ class Scenario:
     def __post_init__(self) -> None:
         """Raise UserError for what no run can do."""
         if self.schedule is not Schedule.COLOCATED and not self.max_staleness:
-            raise UserError(f"schedule {self.schedule}: samples are one version old at least: set max_staleness above 0")
-        if self.max_staleness and self.oversample_factor > 1:
-            raise UserError("oversample_factor above 1 loses what max_staleness keeps for later steps: set one of them")
+            raise UserError(
+                f"schedule {self.schedule}: samples are one version old at least: set max_staleness above 0"
+            )
+        if self.max_staleness and (self.oversample_factor > 1 or self.select_by == "finish"):
+            raise UserError("max_staleness keeps what over-sampling and select_by=finish lose: set one of them")
         if not 0 <= self.drop_rate < 1:
             raise UserError(f"drop rate {self.drop_rate:g}: the filter must keep some groups: give 0 or more, below 1")
         if not self.lengths or min(self.lengths) < 1:
@@ -102,7 +121,7 @@ class Scenario:
         launched = -int(-self.prompts_per_step * self.oversample_factor // 1)
         lookahead = self.prompts_per_step * (self.max_staleness - lag)
         most = launched * (1000 if self.drop_rate else 1)
-        return AdmissionRule(self.prompts_per_step, launched, most, lookahead=lookahead)
+        return AdmissionRule(self.prompts_per_step, launched, most, self.select_by, lookahead)
 
     @property
     def groups_in_flight(self) -> int:
