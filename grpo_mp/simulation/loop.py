@@ -206,11 +206,8 @@ class _Run:
 
     def _consume(self) -> float:
         """Count what becomes of the groups that the step ends; return the tokens that it trains on."""
-        selected, end = (
-            {self.first + number for number in self.admission.selected},
-            self.first + self.admission.consumed,
-        )
-        end = end if self.scenario.max_staleness else self.launched
+        selected = {self.first + number for number in self.admission.selected}
+        end = self.first + self.admission.consumed if self.scenario.max_staleness else self.launched
         tokens = 0.0
         for number in range(self.first, end):
             group = self.groups.pop(number)

@@ -22,8 +22,8 @@ class Schedule(StrEnum):
 class Rates:
     """Seconds of what a run does: by the planner, or given by hand from measured figures.
 
-    A decode step of an engine with b running sequences takes `decode_step_s` + b `sequence_s` + `cached_token_s` for each
-    token in their cache + `experts_s` x the share of experts that at least one of them uses, 1 - `unused_expert`**b.
+    A decode step of an engine with b running sequences takes `decode_step_s` + b `sequence_s` + `cached_token_s` for
+    each token in their cache + `experts_s` x the share of experts that any of them uses, 1 - `unused_expert`**b.
     """
 
     decode_step_s: float
@@ -92,7 +92,7 @@ class Scenario:
         """Raise UserError for what no run can do."""
         if self.schedule is not Schedule.COLOCATED and not self.max_staleness:
             raise UserError(
-                f"schedule {self.schedule}: samples are one version old at least: set max_staleness above 0"
+                f"schedule {self.schedule}: samples are at least one version old: set max_staleness above 0"
             )
         if self.max_staleness and (self.oversample_factor > 1 or self.select_by == "finish"):
             raise UserError("max_staleness keeps what over-sampling and select_by=finish lose: set one of them")
