@@ -58,7 +58,7 @@ class _Run:
         for index in range(self.scenario.engines):
             self._plan_failure(index)
         self._launch()
-        while self.step < self.scenario.steps or self.trainer is _Trainer.TRAINS:
+        while True:
             self.totals.now, _, event, index, stamp = heapq.heappop(self.events)
             if event is _Event.SEQUENCE_ENDS:
                 if stamp != self.engines[index].version_of_events:
@@ -70,11 +70,12 @@ class _Run:
                 self._engine_is_back(index)
             elif event is _Event.TRAINED:
                 self._trained()
+                if self.step == self.scenario.steps:
+                    return Outcome(self.scenario, self.middle, self._count())
             else:
                 self._synced()
             self._train_or_sync()
             self._launch()
-        return Outcome(self.scenario, self.middle, self._count())
 
     # Engines
 
@@ -149,7 +150,7 @@ class _Run:
             self._foresee(index)
 
     def _may_begin(self) -> bool:
-        return self.step < self.scenario.steps and self.launched - self.first < self.admission.launch_limit
+        return self.launched - self.first < self.admission.launch_limit
 
     def _least_loaded(self) -> int | None:
         """Return the engine with the fewest groups, if it has a free place."""
@@ -188,7 +189,7 @@ class _Run:
         """Begin what the trainer does next, if it waits."""
         if self.trainer is not _Trainer.WAITS:
             return
-        ready = self.admission.done and self.step < self.scenario.steps
+        ready = self.admission.done
         if self.unsent and (ready or self.scenario.schedule is not Schedule.ONE_STEP_OFF):
             self._occupy_trainer(_Trainer.SYNCS, self.scenario.rates.sync_s, _Event.SYNCED)
             self._pause(keep_cache=True)
@@ -264,6 +265,9 @@ class _Run:
             engine.advance(self.totals.now)
         totals, scenario = copy.deepcopy(self.totals), self.scenario
         totals.generated = sum(engine.generated for engine in self.engines)
+        totals.unfinished = sum(engine.tokens_in_flight for engine in self.engines)
+        totals.unfinished += sum(sum(group.tokens.values()) for group in self.groups.values())
+        totals.groups["unfinished"] = len(self.groups)
         totals.idle_gpu_s = sum(engine.idle_s for engine in self.engines) * scenario.engine_gpus / scenario.engines
         if not scenario.colocated:
             totals.idle_gpu_s += (totals.now - self.trainer_busy_s) * scenario.trainer_gpus

@@ -156,8 +156,9 @@ class Totals:
     trained: float = 0.0
     dropped: float = 0.0  # of groups without a signal
     lost: float = 0.0  # broken off or not needed, or gone with an engine
+    unfinished: float = 0.0  # of groups of later steps
     failures: int = 0
-    groups: Counter[str] = field(default_factory=Counter)  # launched; then trained, dropped, or lost
+    groups: Counter[str] = field(default_factory=Counter)  # launched; then trained, dropped, lost, or still unfinished
     staleness: Counter[int] = field(default_factory=Counter)  # trained samples by versions since their first token
 
 
