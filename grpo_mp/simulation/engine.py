@@ -38,7 +38,8 @@ class SimulatedEngine:
         self._scenario, self._rates = scenario, scenario.rates
         self.groups: set[SimulatedGroup] = set()
         self.version_of_events = 0  # an event that was foreseen before the last change is void
-        self.running, self.idle_s, self.generated = True, 0.0, 0.0
+        self.paused = self.down = False
+        self.idle_s = self.generated = 0.0
         self._now = self._progress = self._cached = self._prefill_s = 0.0
         self._ends: list[tuple[float, int, Sequence]] = []  # by the progress at which they are complete
         self._waiting: deque[Sequence] = deque()
@@ -47,7 +48,7 @@ class SimulatedEngine:
     def advance(self, now: float) -> None:
         """Let time pass, at most up to the next end."""
         seconds, self._now = now - self._now, now
-        if not self.running:
+        if self.paused:
             return
         prefill_s = min(self._prefill_s, seconds)
         self._prefill_s -= prefill_s
@@ -61,7 +62,7 @@ class SimulatedEngine:
 
     def next_end(self) -> float:
         """Return when the next sequence is complete, if nothing changes."""
-        if not self.running or not self._ends:
+        if self.paused or not self._ends:
             return inf
         linear, square = self._coefficients()
         tokens = self._ends[0][0] - self._progress

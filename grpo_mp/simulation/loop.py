@@ -41,7 +41,6 @@ class _Run:
         self.scenario, self.random = scenario, Random(scenario.seed)
         self.totals, self.middle = Totals(), Totals()
         self.engines = [SimulatedEngine(scenario) for _ in range(scenario.engines)]
-        self.up = [True] * scenario.engines
         self.order, self.events = count(), list[tuple[float, int, _Event, int, int]]()
         self.lengths = self._deal_lengths()
         self.trainer, self.trainer_busy_s, self.paused = _Trainer.WAITS, 0.0, False
@@ -94,16 +93,14 @@ class _Run:
         self.totals.failures += 1
         for group in engine.take_back(with_tokens=False):
             self._interrupt(group)
-        self.up[index] = engine.running = False
+        engine.down = True
         engine.version_of_events += 1
         self._add_event(self.scenario.engine_restart_s, _Event.ENGINE_IS_BACK, index)
 
     def _engine_is_back(self, index: int) -> None:
         engine = self.engines[index]
-        if not self.paused:
-            engine.idle_s += self.scenario.engine_restart_s
         engine.advance(self.totals.now)
-        self.up[index], engine.running = True, not self.paused
+        engine.down = False
         heapq.heappush(self.free, (0, index))
         self._plan_failure(index)
 
@@ -115,19 +112,18 @@ class _Run:
         self.paused = True
         for index, engine in enumerate(self.engines):
             engine.advance(self.totals.now)
-            engine.running = False
+            engine.paused = True
             if not keep_cache:
                 for group in engine.take_back(with_tokens=True):
                     self._interrupt(group)
             engine.version_of_events += 1
-            if self.up[index]:
-                heapq.heappush(self.free, (len(engine.groups), index))
+            heapq.heappush(self.free, (len(engine.groups), index))
 
     def _resume(self) -> None:
         self.paused = False
         for index, engine in enumerate(self.engines):
             engine.advance(self.totals.now)
-            engine.running = self.up[index]
+            engine.paused = False
             if self.scenario.recompute_cache:
                 engine.recompute_cache()
             self._foresee(index)
@@ -156,7 +152,7 @@ class _Run:
         """Return the engine with the fewest groups, if it has a free place."""
         while self.free:
             load, index = heapq.heappop(self.free)
-            if self.up[index] and load == len(self.engines[index].groups) < self.scenario.groups_in_flight:
+            if not self.engines[index].down and load == len(self.engines[index].groups) < self.scenario.groups_in_flight:
                 return index
         return None
 
