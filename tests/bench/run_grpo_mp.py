@@ -12,7 +12,7 @@ from grpo_mp.checkpoint.run_state import latest_checkpoint
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.train import train
-from grpo_mp.trainer.context import local_ranks, open_train_context
+from grpo_mp.trainer.context import local_ranks, open_context
 from grpo_mp.trainer.preflight import run_preflight
 from tests.bench import workload as w
 
@@ -68,7 +68,7 @@ def main() -> None:
     settings = make_settings(given.folder, given.run_folder, given.steps)
     inputs = run_preflight(settings, *local_ranks())
     lengths = w.read_lengths(given.folder)
-    with open_train_context(settings, inputs, latest_checkpoint(settings.run.folder)) as ctx:
+    with open_context(settings, inputs, latest_checkpoint(settings.run.folder)) as ctx:
         if ctx.rollout.client:
             by_tokens = {prompt.tokens: lengths[prompt.text] for prompt in inputs.train}
             ctx.rollout.client = ExactLengths(ctx.rollout.client, by_tokens)
