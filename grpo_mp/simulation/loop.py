@@ -146,13 +146,18 @@ class _Run:
             self._foresee(index)
 
     def _may_begin(self) -> bool:
-        return self.launched - self.first < self.admission.launch_limit
+        return self.launched - self.first < self.admission.launch_limit + self.scenario.lookahead(
+            self.step - self.version
+        )
 
     def _least_loaded(self) -> int | None:
         """Return the engine with the fewest groups, if it has a free place."""
         while self.free:
             load, index = heapq.heappop(self.free)
-            if not self.engines[index].down and load == len(self.engines[index].groups) < self.scenario.groups_in_flight:
+            if (
+                not self.engines[index].down
+                and load == len(self.engines[index].groups) < self.scenario.groups_in_flight
+            ):
                 return index
         return None
 
@@ -177,7 +182,7 @@ class _Run:
 
     def _admit(self) -> Admission:
         verdicts = [(number - self.first, kept) for number, kept in self.verdicts]
-        return admit(verdicts, self.scenario.admission_rule(min(self.step - self.version, self.scenario.max_staleness)))
+        return admit(verdicts, self.scenario.admission_rule)
 
     # The trainer
 
@@ -230,7 +235,6 @@ class _Run:
     def _synced(self) -> None:
         """Give the engines the weights of all steps trained so far."""
         self.trainer, self.unsent, self.version = _Trainer.WAITS, False, self.step
-        self.admission = self._admit()
         self._resume()
 
     # Events and sums

@@ -50,8 +50,9 @@ def simulate_job(
     divided = any(schedule is not Schedule.COLOCATED for schedule in schedules)
     trainers = list(_trainers(job, engine_gpus)) if divided else []
     outcomes = []
+    allowed = {Schedule.ONE_STEP_OFF: {1}, Schedule.ASYNC: {*stalenesses} - {0}}
     for schedule, staleness in product(schedules, stalenesses):
-        if schedule is not Schedule.COLOCATED and not staleness:
+        if staleness not in allowed.get(schedule, stalenesses):
             continue
         sides = [plan] if schedule is Schedule.COLOCATED else trainers
         candidates = [scenario_of(plan, trainer, sync_s, schedule, staleness, assumed) for trainer in sides]
@@ -122,6 +123,7 @@ def scenario_of(
         trainer_gpus=trainer.job.world_size,
         slots=int(running_limit(job, engine)),
         concurrent_groups=settings.engine.concurrent_groups,
+        recompute_cache=settings.sync.pause == "retract",
         prompts_per_step=settings.rollout.prompts_per_step,
         group_size=settings.rollout.group_size,
         prompt_tokens=job.prompt_tokens,

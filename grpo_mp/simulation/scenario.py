@@ -1,8 +1,10 @@
 """What a simulated run is: its rates in seconds, its schedule and sizes; and what became of it."""
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import ceil
 from statistics import fmean
 from typing import Literal
 
@@ -77,7 +79,7 @@ class Scenario:
     prompts_per_step: int
     group_size: int
     prompt_tokens: int = 0
-    max_staleness: int = 0
+    max_staleness: float = 0  # versions; a part of one allows that part of a step's groups
     oversample_factor: float = 1.0
     select_by: Literal["launch", "finish"] = "launch"
     drop_rate: float = 0.0  # of groups, by the filter; each is replaced
@@ -90,10 +92,8 @@ class Scenario:
 
     def __post_init__(self) -> None:
         """Raise UserError for what no run can do."""
-        if self.schedule is not Schedule.COLOCATED and not self.max_staleness:
-            raise UserError(
-                f"schedule {self.schedule}: samples are at least one version old: set max_staleness above 0"
-            )
+        if self.schedule is Schedule.ONE_STEP_OFF and self.max_staleness != 1:
+            raise UserError(f"schedule {self.schedule}: samples are one version old: max_staleness is 1")
         if self.max_staleness and (self.oversample_factor > 1 or self.select_by == "finish"):
             raise UserError("max_staleness keeps what over-sampling and select_by=finish lose: set one of them")
         if not 0 <= self.drop_rate < 1:
@@ -116,17 +116,24 @@ class Scenario:
         """Return the samples that a step trains on."""
         return self.prompts_per_step * self.group_size
 
-    def admission_rule(self, lag: int = 0) -> AdmissionRule:
-        """Return which groups a step may launch whose engines' weights are `lag` versions older than it trains."""
-        launched = -int(-self.prompts_per_step * self.oversample_factor // 1)
-        lookahead = self.prompts_per_step * (self.max_staleness - lag)
-        most = launched * (1000 if self.drop_rate else 1)
-        return AdmissionRule(self.prompts_per_step, launched, most, self.select_by, lookahead)
+    @property
+    def admission_rule(self) -> AdmissionRule:
+        """Return how many groups a step needs and may launch; what the filter drops is replaced without a limit."""
+        launched = ceil(self.prompts_per_step * self.oversample_factor)
+        most = sys.maxsize if self.drop_rate else launched
+        return AdmissionRule(self.prompts_per_step, launched, most, self.select_by, self.lookahead(0))
+
+    def lookahead(self, lag: int) -> int:
+        """Return how many groups of later steps may begin by weights `lag` versions older than the step's.
+
+        Negative: so many of the step itself may not.
+        """
+        return int(self.prompts_per_step * (self.max_staleness - lag))
 
     @property
     def groups_in_flight(self) -> int:
         """Return the most groups that one engine has in flight, as the trainer sets it."""
-        rule = self.admission_rule()
+        rule = self.admission_rule
         return max(1, min(self.concurrent_groups, -(-(rule.launched + rule.lookahead) // self.engines)))
 
     def train_s(self, tokens: float) -> float:

@@ -14,7 +14,7 @@ RUNS: list[tuple[Schedule, dict[str, Any]]] = [
     (schedule, {"max_staleness": staleness, "drop_rate": drop_rate, "engine_mtbf_s": mtbf, "engine_restart_s": 8.0})
     for schedule in Schedule
     for staleness in (0, 1, 2, 5)
-    if staleness or schedule is Schedule.COLOCATED
+    if staleness == 1 or schedule is Schedule.COLOCATED or (staleness and schedule is Schedule.ASYNC)
     for drop_rate in (0.0, 0.5)
     for mtbf in (0.0, 40.0)
 ] + [
@@ -22,7 +22,6 @@ RUNS: list[tuple[Schedule, dict[str, Any]]] = [
     for select_by in ("launch", "finish")
     for drop_rate in (0.0, 0.3)
 ]
-DIVIDED = [Schedule.ONE_STEP_OFF, Schedule.ASYNC]
 
 
 @pytest.mark.parametrize(("schedule", "changes"), RUNS)
@@ -83,7 +82,7 @@ def test_versions_of_the_first_steps() -> None:
         assert dict(simulate(scenario_of(schedule, lengths=(50,), steps=2)).after.staleness) == ages
 
 
-@pytest.mark.parametrize("schedule", DIVIDED)
+@pytest.mark.parametrize("schedule", [Schedule.COLOCATED, Schedule.ASYNC])
 def test_staleness_hides_the_tail(schedule: Schedule) -> None:
     steps = [
         simulate(scenario_of(schedule, max_staleness=staleness, slots=64, concurrent_groups=64, steps=40)).step_s
@@ -92,12 +91,23 @@ def test_staleness_hides_the_tail(schedule: Schedule) -> None:
     assert steps[0] > 1.2 * steps[1] > 1.2 * steps[2]
 
 
-@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("schedule", [Schedule.COLOCATED, Schedule.ASYNC])
 def test_full_slots_are_near_the_bound(schedule: Schedule) -> None:
     """Lengths of 16 to 512 tokens, half of the groups dropped: 4 versions suffice for 90 % of the speed."""
     changes = {"drop_rate": 0.5, "concurrent_groups": 64, "steps": 60}
     assert simulate(scenario_of(schedule, max_staleness=4, **changes)).share_of_bound > 0.9
     assert simulate(scenario_of(schedule, max_staleness=1, **changes)).share_of_bound < 0.9
+
+
+def test_without_staleness_engines_of_their_own_wait_for_each_update() -> None:
+    changes = {"lengths": (100,), "max_staleness": 0}
+    alone = simulate(scenario_of(Schedule.ASYNC, **changes))
+    train_s = 32 * 110 * RATES.train_token_s + RATES.update_s
+    assert alone.step_s == pytest.approx(generate_s(100, 10, 16) + train_s + RATES.sync_s)
+    assert set(alone.staleness) == {0}
+    half = simulate(scenario_of(Schedule.ASYNC, lengths=(100,), max_staleness=0.5))
+    assert half.step_s < alone.step_s
+    assert dict(half.staleness) == {0: half.staleness.total() // 2, 1: half.staleness.total() // 2}
 
 
 def test_by_finish_prefers_short_answers_and_by_launch_none() -> None:
@@ -127,7 +137,7 @@ def test_engines_fail_as_often_as_told_and_come_back() -> None:
 @pytest.mark.parametrize(
     ("schedule", "changes", "words"),
     [
-        (Schedule.ASYNC, {"max_staleness": 0}, "set max_staleness above 0"),
+        (Schedule.ONE_STEP_OFF, {"max_staleness": 2}, "max_staleness is 1"),
         (Schedule.COLOCATED, {"max_staleness": 1, "oversample_factor": 1.5}, "set one of them"),
         (Schedule.COLOCATED, {"drop_rate": 1.0}, "keep some groups"),
         (Schedule.COLOCATED, {"lengths": ()}, "at least one token"),
