@@ -67,7 +67,7 @@ def _trainers(job: PlannedJob, engine_gpus: int | None) -> Iterator[Plan]:
     size = job.settings.engine.gpus_per_engine
     shares = {round(job.world_size * part / SPLITS / size) * size for part in range(1, SPLITS)}
     for share in sorted(shares - {0, job.world_size}) if engine_gpus is None else [engine_gpus]:
-        trainer = _on_gpus(job, job.world_size - share)
+        trainer = put_on(job, job.world_size - share)
         if _violation(trainer) is None:
             plan = make_plan(trainer, with_sync=False)
             feasibility = check_fits(plan)
@@ -80,7 +80,7 @@ def on_gpus(job: PlannedJob, gpus: int) -> PlannedJob:
 
     Raises UserError where layout or engines do not divide them.
     """
-    moved, layout = _on_gpus(job, gpus), job.settings.layout
+    moved, layout = put_on(job, gpus), job.settings.layout
     violation = _violation(moved)
     if violation or gpus % job.settings.engine.gpus_per_engine:
         engine = f"{gpus} GPUs are no multiple of engine.gpus_per_engine={job.settings.engine.gpus_per_engine}"
@@ -96,7 +96,8 @@ def _violation(job: PlannedJob) -> str | None:
     return violation or (few if few and updates < job.dp_size else None)
 
 
-def _on_gpus(job: PlannedJob, gpus: int) -> PlannedJob:
+def put_on(job: PlannedJob, gpus: int) -> PlannedJob:
+    """Put a job on so many GPUs, whether its layout divides them or not."""
     per_node = gcd(gpus, job.gpus_per_node)
     engine = job.settings.engine.model_copy(update={"num_engines": max(1, gpus // job.settings.engine.gpus_per_engine)})
     settings = job.settings.model_copy(update={"engine": engine})
@@ -104,7 +105,7 @@ def _on_gpus(job: PlannedJob, gpus: int) -> PlannedJob:
 
 
 def scenario_of(
-    plan: Plan, trainer: Plan, sync_s: float, schedule: Schedule, max_staleness: int, assumed: Assumptions
+    plan: Plan, trainer: Plan, sync_s: float, schedule: Schedule, max_staleness: float, assumed: Assumptions
 ) -> Scenario:
     """Return the scenario of a planned job, whose trainer has the GPUs of another plan unless engines share them."""
     job, settings, engine = plan.job, plan.job.settings, plan.memory.engine

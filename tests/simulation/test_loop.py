@@ -105,9 +105,8 @@ def test_without_staleness_engines_of_their_own_wait_for_each_update() -> None:
     train_s = 32 * 110 * RATES.train_token_s + RATES.update_s
     assert alone.step_s == pytest.approx(generate_s(100, 10, 16) + train_s + RATES.sync_s)
     assert set(alone.staleness) == {0}
-    half = simulate(scenario_of(Schedule.ASYNC, lengths=(100,), max_staleness=0.5))
-    assert half.step_s < alone.step_s
-    assert dict(half.staleness) == {0: half.staleness.total() // 2, 1: half.staleness.total() // 2}
+    half = simulate(scenario_of(Schedule.ASYNC, lengths=(100,), max_staleness=0.5)).staleness
+    assert dict(half) == {0: half.total() // 2, 1: half.total() // 2}
 
 
 def test_by_finish_prefers_short_answers_and_by_launch_none() -> None:
