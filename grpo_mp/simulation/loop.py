@@ -2,7 +2,7 @@
 
 import copy
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from enum import Enum, auto
 from itertools import count
 from math import inf
@@ -181,8 +181,14 @@ class _Run:
             self.admission = self._admit()
 
     def _admit(self) -> Admission:
-        verdicts = [(number - self.first, kept) for number, kept in self.verdicts]
-        return admit(verdicts, self.scenario.admission_rule)
+        """Decide as the trainer does; it has no rule for taking what finished first and keeping the rest."""
+        rule, first = self.scenario.admission_rule, self.first
+        if self.scenario.keeps_the_rest and rule.select_by == "finish":
+            kept = [number - first for number, kept in self.verdicts if kept]
+            wanted = len(self.groups) - (len(self.verdicts) - len(kept))  # those dropped are replaced
+            limit = self.launched - first - wanted + rule.needed
+            return Admission(len(kept) >= rule.needed, limit, tuple(kept[: rule.needed]), 0)
+        return admit([(number - first, kept) for number, kept in self.verdicts], rule)
 
     # The trainer
 
@@ -209,9 +215,8 @@ class _Run:
     def _consume(self) -> float:
         """Count what becomes of the groups that the step ends; return the tokens that it trains on."""
         selected = {self.first + number for number in self.admission.selected}
-        end = self.first + self.admission.consumed if self.scenario.max_staleness else self.launched
         tokens = 0.0
-        for number in range(self.first, end):
+        for number in self._ended(selected):
             group = self.groups.pop(number)
             size = sum(group.tokens.values())
             fate = "trained" if number in selected else "lost" if group.unfinished or group.kept else "dropped"
@@ -221,11 +226,19 @@ class _Run:
                 assert group.version is not None
                 self.totals.staleness[self.step - group.version] += self.scenario.group_size
                 tokens += size + self.scenario.prompt_tokens * self.scenario.group_size
-        self.interrupted = [item for item in self.interrupted if item[0] >= end]
+        self.interrupted = [item for item in self.interrupted if item[0] in self.groups]
         heapq.heapify(self.interrupted)
-        self.verdicts = [verdict for verdict in self.verdicts if verdict[0] >= end]
-        self.first = end
+        self.verdicts = [verdict for verdict in self.verdicts if verdict[0] in self.groups]
+        self.first = min(self.groups, default=self.launched)
         return tokens
+
+    def _ended(self, selected: Set[int]) -> list[int]:
+        """Return the numbers of the groups of which no later step trains on any."""
+        if not self.scenario.keeps_the_rest:
+            return list(self.groups)
+        if self.scenario.select_by == "finish":
+            return [number for number, kept in self.verdicts if number in selected or not kept]
+        return list(range(self.first, self.first + self.admission.consumed))
 
     def _trained(self) -> None:
         self.trainer, self.unsent = _Trainer.WAITS, True

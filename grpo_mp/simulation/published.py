@@ -14,7 +14,7 @@ from grpo_mp.simulation.planned import Assumptions, put_on, scenario_of
 from grpo_mp.simulation.scenario import Rates, Scenario, Schedule
 
 PUBLISHED = Path(__file__).with_name("published.yaml")
-STEPS = 8
+STEPS = 4
 COLUMNS = ("recipe", "schedule", "GPUs", "colocated s", "measured s", "simulated s", "speed-up", "simulated", "error")
 
 
@@ -60,15 +60,14 @@ class Scales:
     train: float
     rest_s: float
 
-    def rates(self, rates: Rates, left_out: float = 0.0) -> Rates:
-        """Scale the rates; `left_out`: the share of training that a schedule does not do."""
-        train = self.train * (1 - left_out)
+    def rates(self, rates: Rates) -> Rates:
+        """Scale the rates."""
         decode = ("decode_step_s", "sequence_s", "cached_token_s", "experts_s", "prefill_token_s")
         return replace(
             rates,
             **{name: getattr(rates, name) * self.decode for name in decode},
-            train_token_s=rates.train_token_s * train,
-            update_s=rates.update_s * train,
+            train_token_s=rates.train_token_s * self.train,
+            update_s=rates.update_s * self.train,
             switch_s=self.rest_s,
         )
 
@@ -80,7 +79,7 @@ def read_comparisons(file: Path = PUBLISHED) -> Iterator[Comparison]:
         job = measured[entry["recipe"]] if "recipe" in entry else read_recipe(file, entry)
         scales = _fit(job, entry["baseline"])
         for other in entry["others"]:
-            scenario = _other(job, other, scales, entry["baseline"].get("train", 1.0))
+            scenario = _other(job, other, scales)
             simulated_s, name = simulate(scenario).step_s, entry.get("recipe") or entry["name"]
             yield Comparison(name, scenario, entry["baseline"]["step"], other["step"], simulated_s)
 
@@ -89,7 +88,7 @@ def _fit(job: PlannedJob, baseline: Mapping[str, float]) -> Scales:
     plan = make_plan(job, with_sync=False)
     scenario = scenario_of(plan, plan, 0.0, Schedule.COLOCATED, 0, Assumptions(steps=STEPS))
     scenario = replace(scenario, rates=replace(scenario.rates, switch_s=0.0))
-    train_s = scenario.train_s(job.settings.samples_per_step * job.mean_seq_len)
+    train_s = scenario.train_s(_tokens(job))
     generate_s = simulate(scenario).step_s - train_s
     if "train" not in baseline:
         factor = baseline["step"] / (generate_s + train_s)
@@ -98,13 +97,21 @@ def _fit(job: PlannedJob, baseline: Mapping[str, float]) -> Scales:
     return Scales(baseline["generate"] / generate_s, baseline["train"] / train_s, rest_s)
 
 
-def _other(job: PlannedJob, other: Mapping[str, Any], scales: Scales, train_s: float) -> Scenario:
+def _other(job: PlannedJob, other: Mapping[str, Any], scales: Scales) -> Scenario:
     schedule = Schedule(other["schedule"])
     trainer_gpus = other["trainer_gpus"]
     gpus = trainer_gpus if schedule is Schedule.COLOCATED else trainer_gpus + other["engine_gpus"]
     plan, trainer = (make_plan(put_on(job, count), with_sync=False) for count in (gpus, trainer_gpus))
     staleness = other.get("max_staleness", 0)
     scenario = scenario_of(plan, trainer, 0.0, schedule, staleness, Assumptions(steps=STEPS))
-    over = other.get("oversample_factor", 1.0)
-    rates = scales.rates(scenario.rates, other["left_out"] / train_s)
-    return replace(scenario, rates=rates, oversample_factor=over, select_by="finish" if over > 1 else "launch")
+    rates = scales.rates(scenario.rates)
+    if "train" in other:
+        rates = replace(rates, train_token_s=other["train"] / _tokens(job), update_s=0.0)
+    return replace(
+        scenario, rates=rates, oversample_factor=other.get("oversample_factor", 1.0), select_by=other["select_by"]
+    )
+
+
+def _tokens(job: PlannedJob) -> float:
+    """Return the tokens of a step."""
+    return job.settings.samples_per_step * job.mean_seq_len

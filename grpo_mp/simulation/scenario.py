@@ -81,7 +81,7 @@ class Scenario:
     prompt_tokens: int = 0
     max_staleness: float = 0  # versions; a part of one allows that part of a step's groups
     oversample_factor: float = 1.0
-    select_by: Literal["launch", "finish"] = "launch"
+    select_by: Literal["launch", "finish"] = "launch"  # by finish ages have no bound, and short answers are preferred
     drop_rate: float = 0.0  # of groups, by the filter; each is replaced
     acceptance_length: float = 1.0
     recompute_cache: bool = True  # of samples in flight, after an update of the weights
@@ -94,8 +94,8 @@ class Scenario:
         """Raise UserError for what no run can do."""
         if self.schedule is Schedule.ONE_STEP_OFF and self.max_staleness != 1:
             raise UserError(f"schedule {self.schedule}: samples are one version old: max_staleness is 1")
-        if self.max_staleness and (self.oversample_factor > 1 or self.select_by == "finish"):
-            raise UserError("max_staleness keeps what over-sampling and select_by=finish lose: set one of them")
+        if self.keeps_the_rest and self.oversample_factor > 1:
+            raise UserError("over-sampling loses what max_staleness above 0 keeps for later steps: set one of them")
         if not 0 <= self.drop_rate < 1:
             raise UserError(f"drop rate {self.drop_rate:g}: the filter must keep some groups: give 0 or more, below 1")
         if not self.lengths or min(self.lengths) < 1:
@@ -105,6 +105,11 @@ class Scenario:
     def colocated(self) -> bool:
         """Return whether engines and trainer share GPUs."""
         return self.schedule is Schedule.COLOCATED
+
+    @property
+    def keeps_the_rest(self) -> bool:
+        """Return whether groups that a step does not train on are kept for later ones."""
+        return self.max_staleness > 0
 
     @property
     def gpus(self) -> int:
