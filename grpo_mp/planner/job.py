@@ -78,6 +78,7 @@ class AssumedLengths:
     mean: float
     limit: int
     samples_per_prompt: int = 0  # that share one prompt; 0: each computes its own
+    log_std: float = OVERHEADS.response_log_std  # standard deviation of the logarithm of a response's length
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def pack_update(
 def response_lengths(lengths: AssumedLengths) -> tuple[int, ...]:
     """Return evenly spaced quantiles of a lognormal distribution, cut off at `limit`, with the mean `mean`."""
     scores = [NormalDist().inv_cdf((number + 0.5) / lengths.num_samples) for number in range(lengths.num_samples)]
-    factors = [exp(OVERHEADS.response_log_std * score) for score in scores]
+    factors = [exp(lengths.log_std * score) for score in scores]
 
     def responses(median: float) -> list[float]:
         return [min(float(lengths.limit), max(1.0, median * factor)) for factor in factors]
