@@ -11,7 +11,7 @@ import torch
 
 PerToken = float | torch.Tensor  # one number for all response tokens of a sample, or [response tokens]
 
-ExpertIds = npt.NDArray[np.uint8] | npt.NDArray[np.int16]  # a byte for each where all experts have one
+ExpertIds = npt.NDArray[np.integer[Any]]  # uint8 where all experts of a layer fit, else int16
 
 StepRewards = tuple[tuple[int, float], ...]  # (index of a step's last token in the response, its reward), ascending
 

@@ -70,7 +70,7 @@ def _without_text(sample: Sample) -> Sample:
 def _all_to_all(outgoing: Sequence[list[Sample]], group: dist.ProcessGroup) -> list[Sample]:
     """Send a list to each rank; return the samples received from all."""
     parts = all_to_all_bytes([pickle.dumps(samples) for samples in outgoing], group)
-    return [sample for part in parts for sample in pickle.loads(part.numpy())]
+    return [sample for part in parts for sample in pickle.loads(part.numpy().data)]
 
 
 def all_to_all_bytes(outgoing: Sequence[bytes], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:

@@ -81,9 +81,10 @@ class Policy:
             raise ValueError("this policy was built without routing replay")
         self.replay.record()
         outputs = self.logprobs(microbatches)
-        recorded = self.replay.take_recorded() or [None] * len(microbatches)  # a stage may have dense layers only
-        pairs = zip(microbatches, recorded, strict=True)
-        return outputs, [replace(batch, routed_experts=routed) for batch, routed in pairs]
+        if recorded := self.replay.take_recorded():  # a stage may have dense layers only
+            pairs = zip(microbatches, recorded, strict=True)
+            return outputs, [replace(batch, routed_experts=routed) for batch, routed in pairs]
+        return outputs, list(microbatches)
 
     @contextmanager
     def use_reference_weights(self) -> Iterator[None]:
@@ -122,6 +123,11 @@ class Policy:
         success, grad_norm, _ = self.optimizer.step()
         self.lr_scheduler.step(1)
         return UpdateReport(losses, float(grad_norm or 0.0), lr, skipped=not success)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Return the MoE layers of this rank, from 0, where its routers can replay; () where they cannot."""
+        return self.replay.layers if self.replay else ()
 
     def models(self) -> list[PolicyModel]:
         """Return the Megatron chunks without Float16Module and DDP wrappers."""

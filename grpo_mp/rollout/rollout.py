@@ -160,6 +160,7 @@ def engine_spec(
     With `load_weights` there is no sync, and it reads them; see `engines_can_load_weights`.
     """
     precision = precision_arguments(settings.engine.args, hf, cpu)
+    replay = {"enable_return_routed_experts": True} if settings.training.router_replay == "R3" else {}
     return EngineSpec(
         index=placement.engine,
         rank=placement.rank,
@@ -174,7 +175,7 @@ def engine_spec(
         nodes=placement.nodes,
         node_rank=placement.node_rank,
         dummy_weights=not load_weights and (not cpu or bool(precision) or not has_hf_weights(settings.model.path)),
-        args=settings.engine.args | precision,
+        args=settings.engine.args | precision | replay,
     )
 
 

@@ -22,7 +22,7 @@ def read_routed_experts(meta: Mapping[str, Any], tokens: int, shape: ModelShape)
     if sent.size != tokens * shape.num_layers * shape.experts_per_token:
         return None
     chosen = sent.reshape(tokens, shape.num_layers, -1)[:, np.array(shape.is_moe_layer)]
-    in_range = 0 <= chosen.min(initial=0) and chosen.max(initial=0) < shape.num_experts
+    in_range = chosen.min(initial=0) >= 0 and chosen.max(initial=0) < shape.num_experts
     # SGLang's buffer begins with zeros, so a token that was not captured has the same expert twice.
     captured = shape.experts_per_token == 1 or bool((chosen[..., 0] != chosen[..., 1]).all())
     if not (in_range and captured):

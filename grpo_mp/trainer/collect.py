@@ -13,6 +13,7 @@ from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.data.prompt_queue import PromptQueue
 from grpo_mp.data.prompts import PromptSet
+from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.distributed.peers import watching_peers
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.errors import UserError
@@ -59,6 +60,7 @@ class RolloutCollector:
     parallel: Parallel
     phases: PhaseManager
     group_filter: GroupFilter
+    routing: ModelShape | None = None  # the model's, where samples keep the experts that the engine chose
     _queue: PromptQueue = field(init=False)
     _carried: LaunchedGroups = field(default_factory=dict, init=False)  # by number in the next step's launch order
 
@@ -87,6 +89,7 @@ class RolloutCollector:
             self._keeps,
             self._carried,
             frozenset().union(*all_gather(set(self._carried), group)) if rule.lookahead else frozenset(),
+            self.routing,
         )
         with self.phases.phase(Phase.GENERATE), watching_peers(group) as check_peers:
             stream = GroupStream(self.parallel.store, f"step/{step}", rule, check_peers)

@@ -18,6 +18,7 @@ from grpo_mp.checkpoint.run_state import (
 )
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import NcclMemory
 from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
 from grpo_mp.log import log_file, logging_to
@@ -110,6 +111,7 @@ def open_train_context(
             parallel,
             phases,
             inputs.extensions.group_filter,
+            model_shape(inputs.hf) if settings.training.router_replay == "R3" else None,
         )
         saver = CheckpointSaver(settings.run, policy, settings.monitor.phase_timeout_s)
         with platform.gc_frozen(), saver:
