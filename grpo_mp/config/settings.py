@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from grpo_mp.algorithms.registries import needs_correctness
-from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
 from grpo_mp.config.sections import (
     PRECISION_AWARE_FIELDS,
     DataConfig,
@@ -74,6 +74,17 @@ class Settings(Section):
                     f"training.megatron_args.{name} has no effect with optimizer.offload=host, which keeps main "
                     "weights and moments in float32: remove it, or set offload=step"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_router_replay(self) -> "Settings":
+        needed = needs_old_logprobs(self.algorithm, self.optimizer_steps_per_step)
+        if self.training.router_replay == "R2" and not needed:
+            raise ValueError(
+                "training.router_replay=R2 replays the experts of the old-logprob pass, which this run does not make "
+                "(algorithm.old_logprobs=engine, or one update a step): set R3 or none, or old_logprobs=recomputed "
+                "with training.updates_per_step of 2 or more"
+            )
         return self
 
     @model_validator(mode="after")

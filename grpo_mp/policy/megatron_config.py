@@ -58,6 +58,7 @@ RESERVED = {  # fields that the run sets itself, with what to do instead
     "use_distributed_optimizer": "a checkpoint that any layout loads needs it",
     **dict.fromkeys(HOST_UPDATE.keys() - {"use_precision_aware_optimizer"}, "set optimizer.offload=host"),
     "use_torch_optimizer_for_cpu_offload": "optimizer.offload=host updates with torch's AdamW",
+    "moe_enable_routing_replay": "set training.router_replay",
     "perform_initialization": "every weight is read from the checkpoint",
 }
 

@@ -24,7 +24,7 @@ from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel, build_chunks
 from grpo_mp.policy.optimizer import build_optimizer, wrap_for_training
 from grpo_mp.policy.reference import Reference
-from grpo_mp.policy.routing_replay import RoutingReplay
+from grpo_mp.policy.routing_replay import RoutingReplay, check_router_replay
 from grpo_mp.policy.weights import load_hf, local_tensors
 from grpo_mp.types import MicroBatch
 
@@ -153,7 +153,9 @@ def check_policy(
     """
     check_layout(layout, model_shape(hf), world_size, sets_pipeline_layout(training.megatron_args))
     check_overrides(training.megatron_args)
-    transformer_config(layout, training, model.dtype, hf)
+    config = transformer_config(layout, training, model.dtype, hf)
+    if training.router_replay != "none":
+        check_router_replay(config)
     with open_weights(model.path, family=model.family) as reader:
         check_tensors(reader, family_of(hf).params(hf).values())
         check_layers(reader.names, hf)

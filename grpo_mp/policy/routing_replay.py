@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from grpo_mp import platform
+from grpo_mp.errors import UserError
 from grpo_mp.policy.deepseek import GroupLimitedTopk, Topk
 from grpo_mp.types import MicroBatch, RoutedExperts
 
@@ -123,6 +125,18 @@ class RoutingReplay:
         for replay in self._replays:
             replay.differing = replay.replayed = 0
         return differing, replayed
+
+
+def check_router_replay(config: TransformerConfig) -> None:
+    """Raise UserError for a model without routers, or whose routers would choose without a replay."""
+    if not config.num_moe_experts:
+        raise UserError("training.router_replay needs a model with experts, model.path has none: set it to none")
+    if config.moe_router_fusion or config.moe_router_load_balancing_type == "sinkhorn":
+        name = "moe_router_fusion" if config.moe_router_fusion else "moe_router_load_balancing_type"
+        raise UserError(
+            f"training.megatron_args.{name}: these routers ignore replayed experts: leave it out, or set "
+            "training.router_replay=none"
+        )
 
 
 def _routers(chunk: nn.Module) -> list[TopKRouter]:

@@ -146,6 +146,17 @@ class EngineClient:
             raise self._error("/generate", f"returned {len(outputs)} responses where {count} were asked for")
         return [self._parse_output(output, len(prompt_tokens), routing) for output in outputs]
 
+    async def check_routed_experts(self, routing: ModelShape) -> None:
+        """Raise UserError where a response comes without the experts of its tokens."""
+        (output,) = await self.generate((1, 2, 3), SamplingParams(max_response_tokens=2), routing=routing)
+        if output.routed_experts is None:
+            version = (await self.capabilities()).version
+            raise self._error(
+                "/generate",
+                f"SGLang {version} does not return the experts that it chooses, with this model and these engine.args: "
+                "set training.router_replay=R2 or none",
+            )
+
     async def score(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
         """Compute the logprobs of given sequences at temperature 1: entry i of a list belongs to token i + 1.
 

@@ -1,13 +1,36 @@
 """Experts of each token as SGLang returns them with a response (`return_routed_experts`)."""
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
 
 from grpo_mp.distributed.layout import ModelShape
+from grpo_mp.errors import UserError
 from grpo_mp.types import ExpertIds
+
+ARGUMENT = "enable_return_routed_experts"
+# SGLang keeps the experts of a token beside its slot in the cache, for the tokens of one batch after the other. Caches
+# that bring tokens back to other slots, or batches in two halves, would return those of other tokens.
+WRONG_WITH = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_two_batch_overlap")
+
+
+def check_routed_experts(args: Mapping[str, Any], known: Set[str], shape: ModelShape) -> None:
+    """Raise UserError where SGLang, with the user's `engine.args`, cannot return the experts that it chose."""
+    reason = None
+    if ARGUMENT not in known:
+        reason = f"needs an SGLang that has {ARGUMENT}, the installed one does not"
+    elif shape.experts_per_token == 1:
+        reason = "needs two experts a token: of one, a token that SGLang did not capture could not be told"
+    elif args.get("speculative_algorithm"):
+        reason = "does not work with engine.args.speculative_algorithm: accepted tokens change their place in the cache"
+    elif int(args.get("chunked_prefill_size") or 1) <= 0:
+        reason = "needs engine.args.chunked_prefill_size above 0, by which SGLang sizes its buffer of experts"
+    elif wrong := [name for name in WRONG_WITH if args.get(name)]:
+        reason = f"does not work with engine.args.{wrong[0]}: SGLang would return the experts of other tokens"
+    if reason:
+        raise UserError(f"training.router_replay=R3 {reason}: change that, or set R2 or none")
 
 
 def read_routed_experts(meta: Mapping[str, Any], tokens: int, shape: ModelShape) -> ExpertIds | None:
@@ -24,7 +47,7 @@ def read_routed_experts(meta: Mapping[str, Any], tokens: int, shape: ModelShape)
     chosen = sent.reshape(tokens, shape.num_layers, -1)[:, np.array(shape.is_moe_layer)]
     in_range = chosen.min(initial=0) >= 0 and chosen.max(initial=0) < shape.num_experts
     # SGLang's buffer begins with zeros, so a token that was not captured has the same expert twice.
-    captured = shape.experts_per_token == 1 or bool((chosen[..., 0] != chosen[..., 1]).all())
+    captured = bool((chosen[..., 0] != chosen[..., 1]).all())
     if not (in_range and captured):
         return None
     return chosen.astype(np.uint8 if shape.num_experts <= 256 else np.int16)
