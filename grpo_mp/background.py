@@ -1,9 +1,15 @@
-"""Run a function in a thread beside the loop, and wait for it with a limit."""
+"""Run functions and coroutines in threads beside the loop."""
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from grpo_mp.errors import PhaseTimeout
+
+Value = TypeVar("Value")
+CLOSE_LIMIT_S = 5.0
 
 
 class BackgroundTask:
@@ -36,3 +42,36 @@ class BackgroundTask:
             self._function()
         except BaseException as error:  # noqa: BLE001 - `wait` raises it again
             self._error = error
+
+
+class EventLoopThread:
+    """An event loop in a thread of its own: coroutines run while their callers do something else, or wait."""
+
+    def __init__(self, name: str) -> None:
+        """Start the loop."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Value]) -> Future[Value]:
+        """Begin to run a coroutine; its result comes in the future."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
+        """Run a coroutine to its end; several threads may."""
+        return self.submit(coroutine).result()
+
+    def close(self) -> None:
+        """Cancel what still runs, and end the thread."""
+        if self._loop.is_closed():
+            return
+        self.submit(self._cancel_all()).result(CLOSE_LIMIT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_LIMIT_S)
+        self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)

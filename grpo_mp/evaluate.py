@@ -27,7 +27,7 @@ from grpo_mp.parsers import evaluate_parser
 from grpo_mp.rollout.rollout import engines_can_load_weights
 from grpo_mp.train import sync_weights
 from grpo_mp.trainer.command_line import started_job
-from grpo_mp.trainer.context import open_engines_only, open_train_context
+from grpo_mp.trainer.context import open_context, open_engines_only
 from grpo_mp.trainer.evaluation import Evaluation, Evaluator
 from grpo_mp.trainer.exit import exit_on_error
 from grpo_mp.trainer.preflight import RunInputs, run_evaluation_preflight
@@ -79,6 +79,9 @@ def read_command(args: argparse.Namespace) -> EvaluationJob:
     updates = {
         "run": settings.run.model_copy(update={"folder": out}),
         "model": settings.model.model_copy(update={"path": model}),
+        # All ranks have engines.
+        "schedule": "colocated",
+        "engine": settings.engine.model_copy(update={"ranks": 0}),
         # No reference is needed.
         "algorithm": settings.algorithm.model_copy(update={"kl": KLConfig()}),
     }
@@ -95,7 +98,7 @@ def run(job: EvaluationJob, inputs: RunInputs) -> None:
     )
     greeting = f"{job.name}: {problems}; starting the engines"
     if job.needs_policy:
-        with open_train_context(settings, inputs, job.checkpoint, greeting) as ctx:
+        with open_context(settings, inputs, job.checkpoint, greeting) as ctx:
             sync_weights(ctx)
             evaluate_and_report(job, ctx.evaluator)
     else:
@@ -105,20 +108,20 @@ def run(job: EvaluationJob, inputs: RunInputs) -> None:
 
 def evaluate_and_report(job: EvaluationJob, evaluator: Evaluator) -> None:
     """Evaluate every set; write scores, samples and picture into the folder, and show a table."""
-    folder, parallel, progress = job.settings.run.folder, evaluator.parallel, evaluator.progress
-    samples = _samples_file(folder, parallel.rank)
+    folder, ranks, progress = job.settings.run.folder, evaluator.job, evaluator.progress
+    samples = _samples_file(folder, ranks.rank)
     samples.write_text("")
     evaluation = evaluator.evaluate(job.step, partial(append_samples, samples))
-    dist.barrier(group=parallel.cpu_group)
-    if parallel.rank == 0:
+    dist.barrier(group=ranks.group)
+    if ranks.rank == 0:
         with (folder / SAMPLES).open("wb") as file:
-            for part in [_samples_file(folder, rank) for rank in range(parallel.world_size)]:
+            for part in [_samples_file(folder, rank) for rank in range(ranks.world_size)]:
                 file.write(part.read_bytes())
                 part.unlink()
         _write_results(job, evaluation)
         progress.print_scores(str(job.name), evaluation.scores)
         progress.note(f"Scores:  {folder / SCORES}\nSamples: {folder / SAMPLES}")
-    dist.barrier(group=parallel.cpu_group)
+    dist.barrier(group=ranks.group)
 
 
 def _write_results(job: EvaluationJob, evaluation: Evaluation) -> None:

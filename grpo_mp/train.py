@@ -11,6 +11,7 @@ if __name__ == "__main__":
 from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
 from grpo_mp.checkpoint.run_state import EXPORTS, FINAL, latest_checkpoint
 from grpo_mp.config import Settings
+from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.monitor.loggers import open_loggers
 from grpo_mp.monitor.samples import drop_samples
 from grpo_mp.monitor.timeline import merge_traces
@@ -18,7 +19,7 @@ from grpo_mp.phases import SAVE_WAIT, Phase
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.command_line import run_command
-from grpo_mp.trainer.context import TrainContext, open_train_context
+from grpo_mp.trainer.context import RolloutContext, TrainContext, open_context
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, scores_before_training
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.preflight import RunInputs
@@ -26,7 +27,7 @@ from grpo_mp.trainer.save import export_policy
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, sync_metrics
 from grpo_mp.trainer.update import train_step, update_reference
 from grpo_mp.weight_sync.compare import CheckReport
-from grpo_mp.weight_sync.update import SyncReport
+from grpo_mp.weight_sync.update import SyncReport, largest_report
 
 
 def train(ctx: TrainContext) -> None:
@@ -71,6 +72,23 @@ def train(ctx: TrainContext) -> None:
     finish(ctx, replace(first, scores=initial_scores), last)
 
 
+def generate(ctx: RolloutContext) -> None:
+    """Follow `train` as a rank that only hosts an engine: generate for the next step while this one trains."""
+    run = ctx.settings.run
+    sync_weights(ctx)
+    ctx.evaluator.evaluate(ctx.state.step)
+    while ctx.state.step < run.steps and not ctx.should_stop():
+        step = ctx.state.step + 1
+        rollouts = ctx.collector.collect(ctx.state, step)
+        if ctx.should_stop():
+            break
+        updates = ctx.settings.optimizer_steps_per_step
+        ctx.state = replace(rollouts.state, step=step, optimizer_step=ctx.state.optimizer_step + updates)
+        sync_weights(ctx)
+        if is_due(step, run.eval_every, run.steps):
+            ctx.evaluator.evaluate(step)
+
+
 def make_logger(ctx: TrainContext) -> StepLogger:
     """Open the loggers of the run, which continue after the steps that are done; lines of later steps are dropped."""
     settings, first_step = ctx.settings, ctx.state.step + 1 if ctx.state.step else 0
@@ -85,7 +103,6 @@ def make_logger(ctx: TrainContext) -> StepLogger:
         ctx.parallel,
         ctx.timeline,
         ctx.progress,
-        ctx.inputs.scorer,
         open_loggers(make_loggers, folder, first_step, settings.model_dump(mode="json")),
         ctx.phases.memory_tracker,
         ctx.policy.expert_load,
@@ -134,11 +151,14 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
     return reports
 
 
-def sync_weights(ctx: TrainContext) -> tuple[SyncReport, CheckReport]:
+def sync_weights(ctx: RolloutContext) -> tuple[SyncReport, CheckReport]:
     """Push the policy's weights into every engine and check that the engines hold them."""
     with ctx.phases.phase(Phase.SYNC):
-        report = ctx.weight_sync.update_weights(ctx.state.optimizer_step)
-    return report, ctx.engine_check.run(report.version)
+        if ctx.settings.schedule == "one_step_off":
+            ctx.collector.finish_generation()
+        reports = all_gather(ctx.weight_sync.update_weights(ctx.state.optimizer_step), ctx.job.group)
+        ctx.collector.synced_step = ctx.state.step
+    return largest_report(reports), ctx.engine_check.run(ctx.state.optimizer_step)
 
 
 def save(ctx: TrainContext) -> None:
@@ -182,8 +202,11 @@ def finish(ctx: TrainContext, first: Evaluation, last: Evaluation) -> None:
 def run(settings: Settings, inputs: RunInputs) -> None:
     """Train as one rank of a started job. Raises UserError for what a user can fix."""
     checkpoint = latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
-    with open_train_context(settings, inputs, checkpoint) as ctx:
-        train(ctx)
+    with open_context(settings, inputs, checkpoint) as ctx:
+        if isinstance(ctx, TrainContext):
+            train(ctx)
+        else:
+            generate(ctx)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -5,13 +5,16 @@ tokens once to the model replica that trains on it.
 """
 
 import pickle
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.types import Sample, SampleGroup, SampleInfo
+
+Item = TypeVar("Item")
 
 
 def all_gather_sample_info(groups: Iterable[SampleGroup], process_group: dist.ProcessGroup) -> list[SampleInfo]:
@@ -34,6 +37,19 @@ def gather_groups(
         gathered = [[]] * dist.get_world_size(process_group)
     dist.gather_object(local_groups, gathered, group=process_group, group_dst=0)
     return sorted((group for part in gathered or () for group in part), key=lambda group: group.samples[0].group_id)
+
+
+def send_groups(
+    groups: Iterable[SampleGroup], rank_of: Callable[[SampleGroup], int], process_group: dist.ProcessGroup
+) -> list[SampleGroup]:
+    """Send each group, with its texts, to the rank that `rank_of` says; return those that came, sorted by id.
+
+    Every rank must call this.
+    """
+    outgoing: list[list[SampleGroup]] = [[] for _ in range(dist.get_world_size(process_group))]
+    for group in groups:
+        outgoing[rank_of(group)].append(group)
+    return sorted(_all_to_all(outgoing, process_group), key=lambda group: group.samples[0].group_id)
 
 
 def redistribute(
@@ -67,10 +83,10 @@ def _without_text(sample: Sample) -> Sample:
     )
 
 
-def _all_to_all(outgoing: Sequence[list[Sample]], group: dist.ProcessGroup) -> list[Sample]:
-    """Send a list to each rank; return the samples received from all."""
-    parts = all_to_all_bytes([pickle.dumps(samples) for samples in outgoing], group)
-    return [sample for part in parts for sample in pickle.loads(part.numpy().data)]
+def _all_to_all(outgoing: Sequence[list[Item]], group: dist.ProcessGroup) -> list[Item]:
+    """Send a list to each rank; return the items received from all."""
+    parts = all_to_all_bytes([pickle.dumps(items) for items in outgoing], group)
+    return [item for part in parts for item in pickle.loads(part.numpy().data)]
 
 
 def all_to_all_bytes(outgoing: Sequence[bytes], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:

@@ -17,7 +17,7 @@ class AdmissionRule:
     """How many groups a step needs, and how many it may launch for them. Numbers count groups in launch order.
 
     `launched`: at first; each group that the filter drops lets one more be launched, up to `max_launched`.
-    `lookahead`: groups of later steps that may be launched where a slot is free.
+    `lookahead`: the most groups of later steps that may be launched where a slot is free.
     """
 
     needed: int
@@ -32,7 +32,7 @@ class Admission:
     """What the groups that have finished so far decide."""
 
     done: bool  # no other group can change `selected`
-    launch_limit: int  # numbers below it may be launched
+    launch_limit: int  # numbers below it may be launched for this step
     selected: tuple[int, ...]  # numbers of the groups that the step trains on
     consumed: int  # the next step begins with this number
 
@@ -59,7 +59,7 @@ def admit(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admission:
         number += 1
     limit = _launch_limit(kept, rule)
     done = len(selected) == rule.needed or number == limit
-    return Admission(done, limit + rule.lookahead, tuple(selected), number)
+    return Admission(done, limit, tuple(selected), number)
 
 
 def _admit_by_finish(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admission:

@@ -11,6 +11,7 @@ from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.section import Section, as_bytes
 
 PIECE_BYTES = 2**30
+PauseMode = Literal["retract", "in_place"]
 SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
 
 
@@ -150,9 +151,10 @@ class RolloutConfig(Section):
     max_staleness: int = Field(
         0,
         ge=0,
-        description="steps that a group may begin before the step that trains on it. While the last groups of a step "
-        "run, free slots generate for later steps; what is unfinished is paused, and goes on with the new weights "
-        "(partial rollouts, slime --partial-rollout). 0: all samples are of the newest weights",
+        description="steps that the weights which begin a group may be behind those of the step that trains on it. "
+        "While the last groups of a step run, free slots generate for later steps; what is unfinished is paused, and "
+        "goes on with the new weights (partial rollouts, slime --partial-rollout). 0: all samples are of the newest "
+        "weights; with schedule=one_step_off it is 1, with async 1 or more",
     )
     group_timeout_s: float = Field(600.0, gt=0, description="time limit of a group in seconds; more for long responses")
 
@@ -163,10 +165,16 @@ class RolloutConfig(Section):
 
 
 class EngineConfig(Section):
-    """The SGLang engines that generate, on the same devices as the trainer."""
+    """The SGLang engines that generate, on the devices of the trainer or on their own."""
 
     gpus_per_engine: int = Field(1, ge=1, description="consecutive ranks that one engine spans (SGLang tp_size)")
     num_engines: int | None = Field(None, ge=1, description="number of engines; null: as many as fit the ranks")
+    ranks: int = Field(
+        0,
+        ge=0,
+        description="ranks, the last of the job, that engines have for themselves with schedule=one_step_off or async; "
+        "the others train",
+    )
     start_timeout_s: float = Field(600.0, gt=0, description="time limit of an engine's start, in seconds")
     request_timeout_s: float = Field(
         600.0, gt=0, description="time limit of a request, in seconds; at least rollout.group_timeout_s"
@@ -269,6 +277,11 @@ class SyncConfig(Section):
         True,
         description="send only parameters that changed since the last sync, where engines keep their weights: on a "
         "CPU, with model.dtype=float32, or with engine.args.enable_weights_cpu_backup",
+    )
+    pause: PauseMode = Field(
+        "retract",
+        description="how running requests wait for new weights with schedule=async. retract: their cache is computed "
+        "anew by the new weights; in_place: it is kept, and prefixes are shared over versions",
     )
     check_tolerance: float | None = Field(
         None, gt=0, description="allowed mean absolute logprob difference of engine and policy, in nats; null: by dtype"

@@ -1,6 +1,6 @@
 """The settings of a run, and the checks that span sections."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -27,6 +27,12 @@ from grpo_mp.section import Section
 class Settings(Section):
     """All settings of a run."""
 
+    schedule: Literal["colocated", "one_step_off", "async"] = Field(
+        "colocated",
+        description="colocated: the same ranks generate, then train; one_step_off: engines have engine.ranks ranks, "
+        "and generate the next step while this one trains; async: they generate all the time, and take new weights "
+        "while requests run",
+    )
     run: RunConfig = Field(description="folder, length, checkpoints and evaluations of the run")
     model: ModelConfig = Field(description="the policy and its reference")
     layout: LayoutConfig = Field(LayoutConfig(), description="parallelism of the trainer")
@@ -85,6 +91,11 @@ class Settings(Section):
                 "(algorithm.old_logprobs=engine, or one update a step): set R3 or none, or old_logprobs=recomputed "
                 "with training.updates_per_step of 2 or more"
             )
+        if self.training.router_replay == "R3" and self.schedule == "async" and self.sync.pause == "retract":
+            raise ValueError(
+                "training.router_replay=R3 replays the experts with which each token was sampled, and "
+                "sync.pause=retract has SGLang choose them anew at every update: set sync.pause=in_place"
+            )
         return self
 
     @model_validator(mode="after")
@@ -132,6 +143,37 @@ class Settings(Section):
             )
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _set_staleness(cls, values: Any) -> Any:
+        """Let samples be one step old where the schedule makes them so."""
+        if not isinstance(values, dict) or values.get("schedule", "colocated") == "colocated":
+            return values
+        rollout = values.get("rollout")
+        return values | {"rollout": {"max_staleness": 1} | rollout} if isinstance(rollout, dict) else values
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> "Settings":
+        ranks, staleness = self.engine.ranks, self.rollout.max_staleness
+        if self.schedule == "colocated":
+            if ranks:
+                raise ValueError(
+                    f"engine.ranks={ranks} keeps ranks for engines alone, and schedule=colocated lets all of them "
+                    "train: set schedule=one_step_off or async, or engine.ranks=0"
+                )
+            return self
+        if not ranks or ranks % self.engine.gpus_per_engine:
+            raise ValueError(
+                f"schedule={self.schedule} needs ranks for the engines alone: set engine.ranks, now {ranks}, to a "
+                f"multiple of engine.gpus_per_engine={self.engine.gpus_per_engine}"
+            )
+        if not staleness or (self.schedule == "one_step_off" and staleness > 1):
+            rule = "is 1" if self.schedule == "one_step_off" else "is at least 1"
+            raise ValueError(
+                f"rollout.max_staleness={staleness}: with schedule={self.schedule} it {rule}: leave it out"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_staleness(self) -> "Settings":
         rule = self.algorithm.filter
@@ -160,6 +202,11 @@ class Settings(Section):
         if not process and self.reward.steps and not self.reward.has_outcome:
             raise ValueError("reward.steps gives no outcome reward: set algorithm=grpo_process, or reward.answer")
         return self
+
+    @property
+    def shares_devices(self) -> bool:
+        """Return whether policy and engines are on the same devices, in turn."""
+        return self.schedule == "colocated"
 
     @property
     def samples_per_step(self) -> int:

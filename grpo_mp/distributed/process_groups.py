@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import distributed_c10d
 
 from grpo_mp import platform
 from grpo_mp.config.sections import LayoutConfig
@@ -22,18 +23,51 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
+class Job:
+    """All ranks of the job. Those that train come first, those that only host engines (`engine.ranks`) last.
+
+    Either kind has torch's default group to itself, since Megatron divides a model over all ranks of it: a rank that
+    trains has the same number here and there.
+    """
+
+    rank: int
+    world_size: int
+    engine_ranks: int  # 0: the ranks that train host the engines, too
+    group: dist.ProcessGroup  # gloo group of all ranks
+    device_group: dist.ProcessGroup  # group of all ranks for tensors on the device
+    store: dist.Store  # key-value store of the job
+    ranks_per_node: int
+
+    @property
+    def trains(self) -> bool:
+        """Return whether this rank has a part of the policy."""
+        return self.rank < self.world_size - self.engine_ranks
+
+    @property
+    def hosts_engines(self) -> bool:
+        """Return whether this rank may be part of an engine."""
+        return not (self.engine_ranks and self.trains)
+
+    @property
+    def engine_group(self) -> dist.ProcessGroup:
+        """Return the gloo group of the ranks that may host engines, of which this is one."""
+        default = dist.group.WORLD
+        assert default is not None
+        return default if self.engine_ranks else self.group
+
+
+@dataclass(frozen=True)
 class Parallel:
-    """Hold this rank's coordinates and the process groups that Megatron does not make."""
+    """Hold the coordinates of a rank that trains and the process groups that Megatron does not make."""
 
     layout: LayoutConfig
     rank: int
-    world_size: int
+    world_size: int  # ranks that train
     coords: RankCoordinates
     dp_size: int
     replica: dist.ProcessGroup  # gloo group of the ranks that train on the same samples
-    cpu_group: dist.ProcessGroup  # gloo group of all ranks
-    store: dist.Store  # key-value store of the job
-    ranks_per_node: int
+    cpu_group: dist.ProcessGroup  # gloo group of all ranks that train
+    job: Job
 
     @property
     def replica_source(self) -> int:
@@ -59,28 +93,74 @@ def megatron_sizes(layout: LayoutConfig) -> dict[str, int | None]:
 
 
 def start_parallel(layout: LayoutConfig, seed: int, timeout_s: float, name: str = "job") -> Parallel:
-    """Join the job that torchrun or srun describes in the environment and create all process groups.
+    """Join the job that torchrun or srun describes, all of whose ranks train, and create all process groups.
 
     Processes that left with `stop_parallel` may join again, under another `name`. Raises UserError where
     the rendezvous fails.
     """
+    return make_parallel(join_job(timeout_s, name=name), layout, seed, timeout_s)
+
+
+def join_job(timeout_s: float, engine_ranks: int = 0, name: str = "job") -> Job:
+    """Join the job that torchrun or srun describes in the environment; its last `engine_ranks` do not train.
+
+    Raises UserError where the rendezvous fails.
+    """
     timeout = datetime.timedelta(seconds=timeout_s)
     store, rank, world_size = rendezvous(timeout)
     store = dist.PrefixStore(name, store)
-    dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
+    train_ranks = world_size - engine_ranks
+    own = (rank, train_ranks, "train") if rank < train_ranks else (rank - train_ranks, engine_ranks, "engines")
+    own_rank, own_size, own_name = own
+    own_store = dist.PrefixStore(own_name, store) if engine_ranks else store
+    backend = "gloo" if own_name == "engines" else platform.backend()
+    dist.init_process_group(backend, store=own_store, rank=own_rank, world_size=own_size, timeout=timeout)
+    if engine_ranks:
+        group = device_group = _join_group("gloo", store, rank, world_size, timeout)
+        if platform.backend() != "gloo":
+            device_group = _join_group(platform.backend(), store, rank, world_size, timeout)
+    else:
+        group, default = dist.new_group(backend="gloo", timeout=timeout), dist.group.WORLD
+        assert default is not None  # just made
+        device_group = default
+    # NCCL connects all ranks in the first collective; the weight sync's sends involve only some of them.
+    dist.all_reduce(torch.zeros(1, device=platform.device()), group=device_group)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return Job(rank, world_size, engine_ranks, group, device_group, store, ranks_per_node)
+
+
+def _join_group(
+    backend: str, store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta
+) -> dist.ProcessGroup:
+    """Make a group of ranks that are not all in torch's default group, for which torch has no public function.
+
+    As `init_custom_process_group` of SGLang does. Other ranks are numbered from this one in the default group, so
+    that `dist.get_rank` of the group is right; give peers as ranks of the group (`group_dst`, `group_src`).
+    """
+    name = distributed_c10d.GroupName(f"job_{backend}")
+    group, _ = distributed_c10d._new_process_group_helper(
+        world_size, rank, [], distributed_c10d.Backend(backend), dist.PrefixStore(name, store), name, timeout=timeout
+    )
+    offset = rank - dist.get_rank()
+    distributed_c10d._world.pg_group_ranks[group] = {other - offset: other for other in range(world_size)}
+    return group
+
+
+def make_parallel(job: Job, layout: LayoutConfig, seed: int, timeout_s: float) -> Parallel:
+    """Create the process groups of a layout over the ranks that train; each of them must call this."""
+    timeout = datetime.timedelta(seconds=timeout_s)
     parallel_state.initialize_model_parallel(
         **megatron_sizes(layout),
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         create_gloo_process_groups=True,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     dp_size = data_parallel_size(layout, world_size)
     replica_groups = [
         dist.new_group(list(model_parallel_ranks(data, layout, world_size)), backend="gloo", timeout=timeout)
         for data in range(dp_size)
     ]
-    # NCCL connects all ranks in the first collective; the weight sync's sends involve only some of them.
-    dist.all_reduce(torch.zeros(1, device=platform.device()))
     coords = coordinates(rank, layout, world_size)
     return Parallel(
         layout=layout,
@@ -89,9 +169,8 @@ def start_parallel(layout: LayoutConfig, seed: int, timeout_s: float, name: str 
         coords=coords,
         dp_size=dp_size,
         replica=replica_groups[coords.data],
-        cpu_group=dist.new_group(backend="gloo", timeout=timeout),
-        store=store,
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        cpu_group=dist.new_group(backend="gloo", timeout=timeout) if job.engine_ranks else job.group,
+        job=job,
     )
 
 
@@ -145,6 +224,6 @@ def single_rank_environment() -> Iterator[None]:
 
 
 def stop_parallel() -> None:
-    """Destroy all process groups."""
+    """Destroy all process groups, Megatron's too where there are any."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

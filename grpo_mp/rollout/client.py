@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from grpo_mp.config.sections import PauseMode
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.errors import PhaseTimeout, UserError
 from grpo_mp.rollout.routed_experts import read_routed_experts
@@ -192,6 +193,14 @@ class EngineClient:
         """End every request; each returns what it has, marked `aborted`."""
         await self._call("POST", "/abort_request", {"abort_all": True})
 
+    async def pause_generation(self, mode: PauseMode) -> None:
+        """Let running requests wait, and those that come; with `retract` they give up their cache."""
+        await self._call("POST", "/pause_generation", {"mode": mode})
+
+    async def continue_generation(self) -> None:
+        """Let requests go on; those that were retracted compute their tokens' cache again."""
+        await self._call("POST", "/continue_generation", {"torch_empty_cache": False})
+
     async def begin_weight_update(self) -> None:
         """Begin a weight update; nothing to do on an SGLang without weight update sessions."""
         if (await self.capabilities()).weight_update_session:
@@ -205,11 +214,12 @@ class EngineClient:
         body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False, **TARGET}
         await self._post("/update_weights_from_tensor", body)
 
-    async def end_weight_update(self, version: int) -> None:
-        """End the update, flush prefixes of the old weights, and set the version of the new ones."""
+    async def end_weight_update(self, version: int, keep_cache: bool = False) -> None:
+        """End the update, flush prefixes of the old weights unless they are kept, set the version of the new ones."""
         if (await self.capabilities()).weight_update_session:
             await self._post("/end_weight_update", {})
-        await self.flush_cache()
+        if not keep_cache:
+            await self.flush_cache()
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def checksums(self) -> dict[str, str]:

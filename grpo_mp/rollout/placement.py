@@ -22,16 +22,26 @@ class EnginePlacement:
 
 
 def engine_placements(engine: EngineConfig, world_size: int, ranks_per_node: int) -> tuple[EnginePlacement, ...]:
-    """Place engine e on ranks [e * gpus, (e + 1) * gpus), with one process on each node it spans.
+    """Place engine e on ranks [e * gpus, (e + 1) * gpus) of those that may host engines, with one process on each node.
 
-    Raises UserError where the engines do not fit the job or would span nodes unevenly.
+    These are all ranks, or the last `engine.ranks`. Raises UserError where the engines do not fit the job or would span
+    nodes unevenly.
     """
-    gpus = engine.gpus_per_engine
-    engines = engine.num_engines or world_size // gpus
-    if engines < 1 or engines * gpus > world_size:
+    gpus, ranks = engine.gpus_per_engine, engine.ranks or world_size
+    first = world_size - ranks
+    if engine.ranks and first < 1:
+        raise UserError(f"engine.ranks={ranks} leaves none of the {world_size} ranks of this job to train: lower it")
+    engines = engine.num_engines or ranks // gpus
+    if engines < 1 or engines * gpus > ranks:
         raise UserError(
-            f"engine.num_engines={engines} engines of engine.gpus_per_engine={gpus} do not fit the {world_size} ranks "
-            f"of this job"
+            f"engine.num_engines={engines} engines of engine.gpus_per_engine={gpus} do not fit the {ranks} ranks "
+            f"{'of engine.ranks' if engine.ranks else 'of this job'}"
+        )
+    part = min(gpus, ranks_per_node)
+    if first % part:
+        raise UserError(
+            f"engine.ranks={ranks} leaves {first} ranks to train, and engines of {gpus} begin at a multiple of {part}: "
+            f"set engine.ranks={world_size - first // part * part}"
         )
     if max(gpus, ranks_per_node) % min(gpus, ranks_per_node):
         raise UserError(
@@ -39,7 +49,7 @@ def engine_placements(engine: EngineConfig, world_size: int, ranks_per_node: int
         )
     nodes = max(1, gpus // ranks_per_node)
     return tuple(
-        EnginePlacement(index, index * gpus + node * ranks_per_node, node, nodes)
+        EnginePlacement(index, first + index * gpus + node * ranks_per_node, node, nodes)
         for index in range(engines)
         for node in range(nodes)
     )

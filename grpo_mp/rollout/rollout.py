@@ -1,15 +1,15 @@
 """The rollout of one rank: its engine process, its client, and its share of the prompts."""
 
-import asyncio
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
+from grpo_mp.background import EventLoopThread
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.hf_reader import has_hf_weights
 from grpo_mp.config import Settings
@@ -52,7 +52,7 @@ class Rollout:
         self.host_ranks = engine_host_ranks(placements)
         self.placement = next((placement for placement in placements if placement.rank == rank), None)
         replays = settings.training.router_replay == "R3" and not load_weights
-        self._routing = model_shape(hf) if replays else None
+        self.routing = model_shape(hf) if replays else None  # the model's, where samples keep their experts
         self._process: EngineProcess | None = None
         if self.placement:
             cpu = not platform.on_cuda()
@@ -60,7 +60,7 @@ class Rollout:
             spec = engine_spec(settings, hf, self.placement, cpu, first_gpu, load_weights)
             log = settings.run.folder / "logs" / f"engine_{self.placement.engine}.log"
             self._process = EngineProcess(spec, log)
-        self._runner = asyncio.Runner()
+        self._loop = EventLoopThread(f"engine of rank {rank}")
         self.client: EngineClient | None = None
 
     @property
@@ -93,18 +93,20 @@ class Rollout:
         self.client = EngineClient(
             self.placement.engine, self._process.url, self._process.headers, engine.request_timeout_s
         )
-        if self._routing:
-            self.call(self.client.check_routed_experts(self._routing))
+        if self.routing:
+            self.call(self.client.check_routed_experts(self.routing))
 
-    def run(self, task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
-        """Generate and score the groups of a task that this rank's engine takes."""
+    def begin(self, task: RolloutTask, stream: GroupStream) -> Future[LaunchedGroups]:
+        """Begin to generate and score the groups of a task that this rank's engine takes."""
         if self.client is None:
-            return task.carried
+            nothing: Future[LaunchedGroups] = Future()
+            nothing.set_result(task.carried)
+            return nothing
         settings, rule = self._settings, stream.rule
         groups_per_engine = -(-(rule.launched + rule.lookahead) // len(self.host_ranks))
         max_in_flight = max(1, min(settings.engine.concurrent_groups, groups_per_engine))
         worker = RolloutWorker(self.client, self._scorer, self._tokenizer, settings.rollout.group_timeout_s)
-        return self._runner.run(worker.run(task, stream, max_in_flight))
+        return self._loop.submit(worker.run(task, stream, max_in_flight))
 
     def evaluate(
         self, prompts: Sequence[Prompt], name: str, step: int, store: dist.Store, check_peers: Callable[[], None]
@@ -118,13 +120,14 @@ class Rollout:
         sampling = replace(rollout_sampling(self._settings.rollout), **overrides)
         count = len(prompts)
         stream = GroupStream(store, f"eval/{name}/{step}", AdmissionRule(count, count, count), check_peers)
-        groups = self.run(RolloutTask(prompts.__getitem__, eval_set.samples, 0, step, sampling), stream)
+        task = RolloutTask(prompts.__getitem__, eval_set.samples, 0, step, sampling, pauses=False)
+        groups = self.begin(task, stream).result()
         finished = [group for _, group in sorted(groups.items()) if isinstance(group, SampleGroup)]
         return [group for group in finished if group.samples]
 
     def call(self, coroutine):  # type: ignore[no-untyped-def]
         """Run one of the client's coroutines to its end."""
-        return self._runner.run(coroutine)
+        return self._loop.run(coroutine)
 
     def check_alive(self, phase: str) -> None:
         """Raise UserError with the log's last lines where this rank's engine has ended."""
@@ -135,10 +138,10 @@ class Rollout:
         """End this rank's engine and connections."""
         if self._process:
             self._process.stop()
-        with suppress(RuntimeError):  # a request that was interrupted holds the loop; it ended with the process
-            if self.client:
-                self._runner.run(self.client.aclose())
-            self._runner.close()
+        client, self.client = self.client, None
+        if client:
+            self._loop.run(client.aclose())
+        self._loop.close()
 
     def __enter__(self) -> "Rollout":
         return self

@@ -27,7 +27,7 @@ class GroupStream:
         self._append(" ")  # so that there is something to read
 
     def claim(self) -> int:
-        """Take the next number; it may be launched once `Admission.launch_limit` is above it."""
+        """Take the next number; `LaunchGate` says when it may be launched."""
         return int(self._store.add(f"{self._key}/claimed", 1)) - 1
 
     def report(self, number: int, kept: bool) -> None:
@@ -56,11 +56,12 @@ class GroupStream:
 
 
 class LaunchGate:
-    """Lets the tasks of one engine wait until their number may be launched, or the step has its groups."""
+    """Lets one engine wait until a number may be launched, or the step has its groups."""
 
-    def __init__(self, stream: GroupStream) -> None:
-        """Read the stream; `watch` keeps reading it."""
-        self._stream, self._changed = stream, asyncio.Condition()
+    def __init__(self, stream: GroupStream, lookahead: Callable[[], int]) -> None:
+        """Read the stream; `watch` keeps reading it. `lookahead`: groups of later steps that may be launched now."""
+        self._stream, self._changed, self._lookahead = stream, asyncio.Condition(), lookahead
+        self._ahead = lookahead()
         self._reported = stream.reported()
         self._admission = stream.admission()
 
@@ -73,15 +74,15 @@ class LaunchGate:
         """Read the stream until the step has its groups."""
         while not self.done:
             await asyncio.sleep(POLL_S)
-            reported = self._stream.reported()
-            if reported == self._reported:
+            reported, ahead = self._stream.reported(), self._lookahead()
+            if (reported, ahead) == (self._reported, self._ahead):
                 continue  # a large evaluation has many verdicts: they are read only when there is a new one
             async with self._changed:
-                self._reported, self._admission = reported, self._stream.admission()
+                self._reported, self._ahead, self._admission = reported, ahead, self._stream.admission()
                 self._changed.notify_all()
 
     async def may_launch(self, number: int) -> bool:
         """Wait until a number may be launched; return False where the step has its groups before."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.done or number < self._admission.launch_limit)
+            await self._changed.wait_for(lambda: self.done or number < self._admission.launch_limit + self._ahead)
         return not self.done

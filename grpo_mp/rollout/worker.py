@@ -1,8 +1,9 @@
 """Generation on one engine: launch groups from the step's stream, score each while others are generated."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,7 +26,17 @@ class PausedGroup:
     outputs: tuple[EngineOutput, ...]
 
 
-LaunchedGroups = Mapping[int, SampleGroup | PausedGroup]  # by number in the step's launch order
+EndedGroup = SampleGroup | PausedGroup
+
+
+@dataclass(frozen=True)
+class RunningGroup:
+    """A group that goes on while the next step begins."""
+
+    task: asyncio.Task[EndedGroup]
+
+
+LaunchedGroups = Mapping[int, EndedGroup | RunningGroup]  # by number in the step's launch order
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,12 @@ class RolloutTask:
     keeps: Callable[[SampleGroup], bool] = lambda _: True  # the group filter
     carried: LaunchedGroups = field(default_factory=dict)
     carried_by_all: frozenset[int] = frozenset()
+    lookahead: Callable[[], int] = lambda: 0  # groups of later steps that may be launched now
+    pauses: bool = True  # what is unfinished when the step has its groups is paused; otherwise it goes on
     routing: ModelShape | None = None
+
+
+Generate = Callable[[RolloutTask, int, Prompt, PausedGroup | None], Coroutine[Any, Any, EndedGroup]]
 
 
 @dataclass(frozen=True)
@@ -59,56 +75,43 @@ class RolloutWorker:
     async def run(self, task: RolloutTask, stream: GroupStream, max_in_flight: int) -> LaunchedGroups:
         """Launch groups until the step has its groups, at most `max_in_flight` at a time; return all that were.
 
-        Those that are unfinished then are paused. Raises UserError from the engine or a reward; the other groups are
-        dropped then.
+        Raises UserError from the engine or a reward; the other groups are dropped then.
         """
-        groups: dict[int, SampleGroup | PausedGroup] = dict(task.carried)
-        paused: list[int] = []
-        for number, group in sorted(task.carried.items()):
-            if isinstance(group, SampleGroup):
-                stream.report(number, task.keeps(group))
-            else:
-                paused.append(number)
-        gate = LaunchGate(stream)
-
-        def next_number() -> int:
-            while not paused:
-                if (number := stream.claim()) not in task.carried_by_all:
-                    return number
-            return paused.pop(0)
-
-        async def launch_groups() -> None:
-            while not gate.done and await gate.may_launch(number := next_number()):
-                groups[number] = await self._generate_group(task, number, groups.get(number), stream)
-
-        async def launch_all() -> None:
-            async with asyncio.TaskGroup() as slots:
-                for _ in range(max_in_flight):
-                    slots.create_task(launch_groups())
-
+        groups = _Groups(task, stream)
+        gate = LaunchGate(stream, task.lookahead)
+        watch, launch = asyncio.create_task(gate.watch()), None
         try:
-            async with asyncio.TaskGroup() as tasks:
-                launches = tasks.create_task(launch_all())
-                tasks.create_task(self._pause_at_end(gate, launches))
-        except* Exception as errors:
-            raise _first_error(errors) from errors
-        return groups
-
-    async def _pause_at_end(self, gate: LaunchGate, launches: "asyncio.Task[None]") -> None:
-        """Abort the requests in flight once the step has its groups; each returns the tokens it has."""
-        await gate.watch()
-        while not launches.done():  # again: a request may have been on its way
-            await self.client.abort_all()
-            await asyncio.wait([launches], timeout=ABORT_EVERY_S)
+            while not gate.done:
+                if launch is None and len(groups.running) < max_in_flight:
+                    launch = asyncio.create_task(_when_allowed(gate, groups.next_number()))
+                waiting = {watch, *groups.running, *filter(None, [launch])}
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if watch.done():
+                    watch.result()
+                groups.take_finished()
+                if launch and launch.done():
+                    number, launch = launch.result(), None
+                    if number is not None:
+                        groups.start(number, self._generate_group)
+            while task.pauses and groups.running:  # again: a request may have been on its way
+                await self.client.abort_all()
+                await asyncio.wait(groups.running, timeout=ABORT_EVERY_S)
+                groups.take_finished()
+        except BaseException:
+            groups.cancel()
+            raise
+        finally:
+            for other in filter(None, (watch, launch)):
+                other.cancel()
+        return groups.launched()
 
     async def _generate_group(
-        self, task: RolloutTask, number: int, earlier: SampleGroup | PausedGroup | None, stream: GroupStream
-    ) -> SampleGroup | PausedGroup:
+        self, task: RolloutTask, group_id: int, prompt: Prompt, earlier: PausedGroup | None
+    ) -> EndedGroup:
         """Generate a group, or the rest of a paused one, and score it."""
-        prompt = earlier.prompt if earlier else task.prompt_of(number)
         try:
             async with asyncio.timeout(self.group_timeout_s):
-                if isinstance(earlier, PausedGroup):
+                if earlier:
                     outputs = await self._resume(earlier, task)
                 else:
                     outputs = await self.client.generate(prompt.tokens, task.sampling, task.group_size, task.routing)
@@ -120,10 +123,8 @@ class RolloutWorker:
         if any(output.aborted for output in outputs):
             return PausedGroup(prompt, tuple(outputs))
         texts = self.tokenizer.batch_decode([output.tokens for output in outputs], skip_special_tokens=True)
-        group = SampleGroup(prompt, make_samples(prompt, outputs, texts, task.first_group_id + number))
-        scored = await asyncio.to_thread(self.scorer.score_group, group, task.step)
-        stream.report(number, task.keeps(scored))
-        return scored
+        group = SampleGroup(prompt, make_samples(prompt, outputs, texts, group_id))
+        return await asyncio.to_thread(self.scorer.score_group, group, task.step)
 
     async def _resume(self, group: PausedGroup, task: RolloutTask) -> list[EngineOutput]:
         """Generate the rest of each unfinished response, after the tokens that it has."""
@@ -135,9 +136,64 @@ class RolloutWorker:
             (more,) = await self.client.generate(tokens, sampling, routing=task.routing)
             return joined(output, more)
 
-        async with asyncio.TaskGroup() as tasks:
-            resumed = [tasks.create_task(rest(output)) if output.aborted else None for output in group.outputs]
-        return [task.result() if task else output for task, output in zip(resumed, group.outputs, strict=True)]
+        resumed = iter(await asyncio.gather(*(rest(output) for output in group.outputs if output.aborted)))
+        return [next(resumed) if output.aborted else output for output in group.outputs]
+
+
+class _Groups:
+    """The groups of one engine in one step: which number comes next, what runs, what has ended."""
+
+    def __init__(self, task: RolloutTask, stream: GroupStream) -> None:
+        """Begin with what was carried, and report what of it has ended."""
+        self._task, self._stream = task, stream
+        self.running: dict[asyncio.Task[EndedGroup], int] = {}
+        self._ended: dict[int, EndedGroup] = {}
+        for number, group in sorted(task.carried.items()):
+            if isinstance(group, RunningGroup):
+                self.running[group.task] = number
+            else:
+                self._end(number, group)
+        self._paused = [number for number, group in self._ended.items() if isinstance(group, PausedGroup)]
+
+    def next_number(self) -> int:
+        """Return what is to be launched next: what was paused, then new groups."""
+        if self._paused:
+            return self._paused.pop(0)
+        while (number := self._stream.claim()) in self._task.carried_by_all:
+            pass
+        return number
+
+    def start(self, number: int, generate: Generate) -> None:
+        """Launch a group."""
+        earlier = self._ended.get(number)
+        paused = earlier if isinstance(earlier, PausedGroup) else None
+        prompt = paused.prompt if paused else self._task.prompt_of(number)
+        generation = generate(self._task, self._task.first_group_id + number, prompt, paused)
+        self.running[asyncio.create_task(generation)] = number
+
+    def take_finished(self) -> None:
+        """Take what has ended. Raises what it raised."""
+        for generation in [generation for generation in self.running if generation.done()]:
+            self._end(self.running.pop(generation), generation.result())
+
+    def launched(self) -> LaunchedGroups:
+        """Return all groups."""
+        return self._ended | {number: RunningGroup(generation) for generation, number in self.running.items()}
+
+    def cancel(self) -> None:
+        """Drop what runs."""
+        for generation in self.running:
+            generation.cancel()
+
+    def _end(self, number: int, group: EndedGroup) -> None:
+        self._ended[number] = group
+        if isinstance(group, SampleGroup):
+            self._stream.report(number, self._task.keeps(group))
+
+
+async def _when_allowed(gate: LaunchGate, number: int) -> int | None:
+    """Return a number once it may be launched; None where the step has its groups before."""
+    return number if await gate.may_launch(number) else None
 
 
 def make_samples(
@@ -161,7 +217,7 @@ def make_samples(
     )
 
 
-def as_unfinished(group: SampleGroup | PausedGroup, group_id: int) -> SampleGroup:
+def as_unfinished(group: EndedGroup, group_id: int) -> SampleGroup:
     """Return a paused group as one that is not scored; a finished one as it is."""
     if isinstance(group, SampleGroup):
         return group
@@ -179,9 +235,3 @@ def joined(output: EngineOutput, more: EngineOutput) -> EngineOutput:
         cached_tokens=output.cached_tokens + more.cached_tokens,
         routed_experts=joined_routed_experts(output.routed_experts, more.routed_experts, bool(output.tokens)),
     )
-
-
-def _first_error(errors: BaseExceptionGroup[Exception]) -> Exception:
-    """Return the first error of nested groups."""
-    first = errors.exceptions[0]
-    return _first_error(first) if isinstance(first, BaseExceptionGroup) else first

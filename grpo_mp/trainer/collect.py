@@ -2,25 +2,29 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+import torch.distributed as dist
+
 from grpo_mp.algorithms.group_filters import GroupFilter
-from grpo_mp.algorithms.settings import AlgorithmConfig
-from grpo_mp.batching.exchange import all_gather_sample_info, sample_infos
-from grpo_mp.batching.group_selection import Admission, PromptCurriculum, admission_rule, length_bias
+from grpo_mp.algorithms.settings import FilterConfig
+from grpo_mp.batching.exchange import all_gather_sample_info, sample_infos, send_groups
+from grpo_mp.batching.group_selection import Admission, AdmissionRule, PromptCurriculum, admission_rule, length_bias
 from grpo_mp.checkpoint.run_state import TrainState
-from grpo_mp.config.sections import RolloutConfig
+from grpo_mp.config import Settings
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.data.prompt_queue import PromptQueue
 from grpo_mp.data.prompts import PromptSet
-from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.distributed.peers import watching_peers
-from grpo_mp.distributed.process_groups import Parallel, all_gather
+from grpo_mp.distributed.process_groups import Job, all_gather
 from grpo_mp.errors import UserError
 from grpo_mp.phases import Phase
+from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rollout.rollout import Rollout, rollout_sampling
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, as_unfinished
+from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RunningGroup, as_unfinished
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.types import SampleGroup, SampleInfo
 
@@ -33,6 +37,7 @@ class RolloutBatch:
     infos: tuple[SampleInfo, ...]  # selected, of all engines
     launched: tuple[SampleInfo, ...]
     dropped: Counter[str]
+    reward_stats: RewardStats  # of all engines
     carried: int  # groups that were begun for later steps, of all engines
     length_bias: float  # mean length selected over mean length launched
     state: TrainState  # cursor and counters behind this step's prompts
@@ -44,42 +49,86 @@ class RolloutBatch:
 
 
 @dataclass
+class Generation:
+    """The groups of a step on their way."""
+
+    rule: AdmissionRule
+    stream: GroupStream
+    launched: Future[LaunchedGroups]
+    watch: ExitStack  # that of the other engines' ranks
+
+    def wait(self) -> LaunchedGroups:
+        """Return this rank's groups once the step has its own. Raises UserError from an engine or a reward."""
+        with self.watch:
+            return self.launched.result()
+
+
+@dataclass
 class RolloutCollector:
     """Generates the groups of each step from the train prompts.
 
-    What is begun for later steps stays on its rank, and is lost when the job ends: a resumed run begins anew. Where an
+    Where engines have ranks of their own, those begin a step's groups as soon as the step before has its own. What is
+    begun for later steps stays on its rank, and is lost when the job ends: a resumed run begins anew. Where an
     epoch ends meanwhile, it may take the prompts of that time in another order.
     """
 
-    rollout_config: RolloutConfig
-    algorithm: AlgorithmConfig
-    shuffle: bool
-    seed: int
+    settings: Settings
     prompts: PromptSet
     rollout: Rollout
-    parallel: Parallel
+    scorer: Scorer
+    job: Job
     phases: PhaseManager
     group_filter: GroupFilter
-    routing: ModelShape | None = None  # the model's, where samples keep the experts that the engine chose
+    synced_step: int = 0  # the engines have the weights after this step
     _queue: PromptQueue = field(init=False)
     _carried: LaunchedGroups = field(default_factory=dict, init=False)  # by number in the next step's launch order
+    _next: Generation | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._queue = PromptQueue(len(self.prompts), self.shuffle)
+        self._queue = PromptQueue(len(self.prompts), self.settings.data.shuffle)
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
         """Generate and score the step's groups. Every rank must call this; the sample infos are the same on all.
 
         Raises UserError where `filter.zero_std: refill` has launched all groups that it may and too few are kept.
         """
-        config, group = self.rollout_config, self.parallel.cpu_group
+        group, ahead = self.job.group, not self.settings.shares_devices
+        with self.phases.phase(Phase.GENERATE):
+            generation = self._next or self._begin(state, step)
+            launched = generation.wait()
+            if ahead:
+                dist.barrier(group=group)  # ranks that only train wait here
+        with self.phases.phase(Phase.SCORE):
+            self._queue.extend(max(all_gather(len(self._queue), group)))  # the same prompts are drawn on all ranks
+            admission, kept = generation.stream.admission(), dict(generation.stream.verdicts())
+            if self._rule.zero_std == "refill" and len(admission.selected) < generation.rule.needed:
+                raise UserError(self._too_few_groups(step, admission, generation.rule.max_launched))
+            batch = self._make_batch(state, step, launched, admission, kept)
+            if ahead:
+                self._next = self._begin(batch.state, step + 1) if step < self.settings.run.steps else None
+                batch = replace(batch, groups=send_groups(batch.groups, self._trainer_of, group))
+        return batch
+
+    def finish_generation(self) -> None:
+        """Wait until no group runs any more that was begun with the present weights."""
+        if self._next:
+            self._next.wait()
+
+    def _begin(self, state: TrainState, step: int) -> Generation:
+        """Begin to generate a step's groups, on the ranks that host engines. Every rank must call this."""
+        config, job, colocated = self.settings.rollout, self.job, self.settings.shares_devices
         curriculum = PromptCurriculum(state.solved_streak, state.skipped_until)
-        rule = admission_rule(self.algorithm.filter, config.prompts_per_step, config.max_staleness)
+        rule = admission_rule(self._rule, config.prompts_per_step, config.max_staleness)
         self._queue.begin_step(
-            state.cursor or Cursor(seed=self.seed),
+            state.cursor or Cursor(seed=self.settings.run.seed),
             lambda index: curriculum.is_skipped(self.prompts[index].index, step),
             rule.launched if rule.lookahead else None,
         )
+
+        def lookahead() -> int:
+            synced = step - 1 if colocated else self.synced_step
+            return config.prompts_per_step * max(0, config.max_staleness + synced - (step - 1))
+
         task = RolloutTask(
             lambda number: self.prompts[self._queue[number]],
             config.group_size,
@@ -88,61 +137,75 @@ class RolloutCollector:
             rollout_sampling(config),
             self._keeps,
             self._carried,
-            frozenset().union(*all_gather(set(self._carried), group)) if rule.lookahead else frozenset(),
-            self.routing,
+            frozenset().union(*all_gather(set(self._carried), job.group)) if rule.lookahead else frozenset(),
+            lookahead,
+            pauses=colocated,
+            routing=self.rollout.routing,
         )
-        with self.phases.phase(Phase.GENERATE), watching_peers(group) as check_peers:
-            stream = GroupStream(self.parallel.store, f"step/{step}", rule, check_peers)
-            launched = self.rollout.run(task, stream)
-        with self.phases.phase(Phase.SCORE):
-            self._queue.extend(max(all_gather(len(self._queue), group)))  # the same prompts are drawn on all ranks
-            admission, kept = stream.admission(), dict(stream.verdicts())
-            if self.algorithm.filter.zero_std == "refill" and len(admission.selected) < rule.needed:
-                raise UserError(self._too_few_groups(step, admission, rule.max_launched))
-            return self._make_batch(state, step, launched, admission, kept)
+        with ExitStack() as stack:
+            check_peers = stack.enter_context(watching_peers(job.engine_group)) if job.hosts_engines else _check_nothing
+            stream = GroupStream(job.store, f"step/{step}", rule, check_peers)
+            return Generation(rule, stream, self.rollout.begin(task, stream), stack.pop_all())
+
+    def _trainer_of(self, group: SampleGroup) -> int:
+        """Return the rank that takes a group over from its engine."""
+        return group.samples[0].group_id % (self.job.world_size - self.job.engine_ranks)
+
+    @property
+    def _rule(self) -> FilterConfig:
+        return self.settings.algorithm.filter
 
     def _keeps(self, group: SampleGroup) -> bool:
-        return self.algorithm.filter.zero_std == "keep" or self.group_filter(sample_infos(group))
+        return self._rule.zero_std == "keep" or self.group_filter(sample_infos(group))
 
     def _make_batch(
         self, state: TrainState, step: int, launched: LaunchedGroups, admission: Admission, kept: Mapping[int, bool]
     ) -> RolloutBatch:
         """Take what the step trains on out of this rank's launched groups, and carry what later steps train on."""
-        first, group = state.groups_launched, self.parallel.cpu_group
+        first, group, max_staleness = state.groups_launched, self.job.group, self.settings.rollout.max_staleness
         later: LaunchedGroups = {}
-        if self.rollout_config.max_staleness:
+        if max_staleness:
             later = {number: groups for number, groups in launched.items() if number >= admission.consumed}
-        own = [as_unfinished(launched[number], first + number) for number in launched.keys() - later.keys()]
+        own = [
+            as_unfinished(group, first + number)
+            for number, group in launched.items()
+            if number not in later and not isinstance(group, RunningGroup)
+        ]
         infos = all_gather_sample_info(own, group)
         counts = all_gather((len(later), max(launched, default=-1) + 1), group)
         # By finish, some of what may be launched need not have been.
         cursor = self._queue.use_up(min(admission.consumed, len(self._queue)))
-        if not self.rollout_config.max_staleness:
+        if not max_staleness:
             self._queue.give_back()
         self._carried = {number - admission.consumed: groups for number, groups in later.items()}
         selected = {first + number for number in admission.selected}
         curriculum = PromptCurriculum(state.solved_streak, state.skipped_until).updated(
-            [info for info in infos if info.finished], step, self.algorithm.curriculum
+            [info for info in infos if info.finished], step, self.settings.algorithm.curriculum
         )
-        next_group = admission.consumed if self.rollout_config.max_staleness else max(last for _, last in counts)
+        next_group = admission.consumed if max_staleness else max(last for _, last in counts)
         return RolloutBatch(
             groups=[group for group in own if group.samples and group.samples[0].group_id in selected],
             infos=tuple(info for info in infos if info.group_id in selected),
             launched=tuple(infos),
             dropped=_count_dropped(infos, selected, {first + number for number, is_kept in kept.items() if is_kept}),
+            reward_stats=sum_stats(all_gather(self.scorer.take_stats(), group)),
             carried=sum(carried for carried, _ in counts),
             length_bias=length_bias(infos, selected),
             state=replace(state, cursor=cursor, groups_launched=first + next_group, **vars(curriculum)),
         )
 
     def _too_few_groups(self, step: int, admission: Admission, launched: int) -> str:
-        rule = self.algorithm.filter
+        rule, needed = self._rule, self.settings.rollout.prompts_per_step
         return (
             f"step {step}: of {launched} groups only {len(admission.selected)} pass "
-            f"algorithm.filter.metric={rule.metric}, {self.rollout_config.prompts_per_step} are needed: take data that "
+            f"algorithm.filter.metric={rule.metric}, {needed} are needed: take data that "
             "is neither too easy nor too hard, raise algorithm.filter.max_launch_factor or rollout.group_size, or set "
             "algorithm.filter.zero_std=keep"
         )
+
+
+def _check_nothing() -> None:
+    """Do not watch: what a rank without an engine waits for notices lost ranks."""
 
 
 def _count_dropped(infos: Sequence[SampleInfo], selected: Set[int], kept: Set[int]) -> Counter[str]:

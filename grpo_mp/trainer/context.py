@@ -17,10 +17,8 @@ from grpo_mp.checkpoint.run_state import (
     read_manifest,
 )
 from grpo_mp.config import Settings, dump_settings
-from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import NcclMemory
-from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import Job, Parallel, join_job, make_parallel, stop_parallel
 from grpo_mp.log import log_file, logging_to
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
@@ -38,24 +36,22 @@ from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.weight_sync.engine_check import EngineCheck
-from grpo_mp.weight_sync.update import WeightSync, build_weight_sync
+from grpo_mp.weight_sync.update import PolicyShards, WeightSync, build_weight_sync
 
 
 @dataclass
-class TrainContext:
-    """The parts of a training job on this rank. `state` is that of the run."""
+class RolloutContext:
+    """The parts of a training job that every rank has. `state` is that of the run."""
 
     settings: Settings
     inputs: RunInputs
-    parallel: Parallel
-    policy: Policy
+    job: Job
     rollout: Rollout
     collector: RolloutCollector
     evaluator: Evaluator
     weight_sync: WeightSync
     engine_check: EngineCheck
     phases: PhaseManager
-    saver: CheckpointSaver
     timeline: Timeline
     progress: Progress
     preemption: PreemptionHandler
@@ -64,14 +60,23 @@ class TrainContext:
     def should_stop(self) -> bool:
         """Return whether any rank was asked to stop, once the slowest rank is here too. Every rank must call this."""
         with self.phases.waiting():
-            return self.preemption.requested(self.parallel.cpu_group)
+            return self.preemption.requested(self.job.group)
+
+
+@dataclass
+class TrainContext(RolloutContext):
+    """What a rank has that trains, too."""
+
+    parallel: Parallel
+    policy: Policy
+    saver: CheckpointSaver
 
 
 @dataclass(frozen=True)
 class RankRuntime:
     """What every job has on this rank: its ranks have joined, its engines are placed and not started."""
 
-    parallel: Parallel
+    job: Job
     rollout: Rollout
     timeline: Timeline
     watchdog: Watchdog
@@ -79,77 +84,73 @@ class RankRuntime:
 
 
 @contextmanager
-def open_train_context(
+def open_context(
     settings: Settings, inputs: RunInputs, checkpoint: Path | None = None, greeting: str = ""
-) -> Iterator[TrainContext]:
+) -> Iterator[RolloutContext]:
     """Join the job, start this rank's engine, build the policy, resume from `checkpoint` where there is one.
 
-    Engines end when the body does, however it ends.
+    Yields a TrainContext on a rank that trains. Engines end when the body does, however it ends.
     """
-    with _open_job(settings, inputs, settings.layout, settings.run.steps, checkpoint) as (job, state):
+    with _open_job(settings, inputs, settings.run.steps, checkpoint) as (runtime, state), ExitStack() as stack:
+        job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
         preemption = PreemptionHandler()
-        parallel, rollout, progress = job.parallel, job.rollout, job.progress
         overlaps = () if greeting else inputs.overlaps()
-        greeting = greeting or _greeting(settings, parallel, state)
-        _show_notes(progress, parallel.rank, greeting, overlaps, inputs.warnings)
-        offload = platform.on_cuda() and settings.model.offloads
-        build = partial(build_policy, settings, parallel, state, checkpoint)
-        policy = _start(job, settings.engine.start_timeout_s, offload, build)
+        greeting = greeting or _greeting(settings, job, state)
+        _show_notes(progress, job.rank, greeting, overlaps, inputs.warnings)
+        offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads
+        limit_s = settings.monitor.phase_timeout_s
+        parallel = make_parallel(job, settings.layout, settings.run.seed, limit_s) if job.trains else None
+        build = partial(build_policy, settings, parallel, state, checkpoint) if parallel else None
+        policy = _start(runtime, settings.engine.start_timeout_s, offload, build)
         if rollout.client:
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
-        phases = _make_phases(settings, job, policy, offload)
-        weight_sync = build_weight_sync(settings, policy, rollout.host_ranks, rollout.client, rollout.call)
+        phases = _make_phases(settings, runtime, policy, offload)
+        shards = PolicyShards.of_policy(policy) if policy else PolicyShards.none(inputs.hf, settings.layout)
+        weight_sync = build_weight_sync(settings, shards, rollout, job)
         prompts = [prompt.tokens for prompt in inputs.train.prompts]
-        samples_shown = settings.monitor.samples_per_step
-        collector = RolloutCollector(
-            settings.rollout,
-            settings.algorithm,
-            settings.data.shuffle,
-            settings.run.seed,
-            inputs.train,
-            rollout,
-            parallel,
-            phases,
-            inputs.extensions.group_filter,
-            model_shape(inputs.hf) if settings.training.router_replay == "R3" else None,
+        group_filter, scorer = inputs.extensions.group_filter, inputs.scorer
+        shown = settings.monitor.samples_per_step
+        common = RolloutContext(
+            settings=settings,
+            inputs=inputs,
+            job=job,
+            rollout=rollout,
+            collector=RolloutCollector(settings, inputs.train, rollout, scorer, job, phases, group_filter),
+            evaluator=Evaluator(inputs.evals, scorer, rollout, job, phases, progress, shown),
+            weight_sync=weight_sync,
+            engine_check=EngineCheck(
+                settings, policy, inputs.hf.int("vocab_size"), job, weight_sync, rollout, phases, prompts
+            ),
+            phases=phases,
+            timeline=runtime.timeline,
+            progress=progress,
+            preemption=preemption,
+            state=state,
         )
-        saver = CheckpointSaver(settings.run, policy, settings.monitor.phase_timeout_s)
-        with platform.gc_frozen(), saver:
-            yield TrainContext(
-                settings=settings,
-                inputs=inputs,
-                parallel=parallel,
-                policy=policy,
-                rollout=rollout,
-                collector=collector,
-                evaluator=Evaluator(inputs.evals, inputs.scorer, rollout, parallel, phases, progress, samples_shown),
-                weight_sync=weight_sync,
-                engine_check=EngineCheck(settings, policy, weight_sync, rollout, phases, prompts),
-                phases=phases,
-                saver=saver,
-                timeline=job.timeline,
-                progress=progress,
-                preemption=preemption,
-                state=state,
-            )
+        stack.enter_context(platform.gc_frozen())
+        if policy:
+            saver = stack.enter_context(CheckpointSaver(settings.run, policy, limit_s))
+            yield TrainContext(**vars(common), parallel=policy.parallel, policy=policy, saver=saver)
+        else:
+            yield common
         phases.end()
 
 
-def _make_phases(settings: Settings, job: RankRuntime, policy: Policy, offload: bool) -> PhaseManager:
+def _make_phases(settings: Settings, runtime: RankRuntime, policy: Policy | None, offload: bool) -> PhaseManager:
     """Make the phases, which with `offload` move policy and engine."""
     functions = None
-    if offload:
+    if offload and policy:
         nccl = NcclMemory(settings.layout) if settings.training.suspend_communicators else None
         moves = settings.optimizer.offload == "step"
-        functions = offload_functions(policy, job.rollout, settings.sync.timeout_s, moves, nccl)
+        functions = offload_functions(policy, runtime.rollout, settings.sync.timeout_s, moves, nccl)
     return PhaseManager(
-        job.timeline,
-        job.watchdog,
-        job.progress,
+        runtime.timeline,
+        runtime.watchdog,
+        runtime.progress,
         settings.monitor.phase_timeout_s,
         functions,
         INITIAL_RESIDENCY if offload else None,
-        partial(device_items, policy),
+        partial(device_items, policy) if policy else dict,
     )
 
 
@@ -159,23 +160,19 @@ def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> I
 
     Engines keep the weights that they loaded, and the device. They end when the body does, however it ends.
     """
-    with _open_job(settings, inputs, LayoutConfig(), steps=0, load_weights=True) as (job, _):
-        parallel, rollout, progress = job.parallel, job.rollout, job.progress
-        _show_notes(progress, parallel.rank, greeting, (), inputs.warnings)
-        with job.watchdog.phase("START", settings.engine.start_timeout_s * 2), progress.phase("START"):
-            rollout.start(parallel.store)
-            rollout.wait_ready()
-            dist.barrier(group=parallel.cpu_group)
+    with _open_job(settings, inputs, steps=0, load_weights=True) as (runtime, _):
+        job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
+        _show_notes(progress, job.rank, greeting, (), inputs.warnings)
+        _start(runtime, settings.engine.start_timeout_s, offload=False, build=None)
         monitor = settings.monitor
-        phases = PhaseManager(job.timeline, job.watchdog, progress, monitor.phase_timeout_s)
-        yield Evaluator(inputs.evals, inputs.scorer, rollout, parallel, phases, progress, monitor.samples_per_step)
+        phases = PhaseManager(runtime.timeline, runtime.watchdog, progress, monitor.phase_timeout_s)
+        yield Evaluator(inputs.evals, inputs.scorer, rollout, job, phases, progress, monitor.samples_per_step)
 
 
 @contextmanager
 def _open_job(
     settings: Settings,
     inputs: RunInputs,
-    layout: LayoutConfig,
     steps: int,
     checkpoint: Path | None = None,
     load_weights: bool = False,
@@ -185,14 +182,14 @@ def _open_job(
     Also yields where the run stands. Errors are reported by one rank.
     """
     with ExitStack() as stack:
-        parallel = start_parallel(layout, settings.run.seed, settings.monitor.phase_timeout_s)
-        folder, rank = settings.run.folder, parallel.rank
-        stack.enter_context(report_error_once(rank, parallel.store))
+        job = join_job(settings.monitor.phase_timeout_s, settings.engine.ranks)
+        folder, rank = settings.run.folder, job.rank
+        stack.enter_context(report_error_once(rank, job.store))
         if rank == 0:
             claim_run_folder(folder, dump_settings(settings))
-        dist.barrier(group=parallel.cpu_group)
+        dist.barrier(group=job.group)
         state = read_manifest(checkpoint) if checkpoint else TrainState()
-        rollout = Rollout(settings, inputs.hf, inputs.tokenizer, inputs.scorer, rank, parallel.world_size, load_weights)
+        rollout = Rollout(settings, inputs.hf, inputs.tokenizer, inputs.scorer, rank, job.world_size, load_weights)
         stack.enter_context(logging_to(log_file(folder, rank), settings.monitor.log_level))
         stack.enter_context(rollout)
         progress = stack.enter_context(Progress(folder, steps, done=state.step, rank=rank))
@@ -201,7 +198,7 @@ def _open_job(
         stack.callback(timeline.close)
         stack.callback(inputs.scorer.close)
         stack.push(ignore_more_interrupts)
-        yield RankRuntime(parallel, rollout, timeline, watchdog, progress), state
+        yield RankRuntime(job, rollout, timeline, watchdog, progress), state
         stop_parallel()
 
 
@@ -213,18 +210,18 @@ def _show_notes(progress: Progress, rank: int, greeting: str, overlaps: Iterable
             progress.note(note)
 
 
-def _start(job: RankRuntime, timeout_s: float, offload: bool, build: Callable[[], Policy]) -> Policy:
+def _start(runtime: RankRuntime, timeout_s: float, offload: bool, build: Callable[[], Policy] | None) -> Policy | None:
     """Start this rank's engine and build the policy, one after the other where they share the device."""
-    parallel, rollout = job.parallel, job.rollout
-    with job.watchdog.phase("START", timeout_s * 2), job.progress.phase("START"):
-        rollout.start(parallel.store)
+    job, rollout = runtime.job, runtime.rollout
+    with runtime.watchdog.phase("START", timeout_s * 2), runtime.progress.phase("START"):
+        rollout.start(job.store)
         if offload:
-            start_engines_first(rollout, parallel.cpu_group)
-        with explain_out_of_memory(parallel.rank, "START", dict):
-            policy = build()
+            start_engines_first(rollout, job.group)
+        with explain_out_of_memory(job.rank, "START", dict):
+            policy = build() if build else None
         if not offload:
             rollout.wait_ready()
-        dist.barrier(group=parallel.cpu_group)
+        dist.barrier(group=job.group)
     return policy
 
 
@@ -240,11 +237,11 @@ def build_policy(settings: Settings, parallel: Parallel, state: TrainState, chec
     return policy
 
 
-def _greeting(settings: Settings, parallel: Parallel, state: TrainState) -> str:
-    rollout = settings.rollout
+def _greeting(settings: Settings, job: Job, state: TrainState) -> str:
+    rollout, engine_ranks = settings.rollout, f", {job.engine_ranks} of them for engines" if job.engine_ranks else ""
     start = f"resumes after step {state.step}" if state.step else "starts"
     return (
-        f"{settings.run.folder}: {start}; {settings.model.path} on {parallel.world_size} ranks, "
+        f"{settings.run.folder}: {start}; {settings.model.path} on {job.world_size} ranks{engine_ranks}, "
         f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples a step, "
         f"{settings.optimizer_steps_per_step} update(s) a step; starting the engines"
     )

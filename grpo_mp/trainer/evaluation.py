@@ -9,17 +9,17 @@ import torch.distributed as dist
 from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.peers import watching_peers
-from grpo_mp.distributed.process_groups import Parallel, all_gather
+from grpo_mp.distributed.process_groups import Job, all_gather
 from grpo_mp.evaluation.score import EvalScore, Votes, read_scores, score_eval_set, step_file
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown
 from grpo_mp.monitor.screen import AnswerPair
 from grpo_mp.phases import Phase
-from grpo_mp.rewards.scorer import RewardStats, Scorer
+from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
-from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics, total_reward_stats
+from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics
 from grpo_mp.types import SampleGroup, SampleInfo
 
 OnGroups = Callable[[str, Sequence[SampleGroup]], None]
@@ -43,7 +43,7 @@ class Evaluator:
     prompts: dict[str, PromptSet]  # by name of the set
     scorer: Scorer
     rollout: Rollout
-    parallel: Parallel
+    job: Job
     phases: PhaseManager
     progress: Progress
     samples_shown: int  # of each set, as texts
@@ -53,14 +53,14 @@ class Evaluator:
 
         `on_groups` gets each set's name and the groups of this rank's engine.
         """
-        result, cpu_group = Evaluation(), self.parallel.cpu_group
+        result, group = Evaluation(), self.job.group
         for name, prompts in self.prompts.items():
             with self.phases.phase(Phase.EVAL, name):
-                with watching_peers(cpu_group) as check_peers:
-                    groups = self.rollout.evaluate(prompts.prompts, name, step, self.parallel.store, check_peers)
-                infos: list[SampleInfo] = all_gather_sample_info(groups, cpu_group)
-                votes = _all_gather_votes(groups, self.scorer, cpu_group) if self.scorer.has_answers else None
-            stats = total_reward_stats(self.scorer.take_stats(), self.parallel)
+                with watching_peers(group) as check_peers:
+                    groups = self.rollout.evaluate(prompts.prompts, name, step, self.job.store, check_peers)
+                infos: list[SampleInfo] = all_gather_sample_info(groups, group)
+                votes = _all_gather_votes(groups, self.scorer, group) if self.scorer.has_answers else None
+            stats = sum_stats(all_gather(self.scorer.take_stats(), group))
             result.reward_stats[name] = stats
             for sentence in stats.first_errors.values():
                 self.progress.note(f"warning: {name}: {sentence}")
@@ -68,9 +68,10 @@ class Evaluator:
             result.metrics.update(eval_metrics(name, result.scores[name]))
             result.metrics.update(eval_reward_metrics(name, stats))
             chosen = evenly_spaced(sorted({info.group_id for info in infos}), self.samples_shown)  # the same each time
-            if shown := gather_groups(groups, chosen, cpu_group):
+            if shown := gather_groups(groups, chosen, group):
                 result.texts[metric_name("eval/{set}/samples", set=name)] = samples_to_markdown(shown)
-            result.answers.update({group.prompt.text: group.samples[0].text for group in groups})
+            answered = (*groups, *shown)  # rank 0 may have no engine
+            result.answers.update({one.prompt.text: one.samples[0].text for one in answered})
             if on_groups:
                 on_groups(name, groups)
         return result

@@ -17,7 +17,7 @@ from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.policy.routing_replay import RoutingReplay
-from grpo_mp.rewards.scorer import RewardStats, sum_stats
+from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.scheduler.memory import MemoryUsage, max_usage
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.types import MicroBatch, PerToken, SampleInfo
@@ -75,11 +75,6 @@ def reward_metrics(stats: RewardStats) -> dict[str, float]:
         "reward/verify_timeouts": stats.verify_timeouts,
         **{metric_name("reward/log/{name}", name=name): value for name, value in stats.logged.items()},
     }
-
-
-def total_reward_stats(local_stats: RewardStats, parallel: Parallel) -> RewardStats:
-    """Sum the rewards' statistics over all ranks. Every rank must call this."""
-    return sum_stats(all_gather(local_stats, parallel.cpu_group))
 
 
 def distributions(infos: Sequence[SampleInfo], advantages: Sequence[PerToken]) -> dict[str, Sequence[float]]:

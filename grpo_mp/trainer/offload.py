@@ -34,7 +34,7 @@ def offload_functions(
     `optimizer_moves` false: its state stays where it is, on the device or on the host; `communicators` None: they stay.
     """
     offloader = PolicyOffloader(policy, timeout_s, communicators)
-    group = policy.parallel.cpu_group
+    group = policy.parallel.job.group
     return {
         "communicators": partial(_move_communicators, offloader, group) if communicators else _stay,
         **{part: partial(offloader.move, part) for part in ("policy_weights", "gradients")},

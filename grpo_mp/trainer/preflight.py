@@ -77,14 +77,14 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
     extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
     hf = HfConfig.read(settings.model.path, settings.model.family)
-    check_policy(hf, settings.model, settings.layout, settings.training, world_size)
+    tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
+    check_policy(hf, settings.model, settings.layout, settings.training, world_size - settings.engine.ranks)
     final = settings.run.folder / FINAL
     if settings.run.export and final.resolve() == settings.model.path.resolve():
         raise UserError(
             f"{final}: the export would take the place of model.path: choose another run.folder, or set "
             "run.export=false"
         )
-    tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     train = load_prompts(settings.data.train, settings.data, tokenizer, settings.rollout.max_prompt_tokens)
     if len(train) < settings.rollout.prompts_per_step:
         raise UserError(
@@ -117,7 +117,12 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
     engine_placements(settings.engine, world_size, ranks_per_node)
     _check_device(settings.sync.transport, settings.model.dtype, settings.layout.context)
-    if platform.on_cuda() and settings.model.offloads and settings.training.suspend_communicators:
+    if (
+        platform.on_cuda()
+        and settings.shares_devices
+        and settings.model.offloads
+        and settings.training.suspend_communicators
+    ):
         check_nccl(torch.cuda.nccl.version(), os.environ)
     check_arguments(settings.engine.args, known_arguments())
     check_engine(settings.engine, hf, cpu=not platform.on_cuda())
@@ -235,7 +240,7 @@ def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_p
     """Return the resolved settings as YAML, then the facts that follow from them, for a dry run."""
     rollout, training = settings.rollout, settings.training
     hosts = engine_host_ranks(engine_placements(settings.engine, world_size, ranks_per_node))
-    layout = describe_parallelism(settings.layout, world_size)
+    layout = describe_parallelism(settings.layout, world_size - settings.engine.ranks)
     samples = {name: eval_set.samples for name, eval_set in settings.data.eval.items()}
     evals = [
         f"{len(prompts)} of {name}" + (f" x {samples[name]} samples" if samples[name] > 1 else "")

@@ -147,7 +147,8 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int, f
     """
     parallel, group = policy.parallel, policy.parallel.cpu_group
     wire = WireFormat(policy.params, policy.tp_sizes(), policy.config.params_dtype, fp8)
-    rounds = plan_rounds(wire, policy.local_shards(), export_writers(wire, parallel.world_size), bucket_bytes, parallel)
+    writers, ranks_per_node = export_writers(wire, parallel.world_size), parallel.job.ranks_per_node
+    rounds = plan_rounds(wire, policy.local_shards(), writers, bucket_bytes, group, ranks_per_node)
     resharder = Resharder(rounds, wire, policy.tensors)
     tensors: Iterable[tuple[str, Tensor]] = (
         (name, tensor.to("cpu", copy=True)) for round_ in rounds for name, tensor in resharder.stage(round_)

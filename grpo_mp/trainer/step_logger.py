@@ -19,7 +19,6 @@ from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.policy.expert_load import ExpertLoad, heat_map, load_ratios, max_load_ratio
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.scheduler.memory import MemoryTracker
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.metrics import (
@@ -30,7 +29,6 @@ from grpo_mp.trainer.metrics import (
     packed_tokens,
     reward_metrics,
     rollout_metrics,
-    total_reward_stats,
     update_metrics,
 )
 from grpo_mp.types import MicroBatch, SampleGroup
@@ -61,7 +59,6 @@ class StepLogger:
         parallel: Parallel,
         timeline: Timeline,
         progress: Progress,
-        scorer: Scorer,
         loggers: Sequence[Logger],
         memory_tracker: MemoryTracker,
         expert_load: ExpertLoad,
@@ -69,7 +66,7 @@ class StepLogger:
         """Take the open `loggers` of rank 0; `samples_per_step`: groups whose texts are written."""
         self._folder, self._epochs, self._samples_per_step = run_folder, epochs, samples_per_step
         self._parallel, self._timeline, self._progress = parallel, timeline, progress
-        self._scorer, self._loggers = scorer, loggers
+        self._loggers = loggers
         self._memory_tracker, self._expert_load = memory_tracker, expert_load
         self._ranges, self._reported_failures = RangeWatch(), set[str]()
         self._start_ns = timeline.now_ns()
@@ -92,7 +89,7 @@ class StepLogger:
         """Collect all of the step but its evaluation; `state` is that after the step. Every rank must call this."""
         own_summary = summarize(self._timeline.take(), self._start_ns, self._timeline.now_ns())
         summary = reduce_over_ranks(all_gather(own_summary, self._parallel.cpu_group))
-        stats = total_reward_stats(self._scorer.take_stats(), self._parallel)
+        stats = rollouts.reward_stats
         for term, sentence in stats.first_errors.items():
             if term not in self._reported_failures:  # noted once, where a failing reward does not stop the run
                 self._progress.note(f"warning: {sentence}")
@@ -160,11 +157,13 @@ class StepLogger:
         tokens, seconds = sum(info.total_tokens for info in batch.infos), summary.seconds
         response_tokens = sum(info.response_tokens for info in rollouts.launched)
         return {
-            "speed/generate_tokens_per_s": response_tokens / seconds["GENERATE"],
+            # Where engines have ranks of their own, they generate all the time.
+            "speed/generate_tokens_per_s": response_tokens
+            / (summary.wall_s if self._parallel.job.engine_ranks else seconds["GENERATE"]),
             "speed/train_tokens_per_s": packed_tokens(batch) / seconds["TRAIN"],
             **({"speed/logprob_tokens_per_s": logprob_token_count / seconds["LOGPROB"]} if logprob_token_count else {}),
             "speed/samples_per_s": len(rollouts.launched) / summary.wall_s,
-            "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / self._parallel.world_size,
+            "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / self._parallel.job.world_size,
         }
 
 

@@ -10,7 +10,7 @@ from grpo_mp.batching.microbatches import MicroBatchPlan, round_up
 from grpo_mp.batching.packing import context_index, gather_responses, pack, slice_context
 from grpo_mp.batching.updates import alignment
 from grpo_mp.config import Settings
-from grpo_mp.distributed.process_groups import all_gather
+from grpo_mp.distributed.process_groups import Job, all_gather
 from grpo_mp.errors import UserError
 from grpo_mp.phases import Phase
 from grpo_mp.policy.policy import Policy
@@ -44,7 +44,9 @@ class EngineCheck:
     """Compares every engine's logprobs with the policy's."""
 
     settings: Settings
-    policy: Policy
+    policy: Policy | None  # None on a rank that does not train
+    vocab_size: int
+    job: Job
     weight_sync: WeightSync
     engines: Rollout
     phases: PhaseManager
@@ -78,29 +80,31 @@ class EngineCheck:
 
     def _compare_engines(self, number: int) -> list[CheckReport]:
         """Return every engine's report on one set of sequences, the same on every rank; set 0 holds real prompts."""
-        parallel, engines, rollout = self.policy.parallel, self.engines, self.settings.rollout
+        job, engines, rollout = self.job, self.engines, self.settings.rollout
         sequences = comparison_sequences(
-            self.policy.hf.int("vocab_size"),
+            self.vocab_size,
             rollout.max_prompt_tokens + rollout.max_response_tokens,
             self.settings.run.seed + number,
             () if number else self.prompts[:PROMPTS],
         )
         with self.phases.phase(Phase.SYNC, "policy logprobs"):
-            expected = sequence_logprobs(self.policy, sequences)
-        differences = torch.zeros(parallel.world_size, 2, dtype=torch.float64)
+            expected = [sequence_logprobs(self.policy, sequences) if self.policy else []]
+            if job.engine_ranks:
+                dist.broadcast_object_list(expected, group=job.group, group_src=0)
+        differences = torch.zeros(job.world_size, 2, dtype=torch.float64)
         with self.phases.phase(Phase.CHECK):
             if engines.client:
-                report = compare(engines.call(engines.client.score(sequences)), expected)
-                differences[parallel.rank] = torch.tensor([report.mean, report.largest], dtype=torch.float64)
-            dist.all_reduce(differences, group=parallel.cpu_group)
-        tokens = sum(map(len, expected))
+                report = compare(engines.call(engines.client.score(sequences)), expected[0])
+                differences[job.rank] = torch.tensor([report.mean, report.largest], dtype=torch.float64)
+            dist.all_reduce(differences, group=job.group)
+        tokens = sum(map(len, expected[0]))
         return [
             CheckReport(float(differences[rank, 0]), float(differences[rank, 1]), tokens) for rank in engines.host_ranks
         ]
 
     def _find_wrong_tensor(self, version: int) -> str:
         """Push again and look which of an engine's tensors change. Every rank must call this; all get the answer."""
-        parallel, engines = self.policy.parallel, self.engines
+        engines = self.engines
 
         def checksums() -> dict[str, str]:
             return engines.call(engines.client.checksums()) if engines.client else {}
@@ -116,7 +120,7 @@ class EngineCheck:
                 engines.call(engines.client.overwrite_weights())
             restored = sync_again()
         answer = describe_difference(before, again, restored) if engines.client else ""
-        answers = all_gather(answer, parallel.cpu_group)
+        answers = all_gather(answer, self.job.group)
         return "; ".join(f"engine {engine}: {answers[rank]}" for engine, rank in enumerate(engines.host_ranks))
 
 

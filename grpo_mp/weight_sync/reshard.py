@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_mp import platform
 from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, pack, packed_bytes, unpack
 from grpo_mp.weight_sync.plan import RankRound, Shard
 from grpo_mp.weight_sync.wire import WireFormat
@@ -14,24 +15,33 @@ from grpo_mp.weight_sync.wire import WireFormat
 
 @dataclass(frozen=True)
 class Resharder:
-    """Executes this rank's rounds. `tensors`: its shards by full-model name."""
+    """Executes this rank's rounds.
+
+    `tensors`: its shards by full-model name; `group`: of the plan's ranks, None: the default group.
+    """
 
     rounds: Sequence[RankRound]
     wire: WireFormat
     tensors: Mapping[str, Tensor]
+    group: dist.ProcessGroup | None = None
 
     def stage(self, round_: RankRound) -> NamedTensors:
         """Send and receive the shards of a round; return the full tensors that this rank stages.
 
         Every rank must call this for each round, in order.
         """
-        device = next(iter(self.tensors.values())).device
+        device = platform.device()
         arriving = {
             source: torch.empty(packed_bytes(self._specs(shards)), dtype=torch.uint8, device=device)
             for source, shards in round_.receives.items()
         }
-        operations = [dist.P2POp(dist.isend, message, target) for target, message in self.messages(round_).items()]
-        operations += [dist.P2POp(dist.irecv, message, source) for source, message in arriving.items()]
+        operations = [
+            *(
+                dist.P2POp(dist.isend, sent, None, self.group, group_peer=to)
+                for to, sent in self.messages(round_).items()
+            ),
+            *(dist.P2POp(dist.irecv, taken, None, self.group, group_peer=source) for source, taken in arriving.items()),
+        ]
         for request in dist.batch_isend_irecv(operations) if operations else ():
             request.wait()
         return self.join(round_, arriving)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp import platform
-from grpo_mp.config.sections import SyncConfig
+from grpo_mp.config.sections import PauseMode, SyncConfig
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import PhaseTimeout
 from grpo_mp.rollout.client import EngineClient
@@ -43,11 +43,14 @@ class EngineLink:
     engine_group: dist.ProcessGroup
     node_group: dist.ProcessGroup
     timeout_s: float  # for one round
+    pause: PauseMode | None = None  # how requests wait for the update; None: there are none
     _sender: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "weight_sync"))
 
     def begin(self) -> None:
-        """Begin a weight update."""
+        """Begin a weight update; requests of the engine wait meanwhile."""
         if self.client:
+            if self.pause:
+                self.run(self.client.pause_generation(self.pause))
             self.run(self.client.begin_weight_update())
 
     @contextmanager
@@ -80,7 +83,9 @@ class EngineLink:
     def end(self, version: int) -> None:
         """End the update; the engine's weights have this version then."""
         if self.client:
-            self.run(self.client.end_weight_update(version))
+            self.run(self.client.end_weight_update(version, keep_cache=self.pause == "in_place"))
+            if self.pause:
+                self.run(self.client.continue_generation())
         dist.barrier(group=self.engine_group)
 
 
@@ -90,12 +95,13 @@ class HostTransport:
 
     wire: WireFormat
     node_group: dist.ProcessGroup
+    rank: int  # this one, in the plan
 
     @contextmanager
     def export(self, round_: RankRound, staged: NamedTensors) -> Iterator[list[Export]]:
         """Yield what this rank loads of its own export and of others'."""
         with export_to_host(staged) as own:
-            by_rank = dict(all_gather((dist.get_rank(), own), self.node_group))
+            by_rank = dict(all_gather((self.rank, own), self.node_group))
             yield [
                 select(by_rank[receiver], {spec.name for name in names for spec in self.wire.specs(name)})
                 for receiver, names in round_.loads.items()
@@ -110,6 +116,8 @@ class IpcTransport:
     """
 
     wire: WireFormat
+    rank: int  # this one, in the plan
+    group: dist.ProcessGroup | None = None  # of the plan; None: the default
 
     @contextmanager
     def export(self, round_: RankRound, staged: NamedTensors) -> Iterator[list[Export]]:
@@ -128,16 +136,16 @@ class IpcTransport:
                 specs = [spec for name in names for spec in self.wire.specs(name)]
                 messages[names] = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=platform.device())
                 pack([own[spec.name] for spec in specs], specs, messages[names])
-            operations.append(dist.P2POp(dist.isend, messages[names], reader))
+            operations.append(dist.P2POp(dist.isend, messages[names], None, self.group, group_peer=reader))
         loaded: NamedTensors = []
         for receiver, names in round_.loads.items():
             specs = [spec for name in names for spec in self.wire.specs(name)]
-            if receiver == dist.get_rank():
+            if receiver == self.rank:
                 loaded += [(spec.name, own[spec.name]) for spec in specs]
             else:
                 message = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=platform.device())
                 arriving.append((message, specs))
-                operations.append(dist.P2POp(dist.irecv, message, receiver))
+                operations.append(dist.P2POp(dist.irecv, message, None, self.group, group_peer=receiver))
         for request in dist.batch_isend_irecv(operations) if operations else ():
             request.wait()
         for message, specs in arriving:

@@ -3,17 +3,25 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, groupby, zip_longest
+
+import torch.distributed as dist
+from torch import Tensor
 
 from grpo_mp import platform
 from grpo_mp.config import Settings
-from grpo_mp.distributed.process_groups import Parallel, all_gather, make_groups
+from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.distributed.process_groups import Job, all_gather, make_groups
+from grpo_mp.distributed.shards import tp_size
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.mapping import Param
 from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.policy import Policy
-from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_parallelism import engine_parallelism
 from grpo_mp.rollout.precision import engine_uses_fp8
+from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.weight_sync.changes import ChangeTracker, keep_changed
 from grpo_mp.weight_sync.plan import (
     ROUNDS_IN_MEMORY,
@@ -25,7 +33,7 @@ from grpo_mp.weight_sync.plan import (
     plan_sync,
 )
 from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.transport import EngineLink, HostTransport, IpcTransport, RunCoroutine, uses_cuda_ipc
+from grpo_mp.weight_sync.transport import EngineLink, HostTransport, IpcTransport, uses_cuda_ipc
 from grpo_mp.weight_sync.wire import WireFormat
 
 
@@ -34,16 +42,18 @@ def plan_rounds(
     local_shards: Mapping[str, int],
     readers: Callable[[ParamGroup], Sequence[int]],
     bucket_bytes: int,
-    parallel: Parallel,
+    group: dist.ProcessGroup,
+    ranks_per_node: int,
 ) -> tuple[RankRound, ...]:
     """Plan to bring the policy's weights to their readers; return this rank's part. Every rank must call this.
 
-    `local_shards`: name -> part on this rank; `bucket_bytes`: staging memory of a rank.
+    `local_shards`: name -> part on this rank; `bucket_bytes`: staging memory of a rank; `group`: all these ranks, which
+    the plan numbers as it does.
     """
-    holders = find_holders(wire.params, all_gather(dict(local_shards), parallel.cpu_group))
+    holders = find_holders(wire.params, all_gather(dict(local_shards), group))
     round_bytes = bucket_bytes // ROUNDS_IN_MEMORY
-    plan = plan_sync(group_params(wire.params), holders, readers, parallel.ranks_per_node, wire.sizes, round_bytes)
-    return plan.of_rank(parallel.rank)
+    plan = plan_sync(group_params(wire.params), holders, readers, ranks_per_node, wire.sizes, round_bytes)
+    return plan.of_rank(dist.get_rank(group))
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,12 @@ class SyncReport:
     rounds: int
     largest_round: int
     seconds: float
+
+
+def largest_report(reports: Sequence[SyncReport]) -> SyncReport:
+    """Return the maximum of each field over the ranks."""
+    fields = [vars(report) for report in reports]
+    return SyncReport(**{name: max(values[name] for values in fields) for name in fields[0]})
 
 
 @dataclass(frozen=True)
@@ -109,33 +125,63 @@ class WeightSync:
         return keep_changed(self.resharder.rounds, changed, group_params(self.resharder.wire.params))
 
 
-def build_weight_sync(
-    settings: Settings, policy: Policy, host_ranks: Sequence[int], client: EngineClient | None, run: RunCoroutine
-) -> WeightSync:
-    """Plan the sync and link each rank to its engine. Every rank must call this.
+@dataclass(frozen=True)
+class PolicyShards:
+    """The weights of a policy on one rank, of which a rank that does not train has none.
 
-    `host_ranks`: each engine's first rank, the only one that has its `client`.
+    `params`, `tp_sizes`: of all parameters; `parts`: name -> tensor-parallel part that this rank holds in `tensors`.
     """
-    args, gpus, limit_s = settings.engine.args, settings.engine.gpus_per_engine, settings.monitor.phase_timeout_s
-    fp8, parallel = engine_uses_fp8(args, policy.hf, cpu=not platform.on_cuda()), policy.parallel
-    wire = WireFormat(policy.params, policy.tp_sizes(), DTYPES[settings.model.dtype], fp8)
-    readers = engine_readers(host_ranks, engine_parallelism(gpus, args, policy.hf))
-    rounds = plan_rounds(wire, policy.local_shards(), readers, settings.sync.bucket_bytes, parallel)
-    engines = [range(host, host + gpus) for host in host_ranks]
-    nodes = groupby(chain.from_iterable(engines), key=lambda rank: rank // parallel.ranks_per_node)
-    engine_group = make_groups(engines, limit_s)
-    node_group = make_groups([list(ranks) for _, ranks in nodes], limit_s)
-    link = None
-    if engine_group and node_group:
-        transport = IpcTransport(wire) if uses_cuda_ipc(settings.sync) else HostTransport(wire, node_group)
-        link = EngineLink(client, run, transport, engine_group, node_group, settings.sync.timeout_s)
+
+    hf: HfConfig
+    params: Mapping[str, Param]
+    tp_sizes: Mapping[str, int]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    parts: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_policy(cls, policy: Policy) -> "PolicyShards":
+        """Return those of a rank that trains."""
+        return cls(policy.hf, policy.params, policy.tp_sizes(), policy.tensors, policy.local_shards())
+
+    @classmethod
+    def none(cls, hf: HfConfig, layout: LayoutConfig) -> "PolicyShards":
+        """Return those of a rank that does not train, where other ranks divide the model by `layout`."""
+        params = family_of(hf).params(hf)
+        return cls(hf, params, {name: tp_size(param, layout) for name, param in params.items()})
+
+
+def build_weight_sync(settings: Settings, shards: PolicyShards, rollout: Rollout, job: Job) -> WeightSync:
+    """Plan the sync and link each rank to its engine. Every rank must call this, once the engines run."""
+    args, gpus = settings.engine.args, settings.engine.gpus_per_engine
+    fp8 = engine_uses_fp8(args, shards.hf, cpu=not platform.on_cuda())
+    wire = WireFormat(shards.params, shards.tp_sizes, DTYPES[settings.model.dtype], fp8)
+    readers = engine_readers(rollout.host_ranks, engine_parallelism(gpus, args, shards.hf))
+    rounds = plan_rounds(wire, shards.parts, readers, settings.sync.bucket_bytes, job.group, job.ranks_per_node)
+    link = _link_engine(settings, wire, rollout, job) if job.hosts_engines else None
     changes = None
     if settings.sync.delta and engine_keeps_weights(settings):
-        changes = ChangeTracker([name for name, param in wire.params.items() if not param.alias], parallel.cpu_group)
-    return WeightSync(Resharder(rounds, wire, policy.tensors), link, changes)
+        changes = ChangeTracker([name for name, param in wire.params.items() if not param.alias], job.group)
+    return WeightSync(Resharder(rounds, wire, shards.tensors, job.device_group), link, changes)
+
+
+def _link_engine(settings: Settings, wire: WireFormat, rollout: Rollout, job: Job) -> EngineLink | None:
+    """Link a rank to the engine that it is part of; every rank that may host engines must call this."""
+    first = job.rank - dist.get_rank()  # the first rank of torch's default group
+    engines = [range(host, host + settings.engine.gpus_per_engine) for host in rollout.host_ranks]
+    nodes = [list(ranks) for _, ranks in groupby(chain.from_iterable(engines), lambda rank: rank // job.ranks_per_node)]
+    limit_s = settings.monitor.phase_timeout_s
+    engine_group = make_groups([[rank - first for rank in ranks] for ranks in engines], limit_s)
+    node_group = make_groups([[rank - first for rank in ranks] for ranks in nodes], limit_s)
+    if not (engine_group and node_group):
+        return None
+    transport: IpcTransport | HostTransport = HostTransport(wire, node_group, job.rank)
+    if uses_cuda_ipc(settings.sync):
+        transport = IpcTransport(wire, job.rank, job.device_group)
+    pause = None if settings.schedule == "colocated" else settings.sync.pause
+    return EngineLink(rollout.client, rollout.call, transport, engine_group, node_group, settings.sync.timeout_s, pause)
 
 
 def engine_keeps_weights(settings: Settings) -> bool:
     """Tell whether an engine has its weights from one sync to the next; otherwise it frees them while it sleeps."""
-    sleeps = settings.model.offloads and platform.on_cuda()
+    sleeps = settings.shares_devices and settings.model.offloads and platform.on_cuda()
     return not sleeps or bool(settings.engine.args.get("enable_weights_cpu_backup"))

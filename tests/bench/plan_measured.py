@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import torch
@@ -35,7 +37,7 @@ from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory, total_byte
 from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.types import MicroBatch
-from grpo_mp.weight_sync.update import build_weight_sync
+from grpo_mp.weight_sync.update import PolicyShards, build_weight_sync
 from tests.bench.sync_memory import StandIn, reset_peak, status_bytes
 from tests.save_policy import save_policy
 
@@ -101,7 +103,8 @@ def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> d
     policy = Policy(settings, parallel, with_reference=False)
     batch = [_batch(TOKENS)]
     policy.update(batch, negative_log_likelihood)  # moments are there from the first update on
-    sync = build_weight_sync(settings, policy, (0,), StandIn(), runner.run)
+    rollout: Any = SimpleNamespace(host_ranks=(0,), client=StandIn(), call=runner.run)
+    sync = build_weight_sync(settings, PolicyShards.of_policy(policy), rollout, parallel.job)
     with tempfile.TemporaryDirectory() as folder:
         peaks = {
             SubPhase.LOGPROB: _peak(lambda: policy.logprobs(batch)),

@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -31,7 +33,7 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.shared_memory import open_exports
-from grpo_mp.weight_sync.update import WeightSync, build_weight_sync
+from grpo_mp.weight_sync.update import PolicyShards, WeightSync, build_weight_sync
 from tests.engines import started_engine
 
 RANKS, PUSHES, LIMIT_S = 2, 3, 300.0
@@ -73,7 +75,8 @@ def run_rank(folder: Path, layout: str, engines: bool) -> None:
         if engines:
             scheduler, client = stack.enter_context(running_engine(folder, parallel.rank))
             watched[f"engine {parallel.rank}"] = scheduler
-        sync = build_weight_sync(settings, policy, range(parallel.world_size), client, runner.run)
+        rollout: Any = SimpleNamespace(host_ranks=range(parallel.world_size), client=client, call=runner.run)
+        sync = build_weight_sync(settings, PolicyShards.of_policy(policy), rollout, parallel.job)
         for version in range(PUSHES):
             dist.barrier(group=parallel.cpu_group)
             for line in measure_push(sync, version, policy, settings.sync.bucket_bytes, watched):

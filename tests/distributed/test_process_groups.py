@@ -1,5 +1,9 @@
 """Start of a job's process groups."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +11,8 @@ import torch.distributed as dist
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_first_collective_is_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,5 +27,18 @@ def test_first_collective_is_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dist, "all_reduce", recording_all_reduce)
     with single_rank_environment():
         start_parallel(LayoutConfig(), 0, 60.0)
+        default = dist.group.WORLD
         stop_parallel()
-    assert groups == [None]
+    assert groups == [default]
+
+
+def test_ranks_that_only_host_engines_share_groups_with_those_that_train(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
+    command += ["-m", "tests.distributed.join_job_on_ranks", str(tmp_path)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr[-3000:]
+    for rank in range(4):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        own = {"engines": [2, 3], "same": [2, 3]} if rank > 1 else {"trainers": [0, 1], "tensor": rank}
+        shared = {"rank": rank, "size": 4, "ranks": [0, 1, 2, 3], "sum": 6.0, "from": (rank - 1) % 4, "last": 3}
+        assert found == shared | own

@@ -12,7 +12,7 @@ import torch
 from grpo_mp.config import Settings
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.trainer.command_line import run_command
-from grpo_mp.trainer.context import RunInputs, TrainContext, open_train_context
+from grpo_mp.trainer.context import RunInputs, TrainContext, open_context
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.weight_sync.update import SyncReport
 
@@ -21,7 +21,7 @@ CHANGED = ("experts.linear_fc2.weight3", "input_layernorm.weight", "linear_q_dow
 
 
 def run(settings: Settings, inputs: RunInputs) -> None:
-    with open_train_context(settings, inputs) as ctx:
+    with open_context(settings, inputs) as ctx:
         found: dict[str, Any] = {"first": sync(ctx, 1)}
         found["unchanged"] = sync(ctx, 2)
         with torch.no_grad():
@@ -35,7 +35,7 @@ def run(settings: Settings, inputs: RunInputs) -> None:
         if ctx.rollout.client:
             client = ctx.rollout.client
             found["fresh load"] = ctx.rollout.call(load_and_describe(client, str(folder)))
-        (settings.run.folder / f"engine_{ctx.parallel.rank}.json").write_text(json.dumps(found))
+        (settings.run.folder / f"engine_{ctx.job.rank}.json").write_text(json.dumps(found))
 
 
 def sync(ctx: TrainContext, version: int, all_weights: bool = False) -> dict[str, Any]:

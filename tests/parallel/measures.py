@@ -136,13 +136,17 @@ def _ranks(bench: Bench) -> range:
 def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
     policy, size = bench.policy, bench.settings.sync.bucket_bytes
     wire = WireFormat(policy.params, policy.tp_sizes(), torch.float32)
-    rounds = plan_rounds(wire, policy.local_shards(), lambda _: targets, size, bench.parallel)
+    rounds = plan_rounds(
+        wire, policy.local_shards(), lambda _: targets, size, bench.parallel.cpu_group, len(_ranks(bench))
+    )
     resharder = Resharder(rounds, wire, policy.tensors)
     names, wrong, forwarded = [], [], []
     with HfReader(bench.settings.model.path) as reader:
         for round_ in rounds:
             staged = resharder.stage(round_)
-            loaded = IpcTransport(wire).forward(round_, staged)  # what this rank's engine would load on a GPU
+            loaded = IpcTransport(wire, bench.parallel.rank).forward(
+                round_, staged
+            )  # what this rank's engine would load on a GPU
             names += [name for name, _ in staged]
             forwarded += [name for name, _ in loaded]
             wrong += [name for name, tensor in (*staged, *loaded) if not _same(tensor, reader.read(name))]

@@ -57,3 +57,21 @@ def test_engines_that_do_not_fit_are_refused(gpus: int, count: int | None) -> No
 def test_an_engine_that_would_straddle_nodes_unevenly_is_refused(ranks_per_node: int, gpus: int) -> None:
     with pytest.raises(UserError, match=rf"engine.gpus_per_engine={gpus} and the {ranks_per_node} ranks of a node"):
         engine_placements(EngineConfig(gpus_per_engine=gpus), 12, ranks_per_node)
+
+
+def test_engines_may_have_the_last_ranks_for_themselves() -> None:
+    assert engine_host_ranks(engine_placements(EngineConfig(gpus_per_engine=2, ranks=4), 12, 4)) == (8, 10)
+    assert [one.rank for one in engine_placements(EngineConfig(gpus_per_engine=8, ranks=8), 24, 4)] == [16, 20]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "message"),
+    [
+        (8, 2, "engine.ranks=8 leaves none of the 8 ranks of this job to train: lower it"),
+        (3, 2, "engine.ranks=3 leaves 5 ranks to train, .* begin at a multiple of 2: set engine.ranks=4"),
+        (2, 4, "engines of engine.gpus_per_engine=4 do not fit the 2 ranks of engine.ranks"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(ranks: int, gpus: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        engine_placements(EngineConfig(gpus_per_engine=gpus, ranks=ranks), 8, 4)

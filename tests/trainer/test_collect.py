@@ -1,9 +1,12 @@
 """Steps of rollouts from the stream: which groups are trained on, what is carried, with engines of the test's own."""
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +14,13 @@ import pytest
 import torch.distributed as dist
 
 from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.background import EventLoopThread
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
 from grpo_mp.errors import UserError
+from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
@@ -31,6 +36,9 @@ class FakeScorer:
             group, samples=tuple(replace(sample, reward=float(len(sample.tokens) % 2)) for sample in group.samples)
         )
 
+    def take_stats(self) -> RewardStats:
+        return RewardStats()
+
 
 class FakeTokenizer:
     def batch_decode(self, tokens: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
@@ -43,32 +51,33 @@ class OneRankRollout:
 
     engines: list[FakeEngine]
     slots: int
-    store: dist.Store = field(default_factory=dist.HashStore)
+    loop: EventLoopThread = field(default_factory=lambda: EventLoopThread("engines"))
+    routing: None = None
 
-    def run(self, task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
+    def begin(self, task: RolloutTask, stream: GroupStream) -> Future[LaunchedGroups]:
         tokenizer: Any = FakeTokenizer()
         workers = [RolloutWorker(engine, FakeScorer(), tokenizer, 60.0) for engine in self.engines]  # type: ignore[arg-type]
         carried = [dict[int, Any]() for _ in workers]
         for number, group in task.carried.items():
             carried[number % len(workers)][number] = group
 
-        async def run_all() -> list[LaunchedGroups]:
+        async def run_all() -> LaunchedGroups:
             tasks = [replace(task, carried=own) for own in carried]
             pairs = zip(workers, tasks, strict=True)
-            return await asyncio.gather(*(worker.run(own, stream, self.slots) for worker, own in pairs))
+            merged: dict[int, Any] = {}
+            for groups in await asyncio.gather(*(worker.run(own, stream, self.slots) for worker, own in pairs)):
+                assert not merged.keys() & groups.keys()
+                merged |= groups
+            return merged
 
-        merged: dict[int, Any] = {}
-        for groups in asyncio.run(run_all()):
-            assert not merged.keys() & groups.keys()
-            merged |= groups
-        return merged
+        return self.loop.submit(run_all())
 
 
 @pytest.fixture(scope="module")
 def parallel() -> Iterator[Any]:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield SimpleNamespace(cpu_group=dist.group.WORLD, store=store)
+    yield SimpleNamespace(group=dist.group.WORLD)
     dist.destroy_process_group()
 
 
@@ -76,16 +85,28 @@ def lengths_differ(samples: Sequence[SampleInfo]) -> bool:
     return len({sample.response_tokens % 2 for sample in samples}) > 1
 
 
-def collector(parallel: Any, engines: list[FakeEngine], slots: int, filter_: dict[str, Any], **rollout: Any) -> Any:
+def collector(
+    parallel: Any,
+    engines: list[FakeEngine],
+    slots: int,
+    filter_: dict[str, Any],
+    schedule: str = "colocated",
+    steps: int = 100,
+    **rollout: Any,
+) -> Any:
     config = RolloutConfig.model_validate(
         {"prompts_per_step": 8, "group_size": GROUP, "max_prompt_tokens": 1, "max_response_tokens": LONGEST} | rollout
     )
     prompts = PromptSet("test", tuple(Prompt(i, str(i), (i,)) for i in range(PROMPTS)), 0)
     phases: Any = SimpleNamespace(phase=lambda *_: nullcontext())
     algorithm = AlgorithmConfig.model_validate({"filter": filter_})
-    job = SimpleNamespace(cpu_group=parallel.cpu_group, store=dist.HashStore())  # streams' names are new in each
+    job: Any = SimpleNamespace(group=parallel.group, engine_group=parallel.group, hosts_engines=True)
+    job.store, job.world_size, job.engine_ranks = dist.HashStore(), 1, 0  # streams' names are new in each
+    settings: Any = SimpleNamespace(rollout=config, algorithm=algorithm, shares_devices=schedule == "colocated")
+    settings.data, settings.run = SimpleNamespace(shuffle=False), SimpleNamespace(seed=0, steps=steps)
     rollouts: Any = OneRankRollout(engines, slots)
-    return RolloutCollector(config, algorithm, False, 0, prompts, rollouts, job, phases, lengths_differ)  # type: ignore[arg-type]
+    scorer: Any = FakeScorer()
+    return RolloutCollector(settings, prompts, rollouts, scorer, job, phases, lengths_differ)
 
 
 def run_steps(collect: RolloutCollector, engines: list[FakeEngine], steps: int) -> list[RolloutBatch]:
@@ -205,6 +226,37 @@ def test_error_of_an_engine_ends_the_step(parallel: Any) -> None:
 
 def test_a_rank_does_not_wait_for_groups_of_one_that_failed(parallel: Any) -> None:
     collect = collector(parallel, [FakeEngine(token_s=0.05)], 1, {})
-    assert is_first_failure(collect.parallel.store, FAILURE)
+    assert is_first_failure(collect.job.store, FAILURE)
     with pytest.raises(UserError, match="another rank failed"):
         collect.collect(TrainState(), 1)
+
+
+@pytest.mark.parametrize(("schedule", "max_staleness"), [("one_step_off", 1), ("async", 1), ("async", 3)])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_engines_of_their_own_generate_is_neither_lost_nor_older_than_allowed(
+    parallel: Any, schedule: str, max_staleness: int, seed: int
+) -> None:
+    """Engines of random speeds generate ahead, and take new weights after random delays."""
+    random, steps = Random(f"{schedule}/{max_staleness}/{seed}"), 12
+    engines = [FakeEngine(index, random.uniform(5e-5, 5e-4)) for index in range(2)]
+    collect = collector(
+        parallel, engines, 8, {"zero_std": "refill"}, schedule=schedule, steps=steps, max_staleness=max_staleness
+    )
+    state, trained = TrainState(), []
+    for step in range(1, steps + 1):
+        batch = collect.collect(state, step)
+        check_samples(batch)
+        versions = [version for group in batch.groups for one in group.samples for version in one.weight_versions]
+        assert step - 1 - min(versions) <= max_staleness
+        if schedule == "one_step_off" and step > 2:
+            assert set(versions) == {step - 2}
+        trained += [group.prompt.index for group in batch.groups]
+        state = replace(batch.state, step=step)
+        time.sleep(random.uniform(0, 0.03))  # the policy is updated
+        if schedule == "one_step_off":
+            collect.finish_generation()
+        for engine in engines:
+            engine.version = step
+        collect.synced_step = step
+    in_order = [number % PROMPTS for number in range(2 * PROMPTS) if kept(number % PROMPTS)]
+    assert trained == in_order[: len(trained)]

@@ -27,7 +27,6 @@ from grpo_mp.trainer.metrics import (
     reward_metrics,
     rollout_metrics,
     solve_rates,
-    total_reward_stats,
     update_metrics,
 )
 from grpo_mp.types import Sample, SampleInfo
@@ -173,11 +172,11 @@ def test_a_step_without_any_update() -> None:
     assert update_metrics([], StepBatch((), (), (), (), ()), planned=0) == {"train/updates": 0}
 
 
-def test_what_the_rewards_of_all_ranks_met(parallel: Parallel) -> None:
+def test_what_the_rewards_met() -> None:
     stats = RewardStats(failures=Counter(mine=2, other=1), unscored=4, verify_timeouts=5)
     stats.log("a/b", 1.0)
     stats.log("a/b", 2.0)
-    values = reward_metrics(total_reward_stats(stats, parallel))
+    values = reward_metrics(stats)
     assert values == {
         "reward/failures": 3,
         "reward/unscored": 4,

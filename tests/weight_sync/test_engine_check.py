@@ -82,7 +82,8 @@ def make_check(settings: Settings, policy: Policy, engine: Engine) -> EngineChec
         ),
     )
     phases = cast(PhaseManager, SimpleNamespace(phase=phase))
-    return EngineCheck(settings, policy, weight_sync, cast(Rollout, engine), phases, PROMPTS)
+    vocab_size, job = policy.hf.int("vocab_size"), policy.parallel.job
+    return EngineCheck(settings, policy, vocab_size, job, weight_sync, cast(Rollout, engine), phases, PROMPTS)
 
 
 def test_an_engine_with_the_policys_weights_passes_on_real_prompts(settings: Settings, policy: Policy) -> None:

@@ -38,7 +38,7 @@ def test_fp8_sync_equals_converter_output(family: str, parallel: Parallel, tmp_p
 
     policy = Policy(check_settings(BASE | {"model": {"path": model}}, "test"), parallel, with_reference=False)
     wire = WireFormat(policy.params, policy.tp_sizes(), torch.bfloat16, fp8=True)
-    rounds = plan_rounds(wire, policy.local_shards(), lambda _: (0,), 2**20, parallel)
+    rounds = plan_rounds(wire, policy.local_shards(), lambda _: (0,), 2**20, parallel.cpu_group, 1)
     resharder = Resharder(rounds, wire, policy.tensors)
     sent = {name: tensor for round_ in rounds for name, tensor in resharder.stage(round_)}
     with HfReader(tmp_path / "fp8") as reader:

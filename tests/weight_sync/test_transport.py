@@ -41,7 +41,7 @@ class RecordingClient:
         self.calls.append(f"update by {load_format}")
         self.loaded += [load(payload) for payload in payloads]
 
-    async def end_weight_update(self, version: int) -> None:
+    async def end_weight_update(self, version: int, keep_cache: bool = False) -> None:
         self.calls.append(f"end {version}")
 
 
@@ -108,7 +108,7 @@ def staged() -> NamedTensors:
 def test_the_engine_loads_while_the_body_runs(group: dist.ProcessGroup) -> None:
     """One rank is the engine, its node and the job; more are in tests/parallel."""
     client, tensors = RecordingClient(), staged()
-    link = EngineLink(client, asyncio.run, HostTransport(WIRE, group), group, group, 60.0)  # type: ignore[arg-type]
+    link = EngineLink(client, asyncio.run, HostTransport(WIRE, group, 0), group, group, 60.0)  # type: ignore[arg-type]
     link.begin()
     with link.loading(ROUND, list(tensors)):
         pass
@@ -127,7 +127,7 @@ def test_an_engine_that_does_not_answer_ends_the_sync(group: dist.ProcessGroup) 
         async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
             await asyncio.sleep(2.0)
 
-    link = EngineLink(SilentClient(), asyncio.run, HostTransport(WIRE, group), group, group, 0.1)  # type: ignore[arg-type]
+    link = EngineLink(SilentClient(), asyncio.run, HostTransport(WIRE, group, 0), group, group, 0.1)  # type: ignore[arg-type]
     message = r"engine 3: weights were not loaded within 0.1 s \(sync.timeout_s\)"
     with pytest.raises(PhaseTimeout, match=message), link.loading(ROUND, staged()):
         pass
@@ -135,7 +135,7 @@ def test_an_engine_that_does_not_answer_ends_the_sync(group: dist.ProcessGroup) 
 
 def test_forwarding_to_oneself_is_all_that_is_loaded(group: dist.ProcessGroup) -> None:
     tensors = staged()
-    assert IpcTransport(WIRE).forward(ROUND, list(tensors)) == tensors
+    assert IpcTransport(WIRE, 0).forward(ROUND, list(tensors)) == tensors
 
 
 def test_loader_name_is_importable() -> None:
