@@ -230,6 +230,14 @@ def test_settings_do_not_change(file: Path) -> None:
             {"training": {"share_prompts": True}, "layout": {"context": 2}},
             "training.share_prompts does not work with context parallelism (layout.context=2): set share_prompts=false",
         ),
+        (
+            {"training": {"router_replay": "R2"}},
+            "training.router_replay=R2 replays the experts of the old-logprob pass, which this run does not make",
+        ),
+        (
+            {"training": {"router_replay": "R3"}, "schedule": "async", "engine": {"ranks": 1}},
+            "sync.pause=retract has SGLang choose them anew at every update: set sync.pause=in_place",
+        ),
         ({"sync": {"timeout_s": 4000}}, "monitor.phase_timeout_s=3600 is shorter than sync.timeout_s=4000"),
         ({"rollout": 3}, "here: rollout: expected settings below it, as rollout.KEY=VALUE, found 3"),
     ],
