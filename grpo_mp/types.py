@@ -16,6 +16,11 @@ ExpertIds = npt.NDArray[np.integer[Any]]  # uint8 where all experts of a layer f
 StepRewards = tuple[tuple[int, float], ...]  # (index of a step's last token in the response, its reward), ascending
 
 
+def expert_id_bytes(num_experts: int) -> int:
+    """Return the bytes of an expert's number in ExpertIds."""
+    return 1 if num_experts <= 256 else 2
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt x, rendered by the chat template and tokenized."""

@@ -5,6 +5,7 @@ trains on the sample, the pipeline stage of the layer, the context slice, and th
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ Rows = npt.NDArray[np.int32]
 
 
 def exchange_routed_experts(
-    groups: Iterable[SampleGroup],
+    groups: list[SampleGroup],
     infos: Sequence[SampleInfo],
     plan: Sequence[UpdatePlan],
     layers: Sequence[int],
@@ -31,11 +32,12 @@ def exchange_routed_experts(
 ) -> list[list[RoutedExperts | None]]:
     """Return the experts of each micro-batch that this rank trains on, by update. Every rank must call this.
 
-    groups: of this rank's engine; infos: of the full step, which `plan` indexes; layers: the MoE layers of this rank.
-    Rows of samples without experts are left out. One micro-batch of each replica is under way at a time.
+    groups: of this rank's engine, out of which the experts are taken, and dropped as they are sent: one micro-batch of
+    each replica after the other; infos: of the full step, which `plan` indexes; layers: the MoE layers of this rank.
+    Rows of samples without experts are left out.
     """
-    by_key = {(sample.group_id, sample.index): sample.routed_experts for group in groups for sample in group.samples}
-    local = {i: experts for i, info in enumerate(infos) if (experts := by_key.get(info.key)) is not None}
+    by_key = _take(groups)
+    local = {i: by_key.pop(info.key) for i, info in enumerate(infos) if info.key in by_key}
     kinds = {(experts.dtype.str, experts.shape[2]) for experts in local.values()}
     gathered = all_gather((tuple(layers), kinds), parallel.cpu_group)
     all_layers = sorted({layer for of_rank, _ in gathered for layer in of_rank})
@@ -46,13 +48,27 @@ def exchange_routed_experts(
     places = [coordinates(rank, parallel.layout, parallel.world_size) for rank in range(parallel.world_size)]
     received: list[list[RoutedExperts | None]] = []
     for update in plan:
-        of_update = {number: local[i] for number, i in enumerate(update.samples) if i in local}
+        of_update = {number: local.pop(i) for number, i in enumerate(update.samples) if i in local}
         received.append([])
         for number in range(update.schedule.microbatches):
             outgoing = _outgoing(update, number, of_update, places, columns, parallel.layout)
             parts = all_to_all_bytes(outgoing, parallel.cpu_group)
             received[-1].append(_joined(parts, len(layers), *kind))
+            for sample in (sample for plans in update.schedule.ranks for sample in plans[number].samples):
+                of_update.pop(sample, None)
     return received
+
+
+def _take(groups: list[SampleGroup]) -> dict[tuple[int, int], ExpertIds]:
+    """Take the experts out of the groups; return them by the key of their sample."""
+    taken = {}
+    for number, group in enumerate(groups):
+        for sample in group.samples:
+            if sample.routed_experts is not None:
+                taken[sample.group_id, sample.index] = sample.routed_experts
+        without = tuple(replace(sample, routed_experts=None) for sample in group.samples)
+        groups[number] = replace(group, samples=without)
+    return taken
 
 
 def _outgoing(

@@ -36,7 +36,7 @@ class StepBatch:
 
 
 def assemble_step_batch(
-    groups: Sequence[SampleGroup],
+    groups: list[SampleGroup],
     infos: Sequence[SampleInfo],
     reward_weights: Mapping[str, float],
     settings: Settings,
@@ -49,7 +49,7 @@ def assemble_step_batch(
     """Plan the updates, the same on every rank, and send each sample to the rank that trains on it.
 
     groups: of this rank's engine; infos: of the full step, the same on every rank; step: seeds the shuffle;
-    moe_layers: of this rank, for routing replay R3.
+    moe_layers: of this rank, for routing replay R3, which takes the experts out of `groups`.
     """
     advantages = estimate_advantages(estimator, infos, settings.algorithm.advantage, reward_weights)
     mask_truncated = settings.algorithm.filter.truncated == "mask"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from grpo_mp import platform
 from grpo_mp.errors import UserError
 from grpo_mp.policy.deepseek import GroupLimitedTopk, Topk
-from grpo_mp.types import MicroBatch, RoutedExperts
+from grpo_mp.types import MicroBatch, RoutedExperts, expert_id_bytes
 
 Target = tuple[Tensor, Tensor]  # rows [n], and their experts [n, top-k]
 
@@ -71,7 +71,7 @@ class RoutingReplay:
         """
         self._by_chunk = {id(chunk): [_replay_in(router) for router in _routers(chunk)] for chunk in chunks}
         self._replays = sorted((replay for of in self._by_chunk.values() for replay in of), key=lambda each: each.layer)
-        self._dtype = torch.uint8 if num_experts <= 256 else torch.int16
+        self._dtype = torch.uint8 if expert_id_bytes(num_experts) == 1 else torch.int16
         self._recorded: dict[int, list[Tensor]] | None = None  # by layer, of each micro-batch
 
     @property

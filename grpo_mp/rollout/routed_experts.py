@@ -8,7 +8,7 @@ import numpy as np
 
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.errors import UserError
-from grpo_mp.types import ExpertIds
+from grpo_mp.types import ExpertIds, expert_id_bytes
 
 ARGUMENT = "enable_return_routed_experts"
 # SGLang keeps the experts of a token beside its slot in the cache, for the tokens of one batch after the other. Caches
@@ -50,7 +50,7 @@ def read_routed_experts(meta: Mapping[str, Any], tokens: int, shape: ModelShape)
     captured = bool((chosen[..., 0] != chosen[..., 1]).all())
     if not (in_range and captured):
         return None
-    return chosen.astype(np.uint8 if shape.num_experts <= 256 else np.int16)
+    return chosen.astype(np.uint8 if expert_id_bytes(shape.num_experts) == 1 else np.int16)
 
 
 def joined_routed_experts(begun: ExpertIds | None, resumed: ExpertIds | None, has_tokens: bool) -> ExpertIds | None:
