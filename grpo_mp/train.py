@@ -110,20 +110,20 @@ def make_logger(ctx: TrainContext) -> StepLogger:
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:
     """Turn rewards into advantages, and bring samples to the ranks that train on them, packed in micro-batches."""
     weights, hidden_size = ctx.inputs.scorer.term_weights, ctx.policy.config.hidden_size
-    estimator = ctx.inputs.extensions.estimator
+    estimator, layers = ctx.inputs.extensions.estimator, ctx.policy.moe_layers
     with ctx.phases.phase(Phase.SCORE):
         return assemble_step_batch(
-            rollouts.groups, rollouts.infos, weights, ctx.settings, ctx.parallel, hidden_size, step, estimator
+            rollouts.groups, rollouts.infos, weights, ctx.settings, ctx.parallel, hidden_size, step, estimator, layers
         )
 
 
 def compute_old_and_reference_logprobs(ctx: TrainContext, batch: StepBatch) -> UpdateBatches:
     """Return the micro-batches of each update with the logprobs that its loss needs."""
     settings, state = ctx.settings, ctx.state
-    seed = f"{settings.run.seed}/{state.step}"
+    seed, records = f"{settings.run.seed}/{state.step}", settings.training.router_replay == "R2"
     with ctx.phases.phase(Phase.LOGPROB):
         return compute_logprobs(
-            ctx.policy, batch, settings.algorithm, settings.training.epochs, state.adaptive_coefs, seed
+            ctx.policy, batch, settings.algorithm, settings.training.epochs, state.adaptive_coefs, seed, records
         )
 
 

@@ -242,6 +242,13 @@ def test_settings_do_not_change(file: Path) -> None:
             "rollout.max_staleness=0: with schedule=async it is at least 1: leave it out",
         ),
         ({"schedule": "overlapped"}, "here: schedule: "),
+            {"training": {"router_replay": "R2"}},
+            "training.router_replay=R2 replays the experts of the old-logprob pass, which this run does not make",
+        ),
+        (
+            {"training": {"router_replay": "R3"}, "schedule": "async", "engine": {"ranks": 1}},
+            "sync.pause=retract has SGLang choose them anew at every update: set sync.pause=in_place",
+        ),
         ({"sync": {"timeout_s": 4000}}, "monitor.phase_timeout_s=3600 is shorter than sync.timeout_s=4000"),
         ({"rollout": 3}, "here: rollout: expected settings below it, as rollout.KEY=VALUE, found 3"),
     ],

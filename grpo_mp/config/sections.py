@@ -237,6 +237,13 @@ class TrainingConfig(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations recomputed in the backward pass to save memory (gradient checkpointing)"
     )
+    router_replay: Literal["none", "R2", "R3"] = Field(
+        "none",
+        description="experts that routers take in the training passes (verl router_replay, Megatron "
+        "moe_enable_routing_replay). R3: those that the engine chose, also in the old-logprob pass (slime "
+        "--use-rollout-routing-replay); R2: those of the old-logprob pass (slime --use-routing-replay); none: their "
+        "own. Never those of the reference",
+    )
     logprob_chunk_tokens: int = Field(
         1024, gt=0, description="tokens whose logits are computed at a time; lower it if memory is short"
     )

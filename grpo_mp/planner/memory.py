@@ -15,6 +15,7 @@ from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import DTYPE_BYTES, PlannedJob
 from grpo_mp.planner.parameter_count import rule_parameters
 from grpo_mp.rollout.engine_parallelism import read_argument
+from grpo_mp.types import expert_id_bytes
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
 
 
@@ -143,7 +144,7 @@ def plan_memory(job: PlannedJob) -> MemoryPlan:
     """Plan the memory of a job."""
     engine = engine_memory(job)
     device = tuple(_device_memory(job, stage, engine) for stage in range(len(job.stage_layers)))
-    return MemoryPlan(device, _host_memory(job), engine)
+    return MemoryPlan(device, _host_memory(job, engine), engine)
 
 
 def total_bytes(sizes: BytesByKind) -> float:
@@ -225,7 +226,7 @@ def _largest_tensor(model: ModelShape, tensor: int) -> float:
     return rows / tensor * model.hidden_size
 
 
-def _host_memory(job: PlannedJob) -> dict[SubPhase, BytesByKind]:
+def _host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
     """Return the memory of the fullest node in each sub-phase. A node may hold ranks of several stages."""
     nodes = set()
     for start in range(0, job.world_size, job.gpus_per_node):
@@ -233,13 +234,13 @@ def _host_memory(job: PlannedJob) -> dict[SubPhase, BytesByKind]:
         nodes.add(tuple(coordinates(rank, job.settings.layout, job.world_size).pipeline for rank in ranks))
 
     def node_memory(stages: tuple[int, ...], sub_phase: SubPhase) -> BytesByKind:
-        by_rank = [_rank_host_memory(job, sub_phase, stage) for stage in stages]
+        by_rank = [_rank_host_memory(job, sub_phase, stage, engine) for stage in stages]
         return {kind: sum(sizes[kind] for sizes in by_rank) for kind in by_rank[0]}
 
     return {sub_phase: max((node_memory(node, sub_phase) for node in nodes), key=total_bytes) for sub_phase in SubPhase}
 
 
-def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int) -> dict[str, float]:
+def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: EngineMemory) -> dict[str, float]:
     count, per_parameter = job.parameter_counts[stage], job.per_parameter
     sharded = job.sharded_parameters(count)
     sizes = {
@@ -251,6 +252,8 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int) -> dict[
         "export": SHARD_BYTES
         * (sub_phase is SubPhase.SAVE and job.settings.run.export_every > 0),  # while it is written
     }
+    if job.settings.training.router_replay != "none":
+        sizes["routed experts"] = _routed_expert_bytes(job, sub_phase, engine)
     if sub_phase in (SubPhase.START, SubPhase.LOAD):
         sizes["weights"] = 0.0
     elif job.settings.optimizer.offload == "step":  # the pinned copy stays while the optimizer is on the device
@@ -259,6 +262,17 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int) -> dict[
         in_use, suspended = communicator_bytes(job)
         sizes["communicators"] = in_use - suspended
     return sizes
+
+
+def _routed_expert_bytes(job: PlannedJob, sub_phase: SubPhase, engine: EngineMemory) -> float:
+    """Return a rank's part of the experts to replay, and SGLang's own: int32 for all layers and slots of its cache."""
+    model, replay = job.model, job.settings.training.router_replay
+    tokens = job.settings.samples_per_step * job.mean_seq_len / job.world_size
+    first = SubPhase.GENERATE if replay == "R3" else SubPhase.LOGPROB
+    is_kept = sub_phase in tuple(SubPhase)[tuple(SubPhase).index(first) : tuple(SubPhase).index(SubPhase.OFFLOAD)]
+    kept = tokens * model.num_moe_layers * model.experts_per_token * expert_id_bytes(model.num_experts) * is_kept
+    slots = engine.kv_cache_tokens / job.engine_parallelism.replicas * (replay == "R3")
+    return kept + 4 * slots * model.num_layers * model.experts_per_token
 
 
 def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:

@@ -57,6 +57,7 @@ RESERVED = {  # fields that the run sets itself, with what to do instead
     "calculate_per_token_loss": "the loss carries its own denominator",
     "use_distributed_optimizer": "a checkpoint that any layout loads needs it",
     **dict.fromkeys(HYBRID_OPTIMIZER, "set optimizer.offload=host"),
+    "moe_enable_routing_replay": "set training.router_replay",
     "perform_initialization": "every weight is read from the checkpoint",
 }
 
