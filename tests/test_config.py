@@ -242,6 +242,7 @@ def test_settings_do_not_change(file: Path) -> None:
             "rollout.max_staleness=0: with schedule=async it is at least 1: leave it out",
         ),
         ({"schedule": "overlapped"}, "here: schedule: "),
+        (
             {"training": {"router_replay": "R2"}},
             "training.router_replay=R2 replays the experts of the old-logprob pass, which this run does not make",
         ),
