@@ -221,14 +221,6 @@ def test_settings_do_not_change(file: Path) -> None:
             "optimizer.offload=host needs model.dtype=bfloat16",
         ),
         (
-            {
-                "optimizer": {"lr": 1e-6, "offload": "host"},
-                "training": {"megatron_args": {"exp_avg_dtype": "bfloat16"}},
-            },
-            "training.megatron_args.exp_avg_dtype has no effect with optimizer.offload=host, which keeps main weights "
-            "and moments in float32: remove it, or set offload=step",
-        ),
-        (
             {"training": {"share_prompts": True}, "layout": {"context": 2}},
             "training.share_prompts does not work with context parallelism (layout.context=2): set share_prompts=false",
         ),
@@ -250,6 +242,14 @@ def test_settings_do_not_change(file: Path) -> None:
             "rollout.max_staleness=0: with schedule=async it is at least 1: leave it out",
         ),
         ({"schedule": "overlapped"}, "here: schedule: "),
+        (
+            {"training": {"router_replay": "R2"}},
+            "training.router_replay=R2 replays the experts of the old-logprob pass, which this run does not make",
+        ),
+        (
+            {"training": {"router_replay": "R3"}, "schedule": "async", "engine": {"ranks": 1}},
+            "sync.pause=retract has SGLang choose them anew at every update: set sync.pause=in_place",
+        ),
         ({"sync": {"timeout_s": 4000}}, "monitor.phase_timeout_s=3600 is shorter than sync.timeout_s=4000"),
         ({"rollout": 3}, "here: rollout: expected settings below it, as rollout.KEY=VALUE, found 3"),
     ],

@@ -131,9 +131,22 @@ def test_the_optimizer_is_where_the_setting_says() -> None:
     assert "optimizer" not in leaves.device[0][SubPhase.GENERATE]
     assert not any("optimizer" in sizes for sizes in on_host.device[0].values())
     host_bytes = [memory.host[SubPhase.TRAIN].get("optimizer", 0) for memory in (stays, leaves, on_host)]
-    assert host_bytes == [0, QWEN * 12, QWEN * 16]  # main weights, moments, pinned gradients
-    # Megatron's first hybrid optimizer has all weights of each of 8 ranks in float32.
-    assert on_host.host[SubPhase.LOAD]["optimizer"] == QWEN * 16 + QWEN * 4 * 8
+    assert host_bytes == [0, QWEN * 12, QWEN * 12]
+    on_host_when = {sub_phase for sub_phase, sizes in on_host.host.items() if sizes["optimizer"]}
+    assert on_host_when == set(SubPhase) - {SubPhase.START}
+    pieces = {sub_phase: sizes.get("optimizer pieces", 0) for sub_phase, sizes in on_host.device[0].items()}
+    assert {sub_phase: size for sub_phase, size in pieces.items() if size} == {SubPhase.OPTIMIZER: 2 * 2**28}
+
+
+def test_state_on_the_host_goes_over_its_link_and_back_in_every_update() -> None:
+    training = {"updates_per_step": 4, "megatron_args": PRECISION_AWARE}
+    optimizer = {"offload": "host", "piece_bytes": "64GiB"}
+    plan = make_plan(job_of("qwen2.5-7b", "h100-80", 1, optimizer=optimizer, training=training))
+    assert plan.uses[SubPhase.OPTIMIZER].host_link_bytes == pytest.approx(4 * 2 * 6 * QWEN / 8)
+    # A piece is no larger than the state of one of 8 ranks.
+    assert plan.memory.device[0][SubPhase.OPTIMIZER]["optimizer pieces"] == pytest.approx(2 * 6 * QWEN / 8)
+    on_device = make_plan(job_of("qwen2.5-7b", "h100-80", 1, training=training))
+    assert on_device.uses[SubPhase.OPTIMIZER].host_link_bytes == 0
 
 
 def test_communicators_leave_the_device_while_engines_generate() -> None:
@@ -155,10 +168,13 @@ def test_communicators_leave_the_device_while_engines_generate() -> None:
 
 
 def test_every_kind_on_the_device_is_measured_and_planned() -> None:
-    """With every kind in some phase: a reference, gradients in bfloat16 for a float32 optimizer, an engine's graphs."""
-    arguments = {"grad_reduce_in_fp32": False}
-    job = job_of("qwen2.5-7b", "h100-80", 1, training={"megatron_args": arguments}, algorithm={"kl": {"coef": 0.1}})
-    planned = {kind for sizes in plan_memory(job).device[0].values() for kind in sizes}
+    """With every kind in some phase of either job: a reference, float32 copies of gradients, an engine's graphs."""
+    training, kl = {"megatron_args": {"grad_reduce_in_fp32": False}}, {"kl": {"coef": 0.1}}
+    jobs = [
+        job_of("qwen2.5-7b", "h100-80", 1, training=training, algorithm=kl, optimizer={"offload": offload})
+        for offload in ("step", "host")
+    ]
+    planned = {kind for job in jobs for sizes in plan_memory(job).device[0].values() for kind in sizes}
     assert sorted(planned) == sorted(kind for kinds in MEASURED.values() for kind in kinds)
     policy = SimpleNamespace(chunks=[], optimizer=SimpleNamespace(chained_optimizers=[]))
     assert device_items(cast(Policy, policy)).keys() == MEASURED.keys()
