@@ -13,7 +13,7 @@ from grpo_mp.planner.show import table_of
 from grpo_mp.simulation.lengths import lognormal_lengths
 from grpo_mp.simulation.planned import Assumptions, on_gpus, simulate_job
 from grpo_mp.simulation.scenario import Schedule
-from grpo_mp.simulation.table import COLUMNS, describe_staleness, row_of
+from grpo_mp.simulation.table import COLUMNS, describe_best, row_of
 
 
 def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, console: Console) -> int:
@@ -43,9 +43,5 @@ def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, 
             console.print(f"{gpus} GPUs: left out, since no division suffices: {', '.join(sorted(left_out))}")
         outcomes += simulated
     console.print(table_of("A step of each schedule, simulated", COLUMNS, map(row_of, outcomes)))
-    best = max(outcomes, key=lambda outcome: outcome.samples_per_s / outcome.scenario.gpus)
-    console.print(
-        f"most samples of a GPU: {best.scenario.schedule} with max_staleness {best.scenario.max_staleness} on "
-        f"{best.scenario.gpus} GPUs; samples by age in versions: {describe_staleness(best)}"
-    )
+    console.print(describe_best(outcomes))
     return 0
