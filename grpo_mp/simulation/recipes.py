@@ -15,7 +15,7 @@ from grpo_mp.simulation.scenario import Outcome
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = (("moe_671b_64x141.yaml", "h200-141", 8),)  # with nodes of the cluster
 GPUS = (128, 1024)
-OVERRIDES = ("engine.concurrent_groups=512",)  # so that a free place is left for groups of later steps
+OVERRIDES = ["engine.concurrent_groups=512"]  # so that a free place is left for groups of later steps
 STEPS = 24
 
 

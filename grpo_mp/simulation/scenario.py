@@ -94,6 +94,8 @@ class Scenario:
         """Raise UserError for what no run can do."""
         if self.schedule is Schedule.ONE_STEP_OFF and self.max_staleness != 1:
             raise UserError(f"schedule {self.schedule}: samples are one version old: max_staleness is 1")
+        if self.max_staleness < 0:
+            raise UserError(f"max_staleness {self.max_staleness:g}: give 0 or more versions")
         if self.keeps_the_rest and self.oversample_factor > 1:
             raise UserError("over-sampling loses what max_staleness above 0 keeps for later steps: set one of them")
         if not 0 <= self.drop_rate < 1:

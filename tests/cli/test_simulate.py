@@ -1,0 +1,40 @@
+"""`grpo-mp plan --simulate`, in this process."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import run_command
+
+CONFIG = Path(__file__).parents[2] / "configs" / "qwen2_5_7b.yaml"
+
+
+def test_a_table_of_schedules_and_numbers_of_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("100\n900\n" * 8)
+    simulate = ("plan", CONFIG, "--simulate", "--steps", "2", "--staleness", "0,1", "--lengths", lengths)
+    result = run_command(capsys, *simulate, "--gpus", "8,16", "--drop-rate", "0.2", "--engine-mtbf-hours", "1")
+    assert result.status == 0, result.err
+    rows = [line.split() for line in result.out.splitlines() if "%" in line and not line[1:2].isdigit()]
+    schedules = ["colocated", "colocated", "one_step_off", "async"]
+    assert [row[0] for row in rows[:8]] == schedules * 2
+    assert [row[2] for row in rows[:8]] == ["8"] * 4 + ["16"] * 4
+    assert "is fastest" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--staleness", "1,many"), "'1,many' is no list of numbers"),
+        (("--staleness", "-1"), "0 or more"),
+        (("--gpus", "8,0"), "expected a positive integer, got 0"),
+        (("--gpus", "12"), "--gpus 12: 12 GPUs are no multiple"),
+        (("--schedule", "sometimes"), "invalid choice"),
+        (("--lengths", "nowhere.txt"), "no such file"),
+        (("--drop-rate", "1"), "must keep some groups"),
+    ],
+)
+def test_mistakes_are_told(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str) -> None:
+    result = run_command(capsys, "plan", CONFIG, "--simulate", *arguments)
+    assert result.status
+    assert words in result.err
