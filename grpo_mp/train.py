@@ -11,7 +11,7 @@ if __name__ == "__main__":
 from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
 from grpo_mp.checkpoint.run_state import EXPORTS, FINAL, latest_checkpoint
 from grpo_mp.config import Settings
-from grpo_mp.distributed.process_groups import all_gather
+from grpo_mp.distributed.process_groups import all_gather, broadcast
 from grpo_mp.monitor.loggers import open_loggers
 from grpo_mp.monitor.samples import drop_samples
 from grpo_mp.monitor.timeline import merge_traces
@@ -79,11 +79,9 @@ def generate(ctx: RolloutContext) -> None:
     ctx.evaluator.evaluate(ctx.state.step)
     while ctx.state.step < run.steps and not ctx.should_stop():
         step = ctx.state.step + 1
-        rollouts = ctx.collector.collect(ctx.state, step)
+        ctx.collector.collect(ctx.state, step)
         if ctx.should_stop():
             break
-        updates = ctx.settings.optimizer_steps_per_step
-        ctx.state = replace(rollouts.state, step=step, optimizer_step=ctx.state.optimizer_step + updates)
         sync_weights(ctx)
         if is_due(step, run.eval_every, run.steps):
             ctx.evaluator.evaluate(step)
@@ -112,20 +110,20 @@ def make_logger(ctx: TrainContext) -> StepLogger:
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:
     """Turn rewards into advantages, and bring samples to the ranks that train on them, packed in micro-batches."""
     weights, hidden_size = ctx.inputs.scorer.term_weights, ctx.policy.config.hidden_size
-    estimator = ctx.inputs.extensions.estimator
+    estimator, layers = ctx.inputs.extensions.estimator, ctx.policy.moe_layers
     with ctx.phases.phase(Phase.SCORE):
         return assemble_step_batch(
-            rollouts.groups, rollouts.infos, weights, ctx.settings, ctx.parallel, hidden_size, step, estimator
+            rollouts.groups, rollouts.infos, weights, ctx.settings, ctx.parallel, hidden_size, step, estimator, layers
         )
 
 
 def compute_old_and_reference_logprobs(ctx: TrainContext, batch: StepBatch) -> UpdateBatches:
     """Return the micro-batches of each update with the logprobs that its loss needs."""
     settings, state = ctx.settings, ctx.state
-    seed = f"{settings.run.seed}/{state.step}"
+    seed, records = f"{settings.run.seed}/{state.step}", settings.training.router_replay == "R2"
     with ctx.phases.phase(Phase.LOGPROB):
         return compute_logprobs(
-            ctx.policy, batch, settings.algorithm, settings.training.epochs, state.adaptive_coefs, seed
+            ctx.policy, batch, settings.algorithm, settings.training.epochs, state.adaptive_coefs, seed, records
         )
 
 
@@ -154,6 +152,7 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
 def sync_weights(ctx: RolloutContext) -> tuple[SyncReport, CheckReport]:
     """Push the policy's weights into every engine and check that the engines hold them."""
     with ctx.phases.phase(Phase.SYNC):
+        ctx.state = broadcast(ctx.state, ctx.job.group)  # to ranks that do not train
         if ctx.settings.schedule == "one_step_off":
             ctx.collector.finish_generation()
         reports = all_gather(ctx.weight_sync.update_weights(ctx.state.optimizer_step), ctx.job.group)

@@ -5,11 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 PerToken = float | torch.Tensor  # one number for all response tokens of a sample, or [response tokens]
 
+ExpertIds = npt.NDArray[np.integer[Any]]  # uint8 where all experts of a layer fit, else int16
+
 StepRewards = tuple[tuple[int, float], ...]  # (index of a step's last token in the response, its reward), ascending
+
+
+def expert_id_bytes(num_experts: int) -> int:
+    """Return the bytes of an expert's number in ExpertIds."""
+    return 1 if num_experts <= 256 else 2
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,9 @@ class Sample:
     step_rewards: StepRewards = ()  # (index of a step's last token in `tokens`, its reward)
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions gave to `log_extra`, by column
     is_correct: bool | None = None  # whether the answer is right; None: no term of the reward says so
+    # Experts that the engine chose, [total tokens - 1, MoE layers, top-k]: the last token was not computed. None: the
+    # run does not ask for them, or the engine did not return them.
+    routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -85,6 +97,7 @@ class SampleInfo:
     finished: bool = True  # False: its group was aborted
     versions_sum: int = 0  # over its response tokens
     is_correct: bool | None = None  # by the term that `reward.correct` names; None: that term says nothing about it
+    has_routed_experts: bool = False
 
     @property
     def key(self) -> tuple[int, int]:
@@ -103,6 +116,17 @@ class RowRange:
 
     start: int = 0
     count: int = 0
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """Experts to replay in a rank's own MoE layers, for some rows of what its routers see; on the host.
+
+    Routers see the rows of the rank's context slice, and with sequence parallelism its tensor rank's part of them.
+    """
+
+    rows: torch.Tensor  # int32 [n], ascending
+    experts: torch.Tensor  # uint8 or int16 [n, layers, top-k]
 
 
 @dataclass
@@ -125,6 +149,7 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor  # float32
     old_logprobs: torch.Tensor | None = None  # float32; None: the logprobs of the first update are the old ones
     reference_logprobs: torch.Tensor | None = None  # float32
+    routed_experts: RoutedExperts | None = None  # None: routers choose
     prompt_rows: tuple[RowRange, ...] = ()  # by sequence, the rows before its own; (): each holds its own prompt
     entropy_floor: float = -math.inf  # nats: tokens below it are masked out of the loss
     entropy_weight: float = 0.0  # 1 / tokens of the update that the entropy bonus is a mean over

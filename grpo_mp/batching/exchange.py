@@ -85,15 +85,19 @@ def _without_text(sample: Sample) -> Sample:
 
 def _all_to_all(outgoing: Sequence[list[Item]], group: dist.ProcessGroup) -> list[Item]:
     """Send a list to each rank; return the items received from all."""
-    pickles = [pickle.dumps(items) for items in outgoing]
-    sizes = torch.tensor([len(content) for content in pickles])
+    parts = all_to_all_bytes([pickle.dumps(items) for items in outgoing], group)
+    return [item for part in parts for item in pickle.loads(part.numpy().data)]
+
+
+def all_to_all_bytes(outgoing: Sequence[bytes], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
+    """Send bytes to each rank; return those received, by rank, as uint8."""
+    sizes = torch.tensor([len(content) for content in outgoing])
     incoming_sizes = torch.empty_like(sizes)
     dist.all_to_all_single(incoming_sizes, sizes, group=group)
     incoming = torch.empty(int(incoming_sizes.sum()), dtype=torch.uint8)
-    content = torch.frombuffer(bytearray(b"".join(pickles)), dtype=torch.uint8)
+    content = torch.frombuffer(bytearray(b"".join(outgoing)), dtype=torch.uint8) if any(outgoing) else incoming[:0]
     dist.all_to_all_single(incoming, content, incoming_sizes.tolist(), sizes.tolist(), group=group)
-    parts = incoming.split(incoming_sizes.tolist())
-    return [item for part in parts for item in pickle.loads(part.numpy())]
+    return incoming.split(incoming_sizes.tolist())
 
 
 def sample_infos(group: SampleGroup) -> list[SampleInfo]:
@@ -116,4 +120,5 @@ def _sample_info(sample: Sample, group: SampleGroup) -> SampleInfo:
         finished=group.finished,
         versions_sum=sum(sample.weight_versions),
         is_correct=sample.is_correct,
+        has_routed_experts=sample.routed_experts is not None,
     )

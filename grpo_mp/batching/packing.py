@@ -33,10 +33,8 @@ def pack(
     micro-batch is one dummy sequence of padding, `align` tokens or `pad_to`.
     Raises ValueError for a sample longer than planned or without a prompt.
     """
-    total = max(plan.tokens, pad_to) or align
-    sequences = _lay_out_sequences(plan)
-    if total > plan.tokens:
-        sequences.append(_Sequence(plan.tokens, total - plan.tokens))
+    sequences = _lay_out_sequences(plan, align, pad_to)
+    total = sum(sequence.length for sequence in sequences)
     batch = MicroBatch(
         tokens=torch.zeros(total, dtype=torch.int64),
         positions=torch.cat([torch.arange(sequence.length) + sequence.prompt.count for sequence in sequences]),
@@ -70,8 +68,26 @@ class _Sequence:
     prompt: RowRange = NO_PROMPT
 
 
-def _lay_out_sequences(plan: MicroBatchPlan) -> list[_Sequence]:
-    """List the plan's sequences, each shared prompt before its samples."""
+def token_origins(plan: MicroBatchPlan, align: int, pad_to: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return where the tokens that `pack` places come from, and the padded lengths of its sequences.
+
+    int64 [T, 2]: the sample as in `plan.samples`, -1 where there is none, and the token of it; both may lie in the
+    padding behind a sample. A shared prompt is of the first of its samples.
+    """
+    sequences = _lay_out_sequences(plan, align, pad_to)
+    origins = torch.full((sum(sequence.length for sequence in sequences), 2), -1)
+    for sequence in sequences:
+        if sequence.number >= 0:
+            rows, shared, sample = sequence.length, sequence.prompt.count, plan.samples[sequence.number]
+            for start, first, count in ((sequence.start, shared, rows), (sequence.prompt.start, 0, shared)):
+                if count and origins[start, 0] < 0:
+                    origins[start : start + count, 0] = sample
+                    origins[start : start + count, 1] = torch.arange(first, first + count)
+    return origins, tuple(sequence.length for sequence in sequences)
+
+
+def _lay_out_sequences(plan: MicroBatchPlan, align: int, pad_to: int) -> list[_Sequence]:
+    """List the plan's sequences, each shared prompt before its samples, and padding as the last."""
     sequences: list[_Sequence] = []
     start = number = 0
     for shared in plan.prompts or (SharedPrompt(len(plan.samples), 0, 0),):
@@ -83,7 +99,8 @@ def _lay_out_sequences(plan: MicroBatchPlan) -> list[_Sequence]:
             sequences.append(_Sequence(start, length, number, prompt))
             start += length
             number += 1
-    return sequences
+    total = max(plan.tokens, pad_to) or align
+    return [*sequences, _Sequence(start, total - start)] if total > start else sequences
 
 
 def _write_sample(batch: MicroBatch, sequence: _Sequence, sample: Sample, prompt_rows: torch.Tensor) -> slice:

@@ -12,6 +12,7 @@ from grpo_mp.algorithms.losses import estimate_kl, token_weights
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import redistribute
 from grpo_mp.batching.packing import context_index
+from grpo_mp.batching.routed_experts import exchange_routed_experts
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import UpdatePlan, microbatches, plan_updates, sample_order
 from grpo_mp.config import Settings
@@ -31,10 +32,11 @@ class StepBatch:
     advantages: tuple[PerToken, ...]  # by sample, before the KL of kl.apply_to=reward and before whitening
     plan: tuple[UpdatePlan, ...]
     updates: tuple[tuple[MicroBatch, ...], ...]
+    unrouted_samples: int | None = None  # without the experts that routing replay R3 replays; None: no such replay
 
 
 def assemble_step_batch(
-    groups: Sequence[SampleGroup],
+    groups: list[SampleGroup],
     infos: Sequence[SampleInfo],
     reward_weights: Mapping[str, float],
     settings: Settings,
@@ -42,10 +44,12 @@ def assemble_step_batch(
     hidden_size: int,
     step: int,
     estimator: AdvantageEstimator,
+    moe_layers: Sequence[int] = (),
 ) -> StepBatch:
     """Plan the updates, the same on every rank, and send each sample to the rank that trains on it.
 
-    groups: of this rank's engine; infos: of the full step, the same on every rank; step: seeds the shuffle.
+    groups: of this rank's engine; infos: of the full step, the same on every rank; step: seeds the shuffle;
+    moe_layers: of this rank, for routing replay R3, which takes the experts out of `groups`.
     """
     advantages = estimate_advantages(estimator, infos, settings.algorithm.advantage, reward_weights)
     mask_truncated = settings.algorithm.filter.truncated == "mask"
@@ -81,7 +85,15 @@ def assemble_step_batch(
             update, local_samples, advantages, weights, settings.layout, parallel.coords.data, parallel.coords.context
         )
         updates.append(tuple(replace(batch, entropy_weight=1.0 / max(1, loss_tokens)) for batch in batches))
-    return StepBatch(tuple(infos), in_loss, tuple(advantages), plan, tuple(updates))
+    unrouted_samples = None
+    if settings.training.router_replay == "R3":
+        unrouted_samples = sum(not info.has_routed_experts for info in infos)
+        routed = exchange_routed_experts(groups, infos, plan, moe_layers, parallel)
+        updates = [
+            tuple(replace(batch, routed_experts=experts) for batch, experts in zip(*pair, strict=True))
+            for pair in zip(updates, routed, strict=True)
+        ]
+    return StepBatch(tuple(infos), in_loss, tuple(advantages), plan, tuple(updates), unrouted_samples)
 
 
 def with_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor], field: str) -> list[MicroBatch]:

@@ -5,9 +5,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from grpo_mp.algorithms.registries import needs_correctness
-from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
 from grpo_mp.config.sections import (
-    PRECISION_AWARE_FIELDS,
     DataConfig,
     EngineConfig,
     EvalSetConfig,
@@ -67,19 +66,27 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _check_optimizer_on_the_host(self) -> "Settings":
-        if self.optimizer.offload != "host":
-            return self
-        if not self.model.offloads:
+        if self.optimizer.offload == "host" and not self.model.offloads:
             raise ValueError(
                 f"optimizer.offload=host needs model.dtype=bfloat16: an optimizer in {self.model.dtype} works on the "
                 "model's own weights: set dtype=bfloat16, or offload=step"
             )
-        for name in PRECISION_AWARE_FIELDS:
-            if name in self.training.megatron_args:
-                raise ValueError(
-                    f"training.megatron_args.{name} has no effect with optimizer.offload=host, which keeps main "
-                    "weights and moments in float32: remove it, or set offload=step"
-                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_router_replay(self) -> "Settings":
+        needed = needs_old_logprobs(self.algorithm, self.optimizer_steps_per_step)
+        if self.training.router_replay == "R2" and not needed:
+            raise ValueError(
+                "training.router_replay=R2 replays the experts of the old-logprob pass, which this run does not make "
+                "(algorithm.old_logprobs=engine, or one update a step): set R3 or none, or old_logprobs=recomputed "
+                "with training.updates_per_step of 2 or more"
+            )
+        if self.training.router_replay == "R3" and self.schedule == "async" and self.sync.pause == "retract":
+            raise ValueError(
+                "training.router_replay=R3 replays the experts with which each token was sampled, and "
+                "sync.pause=retract has SGLang choose them anew at every update: set sync.pause=in_place"
+            )
         return self
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import DTYPE_BYTES, PlannedJob
 from grpo_mp.planner.parameter_count import rule_parameters
 from grpo_mp.rollout.engine_parallelism import read_argument
+from grpo_mp.types import expert_id_bytes
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
 
 
@@ -111,7 +112,14 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "weights": ("weights",),
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
-    "activations and buffers": ("activations", "logits", "reference", "float32 gradients", "sync rounds"),
+    "activations and buffers": (
+        "activations",
+        "logits",
+        "reference",
+        "float32 gradients",
+        "optimizer pieces",
+        "sync rounds",
+    ),
     "kept by the allocator": ("fragments",),
     "engine, communicators and contexts": (
         "engine weights",
@@ -136,7 +144,7 @@ def plan_memory(job: PlannedJob) -> MemoryPlan:
     """Plan the memory of a job."""
     engine = engine_memory(job)
     device = tuple(_device_memory(job, stage, engine) for stage in range(len(job.stage_layers)))
-    return MemoryPlan(device, _host_memory(job), engine)
+    return MemoryPlan(device, _host_memory(job, engine), engine)
 
 
 def total_bytes(sizes: BytesByKind) -> float:
@@ -195,15 +203,16 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
     largest_tensor = _largest_tensor(job.model, job.settings.layout.tensor)
     if sub_phase is SubPhase.LOGPROB:
         reference = largest_tensor * per_parameter.weights if job.has_reference else 0.0
-        logits = logits_bytes(job, stage, backward=False)
-        return {"activations": forward_bytes(job, stage), "logits": logits, "reference": reference}
+        layer, head = forward_bytes(job, stage), logits_bytes(job, stage, backward=False)
+        # What the layers make is gone when the head begins.
+        return {"activations": max(0.0, layer - head), "logits": head, "reference": reference}
     if sub_phase is SubPhase.TRAIN:
-        return {"activations": activation_bytes(job, stage), "logits": logits_bytes(job, stage, backward=True)}
+        head = logits_bytes(job, stage, backward=True)
+        return {"activations": activation_bytes(job, stage, head), "logits": head}
     if sub_phase is SubPhase.OPTIMIZER:
-        count = job.parameter_counts[stage]
-        # For an update on the host a gradient and a main weight are converted on their way.
-        pieces = 2 * 4 * largest_tensor if per_parameter.host_gradients else 0.0
-        return {"float32 gradients": job.sharded_parameters(count) * per_parameter.fp32_gradients + pieces}
+        sharded = job.sharded_parameters(job.parameter_counts[stage])
+        piece = min(job.settings.optimizer.piece_bytes, sharded * per_parameter.host_optimizer)
+        return {"float32 gradients": sharded * per_parameter.fp32_gradients, "optimizer pieces": 2 * piece}
     if sub_phase is SubPhase.SYNC:
         vocabulary = job.model.vocab_size * job.model.hidden_size * per_parameter.weights  # an engine loads it at once
         largest_round = max(job.settings.sync.bucket_bytes / ROUNDS_IN_MEMORY, vocabulary)
@@ -217,7 +226,7 @@ def _largest_tensor(model: ModelShape, tensor: int) -> float:
     return rows / tensor * model.hidden_size
 
 
-def _host_memory(job: PlannedJob) -> dict[SubPhase, BytesByKind]:
+def _host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
     """Return the memory of the fullest node in each sub-phase. A node may hold ranks of several stages."""
     nodes = set()
     for start in range(0, job.world_size, job.gpus_per_node):
@@ -225,42 +234,58 @@ def _host_memory(job: PlannedJob) -> dict[SubPhase, BytesByKind]:
         nodes.add(tuple(coordinates(rank, job.settings.layout, job.world_size).pipeline for rank in ranks))
 
     def node_memory(stages: tuple[int, ...], sub_phase: SubPhase) -> BytesByKind:
-        by_rank = [_rank_host_memory(job, sub_phase, stage) for stage in stages]
+        by_rank = [_rank_host_memory(job, sub_phase, stage, engine) for stage in stages]
         return {kind: sum(sizes[kind] for sizes in by_rank) for kind in by_rank[0]}
 
     return {sub_phase: max((node_memory(node, sub_phase) for node in nodes), key=total_bytes) for sub_phase in SubPhase}
 
 
-def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int) -> dict[str, float]:
+def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: EngineMemory) -> dict[str, float]:
     count, per_parameter = job.parameter_counts[stage], job.per_parameter
     sharded = job.sharded_parameters(count)
     sizes = {
         "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process,
         "weights": count.total * per_parameter.host_copies,
         "reference": count.total * per_parameter.weights * job.has_reference,
-        "optimizer": sharded * (per_parameter.host_optimizer + per_parameter.host_gradients),
+        "optimizer": sharded * per_parameter.host_optimizer * (sub_phase is not SubPhase.START),
         "checkpoint": _checkpoint_host_bytes(job, sub_phase),
         "export": SHARD_BYTES
         * (sub_phase is SubPhase.SAVE and job.settings.run.export_every > 0),  # while it is written
     }
+    if job.settings.training.router_replay != "none":
+        sizes["routed experts"] = _routed_expert_bytes(job, sub_phase, engine)
     if sub_phase in (SubPhase.START, SubPhase.LOAD):
         sizes["weights"] = 0.0
     elif job.settings.optimizer.offload == "step":  # the pinned copy stays while the optimizer is on the device
         sizes["optimizer"] += sharded * per_parameter.optimizer * job.settings.model.offloads
-    if sub_phase is SubPhase.LOAD and job.settings.optimizer.offload == "host":
-        sizes["optimizer"] += 4 * count.total  # Megatron builds it over whole weights, then over this rank's shards
     if job.settings.model.offloads and not RESIDENT[sub_phase].communicators:
         in_use, suspended = communicator_bytes(job)
         sizes["communicators"] = in_use - suspended
-    if sub_phase is SubPhase.OFFLOAD:
-        sizes["weights"] += count.total * per_parameter.weights * job.settings.model.offloads
     return sizes
 
 
+def _routed_expert_bytes(job: PlannedJob, sub_phase: SubPhase, engine: EngineMemory) -> float:
+    """Return a rank's part of the experts to replay, and SGLang's own: int32 for all layers and slots of its cache."""
+    model, replay = job.model, job.settings.training.router_replay
+    tokens = job.settings.samples_per_step * job.mean_seq_len / job.world_size
+    first = SubPhase.GENERATE if replay == "R3" else SubPhase.LOGPROB
+    is_kept = sub_phase in tuple(SubPhase)[tuple(SubPhase).index(first) : tuple(SubPhase).index(SubPhase.OFFLOAD)]
+    kept = tokens * model.num_moe_layers * model.experts_per_token * expert_id_bytes(model.num_experts) * is_kept
+    slots = engine.kv_cache_tokens / job.engine_parallelism.replicas * (replay == "R3")
+    return kept + 4 * slots * model.num_layers * model.experts_per_token
+
+
 def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
-    """Return what a save or load holds beside the state: a piece of one tensor, where that comes from a device."""
+    """Return what a save or load holds beside the state: a piece of one tensor.
+
+    A save has one where it comes from a device. So has a load; on a CPU only one of another layout's checkpoint, which
+    may have been saved without tensor parallelism.
+    """
     settings = job.settings
     in_background = settings.optimizer.offload == "none" and settings.run.async_save and sub_phase in BESIDE_A_SAVE
     from_device = settings.model.offloads and (sub_phase is SubPhase.SAVE or in_background)
-    largest_piece = min(job.settings.run.piece_bytes, 4 * _largest_tensor(job.model, job.settings.layout.tensor))
-    return largest_piece * (from_device or sub_phase is SubPhase.LOAD)
+    loads = sub_phase is SubPhase.LOAD
+    largest_piece = min(
+        settings.run.piece_bytes, 4 * _largest_tensor(job.model, 1 if loads else settings.layout.tensor)
+    )
+    return largest_piece * (from_device or loads)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from grpo_mp.errors import UserError
 
+Topk = Callable[..., tuple[Tensor, Tensor]]  # of Megatron: scores, top-k, number of groups, top-k of them
+
 
 @dataclass(frozen=True)
 class GroupLimitedTopk:
@@ -25,7 +27,7 @@ class GroupLimitedTopk:
     group_score_topk: int
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk: Callable[..., object]
+        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk: Topk
     ) -> tuple[Tensor, Tensor]:
         """Return the top-k scores and experts of `scores` [T, experts], [T, topk] each."""
         by_group = scores.unflatten(1, (num_groups, -1))

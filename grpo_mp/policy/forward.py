@@ -9,25 +9,31 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from grpo_mp import platform
+from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.policy.shared_prompt_attention import packed_sequences, shared_prompt_params
 from grpo_mp.types import MicroBatch
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Any]]
 
 
-def forward_only(chunks: Sequence[torch.nn.Module], microbatches: Sequence[MicroBatch]) -> list[Tensor]:
+def forward_only(
+    chunks: Sequence[torch.nn.Module], microbatches: Sequence[MicroBatch], replay: RoutingReplay | None = None
+) -> list[Tensor]:
     """Return [2, T] logprobs and entropies of every micro-batch; empty on all but the last pipeline stage."""
 
     def collect(output: Tensor, non_loss_data: bool) -> Tensor:
         return output
 
     with torch.no_grad():
-        outputs: list[Tensor] = _run(chunks, microbatches, lambda _: collect, forward_only=True)
+        outputs: list[Tensor] = _run(chunks, microbatches, lambda _: collect, replay, forward_only=True)
     return outputs
 
 
 def forward_backward(
-    chunks: Sequence[torch.nn.Module], microbatches: Sequence[MicroBatch], loss: LossFunction
+    chunks: Sequence[torch.nn.Module],
+    microbatches: Sequence[MicroBatch],
+    loss: LossFunction,
+    replay: RoutingReplay | None = None,
 ) -> list[Any]:
     """Accumulate the gradient of the summed loss; return the loss function's second values (last stage only).
 
@@ -39,21 +45,29 @@ def forward_backward(
         # Megatron wants a token count; nothing divides by it, because gradients are not finalized with it.
         return value, torch.ones((), dtype=torch.int, device=value.device), report
 
-    return _run(chunks, microbatches, lambda batch: partial(loss_step, batch), forward_only=False)
+    return _run(chunks, microbatches, lambda batch: partial(loss_step, batch), replay, forward_only=False)
 
 
 def _run(
     chunks: Sequence[torch.nn.Module],
     microbatches: Sequence[MicroBatch],
     loss_for: Callable[[MicroBatch], Callable[..., Any]],
+    replay: RoutingReplay | None,
     forward_only: bool,
 ) -> list[Any]:
     """Run Megatron's schedule; `loss_for` gives the function that it calls with a micro-batch's output."""
 
     def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches)
-        return _forward(model, batch), loss_for(batch)
+        if replay is None:
+            return _forward(model, batch), loss_for(batch)
+        replay.begin_forward(model, batch)
+        output = _forward(model, batch)
+        replay.end_forward(model)
+        return output, loss_for(batch)
 
+    if replay:
+        replay.begin_pass(is_training=not forward_only)
     interleaved = len(chunks) > 1
     return get_forward_backward_func()(
         forward_step_func=step,

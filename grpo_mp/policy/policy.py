@@ -24,6 +24,7 @@ from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel, build_chunks
 from grpo_mp.policy.optimizer import build_optimizer, wrap_for_training
 from grpo_mp.policy.reference import Reference
+from grpo_mp.policy.routing_replay import RoutingReplay, check_router_replay
 from grpo_mp.policy.weights import load_hf, local_tensors
 from grpo_mp.types import MicroBatch
 
@@ -65,11 +66,25 @@ class Policy:
             settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
         )
         self.expert_load = ExpertLoad(models, self.config.num_layers, self.config.num_moe_experts or 0)
+        self.replay: RoutingReplay | None = None
+        if settings.training.router_replay != "none":
+            self.replay = RoutingReplay(self.chunks, self.config.num_moe_experts or 0)
         self.reference = Reference(self.tensors) if with_reference else None
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return [2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""
-        return forward_only(self.chunks, microbatches)
+        return forward_only(self.chunks, microbatches, self.replay)
+
+    def record_routing(self, microbatches: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], list[MicroBatch]]:
+        """Return their logprobs, and the micro-batches with the experts that the routers chose for them."""
+        if self.replay is None:
+            raise ValueError("this policy was built without routing replay")
+        self.replay.record()
+        outputs = self.logprobs(microbatches)
+        if recorded := self.replay.take_recorded():  # a stage may have dense layers only
+            pairs = zip(microbatches, recorded, strict=True)
+            return outputs, [replace(batch, routed_experts=routed) for batch, routed in pairs]
+        return outputs, list(microbatches)
 
     @contextmanager
     def use_reference_weights(self) -> Iterator[None]:
@@ -99,7 +114,7 @@ class Policy:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return forward_backward(self.chunks, microbatches, loss)
+        return forward_backward(self.chunks, microbatches, loss, self.replay)
 
     def update(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> UpdateReport:
         """Do one optimizer update; skip it, and report so, where the gradient is not finite."""
@@ -108,6 +123,11 @@ class Policy:
         success, grad_norm, _ = self.optimizer.step()
         self.lr_scheduler.step(1)
         return UpdateReport(losses, float(grad_norm or 0.0), lr, skipped=not success)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Return the MoE layers of this rank, from 0, where its routers can replay; () where they cannot."""
+        return self.replay.layers if self.replay else ()
 
     def models(self) -> list[PolicyModel]:
         """Return the Megatron chunks without Float16Module and DDP wrappers."""
@@ -133,7 +153,9 @@ def check_policy(
     """
     check_layout(layout, model_shape(hf), world_size, sets_pipeline_layout(training.megatron_args))
     check_overrides(training.megatron_args)
-    transformer_config(layout, training, model.dtype, hf)
+    config = transformer_config(layout, training, model.dtype, hf)
+    if training.router_replay != "none":
+        check_router_replay(config)
     with open_weights(model.path, family=model.family) as reader:
         check_tensors(reader, family_of(hf).params(hf).values())
         check_layers(reader.names, hf)

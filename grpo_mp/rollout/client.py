@@ -4,13 +4,16 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
 from grpo_mp.config.sections import PauseMode
+from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.errors import PhaseTimeout, UserError
+from grpo_mp.rollout.routed_experts import read_routed_experts
+from grpo_mp.types import ExpertIds
 
 MESSAGE_CHARACTERS = 500
 # SGLang closes a connection that was idle for five seconds; a request that goes out at that moment is lost.
@@ -91,6 +94,7 @@ class EngineOutput:
     truncated: bool  # the response reached max_response_tokens
     aborted: bool = False  # ended by `abort_all`; may have no tokens
     cached_tokens: int = 0  # prompt tokens taken from the radix cache
+    routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)  # as in Sample
 
 
 class EngineClient:
@@ -125,15 +129,34 @@ class EngineClient:
         return self._capabilities
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1, routing: ModelShape | None = None
     ) -> list[EngineOutput]:
-        """Draw `count` responses to one prompt, in one call: the prompt is computed once."""
-        body = {"input_ids": list(prompt_tokens), "sampling_params": sampling.as_json(count), "return_logprob": True}
+        """Draw `count` responses to one prompt, in one call: the prompt is computed once.
+
+        With `routing`, the shape of the model, also return the experts of each token.
+        """
+        body = {
+            "input_ids": list(prompt_tokens),
+            "sampling_params": sampling.as_json(count),
+            "return_logprob": True,
+            "return_routed_experts": routing is not None,
+        }
         reply = await self._call("POST", "/generate", body)
         outputs = reply if isinstance(reply, list) else [reply]
         if len(outputs) != count:
             raise self._error("/generate", f"returned {len(outputs)} responses where {count} were asked for")
-        return [self._parse_output(output) for output in outputs]
+        return [self._parse_output(output, len(prompt_tokens), routing) for output in outputs]
+
+    async def check_routed_experts(self, routing: ModelShape) -> None:
+        """Raise UserError where a response comes without the experts of its tokens."""
+        (output,) = await self.generate((1, 2, 3), SamplingParams(max_response_tokens=2), routing=routing)
+        if output.routed_experts is None:
+            version = (await self.capabilities()).version
+            raise self._error(
+                "/generate",
+                f"SGLang {version} does not return the experts that it chooses, with this model and these engine.args: "
+                "set training.router_replay=R2 or none",
+            )
 
     async def score(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
         """Compute the logprobs of given sequences at temperature 1: entry i of a list belongs to token i + 1.
@@ -225,7 +248,7 @@ class EngineClient:
         """Take the memory back; weights come back undefined and must be sent."""
         await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
-    def _parse_output(self, output: dict[str, Any]) -> EngineOutput:
+    def _parse_output(self, output: dict[str, Any], prompt_tokens: int, routing: ModelShape | None) -> EngineOutput:
         meta = output["meta_info"]
         pairs = meta["output_token_logprobs"] or []
         tokens = tuple(entry[1] for entry in pairs)
@@ -239,6 +262,7 @@ class EngineClient:
             truncated=reason == "length",
             aborted=reason == "abort",
             cached_tokens=meta.get("cached_tokens", 0),
+            routed_experts=read_routed_experts(meta, prompt_tokens + len(tokens) - 1, routing) if routing else None,
         )
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:

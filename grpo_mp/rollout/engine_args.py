@@ -38,6 +38,7 @@ RESERVED = {
     "sampling_defaults": "the model's generation_config.json would change the distribution unseen",
     "skip_server_warmup": "the run warms its engines up itself",
     "custom_weight_loader": "the weight sync brings its own",
+    "enable_return_routed_experts": "set training.router_replay=R3",
     "load_format": "it follows from what the first synchronization brings",
 }
 

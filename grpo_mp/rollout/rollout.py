@@ -14,6 +14,7 @@ from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.hf_reader import has_hf_weights
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
+from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.ports import own_address
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import Scorer
@@ -21,6 +22,7 @@ from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.placement import EnginePlacement, engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import precision_arguments
+from grpo_mp.rollout.routed_experts import ARGUMENT
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker
@@ -49,6 +51,8 @@ class Rollout:
         placements = engine_placements(settings.engine, world_size, ranks_per_node)
         self.host_ranks = engine_host_ranks(placements)
         self.placement = next((placement for placement in placements if placement.rank == rank), None)
+        replays = settings.training.router_replay == "R3" and not load_weights
+        self.routing = model_shape(hf) if replays else None  # the model's, where samples keep their experts
         self._process: EngineProcess | None = None
         if self.placement:
             cpu = not platform.on_cuda()
@@ -89,6 +93,8 @@ class Rollout:
         self.client = EngineClient(
             self.placement.engine, self._process.url, self._process.headers, engine.request_timeout_s
         )
+        if self.routing:
+            self.call(self.client.check_routed_experts(self.routing))
 
     def begin(self, task: RolloutTask, stream: GroupStream) -> Future[LaunchedGroups]:
         """Begin to generate and score the groups of a task that this rank's engine takes."""
@@ -163,6 +169,7 @@ def engine_spec(
     With `load_weights` there is no sync, and it reads them; see `engines_can_load_weights`.
     """
     precision = precision_arguments(settings.engine.args, hf, cpu)
+    replay = {ARGUMENT: True} if settings.training.router_replay == "R3" and not load_weights else {}
     return EngineSpec(
         index=placement.engine,
         rank=placement.rank,
@@ -177,7 +184,7 @@ def engine_spec(
         nodes=placement.nodes,
         node_rank=placement.node_rank,
         dummy_weights=not load_weights and (not cpu or bool(precision) or not has_hf_weights(settings.model.path)),
-        args=settings.engine.args | precision,
+        args=settings.engine.args | precision | replay,
     )
 
 

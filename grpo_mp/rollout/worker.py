@@ -7,9 +7,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
+from grpo_mp.rollout.routed_experts import joined_routed_experts
 from grpo_mp.rollout.stream import GroupStream, LaunchGate
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
@@ -42,6 +44,7 @@ class RolloutTask:
     """The rollout of one step, shared by all engines. Group i is `group_size` samples of `prompt_of(i)`.
 
     `carried`: groups that this rank has from steps before; `carried_by_all`: the numbers of those of all ranks.
+    `routing`: the shape of the model whose experts the samples keep; None: none are asked for.
     """
 
     prompt_of: Callable[[int], Prompt]
@@ -54,6 +57,7 @@ class RolloutTask:
     carried_by_all: frozenset[int] = frozenset()
     lookahead: Callable[[], int] = lambda: 0  # groups of later steps that may be launched now
     pauses: bool = True  # what is unfinished when the step has its groups is paused; otherwise it goes on
+    routing: ModelShape | None = None
 
 
 Generate = Callable[[RolloutTask, int, Prompt, PausedGroup | None], Coroutine[Any, Any, EndedGroup]]
@@ -108,9 +112,9 @@ class RolloutWorker:
         try:
             async with asyncio.timeout(self.group_timeout_s):
                 if earlier:
-                    outputs = await self._resume(earlier, task.sampling)
+                    outputs = await self._resume(earlier, task)
                 else:
-                    outputs = await self.client.generate(prompt.tokens, task.sampling, task.group_size)
+                    outputs = await self.client.generate(prompt.tokens, task.sampling, task.group_size, task.routing)
         except TimeoutError as error:
             raise UserError(
                 f"engine {self.client.index}: prompt {prompt.index} took longer than "
@@ -122,12 +126,14 @@ class RolloutWorker:
         group = SampleGroup(prompt, make_samples(prompt, outputs, texts, group_id))
         return await asyncio.to_thread(self.scorer.score_group, group, task.step)
 
-    async def _resume(self, group: PausedGroup, sampling: SamplingParams) -> list[EngineOutput]:
+    async def _resume(self, group: PausedGroup, task: RolloutTask) -> list[EngineOutput]:
         """Generate the rest of each unfinished response, after the tokens that it has."""
 
         async def rest(output: EngineOutput) -> EngineOutput:
-            left = replace(sampling, max_response_tokens=sampling.max_response_tokens - len(output.tokens))
-            (more,) = await self.client.generate((*group.prompt.tokens, *output.tokens), left)
+            left = task.sampling.max_response_tokens - len(output.tokens)
+            sampling = replace(task.sampling, max_response_tokens=left)
+            tokens = (*group.prompt.tokens, *output.tokens)
+            (more,) = await self.client.generate(tokens, sampling, routing=task.routing)
             return joined(output, more)
 
         resumed = iter(await asyncio.gather(*(rest(output) for output in group.outputs if output.aborted)))
@@ -203,6 +209,7 @@ def make_samples(
             rollout_logprobs=output.logprobs,
             weight_versions=output.weight_versions,
             truncated=output.truncated,
+            routed_experts=output.routed_experts,
             text=text,
         )
         for index, (output, text) in enumerate(zip(outputs, texts, strict=True))
@@ -219,11 +226,12 @@ def as_unfinished(group: EndedGroup, group_id: int) -> SampleGroup:
 
 
 def joined(output: EngineOutput, more: EngineOutput) -> EngineOutput:
-    """Return a response with what was generated after it; every token keeps its logprob and weight version."""
+    """Return a response with what was generated after it; every token keeps its logprob, weight version and experts."""
     return replace(
         more,
         tokens=output.tokens + more.tokens,
         logprobs=output.logprobs + more.logprobs,
         weight_versions=output.weight_versions + more.weight_versions,
         cached_tokens=output.cached_tokens + more.cached_tokens,
+        routed_experts=joined_routed_experts(output.routed_experts, more.routed_experts, bool(output.tokens)),
     )

@@ -140,6 +140,7 @@ class RolloutCollector:
             frozenset().union(*all_gather(set(self._carried), job.group)) if rule.lookahead else frozenset(),
             lookahead,
             pauses=colocated,
+            routing=self.rollout.routing,
         )
         with ExitStack() as stack:
             check_peers = stack.enter_context(watching_peers(job.engine_group)) if job.hosts_engines else _check_nothing

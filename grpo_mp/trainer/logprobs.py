@@ -25,24 +25,33 @@ def compute_logprobs(
     epochs: int,
     adaptive_coefs: Mapping[str, float],
     seed: str,
+    record_routing: bool = False,
 ) -> UpdateBatches:
     """Return the step's micro-batches with everything that its updates need. Every rank must call this.
 
-    adaptive_coefs: adaptive weights by name; seed: draws the micro-batches on which a KL without weight is measured.
+    adaptive_coefs: adaptive weights by name; seed: draws the micro-batches on which a KL without weight is measured;
+    record_routing: the updates replay the experts of the pass for old logprobs.
     """
     kl, parallel = algorithm.kl, policy.parallel
     updates = [list(update) for update in batch.updates]
     if needs_old_logprobs(algorithm, len(updates) * epochs):
         top_quantile = algorithm.entropy.top_quantile
-        updates = [_with_old(update, policy.logprobs(update), top_quantile, parallel) for update in updates]
+        for number, update in enumerate(updates):
+            outputs, batches = policy.record_routing(update) if record_routing else (policy.logprobs(update), update)
+            updates[number] = _with_old(batches, outputs, top_quantile, parallel)
     if kl.coef:
         with policy.use_reference_weights():  # the weights are swapped once, not for every update
-            updates = [with_logprobs(update, policy.logprobs(update), REFERENCE) for update in updates]
+            updates = [with_logprobs(update, _reference_logprobs(policy, update), REFERENCE) for update in updates]
     elif kl.monitor_share:
         updates = _with_sampled_reference_logprobs(updates, policy, kl.monitor_share, seed)
     if kl.apply_to == "reward" and kl.coef > 0:
         updates = with_kl_in_reward(updates, batch, algorithm, adaptive_coefs.get("kl", kl.coef), parallel)
     return whiten(updates, parallel) if algorithm.advantage.whiten else updates
+
+
+def _reference_logprobs(policy: Policy, batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Return the logprobs by the weights that are swapped in; its routers choose for themselves."""
+    return policy.logprobs([replace(batch, routed_experts=None) for batch in batches])
 
 
 def _with_old(
@@ -81,7 +90,7 @@ def _with_sampled_reference_logprobs(updates: UpdateBatches, policy: Policy, sha
     with policy.use_reference_weights():
         for number, indices in enumerate(sampled):
             batches = [updates[number][i] for i in indices]
-            measured = with_logprobs(batches, policy.logprobs(batches), REFERENCE) if batches else []
+            measured = with_logprobs(batches, _reference_logprobs(policy, batches), REFERENCE) if batches else []
             by_index = dict(zip(indices, measured, strict=True))
             updates[number] = [by_index.get(i, batch) for i, batch in enumerate(updates[number])]
     return updates

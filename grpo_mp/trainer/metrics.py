@@ -16,6 +16,7 @@ from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.scheduler.memory import MemoryUsage, max_usage
 from grpo_mp.trainer.collect import RolloutBatch
@@ -94,6 +95,7 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
     tokens = sum(
         len(plan.samples) and plan.tokens for update in batch.plan for rank in update.schedule.ranks for plan in rank
     )
+    unrouted = batch.unrouted_samples
     names = dict.fromkeys(name for measured in by_update for name in measured)
     return {
         **{name: statistics.fmean(m[name] for m in by_update if name in m) for name in names},
@@ -112,6 +114,7 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
             if batch.in_loss[i] and not report.skipped
         ),
         "train/padding_ratio": 1 - packed_tokens(batch) / tokens,
+        **({} if unrouted is None else {"rollout/samples_without_routed_experts": unrouted}),
     }
 
 
@@ -189,6 +192,19 @@ def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
             for reason, count in rollouts.dropped.items()
         },
     }
+
+
+def routing_metrics(replay: RoutingReplay | None, parallel: Parallel) -> dict[str, float]:
+    """Return the share of replayed experts that the policy's routers would not have chosen, over the job.
+
+    Every rank must call this.
+    """
+    if replay is None:
+        return {}
+    counts = torch.tensor(replay.take_counts(), dtype=torch.float64)
+    dist.all_reduce(counts, group=parallel.cpu_group)
+    differing, replayed = counts.tolist()
+    return {"mismatch/router_diff_ratio": differing / replayed} if replayed else {}
 
 
 def reduce_report(report: UpdateReport, parallel: Parallel) -> dict[str, float]:

@@ -20,7 +20,7 @@ from grpo_mp.config import Settings, dump_settings
 from grpo_mp.config.sections import EngineConfig
 from grpo_mp.data.overlap import find_overlaps
 from grpo_mp.data.prompts import PromptSet, load_prompts
-from grpo_mp.distributed.layout import describe_parallelism
+from grpo_mp.distributed.layout import describe_parallelism, model_shape
 from grpo_mp.distributed.nccl_memory import check_nccl
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.hf_config import HfConfig
@@ -31,6 +31,7 @@ from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import engine_uses_fp8
+from grpo_mp.rollout.routed_experts import check_routed_experts
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
         check_nccl(torch.cuda.nccl.version(), os.environ)
     check_arguments(settings.engine.args, known_arguments())
     check_engine(settings.engine, hf, cpu=not platform.on_cuda())
+    if settings.training.router_replay == "R3":
+        check_routed_experts(settings.engine.args, known_arguments(), model_shape(hf))
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path))
     except (OSError, ValueError, KeyError) as error:

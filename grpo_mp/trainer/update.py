@@ -12,7 +12,7 @@ from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.distributed.process_groups import context_reduction
 from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.policy.reference import Reference
-from grpo_mp.trainer.metrics import reduce_report
+from grpo_mp.trainer.metrics import reduce_report, routing_metrics
 from grpo_mp.types import MicroBatch
 
 
@@ -34,6 +34,7 @@ def train_step(
         weights = current_coefficients(adaptive_coefs, algorithm)
         report = policy.update(update, make_loss(algorithm, weights, reduce, policy_loss))
         measured = compute_metrics(reduce_report(report, policy.parallel))
+        measured |= routing_metrics(policy.replay, policy.parallel)
         reports.append(replace(report, measured=measured))
         adaptive_coefs = update_adaptive_coefs(
             adaptive_coefs, measured.get("train/kl_loss", 0.0), measured["train/entropy"], algorithm

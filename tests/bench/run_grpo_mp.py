@@ -10,6 +10,7 @@ from pathlib import Path
 
 from grpo_mp.checkpoint.run_state import latest_checkpoint
 from grpo_mp.config import Settings, check_settings
+from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.train import train
 from grpo_mp.trainer.context import local_ranks, open_context
@@ -25,14 +26,17 @@ class ExactLengths(EngineClient):
         self._lengths = lengths
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1, routing: ModelShape | None = None
     ) -> list[EngineOutput]:
         await super().generate(prompt_tokens, replace(sampling, max_response_tokens=1, ignore_eos=True))
         lengths = self._lengths[tuple(prompt_tokens)]
         exact = [replace(sampling, max_response_tokens=length, ignore_eos=True).as_json(1) for length in lengths]
         prompts = [list(prompt_tokens)] * len(exact)
         body = {"input_ids": prompts, "sampling_params": exact, "return_logprob": True}
-        return [self._parse_output(output) for output in await self._call("POST", "/generate", body)]
+        return [
+            self._parse_output(output, len(prompt_tokens), None)
+            for output in await self._call("POST", "/generate", body)
+        ]
 
 
 def make_settings(folder: Path, run_folder: Path, steps: int) -> Settings:

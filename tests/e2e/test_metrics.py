@@ -62,6 +62,11 @@ def test_the_listed_phases_are_those_that_are_timed(lines: list[dict]) -> None:
     assert listed - {"move"} == timed - {"step"}  # nothing is moved on a CPU
 
 
+def test_routers_replay_the_experts_of_the_tokens_they_belong_to(lines: list[dict]) -> None:
+    """In float32 engine and policy choose alike; one token beside, half of the experts would differ."""
+    assert all(line["mismatch/router_diff_ratio"] < 0.01 for line in lines)
+
+
 def groups_of(rows: list[dict]) -> list[list[dict]]:
     ids = sorted({row["group_id"] for row in rows})
     return [[row for row in rows if row["group_id"] == one] for one in ids]
@@ -144,6 +149,7 @@ def test_rewards_and_rollouts_follow_from_the_samples_of_all_ranks(
     expected = recomputed(rows) | {
         "rollout/weight_version_lag/mean": statistics.fmean(versions),
         "rollout/weight_version_lag/max": max(versions),
+        "rollout/samples_without_routed_experts": 0,
     }
     actual = {name: value for name, value in line.items() if name.startswith(("reward/", "rollout/"))}
     assert actual == pytest.approx(expected)

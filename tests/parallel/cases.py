@@ -126,7 +126,8 @@ class Case:
         """Names of the cases whose results this one is compared with."""
         if self.measures == ("converted",):
             return ()
-        one = f"{self.model}-one-family" if "family" in self.measures else f"{self.model}-one"
+        alone = next((name for name in ("family", "replayed") if name in self.measures), "")
+        one = "-".join(filter(None, (self.model, "one", alone)))
         return (one, *([self.loads] if self.loads else []))
 
     @property
@@ -260,6 +261,36 @@ def _family() -> list[Case]:
     return [*cases, Case("qwen3_moe", "cp2", ("family",), "family_alone", {"max_tokens_per_microbatch": 1})]
 
 
+REPLAYED = {  # a model of each kind of router -> layouts
+    "qwen3_moe": cover(*LAYOUTS, keep=("one", "tp2", "cp2", "pp2_vpp2")),
+    "deepseek_v3": ("one", "tp2_ep2", "cp2", "pp2", "tp2_ep2_pp2"),  # sigmoid, groups, a dense layer first
+    "deepseek_v2": ("one", "tp2_pp2"),
+    "glm4_moe": ("one",),
+}
+
+
+def _replayed() -> list[Case]:
+    """Routers take experts that samples bring; also where activations are recomputed, and prompts shared."""
+    cases = []
+    for model, layouts in REPLAYED.items():
+        cases += [Case(model, layout, ("replayed",), "replayed", {"router_replay": "R3"}) for layout in layouts]
+    variants = {
+        "full": {"recompute": "full"},
+        "selective": {"recompute": "selective", "megatron_args": {"recompute_modules": ["moe"]}},
+        "shared": {"share_prompts": True, "max_tokens_per_microbatch": 240},
+    }
+    for name, layout in (
+        ("full", "one"),
+        ("full", "pp2_vpp2"),
+        ("selective", "one"),
+        ("shared", "one"),
+        ("shared", "tp2"),
+    ):
+        training = {"router_replay": "R3"} | variants[name]
+        cases.append(Case("deepseek_v3", layout, ("replayed",), f"replayed_{name}", training))
+    return cases
+
+
 # A model of each kind in layouts of every pair of sizes, the others in the largest.
 CONVERTED = {
     "deepseek_v3": cover("one", "tp2", "ep2", "tp2_ep2_pp2", "tp2_etp2", "pp2_vpp2"),
@@ -293,6 +324,7 @@ ALL = [
     *_unsharded(),
     *_overlapped(),
     *_family(),
+    *_replayed(),
     *BREAKING,
     *_resumed(),
     *_converted(),

@@ -59,9 +59,9 @@ class Outcomes:
         files = [self.root / "results" / case.name / f"{rank}.pt" for rank in range(case.ranks)]
         return [torch.load(file, weights_only=False) if file.exists() else {} for file in files]
 
-    def _gradient(self, case: Case) -> Tensors:
+    def _gradient(self, case: Case, measure: str = "gradient") -> Tensors:
         """Whole gradient by name; ranks that hold the same part must agree."""
-        ranks = self.by_rank(case, "gradient")
+        ranks = self.by_rank(case, measure)
         folder = self.models[case.model].folder
         return full_tensors(folder, [rank["shards"] for rank in ranks], [rank["held"] for rank in ranks], 1e-6)
 

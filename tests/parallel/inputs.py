@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from grpo_mp.algorithms.losses import token_weights
@@ -13,6 +14,7 @@ from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import UpdatePlan, microbatches, plan_updates
 from grpo_mp.config import Settings, check_settings
+from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.types import MicroBatch, Sample
 from tests.parallel.cases import SMALL, Case
@@ -93,6 +95,22 @@ def add_rollout_logprobs(samples: Sequence[Sample], logprobs: Sequence[torch.Ten
 def reference_logprobs(old: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Some reference, up to 0.3 away from the old logprobs of these tokens."""
     return old + 0.3 * torch.sin(tokens.float())
+
+
+def with_experts(samples: Sequence[Sample], shape: ModelShape) -> tuple[Sample, ...]:
+    """The samples with random experts, which those of a group share in their prompt; every third group has none."""
+
+    def draw(rows: int, *seed: int) -> np.ndarray:
+        sizes = (rows, shape.num_moe_layers, shape.num_experts)
+        return np.random.default_rng(seed).random(sizes).argsort(-1)[..., : shape.experts_per_token].astype(np.uint8)
+
+    def experts(sample: Sample) -> np.ndarray:
+        response = draw(len(sample.tokens) - 1, sample.group_id, sample.index)
+        return np.concatenate((draw(len(sample.prompt_tokens), sample.group_id), response))
+
+    return tuple(
+        sample if sample.group_id % 3 == 1 else replace(sample, routed_experts=experts(sample)) for sample in samples
+    )
 
 
 def settings_of(case: Case, model: Path) -> Settings:

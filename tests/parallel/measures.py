@@ -16,11 +16,13 @@ from grpo_mp.algorithms.advantages import load_estimator
 from grpo_mp.algorithms.loss_metrics import compute_metrics
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
+from grpo_mp.batching.routed_experts import exchange_routed_experts
 from grpo_mp.batching.step_batch import assemble_step_batch
 from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.describe import compare_weights
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.config import Settings
+from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import Parallel, context_reduction
 from grpo_mp.distributed.shards import shard_holders
 from grpo_mp.models.fp8 import SCALE, quantize
@@ -41,7 +43,7 @@ from grpo_mp.weight_sync.update import plan_rounds
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.algorithms.objective import loss_of
 from tests.parallel.cases import SMALL, Case
-from tests.parallel.inputs import FAMILY, StepSamples, step_microbatches
+from tests.parallel.inputs import FAMILY, StepSamples, plan_step, step_microbatches, with_experts
 from tests.policy.by_megatron import copies, load_by_megatron, unequal
 from tests.save_policy import save_policy
 
@@ -77,7 +79,8 @@ class Bench:
         return policy
 
     def _policy(self, with_reference: bool) -> Policy:
-        training = self.settings.training.model_copy(update={"megatron_args": {"use_distributed_optimizer": False}})
+        whole = self.settings.training.megatron_args | {"use_distributed_optimizer": False}
+        training = self.settings.training.model_copy(update={"megatron_args": whole})
         settings = self.settings.model_copy(update={"training": training})
         return Policy(settings, self.parallel, with_reference)
 
@@ -344,6 +347,34 @@ def family(bench: Bench) -> Result:
     return gradients
 
 
+def replayed(bench: Bench) -> Result:
+    """The gradient of an update whose routers replay given experts, and how many; which bits change by their own."""
+    policy, parallel, loss = bench.policy, bench.parallel, loss_of(bench.settings.algorithm)
+    assert policy.replay
+    groups = _groups(bench, with_experts(bench.given.samples, model_shape(policy.hf)))
+    infos = all_gather_sample_info(groups, parallel.cpu_group)
+    plan = plan_step(bench.given, bench.settings, parallel)[:1]
+    (experts,) = exchange_routed_experts(groups, infos, plan, policy.moe_layers, parallel)
+    plain = bench.updates[0]
+    batches = [replace(batch, routed_experts=of) for batch, of in zip(plain, experts, strict=True)]
+    policy.logprobs(batches)  # forwards without a backward leave nothing behind
+    policy.compute_gradients(batches, loss)
+    counts, shards = policy.replay.take_counts(), _gradients(policy)
+    policy.compute_gradients(plain, loss)
+    own = _gradients(policy)
+    plain_outputs, recorded = policy.record_routing(plain)
+    policy.compute_gradients(recorded, loss)
+    return {
+        "shards": shards,
+        "held": _held(policy),
+        "counts": counts,
+        "unlike_plain": [name for name, gradient in shards.items() if not gradient.equal(own[name])],
+        "changed": [name for name, gradient in _gradients(policy).items() if not gradient.equal(own[name])],
+        "recorded": policy.replay.take_counts(),
+        "logprobs_kept": all(map(torch.equal, plain_outputs, policy.logprobs(recorded))),
+    }
+
+
 def broken(bench: Bench) -> Result:
     """The last rank raises while the others wait for it."""
     if bench.parallel.rank == bench.parallel.world_size - 1:
@@ -381,5 +412,18 @@ def _unwatched(done: int, total: int) -> None:
 
 MEASURES: dict[str, Callable[[Bench], Result]] = {
     measure.__name__: measure
-    for measure in (export, logits, logprobs, scores, gradient, updates, resumed, exchange, family, broken, converted)
+    for measure in (
+        export,
+        logits,
+        logprobs,
+        scores,
+        gradient,
+        updates,
+        resumed,
+        exchange,
+        family,
+        replayed,
+        broken,
+        converted,
+    )
 }

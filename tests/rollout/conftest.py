@@ -58,7 +58,8 @@ def make_spec(model_folder: Path) -> Callable[..., EngineSpec]:
 @pytest.fixture(scope="session")
 def engine(make_spec: Callable[..., EngineSpec], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """A running server. A test that changes its weights puts them back."""
-    with started_engine(make_spec(), tmp_path_factory.mktemp("run") / "logs" / "engine_3.log") as process:
+    spec = make_spec(args={"enable_return_routed_experts": True})
+    with started_engine(spec, tmp_path_factory.mktemp("run") / "logs" / "engine_3.log") as process:
         process.wait_ready(START_TIMEOUT_S)
         yield process
 

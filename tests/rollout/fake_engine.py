@@ -32,7 +32,7 @@ class FakeEngine:
     _aborts: list[asyncio.Event] = field(default_factory=list)
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1, routing: None = None
     ) -> list[EngineOutput]:
         prompt, *given = prompt_tokens
         # Those that are asked for alone go on with a response, which says whose it is.

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.errors import PhaseTimeout, UserError
 from grpo_mp.rollout.client import BUSY_POLL_S, IDLE_LIMIT_S, EngineClient, EngineOutput, SamplingParams, token_versions
 from grpo_mp.rollout.server import EngineProcess
@@ -121,12 +122,15 @@ def test_new_weights_are_used_numbered_and_replaced(
 
 
 def generate_while(
-    ask: Ask, action: Callable[[EngineClient], Awaitable[None]], is_interrupted: Callable[[list[EngineOutput]], bool]
+    ask: Ask,
+    action: Callable[[EngineClient], Awaitable[None]],
+    is_interrupted: Callable[[list[EngineOutput]], bool],
+    routing: ModelShape | None = None,
 ) -> list[EngineOutput]:
     """Return the responses of a request that `action` interrupted: tried with several delays."""
 
     async def generate(client: EngineClient, delay_s: float) -> list[EngineOutput]:
-        request = asyncio.create_task(client.generate(PROMPT, SamplingParams(140, ignore_eos=True), 4))
+        request = asyncio.create_task(client.generate(PROMPT, SamplingParams(140, ignore_eos=True), 4, routing))
         await asyncio.sleep(delay_s)
         await action(client)
         return await request

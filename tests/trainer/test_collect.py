@@ -52,6 +52,7 @@ class OneRankRollout:
     engines: list[FakeEngine]
     slots: int
     loop: EventLoopThread = field(default_factory=lambda: EventLoopThread("engines"))
+    routing: None = None
 
     def begin(self, task: RolloutTask, stream: GroupStream) -> Future[LaunchedGroups]:
         tokenizer: Any = FakeTokenizer()

@@ -93,6 +93,22 @@ def write_index(model: Path, file: str) -> None:
             "training.megatron_args={recompute_granularity: rarely}",
             "Megatron refuses this model, layout and training.megatron_args",
         ),
+        (
+            "training={router_replay: R3, megatron_args: {moe_router_fusion: true}}",
+            "training.megatron_args.moe_router_fusion: these routers ignore replayed experts: leave it out, or set",
+        ),
+        (
+            "training.megatron_args={moe_enable_routing_replay: true}",
+            "training.megatron_args.moe_enable_routing_replay cannot be set: set training.router_replay",
+        ),
+        (
+            "engine.args={enable_return_routed_experts: true}",
+            "engine.args.enable_return_routed_experts cannot be set: set training.router_replay=R3",
+        ),
+        (
+            "training={router_replay: R2, updates_per_step: 1}",
+            "training.router_replay=R2 replays the experts of the old-logprob pass, which this run does not make",
+        ),
         ("rollout.max_response_tokens=4000", "= 4064, but the model has only 1024 positions"),
         (
             "data.eval.arithmetic.max_response_tokens=4000",

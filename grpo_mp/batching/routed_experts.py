@@ -1,0 +1,125 @@
+"""Send the experts that engines chose (routing replay R3) to the ranks whose routers replay them.
+
+Each goes once, from the rank of the engine to the one rank that computes that token in that layer: of the replica that
+trains on the sample, the pipeline stage of the layer, the context slice, and the tensor rank's part of it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from grpo_mp.batching.exchange import all_to_all_bytes
+from grpo_mp.batching.packing import context_index, token_origins
+from grpo_mp.batching.updates import UpdatePlan, padded_size
+from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.distributed.coordinates import RankCoordinates, coordinates
+from grpo_mp.distributed.process_groups import Parallel, all_gather
+from grpo_mp.types import ExpertIds, RoutedExperts, SampleGroup, SampleInfo
+
+ROW_BYTES = 4
+Rows = npt.NDArray[np.int32]
+
+
+def exchange_routed_experts(
+    groups: list[SampleGroup],
+    infos: Sequence[SampleInfo],
+    plan: Sequence[UpdatePlan],
+    layers: Sequence[int],
+    parallel: Parallel,
+) -> list[list[RoutedExperts | None]]:
+    """Return the experts of each micro-batch that this rank trains on, by update. Every rank must call this.
+
+    groups: of this rank's engine, out of which the experts are taken, and dropped as they are sent: one micro-batch of
+    each replica after the other; infos: of the full step, which `plan` indexes; layers: the MoE layers of this rank.
+    Rows of samples without experts are left out.
+    """
+    by_key = _take(groups)
+    local = {i: by_key.pop(info.key) for i, info in enumerate(infos) if info.key in by_key}
+    kinds = {(experts.dtype.str, experts.shape[2]) for experts in local.values()}
+    gathered = all_gather((tuple(layers), kinds), parallel.cpu_group)
+    all_layers = sorted({layer for of_rank, _ in gathered for layer in of_rank})
+    columns = [[all_layers.index(layer) for layer in of_rank] for of_rank, _ in gathered]
+    kind = next(iter(set().union(*(kinds for _, kinds in gathered))), None)
+    if kind is None:
+        return [[None] * update.schedule.microbatches for update in plan]
+    places = [coordinates(rank, parallel.layout, parallel.world_size) for rank in range(parallel.world_size)]
+    received: list[list[RoutedExperts | None]] = []
+    for update in plan:
+        of_update = {number: local.pop(i) for number, i in enumerate(update.samples) if i in local}
+        received.append([])
+        for number in range(update.schedule.microbatches):
+            outgoing = _outgoing(update, number, of_update, places, columns, parallel.layout)
+            parts = all_to_all_bytes(outgoing, parallel.cpu_group)
+            received[-1].append(_joined(parts, len(layers), *kind))
+            for sample in (sample for plans in update.schedule.ranks for sample in plans[number].samples):
+                of_update.pop(sample, None)
+    return received
+
+
+def _take(groups: list[SampleGroup]) -> dict[tuple[int, int], ExpertIds]:
+    """Take the experts out of the groups; return them by the key of their sample."""
+    taken = {}
+    for number, group in enumerate(groups):
+        for sample in group.samples:
+            if sample.routed_experts is not None:
+                taken[sample.group_id, sample.index] = sample.routed_experts
+        without = tuple(replace(sample, routed_experts=None) for sample in group.samples)
+        groups[number] = replace(group, samples=without)
+    return taken
+
+
+def _outgoing(
+    update: UpdatePlan,
+    number: int,
+    experts: Mapping[int, ExpertIds],
+    places: Sequence[RankCoordinates],
+    columns: Sequence[Sequence[int]],
+    layout: LayoutConfig,
+) -> list[bytes]:
+    """Return what to send to each rank of the micro-batches with this number: rows, then their experts.
+
+    experts: by sample of the update; columns: the layers of each rank.
+    """
+    align, pad_to = update.schedule.align, padded_size(update.schedule, layout)
+    origins = [token_origins(plans[number], align, pad_to) for plans in update.schedule.ranks]
+    content, chosen = [], dict[tuple[int, int, int], tuple[Rows, ExpertIds | None]]()
+    for place, layers in zip(places, columns, strict=True):
+        key = (place.data, place.context, place.tensor)
+        if key not in chosen:
+            tokens, lengths = origins[place.data]
+            own = tokens[context_index(lengths, layout.context, place.context)].chunk(layout.tensor)[place.tensor]
+            chosen[key] = _select(own.numpy(), experts)
+        rows, of_rows = chosen[key]
+        content.append(b"" if of_rows is None else rows.tobytes() + of_rows[:, layers].tobytes())
+    return content
+
+
+def _select(origins: npt.NDArray[np.int64], experts: Mapping[int, ExpertIds]) -> tuple[Rows, ExpertIds | None]:
+    """Return the rows, and their experts [n, layers, top-k], of samples that are here.
+
+    origins: sample and token of each row. None where there is no such row.
+    """
+    rows, of_rows = [], []
+    for sample in np.unique(origins[:, 0]).tolist():
+        if sample in experts:
+            at = np.flatnonzero((origins[:, 0] == sample) & (origins[:, 1] < len(experts[sample])))
+            rows.append(at.astype(np.int32))
+            of_rows.append(experts[sample][origins[at, 1]])
+    return (np.concatenate(rows), np.concatenate(of_rows)) if rows else (np.empty(0, np.int32), None)
+
+
+def _joined(parts: Iterable[torch.Tensor], layers: int, dtype: str, topk: int) -> RoutedExperts:
+    """Return what arrived from all ranks, in the order of the rows."""
+    row_bytes = ROW_BYTES + layers * topk * np.dtype(dtype).itemsize
+    rows, experts = [np.empty(0, np.int32)], [np.empty((0, layers, topk), dtype)]
+    for part in parts:
+        content = part.numpy()
+        count = len(content) // row_bytes
+        rows.append(content[: count * ROW_BYTES].view(np.int32))
+        experts.append(content[count * ROW_BYTES :].view(dtype).reshape(count, layers, topk))
+    all_rows = np.concatenate(rows)
+    order = all_rows.argsort()
+    return RoutedExperts(torch.from_numpy(all_rows[order]), torch.from_numpy(np.concatenate(experts)[order]))

@@ -1,0 +1,150 @@
+"""Routing replay: routers take experts that were chosen before, by the engine (R3) or in the old-logprob pass (R2).
+
+Megatron's routers hand their scores to a `router_replay`. Its own, RouterReplay, replays all rows of a pass or none,
+and must be told which forwards are recomputed ones. Here the router itself routes rows without choices, as padding has
+them, and rows whose choice is its own, in its own order: so their rounding stays as it is. The weights of the experts
+are always those of the router's scores, and carry its gradient.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from grpo_mp import platform
+from grpo_mp.errors import UserError
+from grpo_mp.policy.deepseek import GroupLimitedTopk, Topk
+from grpo_mp.types import MicroBatch, RoutedExperts, expert_id_bytes
+
+Target = tuple[Tensor, Tensor]  # rows [n], and their experts [n, top-k]
+
+
+@dataclass
+class LayerReplay:
+    """The `router_replay` of one router."""
+
+    layer: int  # from 0
+    ranking: GroupLimitedTopk | None  # by which the router chooses; None: by Megatron's
+    target: Target | None = None  # of the micro-batch whose forward runs
+    is_training: bool = False  # a backward follows; it recomputes a forward that ran without gradients
+    recomputed: deque[Target | None] = field(default_factory=deque)  # targets of forwards to recompute, oldest first
+    chosen: Tensor | None = None  # by the router in the last forward, [T, top-k]
+    differing: Tensor | int = 0  # experts replayed in training that the router would not have chosen
+    replayed: int = 0
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk: Topk
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and experts of each row of `scores` [T, experts], [T, top-k] each."""
+        if self.ranking:
+            values, chosen = self.ranking.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+        else:
+            values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
+        self.chosen = chosen
+        is_recomputed = torch.is_grad_enabled() and len(self.recomputed) > 0
+        target = self.recomputed.popleft() if is_recomputed else self.target
+        if self.is_training and not torch.is_grad_enabled():
+            self.recomputed.append(target)
+        if target is None:
+            return values, chosen
+        rows, experts = target[0], target[1].to(chosen.dtype)
+        own = chosen[rows]
+        found = (experts[:, :, None] == own[:, None, :]).any(2)
+        if self.is_training and not is_recomputed:
+            self.differing += (~found).sum()
+            self.replayed += found.numel()
+        merged = chosen.index_copy(0, rows, own.where(found.all(1, keepdim=True), experts))
+        return scores.gather(1, merged), merged
+
+
+class RoutingReplay:
+    """The replays of this rank's routers."""
+
+    def __init__(self, chunks: Sequence[nn.Module], num_experts: int) -> None:
+        """Take the place of the routers' own choice wherever a micro-batch has experts to replay.
+
+        chunks: the model's, as Megatron's schedule gets them.
+        """
+        self._by_chunk = {id(chunk): [_replay_in(router) for router in _routers(chunk)] for chunk in chunks}
+        self._replays = sorted((replay for of in self._by_chunk.values() for replay in of), key=lambda each: each.layer)
+        self._dtype = torch.uint8 if expert_id_bytes(num_experts) == 1 else torch.int16
+        self._recorded: dict[int, list[Tensor]] | None = None  # by layer, of each micro-batch
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Return the MoE layers of this rank, from 0, in the order of RoutedExperts."""
+        return tuple(replay.layer for replay in self._replays)
+
+    def begin_pass(self, is_training: bool) -> None:
+        """Begin to run micro-batches; a pass before may have ended early."""
+        for replay in self._replays:
+            replay.is_training = is_training
+            replay.recomputed.clear()
+
+    def begin_forward(self, chunk: nn.Module, batch: MicroBatch) -> None:
+        """Have the routers of a chunk replay the experts of a micro-batch, in its forward and where that is recomputed.
+
+        Routers choose for themselves where the micro-batch has none.
+        """
+        routed, device = batch.routed_experts, platform.device()
+        for replay in self._by_chunk[id(chunk)]:
+            if routed is None:
+                replay.target = None
+                continue
+            column = self.layers.index(replay.layer)
+            replay.target = routed.rows.to(device).long(), routed.experts[:, column].to(device)
+
+    def end_forward(self, chunk: nn.Module) -> None:
+        """Keep what the routers chose, between `record` and `take_recorded`."""
+        if self._recorded is not None:
+            for replay in self._by_chunk[id(chunk)]:
+                assert replay.chosen is not None
+                self._recorded[replay.layer].append(replay.chosen.to(self._dtype))
+
+    def record(self) -> None:
+        """Record what the routers choose in the next pass."""
+        self._recorded = {layer: [] for layer in self.layers}
+
+    def take_recorded(self) -> list[RoutedExperts]:
+        """Return the recorded experts of all rows of each micro-batch; () on a rank without MoE layers."""
+        recorded, self._recorded = self._recorded or {}, None
+        by_microbatch = [torch.stack(layers, dim=1).cpu() for layers in zip(*recorded.values(), strict=True)]
+        return [RoutedExperts(torch.arange(len(experts), dtype=torch.int32), experts) for experts in by_microbatch]
+
+    def take_counts(self) -> tuple[int, int]:
+        """Return and reset how many experts were replayed in training, and how many of them differed.
+
+        Those differ that the router would not have chosen, after the layers below it replayed theirs.
+        """
+        differing = sum(int(replay.differing) for replay in self._replays)
+        replayed = sum(replay.replayed for replay in self._replays)
+        for replay in self._replays:
+            replay.differing = replay.replayed = 0
+        return differing, replayed
+
+
+def check_router_replay(config: TransformerConfig) -> None:
+    """Raise UserError for a model without routers, or whose routers would choose without a replay."""
+    if not config.num_moe_experts:
+        raise UserError("training.router_replay needs a model with experts, model.path has none: set it to none")
+    if config.moe_router_fusion or config.moe_router_load_balancing_type == "sinkhorn":
+        name = "moe_router_fusion" if config.moe_router_fusion else "moe_router_load_balancing_type"
+        raise UserError(
+            f"training.megatron_args.{name}: these routers ignore replayed experts: leave it out, or set "
+            "training.router_replay=none"
+        )
+
+
+def _routers(chunk: nn.Module) -> list[TopKRouter]:
+    return [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+
+
+def _replay_in(router: TopKRouter) -> LayerReplay:
+    """Put a replay into a router."""
+    ranking = router.router_replay if isinstance(router.router_replay, GroupLimitedTopk) else None
+    router.router_replay = LayerReplay((router.layer_number or 1) - 1, ranking)
+    return router.router_replay

@@ -1,0 +1,64 @@
+"""Experts of each token as SGLang returns them with a response (`return_routed_experts`)."""
+
+import base64
+from collections.abc import Mapping, Set
+from typing import Any
+
+import numpy as np
+
+from grpo_mp.distributed.layout import ModelShape
+from grpo_mp.errors import UserError
+from grpo_mp.types import ExpertIds, expert_id_bytes
+
+ARGUMENT = "enable_return_routed_experts"
+# SGLang keeps the experts of a token beside its slot in the cache, for the tokens of one batch after the other. Caches
+# that bring tokens back to other slots, or batches in two halves, would return those of other tokens.
+WRONG_WITH = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_two_batch_overlap")
+
+
+def check_routed_experts(args: Mapping[str, Any], known: Set[str], shape: ModelShape) -> None:
+    """Raise UserError where SGLang, with the user's `engine.args`, cannot return the experts that it chose."""
+    reason = None
+    if ARGUMENT not in known:
+        reason = f"needs an SGLang that has {ARGUMENT}, the installed one does not"
+    elif shape.experts_per_token == 1:
+        reason = "needs two experts a token: of one, a token that SGLang did not capture could not be told"
+    elif args.get("speculative_algorithm"):
+        reason = "does not work with engine.args.speculative_algorithm: accepted tokens change their place in the cache"
+    elif int(args.get("chunked_prefill_size") or 1) <= 0:
+        reason = "needs engine.args.chunked_prefill_size above 0, by which SGLang sizes its buffer of experts"
+    elif wrong := [name for name in WRONG_WITH if args.get(name)]:
+        reason = f"does not work with engine.args.{wrong[0]}: SGLang would return the experts of other tokens"
+    if reason:
+        raise UserError(f"training.router_replay=R3 {reason}: change that, or set R2 or none")
+
+
+def read_routed_experts(meta: Mapping[str, Any], tokens: int, shape: ModelShape) -> ExpertIds | None:
+    """Read the experts of a response from its meta_info: [tokens, MoE layers, top-k], a byte each where they fit.
+
+    SGLang sends int32 [tokens, all layers, top-k] in base64. None where it sent nothing, another number of tokens, or
+    experts that no router could have chosen: what is not known is not replayed.
+    """
+    if meta.get("routed_experts") is None:
+        return None
+    sent = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+    if sent.size != tokens * shape.num_layers * shape.experts_per_token:
+        return None
+    chosen = sent.reshape(tokens, shape.num_layers, -1)[:, np.array(shape.is_moe_layer)]
+    in_range = chosen.min(initial=0) >= 0 and chosen.max(initial=0) < shape.num_experts
+    # SGLang's buffer begins with zeros, so a token that was not captured has the same expert twice.
+    captured = bool((chosen[..., 0] != chosen[..., 1]).all())
+    if not (in_range and captured):
+        return None
+    return chosen.astype(np.uint8 if expert_id_bytes(shape.num_experts) == 1 else np.int16)
+
+
+def joined_routed_experts(begun: ExpertIds | None, resumed: ExpertIds | None, has_tokens: bool) -> ExpertIds | None:
+    """Return the experts of a response that was paused and resumed: of each token those with which it was computed.
+
+    resumed: of the full sequence, because its engine computed prompt and prefix again; has_tokens: whether the paused
+    response had any. None where a part is not known.
+    """
+    if not has_tokens or begun is None or resumed is None:
+        return None if has_tokens else resumed
+    return np.concatenate((begun, resumed[len(begun) :]))

@@ -1,0 +1,137 @@
+"""Experts that a real engine returns with its responses, against those of transformers."""
+
+import base64
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_mp.distributed.layout import ModelShape, model_shape
+from grpo_mp.errors import UserError
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
+from grpo_mp.rollout.routed_experts import ARGUMENT, check_routed_experts, read_routed_experts
+from grpo_mp.rollout.worker import joined
+from grpo_mp.types import ExpertIds
+from tests.rollout.test_client import PROMPT, Ask, generate_while, send_weights
+
+LONG = SamplingParams(max_response_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def shape(model_folder: Path) -> ModelShape:
+    return model_shape(HfConfig.read(model_folder))
+
+
+@pytest.fixture(scope="module")
+def expected(shape: ModelShape) -> Callable[[Path, Sequence[int]], torch.Tensor]:
+    """What transformers' routers choose for all tokens but the last: [T - 1, layers, top-k], ascending."""
+    model = cache(lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+    @torch.no_grad()
+    def choose(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
+        logits = model(folder)(torch.tensor([list(tokens[:-1])]), output_router_logits=True).router_logits
+        return torch.stack([layer.topk(shape.experts_per_token).indices.sort().values for layer in logits], dim=1)
+
+    return choose
+
+
+def ascending(experts: ExpertIds | None) -> torch.Tensor:
+    assert experts is not None
+    assert experts.dtype == np.uint8
+    return torch.from_numpy(np.sort(experts, axis=-1)).long()
+
+
+def test_of_a_group_and_of_prompts_that_the_engine_knows(
+    ask: Ask, shape: ModelShape, model_folder: Path, expected: Callable[..., torch.Tensor]
+) -> None:
+    """The second request has its prompt in the cache, the third a part of it."""
+    longer = [*PROMPT, *range(30, 60)]
+    for prompt, cached in ((PROMPT, 0), (PROMPT, len(PROMPT) - 1), (longer, len(PROMPT))):
+        outputs = ask(lambda client, prompt=prompt: client.generate(prompt, LONG, 4, shape))
+        assert all(output.cached_tokens >= cached for output in outputs)
+        for output in outputs:
+            assert torch.equal(ascending(output.routed_experts), expected(model_folder, [*prompt, *output.tokens]))
+
+
+def test_they_come_only_where_asked_for(ask: Ask) -> None:
+    assert ask(lambda client: client.generate(PROMPT, LONG))[0].routed_experts is None
+
+
+def test_a_resumed_response_keeps_those_of_each_version(
+    ask: Ask, shape: ModelShape, model_folder: Path, other_folder: Path, expected: Callable[..., torch.Tensor]
+) -> None:
+    begun = generate_while(ask, lambda client: client.abort_all(), lambda group: len(group[0].tokens) > 4, shape)[0]
+    assert begun.aborted
+    tokens = [*PROMPT, *begun.tokens]
+
+    async def resume(client: EngineClient) -> list[EngineOutput]:
+        await send_weights(client, other_folder, 61)
+        return await client.generate(tokens, SamplingParams(8, ignore_eos=True), 1, shape)
+
+    try:
+        more = ask(resume)[0]
+    finally:
+        ask(lambda client: send_weights(client, model_folder, 62))
+    response = joined(begun, more)
+    every = [*PROMPT, *response.tokens]
+    actual, known = ascending(response.routed_experts), len(tokens) - 1
+    assert len(actual) == len(every) - 1
+    assert torch.equal(actual[:known], expected(model_folder, every)[:known])
+    assert torch.equal(actual[known:], expected(other_folder, every)[known:])
+    assert not torch.equal(actual[:known], expected(other_folder, every)[:known])
+
+
+def test_a_response_whose_beginning_has_none_has_none(shape: ModelShape) -> None:
+    experts = np.zeros((3, 2, 4), np.uint8)
+    begun = EngineOutput((7,), (-1.0,), (0,), truncated=False, aborted=True)
+    more = EngineOutput((8,), (-1.0,), (1,), truncated=True, routed_experts=experts)
+    assert joined(begun, more).routed_experts is None
+    nothing = EngineOutput((), (), (), truncated=False, aborted=True)
+    assert joined(nothing, more).routed_experts is experts
+
+
+def encoded(values: Any) -> dict[str, str]:
+    return {"routed_experts": base64.b64encode(np.array(values, np.int32).tobytes()).decode()}
+
+
+def test_what_no_router_chose_is_not_replayed(shape: ModelShape) -> None:
+    sizes = (3, shape.num_layers, shape.experts_per_token)
+    good = np.broadcast_to(np.arange(shape.experts_per_token), sizes).copy()
+    read = read_routed_experts(encoded(good), 3, shape)
+    assert read is not None
+    assert np.array_equal(read, good)
+    for broken in (good[:2], good - 1, good + shape.num_experts, np.where(np.arange(3)[:, None, None] == 2, 0, good)):
+        assert read_routed_experts(encoded(broken), 3, shape) is None
+    assert read_routed_experts({}, 3, shape) is None
+
+
+def test_an_engine_without_capture_is_found_at_start(ask: Ask, shape: ModelShape) -> None:
+    ask(lambda client: client.check_routed_experts(shape))
+    with pytest.raises(UserError, match=r"engine 3: .*SGLang .* does not return the experts .*R2 or none"):
+        ask(lambda client: client.check_routed_experts(_with_other_layers(shape)))
+
+
+def _with_other_layers(shape: ModelShape) -> ModelShape:
+    return ModelShape(**vars(shape) | {"is_moe_layer": (True,) * (shape.num_layers + 1)})
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm: accepted tokens"),
+        ({"enable_hierarchical_cache": True}, "enable_hierarchical_cache: SGLang would return"),
+        ({"chunked_prefill_size": -1}, "chunked_prefill_size above 0"),
+    ],
+)
+def test_engine_arguments_that_lose_experts_are_refused(args: dict[str, Any], sentence: str, shape: ModelShape) -> None:
+    check_routed_experts({}, {ARGUMENT}, shape)
+    with pytest.raises(UserError, match=rf"training.router_replay=R3 .*{sentence}"):
+        check_routed_experts(args, {ARGUMENT}, shape)
+    with pytest.raises(UserError, match="the installed one does not"):
+        check_routed_experts({}, set(), shape)
