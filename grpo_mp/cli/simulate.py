@@ -32,7 +32,8 @@ def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, 
     sync_s = make_plan(job).times[SubPhase.SYNC].expected_s
     outcomes = []
     for gpus in args.gpus or [job.world_size]:
-        simulated = simulate_job(on_gpus(job, gpus), sync_s, assumed, schedules, args.staleness, args.engine_gpus)
+        engine_gpus = args.engine_gpus or job.settings.engine.ranks * gpus // job.world_size or None
+        simulated = simulate_job(on_gpus(job, gpus), sync_s, assumed, schedules, args.staleness, engine_gpus)
         if not simulated:
             raise UserError(
                 f"--gpus {gpus}: they cannot be divided into engines of {job.settings.engine.gpus_per_engine} GPUs and "

@@ -197,9 +197,8 @@ class Outcome:
 
     @property
     def useful_share(self) -> float:
-        """Return the share of generated tokens that are not lost."""
-        generated = self.after.generated - self.before.generated
-        return 1 - (self.after.lost - self.before.lost) / generated
+        """Return the share of generated tokens that are not lost, of the whole run."""
+        return 1 - self.after.lost / self.after.generated
 
     @property
     def lost_tokens(self) -> float:

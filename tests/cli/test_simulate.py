@@ -22,13 +22,21 @@ def test_a_table_of_schedules_and_numbers_of_gpus(capsys: pytest.CaptureFixture[
     assert "is fastest" in result.out
 
 
+def test_the_settings_own_division(capsys: pytest.CaptureFixture[str]) -> None:
+    divided = ("schedule=async", "engine.ranks=2")
+    result = run_command(capsys, "plan", CONFIG, *divided, "--simulate", "--steps", "2", "--gpus", "8,16")
+    assert result.status == 0, result.err
+    rows = [line.split() for line in result.out.splitlines() if line.startswith(" async")]
+    assert [row[2:4] for row in rows] == [["8", "2"]] * 3 + [["16", "4"]] * 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--staleness", "1,many"), "'1,many' is no list of numbers"),
         (("--staleness", "-1"), "0 or more"),
         (("--gpus", "8,0"), "expected a positive integer, got 0"),
-        (("--gpus", "12"), "--gpus 12: 12 GPUs are no multiple"),
+        (("--gpus", "7"), "--gpus 7: "),
         (("--schedule", "sometimes"), "invalid choice"),
         (("--lengths", "nowhere.txt"), "no such file"),
         (("--drop-rate", "1"), "must keep some groups"),
