@@ -89,7 +89,7 @@ class _Run:
     def _engine_fails(self, index: int) -> None:
         engine = self.engines[index]
         engine.advance(self.totals.now)
-        self.totals.lost += engine.tokens_in_flight
+        self.totals.tokens["lost"] += engine.tokens_in_flight
         self.totals.failures += 1
         for group in engine.take_back(with_tokens=False):
             self._interrupt(group)
@@ -220,7 +220,7 @@ class _Run:
             group = self.groups.pop(number)
             size = sum(group.tokens.values())
             fate = "trained" if number in selected else "lost" if group.unfinished or group.kept else "dropped"
-            setattr(self.totals, fate, getattr(self.totals, fate) + size)
+            self.totals.tokens[fate] += size
             self.totals.groups[fate] += 1
             if fate == "trained":
                 assert group.version is not None
@@ -278,8 +278,8 @@ class _Run:
             engine.advance(self.totals.now)
         totals, scenario = copy.deepcopy(self.totals), self.scenario
         totals.generated = sum(engine.generated for engine in self.engines)
-        totals.unfinished = sum(engine.tokens_in_flight for engine in self.engines)
-        totals.unfinished += sum(sum(group.tokens.values()) for group in self.groups.values())
+        totals.tokens["unfinished"] = sum(engine.tokens_in_flight for engine in self.engines)
+        totals.tokens["unfinished"] += sum(sum(group.tokens.values()) for group in self.groups.values())
         totals.groups["unfinished"] = len(self.groups)
         totals.idle_gpu_s = sum(engine.idle_s for engine in self.engines) * scenario.engine_gpus / scenario.engines
         if not scenario.colocated:

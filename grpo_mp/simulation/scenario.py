@@ -1,7 +1,7 @@
 """What a simulated run is: its rates in seconds, its schedule and sizes; and what became of it."""
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import ceil
@@ -162,17 +162,18 @@ class Scenario:
 
 @dataclass
 class Totals:
-    """What was counted so far. GPU-seconds are of all GPUs; tokens are of responses."""
+    """What was counted so far. GPU-seconds are of all GPUs; tokens are of responses.
+
+    Tokens and groups are `trained`; `dropped` by the filter; `lost`: broken off, not needed, or gone with an engine; or
+    `unfinished`: they are of later steps.
+    """
 
     now: float = 0.0
     idle_gpu_s: float = 0.0
     generated: float = 0.0
-    trained: float = 0.0
-    dropped: float = 0.0  # of groups without a signal
-    lost: float = 0.0  # broken off or not needed, or gone with an engine
-    unfinished: float = 0.0  # of groups of later steps
+    tokens: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by what became of them
     failures: int = 0
-    groups: Counter[str] = field(default_factory=Counter)  # launched; then trained, dropped, lost, or still unfinished
+    groups: Counter[str] = field(default_factory=Counter)  # and all as `launched`
     staleness: Counter[int] = field(default_factory=Counter)  # trained samples by versions since their first token
 
 
@@ -198,12 +199,14 @@ class Outcome:
     @property
     def useful_share(self) -> float:
         """Return the share of generated tokens that are not lost, of the whole run."""
-        return 1 - self.after.lost / self.after.generated
+        return 1 - self.after.tokens["lost"] / self.after.generated
 
     @property
     def lost_tokens(self) -> float:
         """Return the generated tokens that a step loses."""
-        return (self.after.lost - self.before.lost) / (self.scenario.steps - self.scenario.steps // 2)
+        return (self.after.tokens["lost"] - self.before.tokens["lost"]) / (
+            self.scenario.steps - self.scenario.steps // 2
+        )
 
     @property
     def samples_per_s(self) -> float:
