@@ -82,7 +82,7 @@ class Scenario:
     max_staleness: float = 0  # versions; a part of one allows that part of a step's groups
     oversample_factor: float = 1.0
     select_by: Literal["launch", "finish"] = "launch"  # by finish ages have no bound, and short answers are preferred
-    drop_rate: float = 0.0  # of groups, by the filter; each is replaced
+    drop_rate: float = 0.0  # of groups, by the filter, in hundredths; each is replaced
     acceptance_length: float = 1.0
     recompute_cache: bool = True  # of samples in flight, after an update of the weights
     engine_mtbf_s: float = 0.0
@@ -186,9 +186,13 @@ class Outcome:
     after: Totals
 
     @property
+    def _steps(self) -> int:
+        return self.scenario.steps - self.scenario.steps // 2
+
+    @property
     def step_s(self) -> float:
         """Return the wall time of a step."""
-        return (self.after.now - self.before.now) / (self.scenario.steps - self.scenario.steps // 2)
+        return (self.after.now - self.before.now) / self._steps
 
     @property
     def idle_share(self) -> float:
