@@ -10,9 +10,11 @@ from random import Random
 from typing import TypeVar
 
 from grpo_mp.batching.group_selection import Admission, admit
+from grpo_mp.errors import UserError
 from grpo_mp.simulation.engine import SimulatedEngine, SimulatedGroup
 from grpo_mp.simulation.scenario import Outcome, Scenario, Schedule, Totals
 
+MAX_FAILURES = 20_000
 FILTERED_DECK = 100  # groups of which the filter drops its share
 T = TypeVar("T")
 
@@ -105,6 +107,8 @@ class _Run:
         engine.advance(self.totals.now)
         self.totals.tokens["lost"] += engine.tokens_in_flight
         self.totals.failures += 1
+        if self.totals.failures > MAX_FAILURES:
+            raise UserError(f"engines fail every {self.scenario.engine_mtbf_s:g} s, and their groups never end")
         for group in engine.take_back(with_tokens=False):
             self._interrupt(group)
         engine.down = True

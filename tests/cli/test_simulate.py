@@ -13,12 +13,13 @@ def test_a_table_of_schedules_and_numbers_of_gpus(capsys: pytest.CaptureFixture[
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("100\n900\n" * 8)
     simulate = ("plan", CONFIG, "--simulate", "--steps", "2", "--staleness", "0,1", "--lengths", lengths)
-    result = run_command(capsys, *simulate, "--gpus", "8,16", "--drop-rate", "0.2", "--engine-mtbf-hours", "1")
+    result = run_command(capsys, *simulate, "--gpus", "7,8,16", "--drop-rate", "0.2", "--engine-mtbf-hours", "1")
     assert result.status == 0, result.err
     rows = [line.split() for line in result.out.splitlines() if "%" in line and not line[1:2].isdigit()]
     schedules = ["colocated", "colocated", "one_step_off", "async"]
     assert [row[0] for row in rows[:8]] == schedules * 2
     assert [row[2] for row in rows[:8]] == ["8"] * 4 + ["16"] * 4
+    assert "left out: --gpus 7: " in result.out
     assert "is fastest" in result.out
 
 
@@ -36,7 +37,7 @@ def test_the_settings_own_division(capsys: pytest.CaptureFixture[str]) -> None:
         (("--staleness", "1,many"), "'1,many' is no list of numbers"),
         (("--staleness", "-1"), "0 or more"),
         (("--gpus", "8,0"), "expected a positive integer, got 0"),
-        (("--gpus", "7"), "--gpus 7: "),
+        (("--gpus", "7"), "no schedule is possible"),
         (("--schedule", "sometimes"), "invalid choice"),
         (("--lengths", "nowhere.txt"), "no such file"),
         (("--drop-rate", "1"), "must keep some groups"),

@@ -137,6 +137,11 @@ def test_engines_fail_as_often_as_told_and_come_back() -> None:
     assert outcome.useful_share < 1
 
 
+def test_engines_that_fail_too_often_never_finish_a_step() -> None:
+    with pytest.raises(UserError, match=r"engines fail every 0\.01 s"):
+        simulate(scenario_of(engine_mtbf_s=0.01, engine_restart_s=0.01))
+
+
 @pytest.mark.parametrize(
     ("schedule", "changes", "words"),
     [
