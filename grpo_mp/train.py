@@ -11,7 +11,7 @@ if __name__ == "__main__":
 from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
 from grpo_mp.checkpoint.run_state import EXPORTS, FINAL, latest_checkpoint
 from grpo_mp.config import Settings
-from grpo_mp.distributed.process_groups import all_gather
+from grpo_mp.distributed.process_groups import all_gather, broadcast
 from grpo_mp.monitor.loggers import open_loggers
 from grpo_mp.monitor.samples import drop_samples
 from grpo_mp.monitor.timeline import merge_traces
@@ -79,11 +79,9 @@ def generate(ctx: RolloutContext) -> None:
     ctx.evaluator.evaluate(ctx.state.step)
     while ctx.state.step < run.steps and not ctx.should_stop():
         step = ctx.state.step + 1
-        rollouts = ctx.collector.collect(ctx.state, step)
+        ctx.collector.collect(ctx.state, step)
         if ctx.should_stop():
             break
-        updates = ctx.settings.optimizer_steps_per_step
-        ctx.state = replace(rollouts.state, step=step, optimizer_step=ctx.state.optimizer_step + updates)
         sync_weights(ctx)
         if is_due(step, run.eval_every, run.steps):
             ctx.evaluator.evaluate(step)
@@ -154,6 +152,7 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
 def sync_weights(ctx: RolloutContext) -> tuple[SyncReport, CheckReport]:
     """Push the policy's weights into every engine and check that the engines hold them."""
     with ctx.phases.phase(Phase.SYNC):
+        ctx.state = broadcast(ctx.state, ctx.job.group)  # to ranks that do not train
         if ctx.settings.schedule == "one_step_off":
             ctx.collector.finish_generation()
         reports = all_gather(ctx.weight_sync.update_weights(ctx.state.optimizer_step), ctx.job.group)

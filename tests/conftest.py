@@ -25,6 +25,8 @@ hypothesis.settings.register_profile("same draws", PATIENT)
 hypothesis.settings.register_profile("fresh draws", PATIENT, derandomize=False, print_blob=True)
 
 TRAIN_PROMPTS, EVAL_PROMPTS = 60, 6
+ROOT = Path(__file__).parent
+MANY_PROCESSES = ("e2e", "launch", "parallel")  # folders whose tests keep two cores busy
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported: it may import Megatron, and its settings of hypothesis are of the profile."""
     prepare()
     hypothesis.settings.load_profile("fresh draws" if config.getoption("--fresh-draws") else "same draws")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say what one of two test processes runs: a file, for the fixtures of its tests, or all that start ranks."""
+    for item in items:
+        file = item.path.relative_to(ROOT)
+        item.add_marker(pytest.mark.xdist_group("ranks" if file.parts[0] in MANY_PROCESSES else str(file)))
 
 
 @pytest.fixture(autouse=True)

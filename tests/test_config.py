@@ -15,6 +15,8 @@ from grpo_mp.errors import UserError, exit_with
 from grpo_mp.section import Section, parse_bytes
 from tests.minimal_settings import MINIMAL_SETTINGS
 
+ROLLOUT = MINIMAL_SETTINGS["rollout"]
+
 
 def of_eval(**settings: Any) -> dict[str, Any]:
     """The data section with one eval set."""
@@ -219,17 +221,27 @@ def test_settings_do_not_change(file: Path) -> None:
             "optimizer.offload=host needs model.dtype=bfloat16",
         ),
         (
-            {
-                "optimizer": {"lr": 1e-6, "offload": "host"},
-                "training": {"megatron_args": {"exp_avg_dtype": "bfloat16"}},
-            },
-            "training.megatron_args.exp_avg_dtype has no effect with optimizer.offload=host, which keeps main weights "
-            "and moments in float32: remove it, or set offload=step",
-        ),
-        (
             {"training": {"share_prompts": True}, "layout": {"context": 2}},
             "training.share_prompts does not work with context parallelism (layout.context=2): set share_prompts=false",
         ),
+        (
+            {"engine": {"ranks": 2}},
+            "engine.ranks=2 keeps ranks for engines alone, and schedule=colocated lets all of them train: set schedule",
+        ),
+        (
+            {"schedule": "async", "engine": {"ranks": 3, "gpus_per_engine": 2}},
+            "schedule=async needs ranks for the engines alone: set engine.ranks, now 3, to a multiple of "
+            "engine.gpus_per_engine=2",
+        ),
+        (
+            {"schedule": "one_step_off", "engine": {"ranks": 1}, "rollout": ROLLOUT | {"max_staleness": 2}},
+            "rollout.max_staleness=2: with schedule=one_step_off it is 1: leave it out",
+        ),
+        (
+            {"schedule": "async", "engine": {"ranks": 1}, "rollout": ROLLOUT | {"max_staleness": 0}},
+            "rollout.max_staleness=0: with schedule=async it is at least 1: leave it out",
+        ),
+        ({"schedule": "overlapped"}, "here: schedule: "),
         (
             {"training": {"router_replay": "R2"}},
             "training.router_replay=R2 replays the experts of the old-logprob pass, which this run does not make",
@@ -247,6 +259,14 @@ def test_what_is_refused(changes: dict[str, Any], sentence: str) -> None:
         check_settings(MINIMAL_SETTINGS | changes, "here")
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("schedule", "staleness"), [("colocated", 0), ("one_step_off", 1), ("async", 1)])
+def test_staleness_follows_from_the_schedule(schedule: str, staleness: int) -> None:
+    engine = {"ranks": 0 if schedule == "colocated" else 2}
+    settings = check_settings(MINIMAL_SETTINGS | {"schedule": schedule, "engine": engine}, "here")
+    assert settings.rollout.max_staleness == staleness
+    assert settings.shares_devices == (schedule == "colocated")
 
 
 @pytest.mark.parametrize("old", RENAMED)

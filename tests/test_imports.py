@@ -62,6 +62,7 @@ ORDER = (
     "weight_sync",
     "trainer",
     "planner",
+    "simulation",
     "pages",
     "examples",
     "train",

@@ -120,15 +120,20 @@ def _least_loaded(
 
 def first_fit(order: Iterable[int], sizes: Sequence[int] | Mapping[int, int], capacity: int) -> list[list[int]]:
     """Put items, in order, each into the first bin that has room; one larger than a bin gets one of its own."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for item in order:
-        index = next((i for i, free in enumerate(room) if sizes[item] <= free), len(bins))
-        if index == len(bins):
+    items, bins = list(order), list[list[int]]()
+    # The most room in one of each pair of bins, of each pair of pairs ...: the first bin with room is found by halving.
+    leaves = 1 << len(items).bit_length()
+    room = [capacity] * (2 * leaves)
+    for item in items:
+        node = 1 if sizes[item] <= capacity else leaves + len(bins)
+        while node < leaves:
+            node = 2 * node + (room[2 * node] < sizes[item])
+        if node == leaves + len(bins):
             bins.append([])
-            room.append(capacity)
-        bins[index].append(item)
-        room[index] -= sizes[item]
+        bins[node - leaves].append(item)
+        room[node] -= sizes[item]
+        while node := node // 2:
+            room[node] = max(room[2 * node], room[2 * node + 1])
     return bins
 
 

@@ -26,7 +26,7 @@ CHANGEABLE = re.compile(
     r"run\.(steps|save_every|eval_every|resume|keep_checkpoints|async_save|piece_bytes|export\w*)"
     r"|(layout|engine|sync|monitor)\..+"
     r"|training\.(max_tokens_per_microbatch|recompute|logprob_chunk_tokens|suspend_communicators)"
-    r"|optimizer\.offload"
+    r"|optimizer\.(offload|piece_bytes)"
     r"|training\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"
 )
 FINAL = "final"  # the exported Hugging Face folder

@@ -3,15 +3,18 @@
 The plan shows for every phase the memory of a rank's device and a node's host, the traffic, and the time; then whether
 the run fits (exit status 0 or 1). `explain CONFIG` describes the settings in words. --search ranks the layouts of
 trainer and engines that fit these machines. --times says how each phase's time is made up. `--against FILE` compares
-measured steps (grpo_mp/planner/measured.yaml) with what is expected of them. Nothing is started.
+measured steps (grpo_mp/planner/measured.yaml) with what is expected of them. --simulate plays steps event by event:
+engines and trainer share their GPUs (schedule colocated) or divide them (one_step_off, async). Nothing is started.
 """
 
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 
+from grpo_mp.cli.simulation_arguments import add_simulation_arguments
 from grpo_mp.config import load_settings
 from grpo_mp.parsers import Parser, positive_int, settings_parser
 from grpo_mp.planner.clusters import cluster_names, read_cluster
@@ -34,16 +37,22 @@ def main(arguments: Sequence[str]) -> int:
         console.print("its multi-token-prediction layer is not part of the policy: it is not counted")
 
     # torch is slow to import: the help and mistakes so far come without it.
+    from grpo_mp.cli.simulate import simulate_and_show
     from grpo_mp.log import log_to_terminal
     from grpo_mp.planner.explain import explain
     from grpo_mp.planner.job import make_job
     from grpo_mp.planner.show import plan_and_show, search_and_show
     from grpo_mp.rollout.engine_args import check_arguments, known_arguments
+    from grpo_mp.simulation.lengths import read_lengths
 
     log_to_terminal()
     if find_spec("sglang"):  # a laptop need not have an engine
         check_arguments(settings.engine.args, known_arguments())
-    job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)
+    lengths = read_lengths(args.lengths) if args.lengths else ()
+    mean = fmean(lengths) if lengths else args.response_tokens
+    job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, mean)
+    if args.simulate:
+        return simulate_and_show(job, lengths, args, console)
     if explains:
         console.print(explain(job))
         return 0
@@ -73,4 +82,5 @@ def _parser() -> Parser:
     parser.add_argument("--ppo", action="store_true", help="also show what the four models of PPO would need")
     parser.add_argument("--model-config", type=Path, help="config.json to use where model.path does not exist")
     parser.add_argument("--response-tokens", type=positive_int, help="assumed mean length (default: half of the limit)")
+    add_simulation_arguments(parser)
     return parser

@@ -183,17 +183,6 @@ class EngineConfig(Section):
     args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
 
 
-# Of training.megatron_args: fields of an optimizer that keeps less than float32.
-PRECISION_AWARE_FIELDS = (
-    "use_precision_aware_optimizer",
-    "store_param_remainders",
-    "main_grads_dtype",
-    "main_params_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-)
-
-
 class OptimizerConfig(Section):
     """AdamW and its learning rate. Updates are counted, not steps."""
 
@@ -212,8 +201,15 @@ class OptimizerConfig(Section):
     offload: Literal["none", "step", "host"] = Field(
         "step",
         description="where a GPU's optimizer state is. none: always on the device; step: on the host while engines "
-        "generate; host: always there, and the CPU updates (Megatron --optimizer-cpu-offload)",
+        "generate; host: always there, and updates take it through the device in pieces",
     )
+    piece_bytes: int = Field(
+        2**28,
+        ge=2**16,
+        description="device memory of each of the two pieces in which offload=host updates; larger ones are no faster",
+    )
+
+    _parse_unit = field_validator("piece_bytes", mode="before")(as_bytes)
 
 
 class TrainingConfig(Section):

@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 from grpo_mp.algorithms.registries import needs_correctness
 from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
 from grpo_mp.config.sections import (
-    PRECISION_AWARE_FIELDS,
     DataConfig,
     EngineConfig,
     EvalSetConfig,
@@ -67,19 +66,11 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _check_optimizer_on_the_host(self) -> "Settings":
-        if self.optimizer.offload != "host":
-            return self
-        if not self.model.offloads:
+        if self.optimizer.offload == "host" and not self.model.offloads:
             raise ValueError(
                 f"optimizer.offload=host needs model.dtype=bfloat16: an optimizer in {self.model.dtype} works on the "
                 "model's own weights: set dtype=bfloat16, or offload=step"
             )
-        for name in PRECISION_AWARE_FIELDS:
-            if name in self.training.megatron_args:
-                raise ValueError(
-                    f"training.megatron_args.{name} has no effect with optimizer.offload=host, which keeps main "
-                    "weights and moments in float32: remove it, or set offload=step"
-                )
         return self
 
     @model_validator(mode="after")

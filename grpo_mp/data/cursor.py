@@ -14,7 +14,7 @@ class Cursor:
     epoch: int = 0
     position: int = 0
     seed: int = 0
-    deferred: tuple[int, ...] = ()  # prompts that this epoch takes last: the end of the epoch before
+    deferred: tuple[int, ...] = ()  # prompts that this epoch takes last, in this order: the end of the epoch before
 
 
 def take(
@@ -32,7 +32,7 @@ def take(
     while len(taken) < count:
         if cursor.position == size:
             # Prompts that were just taken move to the end of the new epoch, so that none is drawn twice.
-            held = (*recent, *taken)
+            held = tuple(dict.fromkeys((*recent, *taken)))
             deferred = held if len(held) < size else ()
             cursor = Cursor(cursor.epoch + 1, 0, cursor.seed, deferred)
         end = min(size, cursor.position + count - len(taken))
@@ -43,10 +43,10 @@ def take(
 
 @lru_cache(maxsize=2)
 def epoch_order(cursor: Cursor, size: int, shuffle: bool) -> tuple[int, ...]:
-    """Return all prompts in the order of the cursor's epoch: its permutation, the deferred ones last."""
+    """Return all prompts in the order of the cursor's epoch: its permutation, then the deferred ones as they are."""
     if shuffle:
         order = np.random.default_rng([cursor.seed % 2**64, cursor.epoch]).permutation(size)
     else:
         order = np.arange(size)
-    deferred = np.isin(order, np.array(cursor.deferred, dtype=np.int64))
-    return tuple(np.concatenate([order[~deferred], order[deferred]]).tolist())
+    deferred = np.array(cursor.deferred, dtype=np.int64)
+    return tuple(np.concatenate([order[~np.isin(order, deferred)], deferred]).tolist())

@@ -1,5 +1,6 @@
 """The prompts of a run in launch order: drawn when they are needed, and ahead of the position that is saved."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,15 +26,18 @@ class PromptQueue:
         self._is_skipped: Callable[[int], bool] = lambda _: False
         self._skips_left = 0
         self._step_size: int | None = None
+        self._last: deque[int] = deque()  # what was drawn last, used up or not
 
     def begin_step(self, cursor: Cursor, is_skipped: Callable[[int], bool], step_size: int | None) -> None:
         """Begin a step at `cursor`, where the last one ended or a run resumes.
 
-        No prompt is drawn twice for one step: of `step_size` prompts each where they are drawn ahead, or, None, of all
-        that are drawn. No prompt that `is_skipped` is drawn in the step, unless those of nearly a whole epoch are.
+        No prompt is drawn twice for one step: among `step_size` prompts in a row where they are drawn ahead, at any
+        time, or, None, among all that are drawn. No prompt that `is_skipped` is drawn in the step, unless those of
+        nearly a whole epoch are.
         """
         self._cursor, self._is_skipped, self._skips_left = cursor, is_skipped, self._size
-        self._step_size = step_size
+        if step_size != self._step_size:
+            self._step_size, self._last = step_size, deque(self._last, maxlen=step_size and step_size - 1)
 
     def __len__(self) -> int:
         return len(self._draws)
@@ -42,14 +46,14 @@ class PromptQueue:
         """Draw until there are `count` prompts."""
         while len(self._draws) < count:
             cursor = self._draws[-1].cursor if self._draws else self._cursor
-            recent = [draw.index for draw in self._draws]
-            if self._step_size:
-                recent = recent[len(recent) - len(recent) % self._step_size :]
+            recent = list(self._last) if self._step_size else [draw.index for draw in self._draws]
             (index,), cursor = take(cursor, self._size, 1, self._shuffle, recent)
             while self._is_skipped(index) and self._skips_left:
                 self._skips_left -= 1
                 (index,), cursor = take(cursor, self._size, 1, self._shuffle, recent)
             self._draws.append(Draw(index, cursor))
+            if self._step_size:
+                self._last.append(index)
 
     def __getitem__(self, number: int) -> int:
         """Return the index of the prompt with this number in the step's launch order."""

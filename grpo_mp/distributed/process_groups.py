@@ -191,6 +191,13 @@ def all_gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
     return values
 
 
+def broadcast(value: Value, group: dist.ProcessGroup) -> Value:
+    """Return the value of the group's first rank; it is pickled. Every rank of it must call this."""
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
 def sum_over_context(values: torch.Tensor, parallel: Parallel) -> torch.Tensor:
     """Sum `values` over the context-parallel group; every rank of it must call this."""
     if parallel.layout.context == 1:

@@ -9,8 +9,11 @@ from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import DTYPE_BYTES, PlannedJob
 
 
-def activation_bytes(job: PlannedJob, stage: int) -> float:
-    """Return the most that one rank of a stage holds while it trains, under training.recompute."""
+def activation_bytes(job: PlannedJob, stage: int, head: float) -> float:
+    """Return the most that one rank of a stage holds while it trains, under training.recompute, above `head` bytes.
+
+    `head`: what the output head needs, whose backward pass is done when that of a layer begins.
+    """
     layers = job.stage_layers[stage]
     if job.settings.training.recompute == "full":
         # All that is kept of a layer is its input.
@@ -20,7 +23,7 @@ def activation_bytes(job: PlannedJob, stage: int) -> float:
     else:
         kept = sum(layer_bytes(job, layer) for layer in layers)
         working = max((backward_bytes(job, layer) - layer_bytes(job, layer) for layer in layers), default=0.0)
-    return kept * _microbatches_in_flight(job, stage) + working
+    return kept * _microbatches_in_flight(job, stage) + max(0.0, working - head)
 
 
 def forward_bytes(job: PlannedJob, stage: int) -> float:

@@ -25,7 +25,7 @@ ENVIRONMENT = (
 OPTIMIZER_PLACES = {
     "none": "the optimizer's state stays on the device",
     "step": "the optimizer's state to the host",
-    "host": "the optimizer's state is always on the host, which updates the weights",
+    "host": "the optimizer's state is always on the host, and goes through the device in pieces for an update",
 }
 
 

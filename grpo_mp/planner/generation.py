@@ -59,32 +59,58 @@ def simulate_rollout(responses: Sequence[int], slots: int) -> Rollout:
 
 def plan_generation(job: PlannedJob, engine: EngineMemory) -> GenerationPlan:
     """Decode an engine's share of a step's samples, as many at a time as its settings and its cache allow."""
-    rollout, args = job.settings.rollout, job.settings.engine.args
     samples = max(1, round(job.settings.samples_per_step / job.num_engines))
-    in_flight = job.settings.engine.concurrent_groups * rollout.group_size
-    limit = float(args.get("max_running_requests") or in_flight)
-    running = max(1.0, min(samples, in_flight, limit, engine.kv_cache_tokens / job.mean_seq_len))
+    running = min(samples, running_limit(job, engine))
     simulated = simulate_rollout(job.responses(samples), int(running))
     return GenerationPlan(samples, running / job.engine_parallelism.replicas, simulated.decode_steps, simulated.batches)
 
 
+@dataclass(frozen=True)
+class DecodeWork:
+    """Decode steps of one engine: `batches` of evenly spaced ones, tokens, and tokens of cache that they read."""
+
+    decode_steps: float
+    batches: Sequence[float]
+    tokens: float
+    cached_tokens: float
+
+
+def running_limit(job: PlannedJob, engine: EngineMemory) -> float:
+    """Return the most sequences that an engine runs at a time: by its settings, and by its cache at the mean length."""
+    in_flight = job.settings.engine.concurrent_groups * job.settings.rollout.group_size
+    limit = float(job.settings.engine.args.get("max_running_requests") or in_flight)
+    return max(1.0, min(in_flight, limit, engine.kv_cache_tokens / job.mean_seq_len))
+
+
 def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
     """Return the use of one GPU of an engine: prefill of its prompts, and every decode step."""
-    model, plan, parallelism = job.model, plan_generation(job, engine), job.engine_parallelism
-    gpus, prompt = parallelism.gpus, job.prompt_tokens
-    tokens = plan.samples * job.mean_response_tokens / gpus
-    prompt_tokens = plan.samples / job.settings.rollout.group_size * prompt / gpus
+    plan, prompt = plan_generation(job, engine), job.prompt_tokens
+    cached_tokens = sum(prompt * length + length**2 / 2 for length in job.responses(plan.samples))
+    work = DecodeWork(plan.decode_steps, plan.batches, plan.samples * job.mean_response_tokens, cached_tokens)
+    prompt_tokens = plan.samples / job.settings.rollout.group_size * prompt
+    return decode_use(job, engine, work) + ResourceUse(flops=prefill_flops(job, prompt_tokens))
+
+
+def prefill_flops(job: PlannedJob, tokens: float) -> float:
+    """Return the FLOPs of one GPU of an engine that computes so many tokens of prompts."""
+    per_token = forward_flops_per_token(job.model, job.hf, job.prompt_tokens)
+    return tokens / job.engine_parallelism.gpus * per_token
+
+
+def decode_use(job: PlannedJob, engine: EngineMemory, work: DecodeWork) -> ResourceUse:
+    """Return the use of one GPU of an engine in decode steps. It is linear in all but `batches`."""
+    model, parallelism = job.model, job.engine_parallelism
+    gpus, tokens = parallelism.gpus, work.tokens / parallelism.gpus
     # Dispatch in FP8, combine in bfloat16.
     all_to_all = model.experts_per_token * model.hidden_size * 3 * model.num_moe_layers * tokens
     to_other_nodes = max(0.0, 1 - job.gpus_per_node / parallelism.expert)
     all_reduce = 4 * model.num_layers * model.hidden_size * tokens * parallelism.attention_tensor
-    layers = plan.decode_steps * model.num_layers
+    layers = work.decode_steps * model.num_layers
     return ResourceUse(
         # Attention of decoding is in device_bytes: its kernels read the cache while they multiply.
-        flops=tokens * forward_flops_per_token(model, job.hf, 0)
-        + prompt_tokens * forward_flops_per_token(model, job.hf, prompt),
+        flops=tokens * forward_flops_per_token(model, job.hf, 0),
         fp8=job.engine_uses_fp8,
-        device_bytes=_weight_bytes(job, engine, plan) + _attention_bytes(job, engine, plan),
+        device_bytes=_weight_bytes(job, engine, work) + _attention_bytes(job, engine, work.cached_tokens),
         nvlink_bytes=all_reduce * (parallelism.attention_tensor > 1)
         + all_to_all * (1 - to_other_nodes) * (parallelism.expert > 1),
         network_bytes=all_to_all * to_other_nodes,
@@ -103,30 +129,28 @@ def _collective_s(job: PlannedJob) -> float:
     return OVERHEADS.network_collective_s if by_nccl and over_nodes else OVERHEADS.decode_collective_s
 
 
-def _weight_bytes(job: PlannedJob, engine: EngineMemory, plan: GenerationPlan) -> float:
+def _weight_bytes(job: PlannedJob, engine: EngineMemory, work: DecodeWork) -> float:
     """Return the bytes of weights that one GPU reads in all decode steps: few sequences do not use every expert."""
     model = job.model
     if not model.num_experts:
-        return plan.decode_steps * engine.weights
-    unused = fmean((1 - model.experts_per_token / model.num_experts) ** batch for batch in plan.batches)
+        return work.decode_steps * engine.weights
+    unused = fmean((1 - model.experts_per_token / model.num_experts) ** batch for batch in work.batches)
     routed = routed_parameters(model, model.num_experts)
     rest = active_parameters(model, job.hf) - routed_parameters(model, model.experts_per_token)
     routed_share = routed / (routed + rest)
-    return plan.decode_steps * engine.weights * (1 - routed_share * unused)
+    return work.decode_steps * engine.weights * (1 - routed_share * unused)
 
 
-def _attention_bytes(job: PlannedJob, engine: EngineMemory, plan: GenerationPlan) -> float:
+def _attention_bytes(job: PlannedJob, engine: EngineMemory, cached_tokens: float) -> float:
     """Return the bytes of cache that one GPU reads, or more where its attention's products take longer than reading.
 
     A latent cache is multiplied as it is: all heads of the GPU use the same elements.
     """
     model, cluster, parallelism = job.model, job.cluster, job.engine_parallelism
-    responses = job.responses(plan.samples)
-    contexts = sum(job.prompt_tokens * length + length**2 / 2 for length in responses) / parallelism.replicas
     width = 2 * model.mla_cache_dim if model.mla_cache_dim else model.qk_head_dim + model.v_head_dim
     heads = max(1.0, model.num_heads / parallelism.attention_tensor)
     flops = 2 * model.num_layers * heads * width
     matmul_bytes_per_flop = (cluster.device_memory_gb_s * GIGA * cluster.achievable.device_memory) / (
         cluster.bf16_tflops * TERA * cluster.achievable.matmul
     )
-    return contexts * max(engine.bytes_per_token, flops * matmul_bytes_per_flop)
+    return cached_tokens / parallelism.replicas * max(engine.bytes_per_token, flops * matmul_bytes_per_flop)

@@ -32,8 +32,7 @@ class BytesPerParameter:
     gradients: int
     optimizer: int  # main weights and moments on the device
     fp32_gradients: int = 0  # copied for an update, of the rank's shard
-    host_optimizer: int = 0  # kept and updated on the host
-    host_gradients: int = 0  # copied to pinned memory for that update
+    host_optimizer: int = 0  # main weights and moments that are always on the host
     host_copies: int = 0  # of weights (and gradients) kept on the host
 
     @property
@@ -51,18 +50,21 @@ def bytes_per_parameter(dtype: str, megatron_args: Mapping[str, Any], offload: s
         return BytesPerParameter(weights=4, gradients=4, optimizer=8)
     reduce_in_fp32 = megatron_args.get("grad_reduce_in_fp32", True)
     gradients = 4 if reduce_in_fp32 else 2
-    if offload == "host":
-        return BytesPerParameter(2, gradients, optimizer=0, host_optimizer=12, host_gradients=4, host_copies=2)
+    on_host = offload == "host"
     precision_aware = bool(megatron_args.get("use_precision_aware_optimizer"))
     # Transformer Engine's Adam keeps of a float32 main weight only the half that its bfloat16 weight lacks.
     main_weight = DTYPE_BYTES[str(megatron_args.get("main_params_dtype", "float32"))]
     main_weight = 2 if megatron_args.get("store_param_remainders", True) and main_weight == 4 else main_weight
     moment_bytes = [DTYPE_BYTES[str(megatron_args.get(f"exp_avg{suffix}_dtype", "float32"))] for suffix in ("", "_sq")]
+    state = main_weight + sum(moment_bytes) if precision_aware else 12
     return BytesPerParameter(
         weights=2,
         gradients=gradients,
-        optimizer=main_weight + sum(moment_bytes) if precision_aware else 12,
-        fp32_gradients=0 if reduce_in_fp32 or precision_aware else 4,  # Megatron hands Adam float32 gradients
+        optimizer=0 if on_host else state,
+        host_optimizer=state if on_host else 0,
+        fp32_gradients=0
+        if reduce_in_fp32 or precision_aware or on_host
+        else 4,  # Megatron hands Adam float32 gradients
         host_copies=2,
     )
 
@@ -76,6 +78,7 @@ class AssumedLengths:
     mean: float
     limit: int
     samples_per_prompt: int = 0  # that share one prompt; 0: each computes its own
+    log_std: float = OVERHEADS.response_log_std  # standard deviation of the logarithm of a response's length
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def pack_update(
 def response_lengths(lengths: AssumedLengths) -> tuple[int, ...]:
     """Return evenly spaced quantiles of a lognormal distribution, cut off at `limit`, with the mean `mean`."""
     scores = [NormalDist().inv_cdf((number + 0.5) / lengths.num_samples) for number in range(lengths.num_samples)]
-    factors = [exp(OVERHEADS.response_log_std * score) for score in scores]
+    factors = [exp(lengths.log_std * score) for score in scores]
 
     def responses(median: float) -> list[float]:
         return [min(float(lengths.limit), max(1.0, median * factor)) for factor in factors]

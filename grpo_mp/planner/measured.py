@@ -72,8 +72,12 @@ def _read_step(file: Path, entry: Any) -> MeasuredStep:
     names = {"name", "source", "fitted", "cluster", "nodes", "response_tokens", "measured", "settings"}
     if not isinstance(entry, dict) or set(entry) != names:
         raise UserError(f"{file}: a measured step has {', '.join(sorted(names))}; found {entry!r:.100}: correct it")
+    return MeasuredStep(entry["name"], entry["source"], entry["fitted"], read_recipe(file, entry), entry["measured"])
+
+
+def read_recipe(file: Path, entry: Mapping[str, Any]) -> PlannedJob:
+    """Return the job of a published recipe. Raises UserError where its settings are wrong."""
     values = {name: ANY_RUN.get(name, {}) | entry["settings"].get(name, {}) for name in ANY_RUN | entry["settings"]}
     settings = check_settings(values, f"{file}: {entry['name']}")
     hf, _ = find_config(settings.model.path)
-    job = make_job(settings, hf, read_cluster(entry["cluster"]), entry["nodes"], None, entry["response_tokens"])
-    return MeasuredStep(entry["name"], entry["source"], entry["fitted"], job, entry["measured"])
+    return make_job(settings, hf, read_cluster(entry["cluster"]), entry["nodes"], None, entry["response_tokens"])

@@ -112,7 +112,14 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "weights": ("weights",),
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
-    "activations and buffers": ("activations", "logits", "reference", "float32 gradients", "sync rounds"),
+    "activations and buffers": (
+        "activations",
+        "logits",
+        "reference",
+        "float32 gradients",
+        "optimizer pieces",
+        "sync rounds",
+    ),
     "kept by the allocator": ("fragments",),
     "engine, communicators and contexts": (
         "engine weights",
@@ -196,15 +203,16 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
     largest_tensor = _largest_tensor(job.model, job.settings.layout.tensor)
     if sub_phase is SubPhase.LOGPROB:
         reference = largest_tensor * per_parameter.weights if job.has_reference else 0.0
-        logits = logits_bytes(job, stage, backward=False)
-        return {"activations": forward_bytes(job, stage), "logits": logits, "reference": reference}
+        layer, head = forward_bytes(job, stage), logits_bytes(job, stage, backward=False)
+        # What the layers make is gone when the head begins.
+        return {"activations": max(0.0, layer - head), "logits": head, "reference": reference}
     if sub_phase is SubPhase.TRAIN:
-        return {"activations": activation_bytes(job, stage), "logits": logits_bytes(job, stage, backward=True)}
+        head = logits_bytes(job, stage, backward=True)
+        return {"activations": activation_bytes(job, stage, head), "logits": head}
     if sub_phase is SubPhase.OPTIMIZER:
-        count = job.parameter_counts[stage]
-        # For an update on the host a gradient and a main weight are converted on their way.
-        pieces = 2 * 4 * largest_tensor if per_parameter.host_gradients else 0.0
-        return {"float32 gradients": job.sharded_parameters(count) * per_parameter.fp32_gradients + pieces}
+        sharded = job.sharded_parameters(job.parameter_counts[stage])
+        piece = min(job.settings.optimizer.piece_bytes, sharded * per_parameter.host_optimizer)
+        return {"float32 gradients": sharded * per_parameter.fp32_gradients, "optimizer pieces": 2 * piece}
     if sub_phase is SubPhase.SYNC:
         vocabulary = job.model.vocab_size * job.model.hidden_size * per_parameter.weights  # an engine loads it at once
         largest_round = max(job.settings.sync.bucket_bytes / ROUNDS_IN_MEMORY, vocabulary)
@@ -239,7 +247,7 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process,
         "weights": count.total * per_parameter.host_copies,
         "reference": count.total * per_parameter.weights * job.has_reference,
-        "optimizer": sharded * (per_parameter.host_optimizer + per_parameter.host_gradients),
+        "optimizer": sharded * per_parameter.host_optimizer * (sub_phase is not SubPhase.START),
         "checkpoint": _checkpoint_host_bytes(job, sub_phase),
         "export": SHARD_BYTES
         * (sub_phase is SubPhase.SAVE and job.settings.run.export_every > 0),  # while it is written
@@ -250,13 +258,9 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         sizes["weights"] = 0.0
     elif job.settings.optimizer.offload == "step":  # the pinned copy stays while the optimizer is on the device
         sizes["optimizer"] += sharded * per_parameter.optimizer * job.settings.model.offloads
-    if sub_phase is SubPhase.LOAD and job.settings.optimizer.offload == "host":
-        sizes["optimizer"] += 4 * count.total  # Megatron builds it over whole weights, then over this rank's shards
     if job.settings.model.offloads and not RESIDENT[sub_phase].communicators:
         in_use, suspended = communicator_bytes(job)
         sizes["communicators"] = in_use - suspended
-    if sub_phase is SubPhase.OFFLOAD:
-        sizes["weights"] += count.total * per_parameter.weights * job.settings.model.offloads
     return sizes
 
 
@@ -272,9 +276,16 @@ def _routed_expert_bytes(job: PlannedJob, sub_phase: SubPhase, engine: EngineMem
 
 
 def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
-    """Return what a save or load holds beside the state: a piece of one tensor, where that comes from a device."""
+    """Return what a save or load holds beside the state: a piece of one tensor.
+
+    A save has one where it comes from a device. So has a load; on a CPU only one of another layout's checkpoint, which
+    may have been saved without tensor parallelism.
+    """
     settings = job.settings
     in_background = settings.optimizer.offload == "none" and settings.run.async_save and sub_phase in BESIDE_A_SAVE
     from_device = settings.model.offloads and (sub_phase is SubPhase.SAVE or in_background)
-    largest_piece = min(job.settings.run.piece_bytes, 4 * _largest_tensor(job.model, job.settings.layout.tensor))
-    return largest_piece * (from_device or sub_phase is SubPhase.LOAD)
+    loads = sub_phase is SubPhase.LOAD
+    largest_piece = min(
+        settings.run.piece_bytes, 4 * _largest_tensor(job.model, 1 if loads else settings.layout.tensor)
+    )
+    return largest_piece * (from_device or loads)

@@ -54,11 +54,11 @@ def _trained_model(plan: Plan, model: str) -> ModelMemory:
     for stage, count in enumerate(job.parameter_counts):
         sharded = job.sharded_parameters(count)
         state = sharded * per_parameter.optimizer
-        host_state = sharded * (per_parameter.host_optimizer + per_parameter.host_gradients)
+        host_state = sharded * per_parameter.host_optimizer
         logits = logits_bytes(job, stage, backward=True) if model == "policy" else 0.0
         weights = count.total * per_parameter.weights
         gradients = count.total * per_parameter.gradients
-        device = max(device, weights + gradients + state + activation_bytes(job, stage) + logits)
+        device = max(device, weights + gradients + state + activation_bytes(job, stage, logits) + logits)
         host = max(host, job.gpus_per_node * (weights + host_state + state * moves))
     return ModelMemory(model, True, device, host)
 

@@ -41,20 +41,21 @@ def train_use(job: PlannedJob) -> ResourceUse:
 
 
 def optimizer_use(job: PlannedJob, stage: int) -> ResourceUse:
-    """Return the updates of a step: gradients summed over replicas, Adam, new weights gathered."""
+    """Return the updates of a step: gradients summed over replicas, Adam, new weights gathered.
+
+    State on the host goes through the device: there and back count one after the other, although they overlap.
+    """
     count, layout, per_parameter = job.parameter_counts[stage], job.settings.layout, job.per_parameter
     model_bytes = per_parameter.gradients + per_parameter.weights
     dense = count.dense * model_bytes * (1 - 1 / job.dense_shards)
     expert = count.expert * model_bytes * (1 - 1 / job.expert_shards)
     dense_in_node = layout.tensor * job.dense_shards <= job.gpus_per_node
     expert_in_node = layout.expert * layout.expert_tensor * job.expert_shards <= job.gpus_per_node
-    state_bytes = per_parameter.optimizer or per_parameter.host_optimizer
-    sharded = job.sharded_parameters(count)
-    adam = sharded * 2 * state_bytes + count.total * model_bytes
+    moved = job.sharded_parameters(count) * 2 * per_parameter.host_optimizer
+    state = job.sharded_parameters(count) * 2 * (per_parameter.optimizer + per_parameter.host_optimizer)
     update = ResourceUse(
-        device_bytes=adam if per_parameter.optimizer else 0.0,
-        host_copy_bytes=0.0 if per_parameter.optimizer else adam,
-        host_link_bytes=0.0 if per_parameter.optimizer else sharded * model_bytes,  # gradients there, weights back
+        device_bytes=state + moved + count.total * model_bytes,
+        host_link_bytes=moved,
         nvlink_bytes=dense * dense_in_node + expert * expert_in_node,
         network_bytes=dense * (not dense_in_node) + expert * (not expert_in_node),
     )

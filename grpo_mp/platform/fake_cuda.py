@@ -1,4 +1,4 @@
-"""CPU replacement for the parts of torch.cuda that Megatron uses. Only rewritten megatron.* modules see it."""
+"""CPU replacement for the parts of torch.cuda that Megatron uses. Rewritten megatron.* modules see it so."""
 
 import contextlib
 from collections.abc import Callable

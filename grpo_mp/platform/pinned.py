@@ -23,22 +23,29 @@ class PinnedBuffer:
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
         """Allocate tensors of the same shapes and dtypes. Raises UserError where the host's memory cannot be locked."""
-        starts, end = [], 0
-        for tensor in like:
-            starts.append(end)
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        self.nbytes = -(-end // PAGE_BYTES) * PAGE_BYTES
+        self.nbytes = -(-sum(map(aligned_bytes, like)) // PAGE_BYTES) * PAGE_BYTES
         memory = torch.empty(self.nbytes + PAGE_BYTES, dtype=torch.uint8)
         first = -memory.data_ptr() % PAGE_BYTES
         pages = memory[first : first + self.nbytes]
-        self.tensors = [
-            pages[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(starts, like, strict=True)
-        ]
+        self.tensors = carve(pages, like)
         if platform.on_cuda() and self.nbytes:
             _register(pages)
             # Not at exit: CUDA may be gone, and a process that ends gives back all its pages.
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, pages.data_ptr()).atexit = False
+
+
+def aligned_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes of a flat buffer."""
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def carve(buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of the same shapes and dtypes as given ones, one after the other in a flat buffer of bytes."""
+    tensors, start = [], 0
+    for tensor in like:
+        tensors.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        start += aligned_bytes(tensor)
+    return tensors
 
 
 def _register(pages: torch.Tensor) -> None:

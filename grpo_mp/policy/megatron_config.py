@@ -24,16 +24,16 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective"},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-# What optimizer.offload=host means on a GPU, see host_adam.py. Without the precision-aware optimizer float32 main
-# weights would stay on the device, beside those on the host.
-HOST_UPDATE = {
-    "optimizer_cpu_offload": True,
-    "optimizer_offload_fraction": 1.0,
-    "overlap_cpu_optimizer_d2h_h2d": True,
-    "use_precision_aware_optimizer": True,
-    "pin_cpu_grads": False,  # both are in a buffer of their own
-    "pin_cpu_params": False,
-}
+HYBRID_OPTIMIZER = (  # Megatron's, which keeps float32 state on the host and updates it there
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "use_torch_optimizer_for_cpu_offload",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+)
+# The state of an optimizer that is not precision-aware, as one that is keeps it: main weights are Adam's own.
+WHOLE_STATE = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
 RESERVED = {  # fields that the run sets itself, with what to do instead
     "tensor_model_parallel_size": "set layout.tensor",
     "pipeline_model_parallel_size": "set layout.pipeline",
@@ -56,8 +56,7 @@ RESERVED = {  # fields that the run sets itself, with what to do instead
     "optimizer": "AdamW is the only one",
     "calculate_per_token_loss": "the loss carries its own denominator",
     "use_distributed_optimizer": "a checkpoint that any layout loads needs it",
-    **dict.fromkeys(HOST_UPDATE.keys() - {"use_precision_aware_optimizer"}, "set optimizer.offload=host"),
-    "use_torch_optimizer_for_cpu_offload": "optimizer.offload=host updates with torch's AdamW",
+    **dict.fromkeys(HYBRID_OPTIMIZER, "set optimizer.offload=host"),
     "moe_enable_routing_replay": "set training.router_replay",
     "perform_initialization": "every weight is read from the checkpoint",
 }
@@ -109,9 +108,15 @@ def optimizer_config(
         "params_dtype": DTYPES[dtype],
         "use_distributed_optimizer": True,
     }
-    if optimizer.offload == "host" and platform.on_cuda():  # on a CPU all state is on the host
-        values |= HOST_UPDATE
-    return OptimizerConfig(**values | overrides_for(megatron_args, OptimizerConfig))
+    overrides = overrides_for(megatron_args, OptimizerConfig)
+    if keeps_state_on_host(optimizer) and not overrides.get("use_precision_aware_optimizer"):
+        overrides |= WHOLE_STATE
+    return OptimizerConfig(**values | overrides)
+
+
+def keeps_state_on_host(optimizer: sections.OptimizerConfig) -> bool:
+    """Return whether an update takes the state from the host and back. On a CPU all state is on the host."""
+    return optimizer.offload == "host" and platform.on_cuda()
 
 
 def overrides_for(megatron_args: Mapping[str, Any], config_class: type) -> dict[str, Any]:
@@ -136,6 +141,10 @@ def check_overrides(megatron_args: Mapping[str, Any]) -> None:
             raise UserError(
                 f"training.megatron_args.{name}: {value} has factors of its own on each rank, which no other layout "
                 "could load: write float32 or bfloat16"
+            )
+        if name in STATE_DTYPES and value != "float32" and not megatron_args.get("use_precision_aware_optimizer"):
+            raise UserError(
+                f"training.megatron_args.{name}={value} needs use_precision_aware_optimizer: true beside it"
             )
 
 

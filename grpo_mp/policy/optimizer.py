@@ -11,7 +11,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_mp.config.sections import LayoutConfig, OptimizerConfig
-from grpo_mp.policy.megatron_config import ddp_config, optimizer_config
+from grpo_mp.policy.host_state import keep_on_host
+from grpo_mp.policy.megatron_config import ddp_config, keeps_state_on_host, optimizer_config
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.te_adam import init_state
 
@@ -50,7 +51,10 @@ def build_optimizer(
     """Build the optimizer over all chunks and the learning-rate schedule, which counts optimizer updates."""
     optimizer = get_megatron_optimizer(optimizer_config(settings, dtype, megatron_args), chunks)
     for part in optimizer.chained_optimizers:
-        init_state(part)
+        if keeps_state_on_host(settings):
+            keep_on_host(part.optimizer, settings.piece_bytes)
+        else:
+            init_state(part)
     return optimizer, _schedule(optimizer, settings, total_updates)
 
 

@@ -10,24 +10,18 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-
-from grpo_mp.policy.host_adam import adam_groups, init_host_state
 
 
 def init_state(part: MegatronOptimizer) -> None:
     """Create moments and main weights now, so that they can be saved before the first update."""
     adam = part.optimizer
-    if isinstance(adam, HybridDeviceOptimizer):
-        init_host_state(adam)
-        return
     if not part.config.use_precision_aware_optimizer:
         part.init_state_fn(adam, part.config)
         return
     for group in adam.param_groups:  # Megatron's own function lacks an argument of this Adam
         for param in group["params"]:
             if not adam.state[param]:
-                adam.initialize_state(param, _stores_remainder(adam, param))
+                adam.initialize_state(param, stores_remainder(adam, param))
 
 
 @contextmanager
@@ -39,17 +33,13 @@ def state_dict_without_copies(parts: Sequence[MegatronOptimizer]) -> Iterator[No
     parameter with bfloat16 moments), its load_state_dict cast the state to the dtype of the weights (6 more).
     """
 
-    def uncopied(adam: Any) -> dict[str, Any]:
-        state = torch.optim.Optimizer.state_dict(adam)
-        return state | {"param_groups": adam_groups(adam, state["param_groups"])}
-
     def load_groups(adam: Any, saved: dict[str, Any]) -> None:
         for group, loaded in zip(adam.param_groups, saved["param_groups"], strict=True):
             group |= {name: value for name, value in loaded.items() if name != "params"}
 
     adams = [part.optimizer for part in parts]
     for adam in adams:
-        adam.state_dict = partial(uncopied, adam)
+        adam.state_dict = partial(torch.optim.Optimizer.state_dict, adam)
         adam.load_state_dict = partial(load_groups, adam)
     try:
         yield
@@ -61,7 +51,7 @@ def state_dict_without_copies(parts: Sequence[MegatronOptimizer]) -> Iterator[No
 def stores_param_remainders(parts: list[MegatronOptimizer]) -> bool:
     """Return whether checkpoints hold remainders instead of main weights."""
     return any(
-        _stores_remainder(part.optimizer, param)
+        stores_remainder(part.optimizer, param)
         for part in parts
         if part.config.use_precision_aware_optimizer
         for group in part.optimizer.param_groups
@@ -69,7 +59,6 @@ def stores_param_remainders(parts: list[MegatronOptimizer]) -> bool:
     )
 
 
-def _stores_remainder(adam: Any, param: torch.Tensor) -> bool:
-    if isinstance(adam, HybridDeviceOptimizer):
-        return False
+def stores_remainder(adam: Any, param: torch.Tensor) -> bool:
+    """Return whether TransformerEngine's Adam keeps a remainder of this parameter, not its main weight."""
     return bool(adam.store_param_remainders) and param.dtype == torch.bfloat16

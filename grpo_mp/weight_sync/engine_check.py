@@ -10,7 +10,7 @@ from grpo_mp.batching.microbatches import MicroBatchPlan, round_up
 from grpo_mp.batching.packing import context_index, gather_responses, pack, slice_context
 from grpo_mp.batching.updates import alignment
 from grpo_mp.config import Settings
-from grpo_mp.distributed.process_groups import Job, all_gather
+from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
 from grpo_mp.errors import UserError
 from grpo_mp.phases import Phase
 from grpo_mp.policy.policy import Policy
@@ -88,16 +88,15 @@ class EngineCheck:
             () if number else self.prompts[:PROMPTS],
         )
         with self.phases.phase(Phase.SYNC, "policy logprobs"):
-            expected = [sequence_logprobs(self.policy, sequences) if self.policy else []]
-            if job.engine_ranks:
-                dist.broadcast_object_list(expected, group=job.group, group_src=0)
+            expected = sequence_logprobs(self.policy, sequences) if self.policy else []
+            expected = broadcast(expected, job.group)
         differences = torch.zeros(job.world_size, 2, dtype=torch.float64)
         with self.phases.phase(Phase.CHECK):
             if engines.client:
-                report = compare(engines.call(engines.client.score(sequences)), expected[0])
+                report = compare(engines.call(engines.client.score(sequences)), expected)
                 differences[job.rank] = torch.tensor([report.mean, report.largest], dtype=torch.float64)
             dist.all_reduce(differences, group=job.group)
-        tokens = sum(map(len, expected[0]))
+        tokens = sum(map(len, expected))
         return [
             CheckReport(float(differences[rank, 0]), float(differences[rank, 1]), tokens) for rank in engines.host_ranks
         ]

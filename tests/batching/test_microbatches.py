@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mp.batching.microbatches import Cost, MicroBatchPlan, MicroBatchSchedule, plan_microbatches
+from grpo_mp.batching.microbatches import Cost, MicroBatchPlan, MicroBatchSchedule, first_fit, plan_microbatches
 
 
 def fewest_bins(lengths: list[int], capacity: int) -> int:
@@ -26,6 +26,18 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
 
     search(lengths, [])
     return best
+
+
+@given(st.lists(st.integers(1, 12), max_size=40), st.integers(1, 10))
+def test_first_fit_takes_the_first_bin_with_room(sizes: list[int], capacity: int) -> None:
+    bins: list[list[int]] = []
+    for item, size in enumerate(sizes):
+        fitting = [each for each in bins if sum(sizes[other] for other in each) + size <= capacity]
+        if not fitting:
+            bins.append([item])
+        else:
+            fitting[0].append(item)
+    assert first_fit(range(len(sizes)), sizes, capacity) == bins
 
 
 def smallest_makespan(lengths: list[int], ranks: int) -> int:

@@ -6,47 +6,33 @@ pause of another thread that wants to run every millisecond, as the loop does wh
 both ways, the bytes on disk of a parameter, and the peak of a load in pieces of 32 MiB.
 """
 
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-
-import psutil
-import torch
 
 from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder
 from grpo_mp.config import Settings
-from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.examples.cold_start import negative_log_likelihood
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import CheckpointSaver
-from tests.bench.plan_measured import MIB, _batch, _settings, _settled
-from tests.bench.sync_memory import reset_peak, status_bytes
+from tests.bench.small_policy import MIB, padding, peak_bytes, settled_bytes, start_small_policy
 
 SAVES, TICK_S, PIECE_BYTES = 3, 0.001, 2**25
 
 
 def main() -> None:
     """Command line; see the text above."""
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, single_rank_environment():
-        settings = _settings(Path(folder))
-        shape = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 32768}
-        make_tiny(Path(folder), "qwen3", make_tokenizer([]), **shape)
-        parallel = start_parallel(settings.layout, 0, 60.0)
+    with start_small_policy() as (settings, parallel):
         policy = Policy(settings, parallel, with_reference=False)
-        policy.update([_batch(256)], negative_log_likelihood)
+        policy.update([padding(256)], negative_log_likelihood)
         held_up = [_save(settings, policy, async_save) for async_save in (True, False)]
         checkpoint = checkpoint_folder(settings.run.folder, SAVES - 1)
         parameters = sum(tensor.numel() for tensor in policy.tensors.values())
         stored = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
-        peak = _peak(lambda: load_policy(policy, checkpoint / "policy"))
-        stop_parallel()
+        peak = _peak_above(lambda: load_policy(policy, checkpoint / "policy"))
     print(f"asynchronous / synchronous: {held_up[0] / held_up[1]:.2f}; {stored / parameters:.2f} bytes a parameter")
     print(f"load: peak {peak / MIB:.0f} MiB above the policy")
 
@@ -66,7 +52,7 @@ def _save(settings: Settings, policy: Policy, async_save: bool) -> float:
 
         for step in range(SAVES):
             with _longest_pause(pauses):
-                peaks.append(_peak(partial(save, step)))
+                peaks.append(_peak_above(partial(save, step)))
     name = "asynchronous" if async_save else "synchronous"
     print(
         f"{name:12} held up {min(held_up):.2f} s, complete after {min(complete):.2f} s, "
@@ -98,12 +84,10 @@ def _longest_pause(pauses: list[float]) -> Iterator[None]:
     thread.join()
 
 
-def _peak(run: Callable[[], object]) -> int:
+def _peak_above(run: Callable[[], object]) -> int:
     """Resident memory at its highest while `run` runs, above that before."""
-    before, process = _settled(), psutil.Process()
-    reset_peak(process)
-    run()
-    return status_bytes(process, "VmHWM") - before
+    before = settled_bytes()
+    return peak_bytes(run) - before
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ class StandIn:
             ((_, note),) = pickle.loads(base64.b64decode(payload))
             dict(open_exports(note))
 
-    async def end_weight_update(self, version: int) -> None: ...
+    async def end_weight_update(self, version: int, keep_cache: bool = False) -> None: ...
 
 
 @contextmanager

@@ -268,7 +268,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
         ("training: {epochs: 2}", "training.epochs was 1, is now 2"),
         ("optimizer: {lr: 1.0}", "optimizer.lr was 1e-06, is now 1.0"),
         ("run: {seed: 5}", "run.seed was 0, is now 5"),
-        ("optimizer: {offload: host}", ""),
+        ("optimizer: {offload: host, piece_bytes: 1MiB}", ""),
         ("training: {suspend_communicators: false}", ""),
         ("training: {suspend_communicators: true}", ""),  # of a run that was begun when there was no such setting
         ("rollout: {max_staleness: 0}", ""),

@@ -64,3 +64,15 @@ def test_no_step_has_a_prompt_twice_though_later_ones_are_drawn_ahead(size: int,
         queue.extend(step_size * (1 + ahead))
         assert len({queue[number] for number in range(step_size)}) == step_size
         cursor = queue.use_up(step_size)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), max_size=30))
+def test_prompts_do_not_depend_on_how_far_ahead_they_were_drawn(steps: list[tuple[int, int]]) -> None:
+    """Over the ends of epochs, too."""
+    early, late, cursors = PromptQueue(9, True), PromptQueue(9, True), [Cursor(seed=4)] * 2
+    for count, more in steps:
+        for queue, cursor in zip((early, late), cursors, strict=True):
+            queue.begin_step(cursor, none_skipped, 4)
+        early.extend(count + more)
+        assert [early[number] for number in range(count)] == [late[number] for number in range(count)]
+        cursors = [queue.use_up(count) for queue in (early, late)]

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_mp.config import load_settings
 from grpo_mp.phases import GIB
-from grpo_mp.planner.activations import layer_bytes, logits_bytes
+from grpo_mp.planner.activations import backward_bytes, forward_bytes, layer_bytes, logits_bytes
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import BytesPerParameter, PlannedJob, bytes_per_parameter, make_job
 from grpo_mp.planner.memory import MEASURED, MemoryPlan, SubPhase, engine_memory, plan_memory
@@ -86,6 +86,21 @@ def test_output_head_holds_logits_chunks_and_its_gradient() -> None:
     assert logits_bytes(job, 0, backward=True) == rows * columns * 14 + 2 * hidden + columns * 3584 * 4
 
 
+@pytest.mark.parametrize("rows", [64, 4096])
+def test_activations_of_a_layer_and_of_the_output_head_are_not_there_at_once(rows: int) -> None:
+    training = {"max_tokens_per_microbatch": 4096, "logprob_chunk_tokens": rows, "recompute": "full"}
+    job = job_of("qwen2.5-7b", "h100-80", 1, training=training)
+    (device,) = plan_memory(job).device
+    logprob, train = (
+        device[phase].get("activations", 0.0) + device[phase]["logits"] for phase in (SubPhase.LOGPROB, SubPhase.TRAIN)
+    )
+    layer, head = forward_bytes(job, 0), logits_bytes(job, 0, backward=False)
+    assert (layer > head) == (rows == 64)
+    assert logprob == max(layer, head)
+    inputs, layer, head = 28 * 4096 * 3584 * 2, backward_bytes(job, 0), logits_bytes(job, 0, backward=True)
+    assert train == inputs + max(layer, head)
+
+
 def test_watched_reference_costs_its_share_of_a_forward_pass() -> None:
     def job(**kl: float) -> PlannedJob:
         return job_of("qwen2.5-7b", "h100-80", 1, algorithm={"kl": kl})
@@ -116,9 +131,22 @@ def test_the_optimizer_is_where_the_setting_says() -> None:
     assert "optimizer" not in leaves.device[0][SubPhase.GENERATE]
     assert not any("optimizer" in sizes for sizes in on_host.device[0].values())
     host_bytes = [memory.host[SubPhase.TRAIN].get("optimizer", 0) for memory in (stays, leaves, on_host)]
-    assert host_bytes == [0, QWEN * 12, QWEN * 16]  # main weights, moments, pinned gradients
-    # Megatron's first hybrid optimizer has all weights of each of 8 ranks in float32.
-    assert on_host.host[SubPhase.LOAD]["optimizer"] == QWEN * 16 + QWEN * 4 * 8
+    assert host_bytes == [0, QWEN * 12, QWEN * 12]
+    on_host_when = {sub_phase for sub_phase, sizes in on_host.host.items() if sizes["optimizer"]}
+    assert on_host_when == set(SubPhase) - {SubPhase.START}
+    pieces = {sub_phase: sizes.get("optimizer pieces", 0) for sub_phase, sizes in on_host.device[0].items()}
+    assert {sub_phase: size for sub_phase, size in pieces.items() if size} == {SubPhase.OPTIMIZER: 2 * 2**28}
+
+
+def test_state_on_the_host_goes_over_its_link_and_back_in_every_update() -> None:
+    training = {"updates_per_step": 4, "megatron_args": PRECISION_AWARE}
+    optimizer = {"offload": "host", "piece_bytes": "64GiB"}
+    plan = make_plan(job_of("qwen2.5-7b", "h100-80", 1, optimizer=optimizer, training=training))
+    assert plan.uses[SubPhase.OPTIMIZER].host_link_bytes == pytest.approx(4 * 2 * 6 * QWEN / 8)
+    # A piece is no larger than the state of one of 8 ranks.
+    assert plan.memory.device[0][SubPhase.OPTIMIZER]["optimizer pieces"] == pytest.approx(2 * 6 * QWEN / 8)
+    on_device = make_plan(job_of("qwen2.5-7b", "h100-80", 1, training=training))
+    assert on_device.uses[SubPhase.OPTIMIZER].host_link_bytes == 0
 
 
 def test_communicators_leave_the_device_while_engines_generate() -> None:
@@ -140,10 +168,13 @@ def test_communicators_leave_the_device_while_engines_generate() -> None:
 
 
 def test_every_kind_on_the_device_is_measured_and_planned() -> None:
-    """With every kind in some phase: a reference, gradients in bfloat16 for a float32 optimizer, an engine's graphs."""
-    arguments = {"grad_reduce_in_fp32": False}
-    job = job_of("qwen2.5-7b", "h100-80", 1, training={"megatron_args": arguments}, algorithm={"kl": {"coef": 0.1}})
-    planned = {kind for sizes in plan_memory(job).device[0].values() for kind in sizes}
+    """With every kind in some phase of either job: a reference, float32 copies of gradients, an engine's graphs."""
+    training, kl = {"megatron_args": {"grad_reduce_in_fp32": False}}, {"kl": {"coef": 0.1}}
+    jobs = [
+        job_of("qwen2.5-7b", "h100-80", 1, training=training, algorithm=kl, optimizer={"offload": offload})
+        for offload in ("step", "host")
+    ]
+    planned = {kind for job in jobs for sizes in plan_memory(job).device[0].values() for kind in sizes}
     assert sorted(planned) == sorted(kind for kinds in MEASURED.values() for kind in kinds)
     policy = SimpleNamespace(chunks=[], optimizer=SimpleNamespace(chained_optimizers=[]))
     assert device_items(cast(Policy, policy)).keys() == MEASURED.keys()
@@ -154,6 +185,12 @@ def test_a_save_and_a_load_need_one_piece_of_each_rank() -> None:
     host = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, run=run, training={"megatron_args": PRECISION_AWARE})).host
     sizes = {phase: kinds["checkpoint"] for phase, kinds in host.items() if kinds["checkpoint"]}
     assert sizes == {SubPhase.SAVE: 8 * 2**28, SubPhase.LOAD: 8 * 2**28}
+
+
+def test_a_load_may_read_pieces_of_a_checkpoint_that_was_saved_without_tensor_parallelism() -> None:
+    host = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4})).host
+    pieces = [min(2**30, 4 * 152064 * 3584 / tensor) for tensor in (4, 1)]
+    assert [host[phase]["checkpoint"] / 8 for phase in (SubPhase.SAVE, SubPhase.LOAD)] == pieces
 
 
 def test_a_step_waits_for_the_weights_of_its_checkpoint_only() -> None:
@@ -167,7 +204,7 @@ def test_a_step_waits_for_the_weights_of_its_checkpoint_only() -> None:
                 1,
                 run=run | {"async_save": async_save},
                 rollout={
-                    "prompts_per_step": 4096,
+                    "prompts_per_step": 512,
                     "group_size": 16,
                     "max_prompt_tokens": 512,
                     "max_response_tokens": 8192,

@@ -31,7 +31,6 @@ ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"grpo-mp plan (\S+) --cluster (\S+) --nodes (\d+)")
 Plan = Callable[..., Result]
 MANY_STAGES = ("kimi_k2", "moe_671b_512", "moe_671b_96x96", "moe_671b_64x141", "moe_671b_64x80")  # built one by one
-LARGE_HOSTS = ("moe_671b_64x80", "moe_671b_64x141")  # of 1.9 TB, as their comments say
 RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "tiny_moe"]
 
 
@@ -41,7 +40,7 @@ RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.st
     ids=lambda path: path.stem,
 )
 def test_recipe_fits_the_machines_in_its_comment(path: Path) -> None:
-    """Every phase leaves 6 GiB of a device and 100 GB of a host, and no host but those named needs more than 900 GB."""
+    """Every phase leaves 6 GiB of a device, and 100 GB of hosts of 1 TB."""
     command = COMMAND.search(path.read_text())
     assert command
     assert Path(command[1]).name == path.name
@@ -54,8 +53,7 @@ def test_recipe_fits_the_machines_in_its_comment(path: Path) -> None:
     assert check_fits(plan).fits
     devices = [total_bytes(sizes) for stage in plan.memory.device for sizes in stage.values()]
     assert max(devices) <= job.cluster.gpu_bytes - 6 * GIB
-    host = max(total_bytes(sizes) for sizes in plan.memory.host.values())
-    assert host <= (job.cluster.host_bytes - 100e9 if path.stem in LARGE_HOSTS else 900e9)
+    assert max(total_bytes(sizes) for sizes in plan.memory.host.values()) <= 900e9
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -120,7 +118,7 @@ def test_explain_command(plan: Plan) -> None:
     [
         (
             ["layout.tensor=3"],
-            "tensor x context x pipeline = 48 does not divide the 128 ranks; the nearest valid layout",
+            "tensor x context x pipeline = 96 does not divide the 128 ranks; the nearest valid layout",
         ),
         (["layout.expert=48"], "expert_tensor x expert x pipeline = 768 does not divide"),
         (["layout.pipeline=128", "layout.context=1", "layout.tensor=1", "layout.expert=1"], "the model has 61"),

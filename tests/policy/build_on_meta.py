@@ -56,9 +56,9 @@ def main() -> None:
     torch.Tensor.type = _cuda_type
     platform.on_cuda = lambda: True
     platform.device = lambda: META
-    from grpo_mp.policy import host_adam
+    from grpo_mp.policy import host_state
 
-    host_adam.PinnedBuffer = MetaBuffer
+    host_state.PinnedBuffer = MetaBuffer
     print(json.dumps({path: [asdict(result) for result in _build(Path(path))] for path in sys.argv[2:]}))
 
 

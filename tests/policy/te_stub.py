@@ -50,10 +50,10 @@ def _kernel(name: str) -> Any:
     return kernel
 
 
-def install_te_stub(folder: Path) -> None:
+def install_te_stub(folder: Path) -> ModuleType:
     """Make `transformer_engine` importable, also for Megatron, from the folder of its Python wheel.
 
-    Call it before Megatron is imported.
+    Call it before Megatron is imported. Returns the stub of the compiled module.
     """
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # then it does not look for shared objects
     sys.path.insert(0, str(folder))
@@ -67,6 +67,7 @@ def install_te_stub(folder: Path) -> None:
     # Packages that import Megatron have installed the trainer's hook already, which leaves TransformerEngine as it is.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, import_hook._Finder)]
     sys.meta_path.insert(0, import_hook._Finder(patches, ("megatron", "transformer_engine")))
+    return module
 
 
 def _skip_extension(common: Any) -> None:

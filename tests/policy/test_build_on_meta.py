@@ -38,7 +38,7 @@ def test_save_and_load_copy_no_optimizer_state_on_the_device(
     bfloat16_moments = load_settings(Path(recipe)).training.megatron_args.get("exp_avg_dtype") == "bfloat16"
     for rank in results[recipe]:
         assert rank["save"] == 0
-        assert rank["load"] < 8192  # an optimizer on the host counts its updates in a tensor for each parameter
+        assert rank["load"] == 0
         # State: remainder and two moments of 2 bytes each; TransformerEngine's state_dict copies moments to 4 each.
         assert rank["plain_save"] == pytest.approx(rank["optimizer"] * 8 / 6 if bfloat16_moments else 0.0)
 

@@ -25,6 +25,14 @@ def test_state_whose_factors_no_other_layout_could_load_is_an_error(name: str, d
         check_overrides({name: dtype})
 
 
+@pytest.mark.parametrize("name", ["exp_avg_dtype", "main_params_dtype"])
+def test_less_than_float32_needs_an_optimizer_that_knows_it(name: str) -> None:
+    with pytest.raises(UserError, match=rf"{name}=bfloat16 needs use_precision_aware_optimizer: true beside it"):
+        check_overrides({name: "bfloat16"})
+    check_overrides({name: "float32"})
+    check_overrides({name: "bfloat16", "use_precision_aware_optimizer": True})
+
+
 def test_another_optimizer_is_an_error() -> None:
     with pytest.raises(UserError, match=r"training.megatron_args.optimizer cannot be set: AdamW is the only one"):
         check_overrides({"optimizer": "lion"})

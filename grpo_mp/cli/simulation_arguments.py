@@ -1,0 +1,44 @@
+"""The arguments of `grpo-mp plan --simulate`. They need no torch."""
+
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from grpo_mp.parsers import Parser, positive_int
+
+SCHEDULES = ("colocated", "one_step_off", "async")
+T = TypeVar("T")
+
+
+def add_simulation_arguments(parser: Parser) -> None:
+    """Add them in a group of their own."""
+    group = parser.add_argument_group("simulation")
+    group.add_argument("--simulate", action="store_true", help="play steps event by event, under each schedule")
+    group.add_argument("--schedule", choices=SCHEDULES, help="only this one (default: all three)")
+    group.add_argument("--gpus", type=list_of(positive_int), help="8,64,4096: a table of these (default: --nodes)")
+    group.add_argument(
+        "--engine-gpus", type=positive_int, help="GPUs of the engines (default: the best of 7 divisions)"
+    )
+    group.add_argument("--staleness", type=list_of(int), default=[0, 1, 2, 4], help="values of rollout.max_staleness")
+    group.add_argument("--lengths", type=Path, help="measured response lengths: a number a line, or a run's samples")
+    group.add_argument("--response-sigma", type=float, help="sigma of lognormal lengths (default: 1)")
+    group.add_argument("--drop-rate", type=float, default=0.0, help="share of groups that the filter drops")
+    group.add_argument("--acceptance-length", type=float, default=1.0, help="tokens of a step with speculation")
+    group.add_argument("--draft-tokens", type=int, default=0, help="tokens drafted for a step, by one layer")
+    group.add_argument("--engine-mtbf-hours", type=float, default=0.0, help="mean time between failures of an engine")
+    group.add_argument("--engine-restart-s", type=float, default=300.0, help="seconds until it generates again")
+    group.add_argument("--steps", type=positive_int, default=16, help="steps to play; the second half counts")
+    group.add_argument("--seed", type=int, default=0, help="of lengths, filter and failures")
+
+
+def list_of(item: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Return a type of arguments for `argparse`: items between commas."""
+
+    def parse(text: str) -> list[T]:
+        try:
+            return [item(part) for part in text.split(",")]
+        except ValueError as error:
+            raise ArgumentTypeError(f"{text!r} is no list of numbers") from error
+
+    return parse

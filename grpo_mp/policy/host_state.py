@@ -1,0 +1,169 @@
+"""Adam's state in pinned host memory for good, updated piece by piece on the device: `optimizer.offload=host`.
+
+Megatron clips gradients by the norm of all of them and then calls `step` of its Adam once. The step below takes the
+state through the device: while TransformerEngine's own step updates one piece, the next is on its way there and the one
+before on its way back. Nothing overlaps the backward pass: the norm needs its end. Adam works on each element alone, so
+an update equals that of the whole state to the bit; weights and gradients are views of those on the device.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mp import platform
+from grpo_mp.platform import fake_cuda
+from grpo_mp.platform.pinned import ALIGNMENT, PinnedBuffer, aligned_bytes, carve
+from grpo_mp.policy.te_adam import stores_remainder
+
+NUM_BUFFERS = 2  # one piece arrives while another is updated and leaves
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [start, stop) of one of Adam's flat parameters; `view`: these weights; `host`: their state."""
+
+    param: Any  # a tensor, which Megatron gives its gradient as `decoupled_grad`
+    start: int
+    stop: int
+    view: Any
+    host: State
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is on the device at a time, of one param group."""
+
+    group: int
+    slices: Sequence[Slice]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return the host tensors of all slices, in their order."""
+        return [tensor for part in self.slices for tensor in part.host.values()]
+
+
+def divide(sizes: Sequence[int], bytes_per_element: int, piece_bytes: int) -> list[list[tuple[int, int, int]]]:
+    """Divide tensors of so many elements into pieces of at most `piece_bytes`: (index, start, stop) in each. Pure.
+
+    Raises ValueError where a piece is too small for the alignment.
+    """
+    capacity = piece_bytes // bytes_per_element // ALIGNMENT * ALIGNMENT
+    if not capacity:
+        raise ValueError(f"a piece of {piece_bytes} bytes cannot hold {ALIGNMENT} elements of {bytes_per_element}")
+    pieces: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for index, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            if not room:
+                pieces.append([])
+                room = capacity
+            stop = min(size, start + room)
+            pieces[-1].append((index, start, stop))
+            room -= -(-(stop - start) // ALIGNMENT) * ALIGNMENT
+            start = stop
+    return pieces
+
+
+class HostState:
+    """The state of one of TransformerEngine's Adams, as Megatron makes them, on the host."""
+
+    def __init__(self, adam: Any, piece_bytes: int) -> None:
+        """Create the state as Adam does, in pieces. Raises UserError where the host's memory cannot be locked."""
+        self._adam, self._step_on_device = adam, adam.step
+        self._buffer = _allocate(adam)
+        self._pieces = _pieces(adam, piece_bytes)
+        for part in (part for piece in self._pieces for part in piece.slices):
+            # Adam keeps a scale of each tensor that it has initialized: it needs them of the views.
+            adam.initialize_state(part.view, stores_remainder(adam, part.view))
+            for name, tensor in adam.state.pop(part.view).items():
+                part.host[name].copy_(tensor)
+        sizes = [sum(map(aligned_bytes, piece.tensors)) for piece in self._pieces]
+        self._largest_piece = max(sizes, default=0)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update all weights that have a gradient; the state is back on the host when this returns."""
+        cuda: Any = torch.cuda if platform.on_cuda() else fake_cuda
+        compute, arriving, leaving = cuda.current_stream(), cuda.Stream(), cuda.Stream()
+        flat = partial(torch.empty, self._largest_piece, dtype=torch.uint8, device=platform.device())
+        buffers = [flat() for _ in range(NUM_BUFFERS)]
+        empty = [compute.record_event() for _ in buffers]
+        for number, piece in enumerate(self._pieces):
+            slot = number % NUM_BUFFERS
+            on_device = carve(buffers[slot], piece.tensors)
+            arriving.wait_event(empty[slot])
+            with cuda.stream(arriving):
+                for tensor, host in zip(on_device, piece.tensors, strict=True):
+                    tensor.copy_(host, non_blocking=True)
+            compute.wait_event(arriving.record_event())
+            self._update(piece, on_device)
+            leaving.wait_event(compute.record_event())
+            with cuda.stream(leaving):
+                for tensor, host in zip(on_device, piece.tensors, strict=True):
+                    host.copy_(tensor, non_blocking=True)
+            empty[slot] = leaving.record_event()
+        for group in self._adam.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        leaving.synchronize()
+
+    def _update(self, piece: Piece, on_device: Sequence[Tensor]) -> None:
+        """Let Adam update a piece; its own param groups, and so their count of steps, stay as they are."""
+        adam, groups, tensors = self._adam, self._adam.param_groups, iter(on_device)
+        for part in piece.slices:
+            gradient = part.param.decoupled_grad
+            part.view.decoupled_grad = None if gradient is None else gradient[part.start : part.stop]
+            adam.state[part.view] = {name: next(tensors) for name in part.host}
+        adam.param_groups = [groups[piece.group] | {"params": [part.view for part in piece.slices]}]
+        try:
+            self._step_on_device()
+        finally:
+            adam.param_groups = groups
+            for part in piece.slices:
+                part.view.decoupled_grad = None
+                del adam.state[part.view]
+
+
+def keep_on_host(adam: Any, piece_bytes: int) -> None:
+    """Create Adam's state on the host, and let its step take it through the device."""
+    adam.step = HostState(adam, piece_bytes).step
+
+
+def _allocate(adam: Any) -> PinnedBuffer:
+    """Give Adam state on the host for all of its parameters, with any values."""
+    names = [
+        (param, name, dtype)
+        for group in adam.param_groups
+        for param in group["params"]
+        for name, dtype in _state_dtypes(adam, param).items()
+    ]
+    buffer = PinnedBuffer([torch.empty_like(param, dtype=dtype, device="meta") for param, _, dtype in names])
+    for (param, name, _), tensor in zip(names, buffer.tensors, strict=True):
+        adam.state[param][name] = tensor
+    return buffer
+
+
+@torch.no_grad()
+def _pieces(adam: Any, piece_bytes: int) -> list[Piece]:
+    pieces = []
+    for number, group in enumerate(adam.param_groups):
+        params = group["params"]
+        sizes = [sum(dtype.itemsize for dtype in _state_dtypes(adam, param).values()) for param in params]
+        for slices in divide([param.numel() for param in params], max(sizes, default=1), piece_bytes):
+            pieces.append(Piece(number, [_slice(adam, params[index], start, stop) for index, start, stop in slices]))
+    return pieces
+
+
+def _slice(adam: Any, param: Tensor, start: int, stop: int) -> Slice:
+    host = {name: tensor[start:stop] for name, tensor in adam.state[param].items()}
+    return Slice(param, start, stop, param[start:stop], host)
+
+
+def _state_dtypes(adam: Any, param: Tensor) -> dict[str, torch.dtype]:
+    """Return the dtypes of a parameter's state by name."""
+    return adam.name_to_dtype_map | ({"master_param": torch.int16} if stores_remainder(adam, param) else {})

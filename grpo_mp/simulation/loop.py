@@ -1,0 +1,287 @@
+"""Play a run: groups are launched, end, are trained on; the engines' weights follow. Pure, the same for a seed."""
+
+import copy
+import heapq
+from collections.abc import Iterator, Set
+from enum import Enum, auto
+from itertools import count
+from math import inf
+from random import Random
+
+from grpo_mp.batching.group_selection import Admission, admit
+from grpo_mp.simulation.engine import SimulatedEngine, SimulatedGroup
+from grpo_mp.simulation.scenario import Outcome, Scenario, Schedule, Totals
+
+
+class _Event(Enum):
+    SEQUENCE_ENDS = auto()
+    ENGINE_FAILS = auto()
+    ENGINE_IS_BACK = auto()
+    TRAINED = auto()
+    SYNCED = auto()
+
+
+class _Trainer(Enum):
+    """What the trainer does: wait for groups, train, or send its weights."""
+
+    WAITS = auto()
+    TRAINS = auto()
+    SYNCS = auto()
+
+
+def simulate(scenario: Scenario) -> Outcome:
+    """Play the steps of a run, event by event."""
+    return _Run(scenario).play()
+
+
+class _Run:
+    """The state between events. Each event changes it in one of the methods below."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario, self.random = scenario, Random(scenario.seed)
+        self.totals, self.middle = Totals(), Totals()
+        self.engines = [SimulatedEngine(scenario) for _ in range(scenario.engines)]
+        self.order, self.events = count(), list[tuple[float, int, _Event, int, int]]()
+        self.lengths = self._deal_lengths()
+        self.trainer, self.trainer_busy_s, self.paused = _Trainer.WAITS, 0.0, False
+        self.step, self.version, self.unsent = 0, 0, False
+        self.first, self.launched = 0, 0  # numbers: of the step's first group, and of the next to be begun
+        self.groups: dict[int, SimulatedGroup] = {}  # launched, not yet trained, dropped or lost
+        self.verdicts: list[tuple[int, bool]] = []
+        self.interrupted: list[tuple[int, SimulatedGroup]] = []  # a heap by number: they go first
+        self.free = [(0, index) for index in range(scenario.engines)]  # a heap by load; some entries are outdated
+        self.admission = self._admit()
+
+    def play(self) -> Outcome:
+        """Handle events until the steps are trained."""
+        for index in range(self.scenario.engines):
+            self._plan_failure(index)
+        self._launch()
+        while True:
+            self.totals.now, _, event, index, stamp = heapq.heappop(self.events)
+            if event is _Event.SEQUENCE_ENDS:
+                if stamp != self.engines[index].version_of_events:
+                    continue
+                self._sequence_ends(index)
+            elif event is _Event.ENGINE_FAILS:
+                self._engine_fails(index)
+            elif event is _Event.ENGINE_IS_BACK:
+                self._engine_is_back(index)
+            elif event is _Event.TRAINED:
+                self._trained()
+                if self.step == self.scenario.steps:
+                    return Outcome(self.scenario, self.middle, self._count())
+            else:
+                self._synced()
+            self._train_or_sync()
+            self._launch()
+
+    # Engines
+
+    def _sequence_ends(self, index: int) -> None:
+        engine = self.engines[index]
+        engine.advance(self.totals.now)
+        for group in engine.finish_next():
+            self._report(group)
+            heapq.heappush(self.free, (len(engine.groups), index))
+        self._foresee(index)
+
+    def _engine_fails(self, index: int) -> None:
+        engine = self.engines[index]
+        engine.advance(self.totals.now)
+        self.totals.lost += engine.tokens_in_flight
+        self.totals.failures += 1
+        for group in engine.take_back(with_tokens=False):
+            self._interrupt(group)
+        engine.down = True
+        engine.version_of_events += 1
+        self._add_event(self.scenario.engine_restart_s, _Event.ENGINE_IS_BACK, index)
+
+    def _engine_is_back(self, index: int) -> None:
+        engine = self.engines[index]
+        engine.advance(self.totals.now)
+        engine.down = False
+        heapq.heappush(self.free, (0, index))
+        self._plan_failure(index)
+
+    def _interrupt(self, group: SimulatedGroup) -> None:
+        heapq.heappush(self.interrupted, (group.number, group))
+
+    def _pause(self, keep_cache: bool) -> None:
+        """Let the engines stop; with `keep_cache` they hold what they run."""
+        self.paused = True
+        for index, engine in enumerate(self.engines):
+            engine.advance(self.totals.now)
+            engine.paused = True
+            if not keep_cache:
+                for group in engine.take_back(with_tokens=True):
+                    self._interrupt(group)
+            engine.version_of_events += 1
+            heapq.heappush(self.free, (len(engine.groups), index))
+
+    def _resume(self) -> None:
+        self.paused = False
+        for index, engine in enumerate(self.engines):
+            engine.advance(self.totals.now)
+            engine.paused = False
+            if self.scenario.recompute_cache:
+                engine.recompute_cache()
+            self._foresee(index)
+
+    # Groups
+
+    def _launch(self) -> None:
+        """Begin groups in the free places of the engines, those first that were interrupted."""
+        while not self.paused and (self.interrupted or self._may_begin()):
+            index = self._least_loaded()
+            if index is None:
+                return
+            group = heapq.heappop(self.interrupted)[1] if self.interrupted else self._new_group()
+            if not group.tokens:
+                group.version = self.version
+            engine = self.engines[index]
+            engine.advance(self.totals.now)
+            engine.add(group)
+            heapq.heappush(self.free, (len(engine.groups), index))
+            self._foresee(index)
+
+    def _may_begin(self) -> bool:
+        return self.launched - self.first < self.admission.launch_limit + self.scenario.lookahead(
+            self.step - self.version
+        )
+
+    def _least_loaded(self) -> int | None:
+        """Return the engine with the fewest groups, if it has a free place."""
+        while self.free:
+            load, index = heapq.heappop(self.free)
+            if (
+                not self.engines[index].down
+                and load == len(self.engines[index].groups) < self.scenario.groups_in_flight
+            ):
+                return index
+        return None
+
+    def _new_group(self) -> SimulatedGroup:
+        lengths = tuple(next(self.lengths) for _ in range(self.scenario.group_size))
+        kept = not self.scenario.drop_rate or self.random.random() >= self.scenario.drop_rate
+        group = self.groups[self.launched] = SimulatedGroup(self.launched, lengths, kept)
+        self.launched += 1
+        self.totals.groups["launched"] += 1
+        return group
+
+    def _deal_lengths(self) -> Iterator[int]:
+        lengths = list(self.scenario.lengths)
+        while True:
+            self.random.shuffle(lengths)
+            yield from lengths
+
+    def _report(self, group: SimulatedGroup) -> None:
+        self.verdicts.append((group.number, group.kept))
+        if len(self.verdicts) >= self.scenario.prompts_per_step or not group.kept:
+            self.admission = self._admit()
+
+    def _admit(self) -> Admission:
+        """Decide as the trainer does; it has no rule for taking what finished first and keeping the rest."""
+        rule, first = self.scenario.admission_rule, self.first
+        if self.scenario.keeps_the_rest and rule.select_by == "finish":
+            kept = [number - first for number, kept in self.verdicts if kept]
+            wanted = len(self.groups) - (len(self.verdicts) - len(kept))  # those dropped are replaced
+            limit = self.launched - first - wanted + rule.needed
+            return Admission(len(kept) >= rule.needed, limit, tuple(kept[: rule.needed]), 0)
+        return admit([(number - first, kept) for number, kept in self.verdicts], rule)
+
+    # The trainer
+
+    def _train_or_sync(self) -> None:
+        """Begin what the trainer does next, if it waits."""
+        if self.trainer is not _Trainer.WAITS:
+            return
+        ready = self.admission.done
+        if self.unsent and (ready or self.scenario.schedule is not Schedule.ONE_STEP_OFF):
+            self._occupy_trainer(_Trainer.SYNCS, self.scenario.rates.sync_s, _Event.SYNCED)
+            self._pause(keep_cache=True)
+        elif ready:
+            self._train()
+
+    def _train(self) -> None:
+        """Take the step's groups out of the stream and train on them; the next step's stream begins."""
+        if self.scenario.colocated:
+            self._pause(keep_cache=False)
+        tokens = self._consume()
+        self._occupy_trainer(_Trainer.TRAINS, self.scenario.train_s(tokens), _Event.TRAINED)
+        self.step += 1
+        self.admission = self._admit()
+
+    def _consume(self) -> float:
+        """Count what becomes of the groups that the step ends; return the tokens that it trains on."""
+        selected = {self.first + number for number in self.admission.selected}
+        tokens = 0.0
+        for number in self._ended(selected):
+            group = self.groups.pop(number)
+            size = sum(group.tokens.values())
+            fate = "trained" if number in selected else "lost" if group.unfinished or group.kept else "dropped"
+            setattr(self.totals, fate, getattr(self.totals, fate) + size)
+            self.totals.groups[fate] += 1
+            if fate == "trained":
+                assert group.version is not None
+                self.totals.staleness[self.step - group.version] += self.scenario.group_size
+                tokens += size + self.scenario.prompt_tokens * self.scenario.group_size
+        self.interrupted = [item for item in self.interrupted if item[0] in self.groups]
+        heapq.heapify(self.interrupted)
+        self.verdicts = [verdict for verdict in self.verdicts if verdict[0] in self.groups]
+        self.first = min(self.groups, default=self.launched)
+        return tokens
+
+    def _ended(self, selected: Set[int]) -> list[int]:
+        """Return the numbers of the groups of which no later step trains on any."""
+        if not self.scenario.keeps_the_rest:
+            return list(self.groups)
+        if self.scenario.select_by == "finish":
+            return [number for number, kept in self.verdicts if number in selected or not kept]
+        return list(range(self.first, self.first + self.admission.consumed))
+
+    def _trained(self) -> None:
+        self.trainer, self.unsent = _Trainer.WAITS, True
+        if self.step == self.scenario.steps // 2:
+            self.middle = self._count()
+
+    def _synced(self) -> None:
+        """Give the engines the weights of all steps trained so far."""
+        self.trainer, self.unsent, self.version = _Trainer.WAITS, False, self.step
+        self._resume()
+
+    # Events and sums
+
+    def _occupy_trainer(self, trainer: _Trainer, seconds: float, end: _Event) -> None:
+        self.trainer = trainer
+        self.trainer_busy_s += seconds
+        self._add_event(seconds, end)
+
+    def _plan_failure(self, index: int) -> None:
+        if self.scenario.engine_mtbf_s:
+            seconds = self.random.expovariate(1 / self.scenario.engine_mtbf_s)
+            self._add_event(seconds, _Event.ENGINE_FAILS, index)
+
+    def _foresee(self, index: int) -> None:
+        """Add the engine's next end to the events, in place of the one foreseen before."""
+        engine = self.engines[index]
+        engine.version_of_events += 1
+        if (end := engine.next_end()) < inf:
+            self._add_event(end - self.totals.now, _Event.SEQUENCE_ENDS, index, engine.version_of_events)
+
+    def _add_event(self, seconds: float, event: _Event, index: int = 0, stamp: int = 0) -> None:
+        heapq.heappush(self.events, (self.totals.now + seconds, next(self.order), event, index, stamp))
+
+    def _count(self) -> Totals:
+        """Return the totals as of now."""
+        for engine in self.engines:
+            engine.advance(self.totals.now)
+        totals, scenario = copy.deepcopy(self.totals), self.scenario
+        totals.generated = sum(engine.generated for engine in self.engines)
+        totals.unfinished = sum(engine.tokens_in_flight for engine in self.engines)
+        totals.unfinished += sum(sum(group.tokens.values()) for group in self.groups.values())
+        totals.groups["unfinished"] = len(self.groups)
+        totals.idle_gpu_s = sum(engine.idle_s for engine in self.engines) * scenario.engine_gpus / scenario.engines
+        if not scenario.colocated:
+            totals.idle_gpu_s += (totals.now - self.trainer_busy_s) * scenario.trainer_gpus
+        return totals

@@ -1,0 +1,171 @@
+"""The scenarios of a planned job: sizes from its settings, rates from the planner's model of time."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from math import gcd
+
+from grpo_mp.distributed.layout import layout_violations, sets_pipeline_layout
+from grpo_mp.errors import UserError
+from grpo_mp.planner.generation import DecodeWork, decode_use, prefill_flops, running_limit
+from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.memory import EngineMemory, SubPhase
+from grpo_mp.planner.plan import Plan, check_fits, make_plan
+from grpo_mp.planner.resource_use import ResourceUse, estimate_time
+from grpo_mp.simulation.loop import simulate
+from grpo_mp.simulation.scenario import Outcome, Rates, Scenario, Schedule
+
+SPLITS = 8  # the engines' share of the GPUs is tried in so many parts
+SIMULATED_SPLITS = 3  # those with the lowest bounds
+MANY = 10**6  # sequences, that use every expert
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no setting says. `lengths`: of responses; empty: those that the planner assumes."""
+
+    lengths: tuple[int, ...] = ()
+    drop_rate: float = 0.0
+    acceptance_length: float = 1.0
+    draft_tokens: int = 0
+    engine_mtbf_s: float = 0.0
+    engine_restart_s: float = 300.0
+    steps: int = 16
+    seed: int = 0
+
+
+def simulate_job(
+    job: PlannedJob,
+    sync_s: float,
+    assumed: Assumptions,
+    schedules: Iterable[Schedule] = tuple(Schedule),
+    stalenesses: Iterable[int] = (0, 1, 2, 4),
+    engine_gpus: int | None = None,
+) -> list[Outcome]:
+    """Simulate a job under each schedule and bound of staleness; those that need GPUs of their own divide them best.
+
+    `sync_s`: seconds of a weight sync. `engine_gpus`: only this division. A schedule that has none is left out.
+    """
+    plan, stalenesses = make_plan(job, with_sync=False), tuple(stalenesses)
+    divided = any(schedule is not Schedule.COLOCATED for schedule in schedules)
+    trainers = list(_trainers(job, engine_gpus)) if divided else []
+    outcomes = []
+    allowed = {Schedule.ONE_STEP_OFF: {1}, Schedule.ASYNC: {*stalenesses} - {0}}
+    for schedule, staleness in product(schedules, stalenesses):
+        if staleness not in allowed.get(schedule, stalenesses):
+            continue
+        sides = [plan] if schedule is Schedule.COLOCATED else trainers
+        candidates = [scenario_of(plan, trainer, sync_s, schedule, staleness, assumed) for trainer in sides]
+        candidates.sort(key=lambda scenario: scenario.bound_s)
+        simulated = map(simulate, candidates[:SIMULATED_SPLITS])
+        outcomes += sorted(simulated, key=lambda outcome: outcome.step_s)[:1]
+    return outcomes
+
+
+def _trainers(job: PlannedJob, engine_gpus: int | None) -> Iterator[Plan]:
+    """Yield plans of the GPUs that engines leave, in all divisions in which layout and memory suffice."""
+    size = job.settings.engine.gpus_per_engine
+    shares = {round(job.world_size * part / SPLITS / size) * size for part in range(1, SPLITS)}
+    for share in sorted(shares - {0, job.world_size}) if engine_gpus is None else [engine_gpus]:
+        trainer = put_on(job, job.world_size - share)
+        if _violation(trainer) is None:
+            plan = make_plan(trainer, with_sync=False)
+            feasibility = check_fits(plan)
+            if feasibility.device.fits and feasibility.host.fits:
+                yield plan
+
+
+def on_gpus(job: PlannedJob, gpus: int) -> PlannedJob:
+    """Put a job on so many GPUs: with more engines and data-parallel ranks, and the same samples in a step.
+
+    Raises UserError where layout or engines do not divide them.
+    """
+    moved, layout = put_on(job, gpus), job.settings.layout
+    violation = _violation(moved)
+    if violation or gpus % job.settings.engine.gpus_per_engine:
+        engine = f"{gpus} GPUs are no multiple of engine.gpus_per_engine={job.settings.engine.gpus_per_engine}"
+        raise UserError(f"--gpus {gpus}: {violation or engine} ({layout.model_dump(exclude_none=True)})")
+    return moved
+
+
+def _violation(job: PlannedJob) -> str | None:
+    uneven = sets_pipeline_layout(job.settings.training.megatron_args)
+    updates = job.settings.samples_per_step // job.settings.training.updates_per_step
+    violation = next(layout_violations(job.settings.layout, job.model, job.world_size, uneven_pipeline=uneven), None)
+    few = f"{job.dp_size} data-parallel ranks share {updates} samples of an update" if violation is None else ""
+    return violation or (few if few and updates < job.dp_size else None)
+
+
+def put_on(job: PlannedJob, gpus: int) -> PlannedJob:
+    """Put a job on so many GPUs, whether its layout divides them or not."""
+    per_node = gcd(gpus, job.gpus_per_node)
+    engine = job.settings.engine.model_copy(update={"num_engines": max(1, gpus // job.settings.engine.gpus_per_engine)})
+    settings = job.settings.model_copy(update={"engine": engine})
+    return replace(job, settings=settings, nodes=gpus // per_node, gpus_per_node=per_node)
+
+
+def scenario_of(
+    plan: Plan, trainer: Plan, sync_s: float, schedule: Schedule, max_staleness: float, assumed: Assumptions
+) -> Scenario:
+    """Return the scenario of a planned job, whose trainer has the GPUs of another plan unless engines share them."""
+    job, settings, engine = plan.job, plan.job.settings, plan.memory.engine
+    colocated = schedule is Schedule.COLOCATED
+    engine_gpus = job.world_size - (0 if colocated else trainer.job.world_size)
+    rates = replace(planned_rates(plan, trainer), sync_s=sync_s)
+    if assumed.draft_tokens:
+        rates = rates.speculating(assumed.draft_tokens, 1 / job.model.num_layers)
+    rule = settings.algorithm.filter
+    return Scenario(
+        schedule=schedule,
+        rates=rates,
+        lengths=assumed.lengths or job.responses(settings.samples_per_step),
+        engines=engine_gpus // settings.engine.gpus_per_engine,
+        engine_gpus=engine_gpus,
+        trainer_gpus=trainer.job.world_size,
+        slots=int(running_limit(job, engine)),
+        concurrent_groups=settings.engine.concurrent_groups,
+        recompute_cache=settings.sync.pause == "retract",
+        prompts_per_step=settings.rollout.prompts_per_step,
+        group_size=settings.rollout.group_size,
+        prompt_tokens=job.prompt_tokens,
+        max_staleness=max_staleness,
+        oversample_factor=1.0 if max_staleness else rule.oversample_factor,
+        select_by="launch" if max_staleness else rule.select_by,
+        drop_rate=assumed.drop_rate,
+        acceptance_length=assumed.acceptance_length,
+        engine_mtbf_s=assumed.engine_mtbf_s,
+        engine_restart_s=assumed.engine_restart_s,
+        steps=assumed.steps,
+        seed=assumed.seed,
+    )
+
+
+def planned_rates(plan: Plan, trainer: Plan) -> Rates:
+    """Return the rates of the engines of one plan and the trainer of another, which may be the same.
+
+    The weight sync is that of the first, where it was planned: from its layout to engines on the same GPUs.
+    """
+    job, engine, settings = plan.job, plan.memory.engine, plan.job.settings
+    step_s = _decode_s(job, engine, DecodeWork(1, (0,), 0, 0))
+    expected = {sub_phase: trainer.times[sub_phase].expected_s for sub_phase in SubPhase}
+    tokens = settings.samples_per_step * job.mean_seq_len
+    experts = job.model.num_experts
+    save_s = expected[SubPhase.SAVE] * trainer.times_per_step(SubPhase.SAVE)
+    return Rates(
+        decode_step_s=step_s,
+        train_token_s=(expected[SubPhase.LOGPROB] + expected[SubPhase.TRAIN]) / tokens,
+        sequence_s=_decode_s(job, engine, DecodeWork(0, (MANY,), 1, 0)),
+        cached_token_s=_decode_s(job, engine, DecodeWork(0, (MANY,), 0, 1)),
+        experts_s=_decode_s(job, engine, DecodeWork(1, (MANY,), 0, 0)) - step_s,
+        unused_expert=1 - job.model.experts_per_token / experts if experts else 0.0,
+        prefill_token_s=estimate_time(
+            ResourceUse(flops=prefill_flops(job, 1), fp8=job.engine_uses_fp8), job.cluster
+        ).expected_s,
+        update_s=expected[SubPhase.OPTIMIZER] + expected[SubPhase.SCORE] + save_s,
+        sync_s=plan.times[SubPhase.SYNC].expected_s,
+        switch_s=expected[SubPhase.OFFLOAD],
+    )
+
+
+def _decode_s(job: PlannedJob, engine: EngineMemory, work: DecodeWork) -> float:
+    return estimate_time(decode_use(job, engine, work), job.cluster).expected_s

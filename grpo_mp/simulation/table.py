@@ -1,0 +1,43 @@
+"""Simulated runs as rows of a table."""
+
+from grpo_mp.simulation.scenario import Outcome
+
+COLUMNS = (
+    "schedule",
+    "max staleness",
+    "GPUs",
+    "of engines",
+    "step s",
+    "samples/s",
+    "idle",
+    "staleness mean, max",
+    "lost tokens a step",
+    "useful",
+    "bound s",
+    "of bound",
+)
+
+
+def row_of(outcome: Outcome) -> tuple[str, ...]:
+    """Return the cells of a run."""
+    scenario = outcome.scenario
+    return (
+        str(scenario.schedule),
+        str(scenario.max_staleness),
+        f"{scenario.gpus:,}",
+        "all" if scenario.colocated else f"{scenario.engine_gpus:,}",
+        f"{outcome.step_s:,.1f}",
+        f"{outcome.samples_per_s:,.2f}",
+        f"{outcome.idle_share:.0%}",
+        f"{outcome.mean_staleness:.2f}, {max(outcome.staleness)}",
+        f"{outcome.lost_tokens:,.0f}",
+        f"{outcome.useful_share:.1%}",
+        f"{scenario.bound_s:,.1f}",
+        f"{outcome.share_of_bound:.0%}",
+    )
+
+
+def describe_staleness(outcome: Outcome) -> str:
+    """Return the shares of trained samples by age, in words."""
+    total = outcome.staleness.total()
+    return ", ".join(f"{age}: {count / total:.0%}" for age, count in sorted(outcome.staleness.items()))

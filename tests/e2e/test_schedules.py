@@ -1,0 +1,94 @@
+"""Jobs whose engines have ranks of their own: what they generate ahead, how old it is, how such jobs end."""
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import REWARD, Outcome, StartJob, outcome
+from tests.e2e.jobs import LAUNCH, Job, read_jsonl, spans
+
+pytestmark = pytest.mark.slow
+THREE_RANKS = (sys.executable, "-m", "grpo_mp", "train", "--ranks", "3")
+UPDATES = 2  # of a step
+
+
+@pytest.fixture
+def start(start_job: StartJob, tmp_path: Path) -> Callable[..., Job]:
+    """Start a job in tmp_path/run with one rank for an engine, and a reward in which samples differ."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    reward = f"reward={{functions: {{{tmp_path / 'reward.py'}:letters: 1.0}}}}"
+    correction = "algorithm.rollout_correction={kind: truncate, high: 2.0}"
+
+    def run(*overrides: str, command: tuple[str, ...] = LAUNCH) -> Job:
+        return start_job(
+            f"run.folder={tmp_path / 'run'}", "engine.ranks=1", reward, correction, *overrides, command=command
+        )
+
+    return run
+
+
+def ended_well(job: Job) -> bool:
+    return outcome(job) == Outcome(0, job.out, "", [])
+
+
+def test_the_next_step_is_generated_while_one_trains(start: Callable[..., Job], tmp_path: Path) -> None:
+    """Each step but the first of a job trains on what the weights before the last update wrote, also after a stop."""
+    settings = ("schedule=one_step_off", "layout={}", "data.eval={}", "run.export=false")
+    job = start(*settings, "run.steps=20")
+    job.wait_until(lambda: spans(tmp_path / "run", 0, "TRAIN") == 3)
+    job.signal(signal.SIGUSR1, rank=1)
+    assert ended_well(job)
+    done = len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) - 1
+    assert 2 <= done < 20
+    assert ended_well(start(*settings, f"run.steps={done + 2}"))
+    steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    assert [step["step"] for step in steps] == list(range(1, done + 3))
+    for step in steps:
+        begun = step["step"] in (1, done + 1)
+        assert step["rollout/weight_version_lag/mean"] == (0 if begun else UPDATES)
+        assert step["rollout/weight_version_lag/max"] == (0 if begun else UPDATES)
+        assert step["rollout/groups"] == 4
+        assert step["train/grad_norm"] > 0
+        assert step["sync/check/logprob_abs_diff/mean"] <= 1e-4
+        assert step["train/samples_seen"] == 16 * step["step"]
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+def test_engines_take_new_weights_while_requests_run(start: Callable[..., Job], tmp_path: Path, pause: str) -> None:
+    """Two ranks train a model of which each has half the experts; evaluations share the engine with the rollouts."""
+    staleness = 2
+    job = start(
+        "schedule=async",
+        f"rollout.max_staleness={staleness}",
+        f"sync.pause={pause}",
+        "run.steps=5",
+        "run.eval_every=2",
+        "rollout.max_response_tokens=48",
+        command=THREE_RANKS,
+    )
+    assert ended_well(job)
+    steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    for step in steps:
+        assert step["sync/check/logprob_abs_diff/mean"] <= 1e-4
+        assert ("eval/arithmetic/reward" in step) == (step["step"] in (0, 2, 4, 5))
+    for step in steps[1:]:
+        assert step["rollout/weight_version_lag/max"] <= staleness * UPDATES
+        assert step["rollout/groups"] == 4
+    assert any(step["rollout/weight_version_lag/max"] for step in steps[1:])
+    assert any(step["rollout/carried_groups"] for step in steps[1:])
+    assert (tmp_path / "run" / "final" / "config.json").exists()
+    assert sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["trainer", "engine"])
+def test_a_killed_rank_of_either_kind_ends_the_job(start: Callable[..., Job], tmp_path: Path, rank: int) -> None:
+    job = start("schedule=async", "layout={}", "data.eval={}", "run.steps=50")
+    job.wait_until(lambda: spans(tmp_path / "run", 0, "TRAIN") == 2)
+    job.signal(signal.SIGKILL, rank=rank)
+    ended = outcome(job)
+    assert ended.status != 0
+    assert f"rank {rank}" in ended.err
+    assert ended.left == []

@@ -1,0 +1,196 @@
+"""State on the host and on the device, on two ranks: `torchrun -m tests.policy.host_state_on_ranks WHEEL MODEL OUT`
+
+WHEEL: a folder that holds TransformerEngine's Python code; its kernels are replaced by formulas. Dense weights are
+sharded, experts divided, each kind with an optimizer of its own. Each rank writes OUT/RANK.json: by case what differs.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from grpo_mp.platform import fake_cuda
+from tests.policy.late_streams import LateStreams
+from tests.policy.te_kernels import install_update_kernels
+from tests.policy.te_stub import install_te_stub
+
+PRECISION_AWARE = {"use_precision_aware_optimizer": True}
+MOMENTS = PRECISION_AWARE | {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+CASES: Mapping[str, dict[str, Any]] = {
+    "remainders": MOMENTS | {"grad_reduce_in_fp32": False},
+    "plain": {},
+    "float32 moments": PRECISION_AWARE,
+    "one bfloat16 moment": PRECISION_AWARE | {"exp_avg_dtype": "bfloat16"},
+    "whole main weights": MOMENTS | {"store_param_remainders": False},
+}
+PIECE_BYTES = {"host": 2**18, "host, small": 2**16, "host, one piece": 2**28}
+
+
+def main() -> None:
+    """Run every case."""
+    wheel, model, out = map(Path, sys.argv[1:])
+    compiled = install_te_stub(wheel)
+    install_update_kernels(compiled)
+    fake_cuda.is_available = lambda: True  # otherwise TransformerEngine's layers are not built
+    fake_cuda.get_device_capability = lambda *_: (9, 0)
+    from grpo_mp.config.sections import LayoutConfig
+    from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
+
+    parallel = start_parallel(LayoutConfig(expert=2), 0, 60.0)
+    trial = Trial(model, parallel, out)
+    result = {name: trial.compare(name, arguments) for name, arguments in CASES.items()}
+    result["any order of streams"] = {str(seed): trial.compare_late(compiled, seed) for seed in range(5)}
+    (out / f"{parallel.rank}.json").write_text(json.dumps(result))
+    stop_parallel()
+
+
+class Trial:
+    """Policies of one model on this rank."""
+
+    def __init__(self, model: Path, parallel: Any, out: Path) -> None:
+        self.model, self.parallel, self.out = model, parallel, out
+
+    def compare(self, case: str, megatron_args: dict[str, Any]) -> dict[str, Any]:
+        """Update in turn, save one kind of policy, load it into the other, and update again."""
+        from grpo_mp.policy.checkpoint import load_policy
+        from tests.save_policy import save_policy
+
+        expected = self.policy(megatron_args, "step")
+        policies = {name: self.policy(megatron_args, "host", size) for name, size in PIECE_BYTES.items()}
+        result: dict[str, Any] = {
+            "pieces": {name: pieces_of(policy) for name, policy in policies.items()},
+            "bytes per parameter": state_bytes(policies["host"]),
+            "initial": {name: unequal(policy, expected) for name, policy in policies.items()},
+        }
+        initial = {index: tensor.clone() for index, tensor in _state(expected).items()}
+        for number in range(3):
+            for policy in (expected, *policies.values()):
+                update(policy, number)
+        now = _state(expected)
+        result["unchanged"] = [str(index) for index in initial if torch.equal(initial[index], now[index])]
+        result["updated"] = {name: unequal(policy, expected) for name, policy in policies.items()}
+        for before, after in (("host", "host"), ("host", "step"), ("step", "host")):
+            folder = self.out / case / f"{before} to {after}"
+            if self.parallel.rank == 0:
+                folder.mkdir(parents=True)
+            dist.barrier(group=self.parallel.cpu_group)
+            save_policy(policies["host"] if before == "host" else expected, folder)
+            resumed = self.policy(megatron_args, after, PIECE_BYTES["host, small"])
+            load_policy(resumed, folder)
+            policies[f"{before} to {after}"] = resumed
+        result["resumed"] = {name: unequal(policy, expected) for name, policy in policies.items()}
+        for policy in (expected, *policies.values()):
+            update(policy, 3)
+        result["updated again"] = {name: unequal(policy, expected) for name, policy in policies.items()}
+        result["steps"] = sorted({step for policy in policies.values() for step in steps_of(policy)})
+        return result
+
+    def compare_late(self, compiled: Any, seed: int) -> list[str]:
+        """Update where copies and kernels run in any order that the streams' events allow."""
+        from grpo_mp.policy import host_state
+
+        expected = self.policy(CASES["remainders"], "step")
+        late = LateStreams(seed)
+        with pytest.MonkeyPatch.context() as patch:
+            kernel = compiled.multi_tensor_adam_param_remainder
+            patch.setattr(compiled, "multi_tensor_adam_param_remainder", late.queued(kernel))
+            patch.setattr(host_state, "fake_cuda", late)
+            policy = self.policy(CASES["remainders"], "host", 2**16)
+            for number in range(2):
+                update(expected, number)
+                update(policy, number)
+        return unequal(policy, expected)
+
+    def policy(self, megatron_args: dict[str, Any], offload: str, piece_bytes: int = 2**28) -> Any:
+        """Build a policy whose optimizer is where `offload` says."""
+        from grpo_mp.config import check_settings
+        from grpo_mp.policy.policy import Policy
+        from tests.planner.jobs import BASE
+
+        settings = {
+            "model": {"path": self.model},
+            "optimizer": {
+                "lr": 1e-3,
+                "weight_decay": 0.1,
+                "clip_grad": 0.5,
+                "warmup_updates": 2,
+                "offload": offload,
+                "piece_bytes": piece_bytes,
+            },
+            "layout": {"expert": 2},
+            "training": {"megatron_args": megatron_args},
+        }
+        with as_on_a_device():
+            return Policy(check_settings(BASE | settings, "test"), self.parallel, with_reference=False)
+
+
+@contextmanager
+def as_on_a_device() -> Iterator[None]:
+    """Let the policy's optimizer be built as on a GPU."""
+    from grpo_mp import platform
+    from grpo_mp.policy import megatron_config
+
+    with pytest.MonkeyPatch.context() as patch:
+        answers = SimpleNamespace(on_cuda=lambda: True, megatron_fields=platform.megatron_fields)
+        patch.setattr(megatron_config, "platform", answers)
+        yield
+
+
+def update(policy: Any, number: int) -> None:
+    """Update with a gradient that follows from the number."""
+    generator = torch.Generator().manual_seed(number)
+    for param in policy.chunks[0].parameters():
+        param.main_grad.copy_(torch.randn(param.shape, generator=generator) * (number + 1))
+    success, _, _ = policy.optimizer.step()
+    policy.lr_scheduler.step(1)
+    assert success
+
+
+def unequal(policy: Any, expected: Any) -> list[str]:
+    """Return the names of weights and state tensors that differ, in dtype or any bit."""
+    tensors, others = _tensors(policy), _tensors(expected)
+    assert tensors.keys() == others.keys()
+    return [
+        str(name)
+        for name, tensor in tensors.items()
+        if tensor.dtype != others[name].dtype or not torch.equal(tensor, others[name])
+    ]
+
+
+def _tensors(policy: Any) -> dict[Any, torch.Tensor]:
+    return _state(policy) | dict(policy.tensors)
+
+
+def _state(policy: Any) -> dict[Any, torch.Tensor]:
+    from grpo_mp.policy.state_chunks import optimizer_chunks
+
+    return {chunk.index: chunk.tensor for chunk in optimizer_chunks(policy)}
+
+
+def pieces_of(policy: Any) -> int:
+    """Return the number of pieces of all optimizers of a policy."""
+    return sum(len(part.optimizer.step.__self__._pieces) for part in policy.optimizer.chained_optimizers)
+
+
+def state_bytes(policy: Any) -> float:
+    """Return the bytes of state for each parameter, for all optimizers of a policy."""
+    groups = [(part.optimizer, group) for part in policy.optimizer.chained_optimizers for group in part.param_groups]
+    params = [(adam, param) for adam, group in groups for param in group["params"]]
+    size = sum(tensor.nbytes for adam, param in params for tensor in adam.state[param].values())
+    return size / sum(param.numel() for _, param in params)
+
+
+def steps_of(policy: Any) -> set[int]:
+    """Return the counts of steps of all param groups."""
+    return {group["step"] for part in policy.optimizer.chained_optimizers for group in part.optimizer.param_groups}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Asynchronous runs under random delays: `torchrun -m tests.trainer.async_on_ranks CONFIG OUT --steps 200 --runs 20`
+
+The first rank trains, the second has engines of the test's own, which answer by seed and take random times. The first
+writes OUT/runs.json: a hash of every batch, and one of the weights, for each run.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grpo_mp.background import EventLoopThread
+from grpo_mp.batching.step_batch import StepBatch
+from grpo_mp.checkpoint.run_state import TrainState
+from grpo_mp.config import Settings, load_settings
+from grpo_mp.data.prompts import PromptSet
+from grpo_mp.distributed.process_groups import Job, Parallel, broadcast, join_job, make_parallel, stop_parallel
+from grpo_mp.policy.policy import Policy
+from grpo_mp.rewards.scorer import RewardStats
+from grpo_mp.rollout import stream as stream_module
+from grpo_mp.rollout.client import EngineOutput, SamplingParams
+from grpo_mp.rollout.stream import GroupStream
+from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker
+from grpo_mp.trainer.collect import RolloutCollector
+from grpo_mp.types import Prompt, SampleGroup, SampleInfo
+from tests.trainer.one_step import OneStep, make_batch
+
+PROMPTS, VOCABULARY, LONGEST, SLOTS, ENGINES = 60, 48, 12, 5, 2
+
+
+@dataclass
+class SeededEngine:
+    """Answers by prompt and place in the group, after a random time; its version is that of its last update."""
+
+    delays: Random
+    version: int = 0
+    index: int = 0
+
+    async def generate(self, prompt: Sequence[int], sampling: SamplingParams, count: int = 1) -> list[EngineOutput]:
+        versions = []
+        for _ in range(2):  # an update may come between
+            versions.append(self.version)
+            await asyncio.sleep(self.delays.expovariate(1 / 0.004))
+        answers = [self._answer(tuple(prompt), index) for index in range(count)]
+        lengths = [len(answer) for answer in answers]
+        return [
+            EngineOutput(answer, (-3.0,) * length, (versions[0],) * (length - 1) + (versions[1],), length == LONGEST)
+            for answer, length in zip(answers, lengths, strict=True)
+        ]
+
+    def _answer(self, prompt: tuple[int, ...], index: int) -> tuple[int, ...]:
+        random = Random(f"{prompt}/{index}")
+        return tuple(random.randrange(4, VOCABULARY) for _ in range(random.randint(1, LONGEST)))
+
+
+class Scorer:
+    def score_group(self, group: SampleGroup, step: int) -> SampleGroup:
+        return replace(group, samples=tuple(replace(one, reward=float(sum(one.tokens) % 3)) for one in group.samples))
+
+    def take_stats(self) -> RewardStats:
+        return RewardStats()
+
+
+class Engines:
+    """All engines of the job, on its last rank; none on the others."""
+
+    def __init__(self, job: Job, delays: Random) -> None:
+        self.engines = [SeededEngine(delays) for _ in range(ENGINES)] if job.hosts_engines else []
+        self._loop = EventLoopThread("engines")
+
+    def begin(self, task: RolloutTask, stream: GroupStream) -> Future[LaunchedGroups]:
+        return self._loop.submit(self._run(task, stream))
+
+    async def _run(self, task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
+        tokenizer: Any = SimpleNamespace(batch_decode=lambda tokens, **_: [""] * len(tokens))
+        scorer: Any = Scorer()
+        runs = []
+        for index, engine in enumerate(self.engines):
+            client: Any = engine
+            carried = {number: group for number, group in task.carried.items() if number % ENGINES == index}
+            worker = RolloutWorker(client, scorer, tokenizer, 60.0)
+            runs.append(worker.run(replace(task, carried=carried), stream, SLOTS))
+        return {number: group for groups in await asyncio.gather(*runs) for number, group in groups.items()}
+
+    def update(self, version: int) -> None:
+        for engine in self.engines:
+            engine.version = version
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+def passes(samples: Sequence[SampleInfo]) -> bool:
+    """Drop the groups whose rewards are all the same."""
+    return len({sample.reward for sample in samples}) > 1
+
+
+def run(settings: Settings, job: Job, parallel: Parallel | None, steps: int, number: int) -> list[str]:
+    """Train for some steps under the delays of this number; return what the first rank trained on, and its weights."""
+    delays = Random(f"{number}/{job.rank}")
+    engines: Any = Engines(job, delays)
+    phases, scorer = SimpleNamespace(phase=lambda *_: nullcontext()), Scorer()
+    prompts = PromptSet("test", tuple(Prompt(i, str(i), (4 + i % 40, 4 + i // 40)) for i in range(PROMPTS)), 0)
+    stored = replace(job, store=dist.PrefixStore(f"run/{number}", job.store))
+    collector = RolloutCollector(settings, prompts, engines, scorer, stored, phases, passes)  # type: ignore[arg-type]
+    policy = Policy(settings, parallel, with_reference=False) if parallel else None
+    state, hashes = TrainState(), list[str]()
+    for step in range(1, steps + 1):
+        rollouts = collector.collect(state, step)
+        oldest = min(info.oldest_version for info in rollouts.infos)
+        assert step - 1 - oldest <= settings.rollout.max_staleness, (step, oldest)
+        if policy and parallel:
+            batch = make_batch(settings, parallel, rollouts.groups, step)
+            hashes.append(hash_of(batch_tensors(batch)))
+            OneStep(settings, policy, batch).train([list(update) for update in batch.updates])
+        time.sleep(delays.expovariate(1 / 0.004))
+        state = broadcast(replace(rollouts.state, step=step), job.group)
+        engines.update(step)
+        collector.synced_step = step
+    engines.close()
+    return [*hashes, hash_of(policy.tensors.values())] if policy else []
+
+
+def batch_tensors(batch: StepBatch) -> Iterator[torch.Tensor]:
+    for update in batch.updates:
+        for micro_batch in update:
+            yield from (value for value in vars(micro_batch).values() if isinstance(value, torch.Tensor))
+
+
+def hash_of(tensors: Any) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--runs", type=int, required=True)
+    parser.add_argument("--staleness", type=int, required=True)
+    given = parser.parse_args()
+    stream_module.POLL_S = 0.002
+    settings = load_settings(
+        given.config,
+        [
+            *("schedule=async", "engine.ranks=1", f"rollout.max_staleness={given.staleness}", "layout={}"),
+            *("algorithm={filter: {zero_std: refill}}", "data.shuffle=true", "training.updates_per_step=1"),
+            f"run.steps={given.steps}",
+        ],
+    )
+    job = join_job(120.0, engine_ranks=1)
+    parallel = make_parallel(job, settings.layout, 0, 120.0) if job.trains else None
+    runs = [run(settings, job, parallel, given.steps, number) for number in range(given.runs)]
+    if job.rank == 0:
+        (given.out / "runs.json").write_text(json.dumps(runs))
+    stop_parallel()
+
+
+if __name__ == "__main__":
+    main()
