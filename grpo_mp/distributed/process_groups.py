@@ -20,6 +20,7 @@ from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.distributed.rendezvous import rendezvous
 
 Value = TypeVar("Value")
+WAITED_PHASES = 4  # of ranks that train, for which those of the engines wait in one: LOGPROB, TRAIN, SAVE, SYNC
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,6 @@ class Job:
     def hosts_engines(self) -> bool:
         """Return whether this rank may be part of an engine."""
         return not (self.engine_ranks and self.trains)
-
-    @property
-    def engine_group(self) -> dist.ProcessGroup:
-        """Return the gloo group of the ranks that may host engines, of which this is one."""
-        default = dist.group.WORLD
-        assert default is not None
-        return default if self.engine_ranks else self.group
 
 
 @dataclass(frozen=True)
@@ -116,9 +110,10 @@ def join_job(timeout_s: float, engine_ranks: int = 0, name: str = "job") -> Job:
     backend = "gloo" if own_name == "engines" else platform.backend()
     dist.init_process_group(backend, store=own_store, rank=own_rank, world_size=own_size, timeout=timeout)
     if engine_ranks:
-        group = device_group = _join_group("gloo", store, rank, world_size, timeout)
+        long = WAITED_PHASES * timeout
+        group = device_group = _join_group("gloo", store, rank, world_size, long)
         if platform.backend() != "gloo":
-            device_group = _join_group(platform.backend(), store, rank, world_size, timeout)
+            device_group = _join_group(platform.backend(), store, rank, world_size, long)
     else:
         group, default = dist.new_group(backend="gloo", timeout=timeout), dist.group.WORLD
         assert default is not None  # just made

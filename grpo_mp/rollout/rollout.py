@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from threading import Lock
 
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from grpo_mp.rollout.precision import precision_arguments
 from grpo_mp.rollout.routed_experts import ARGUMENT
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker
+from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker, give_back
 from grpo_mp.types import Prompt, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
@@ -102,10 +103,13 @@ class Rollout:
         except EngineError as error:
             self.lose_engine(error)
 
-    def lose_engine(self, error: EngineError) -> None:
-        """Give up this rank's engine, which `restart` may start again. Raises `error` where it may not."""
+    def lose_engine(self, error: EngineError, client: EngineClient | None = None) -> None:
+        """Give up this rank's engine, which `restart` may start again. Raises UserError where it may not.
+
+        `client`: whose error it is; one of an engine that was started again since says nothing about this one.
+        """
         with self._losing:  # a sync and requests may notice it at once
-            if not self.is_lost:
+            if not self.is_lost and client in (None, self.client):
                 self._lose_engine(error)
 
     def _lose_engine(self, error: EngineError) -> None:
@@ -118,19 +122,21 @@ class Rollout:
             limit = f" (started again {len(self._losses)} times: engine.max_restarts)" if self._losses else ""
             raise UserError(f"{ended or error}{limit}") from error
         self._losses.append(now)
-        self.is_lost, self.client = True, None
+        client, self.is_lost, self.client = self.client, True, None
+        if client:
+            self._loop.submit(client.aclose())
         LOGGER.warning("%s: it is started again", one_line(error))
         self._process.stop()
+        self._process.keep_log(f"lost_{len(self._losses)}")
 
     def restart(self) -> None:
         """Start this rank's engine again where it was lost, and wait until it answers; it has no weights."""
         while self.is_lost and self._process:
-            self._process.start()
-            try:
-                self.wait_ready()
+            with self._losing:  # it may still be ending
+                self._process.start()
                 self.is_lost = False
-            except EngineError as error:
-                self.lose_engine(error)
+            with self.losing_engine():
+                self.wait_ready()
 
     def wait_ready(self) -> None:
         """Wait until this rank's engine answers."""
@@ -147,16 +153,16 @@ class Rollout:
     def begin(self, task: RolloutTask, stream: GroupStream) -> Future[LaunchedGroups]:
         """Begin to generate and score the groups of a task that this rank's engine takes."""
         if self.client is None:
-            if self.is_lost:
-                stream.report_lost()
-            nothing: Future[LaunchedGroups] = Future()
-            nothing.set_result(task.carried)
-            return nothing
+            launched: Future[LaunchedGroups] = Future()
+            launched.set_result(give_back(task, stream) if self.is_lost else task.carried)
+            return launched
         settings, rule = self._settings, stream.rule
         groups_per_engine = -(-(rule.launched + rule.lookahead) // len(self.host_ranks))
         max_in_flight = max(1, min(settings.engine.concurrent_groups, groups_per_engine))
         limit_s = settings.rollout.group_timeout_s
-        worker = RolloutWorker(self.client, self._scorer, self._tokenizer, limit_s, self.lose_engine)
+        worker = RolloutWorker(
+            self.client, self._scorer, self._tokenizer, limit_s, partial(self.lose_engine, client=self.client)
+        )
         return self._loop.submit(worker.run(task, stream, max_in_flight))
 
     def evaluate(
@@ -190,6 +196,8 @@ class Rollout:
 
     def stop(self) -> None:
         """End this rank's engine and connections."""
+        with self._losing:
+            self.is_lost = True  # what still runs need not say so
         if self._process:
             self._process.stop()
         client, self.client = self.client, None

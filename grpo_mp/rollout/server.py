@@ -101,6 +101,10 @@ class EngineProcess:
             return str(error)
         return ""
 
+    def keep_log(self, suffix: str) -> None:
+        """Give the log another name: `start` begins a new one."""
+        self.log.rename(self.log.with_name(f"{self.log.stem}_{suffix}{self.log.suffix}"))
+
     def stop(self) -> None:
         """End every process of the engine and wait for it. Safe to call twice and on a dead engine."""
         if self._process is not None and self._process.poll() is None:

@@ -76,8 +76,8 @@ class GroupStream:
         return int(self._store.add(f"{self._key}/reported", 0))
 
     def verdicts(self) -> list[Verdict]:
-        """Return what was reported so far, in its order."""
-        entries = self._store.get(f"{self._key}/verdicts").decode().split()
+        """Return what was reported so far, in its order; of a group that was reported again, the first."""
+        entries = dict.fromkeys(self._store.get(f"{self._key}/verdicts").decode().split())
         return [(int(entry[:-1]), entry[-1] == "+") for entry in entries]
 
     def admission(self) -> Admission:
@@ -118,8 +118,12 @@ class LaunchGate:
                 self._reported, self._ahead, self._admission = reported, ahead, self._stream.admission()
                 self._changed.notify_all()
 
+    def allows(self, number: int) -> bool:
+        """Return whether a number may be launched now."""
+        return number < self._admission.launch_limit + self._ahead
+
     async def may_launch(self, number: int) -> bool:
         """Wait until a number may be launched; return False where the step has its groups before."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.done or number < self._admission.launch_limit + self._ahead)
+            await self._changed.wait_for(lambda: self.done or self.allows(number))
         return not self.done

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.errors import EngineError, UserError
+from grpo_mp.errors import EngineError, EngineTimeout
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.routed_experts import joined_routed_experts
@@ -16,7 +16,7 @@ from grpo_mp.rollout.stream import GroupStream, LaunchGate
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 ABORT_EVERY_S = 0.5
-RETURNED_EVERY_S = 0.5  # between looks for groups that a lost engine gave back
+LOOK_EVERY_S = 0.1  # for groups that a lost engine gave back
 
 
 @dataclass(frozen=True)
@@ -84,26 +84,26 @@ class RolloutWorker:
         watch, launch = asyncio.create_task(gate.watch()), None
         try:
             while not gate.done:
+                for number in groups.take_waiting(gate, max_in_flight):
+                    groups.start(number, self._generate_group)
                 if launch is None and len(groups.running) < max_in_flight:
-                    launch = asyncio.create_task(_when_allowed(gate, groups.next_number()))
-                while len(groups.running) < max_in_flight and (returned := stream.take_returned()) is not None:
-                    groups.start(returned, self._generate_group)
-                waiting = {watch, *groups.running, *filter(None, [launch])}
-                await asyncio.wait(waiting, timeout=RETURNED_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+                    launch = asyncio.create_task(_when_allowed(gate, groups.claim()))
+                awaited = {watch, *groups.running, *filter(None, [launch])}
+                await asyncio.wait(awaited, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
                 if watch.done():
                     watch.result()
                 groups.take_finished()
                 if launch and launch.done():
-                    number, launch = launch.result(), None
-                    if number is not None:
-                        groups.start(number, self._generate_group)
+                    allowed, launch = launch.result(), None
+                    if allowed is not None:
+                        groups.start(allowed, self._generate_group)
             while task.pauses and groups.running:  # again: a request may have been on its way
                 await self.client.abort_all()
                 await asyncio.wait(groups.running, timeout=ABORT_EVERY_S)
                 groups.take_finished()
         except EngineError as error:
-            await asyncio.to_thread(self.lose_engine, error)
             groups.give_back()
+            await asyncio.to_thread(self.lose_engine, error)
             await watch  # others may need what this rank has
         except BaseException:
             groups.cancel()
@@ -124,7 +124,7 @@ class RolloutWorker:
                 else:
                     outputs = await self.client.generate(prompt.tokens, task.sampling, task.group_size, task.routing)
         except TimeoutError as error:
-            raise UserError(
+            raise EngineTimeout(
                 f"engine {self.client.index}: prompt {prompt.index} took longer than "
                 f"rollout.group_timeout_s={self.group_timeout_s:g} s in GENERATE"
             ) from error
@@ -148,6 +148,13 @@ class RolloutWorker:
         return [next(resumed) if output.aborted else output for output in group.outputs]
 
 
+def give_back(task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
+    """Let other engines launch what a lost engine carries; return what of it has finished."""
+    groups = _Groups(task, stream)
+    groups.give_back()
+    return groups.launched()
+
+
 class _Groups:
     """The groups of one engine in one step: which number comes next, what runs, what has ended."""
 
@@ -158,24 +165,33 @@ class _Groups:
         self._claimed = set[int]()  # and not launched
         self._ended: dict[int, EndedGroup] = {}
         for number, group in sorted(task.carried.items()):
-            if isinstance(group, RunningGroup):
-                self.running[group.task] = number
-            else:
+            if not isinstance(group, RunningGroup):
                 self._end(number, group)
-        self._paused = [number for number, group in self._ended.items() if isinstance(group, PausedGroup)]
+            elif group.task.done() and isinstance(group.task.exception(), EngineError):
+                stream.give_back([number])  # the engine was lost, and is there again
+            else:
+                self.running[group.task] = number
+        self._waiting = {number for number, group in self._ended.items() if isinstance(group, PausedGroup)}
 
-    def next_number(self) -> int:
-        """Return what is to be launched next: what was paused, then new groups."""
-        if self._paused:
-            return self._paused.pop(0)
+    def take_waiting(self, gate: LaunchGate, max_in_flight: int) -> list[int]:
+        """Return the groups to launch that were paused, or that a lost engine gave back: those that fit."""
+        while (returned := self._stream.take_returned()) is not None:
+            self._waiting.add(returned)
+        allowed = [number for number in sorted(self._waiting) if gate.allows(number)]
+        taken = allowed[: max(0, max_in_flight - len(self.running))]
+        self._waiting.difference_update(taken)
+        return taken
+
+    def claim(self) -> int:
+        """Return a new group, to be launched when it is allowed."""
         while (number := self._stream.claim()) in self._task.carried_by_all:
             pass
-        self._claimed = {number}
+        self._claimed.add(number)
         return number
 
     def start(self, number: int, generate: Generate) -> None:
         """Launch a group."""
-        self._claimed = set()
+        self._claimed.discard(number)
         earlier = self._ended.get(number)
         paused = earlier if isinstance(earlier, PausedGroup) else None
         prompt = paused.prompt if paused else self._task.prompt_of(number)
@@ -198,7 +214,7 @@ class _Groups:
         unfinished = [number for number, group in self._ended.items() if isinstance(group, PausedGroup)]
         for number in unfinished:
             del self._ended[number]
-        self._stream.give_back({*unfinished, *self.running.values(), *self._claimed})
+        self._stream.give_back({*unfinished, *self.running.values(), *self._waiting, *self._claimed})
         self._stream.report_lost()
         self.running = {}
 

@@ -138,7 +138,8 @@ class RolloutCollector:
 
         def lookahead() -> int:
             synced = step - 1 if colocated else self.synced_step
-            return config.prompts_per_step * max(0, config.max_staleness + synced - (step - 1))
+            steps = min(config.max_staleness + synced - (step - 1), self.settings.run.steps - step)
+            return config.prompts_per_step * max(0, steps)
 
         task = RolloutTask(
             lambda number: self.prompts[self._queue[number]],
@@ -157,8 +158,9 @@ class RolloutCollector:
 
     def _launch(self, stream: GroupStream, task: RolloutTask) -> Generation:
         with ExitStack() as stack:
-            if self.job.hosts_engines:
-                stream.check_peers = stack.enter_context(watching_peers(self.job.engine_group))
+            # Engines with ranks of their own are watched by the ranks that train, which wait for them in collectives.
+            if self.settings.shares_devices:
+                stream.check_peers = stack.enter_context(watching_peers(self.job.group))
             return Generation(task, stream, self.rollout.begin(task, stream), stack.pop_all())
 
     def _trainer_of(self, group: SampleGroup) -> int:
@@ -182,7 +184,7 @@ class RolloutCollector:
             later = {number: groups for number, groups in launched.items() if number >= admission.consumed}
         own = [
             as_unfinished(group, first + number)
-            for number, group in launched.items()
+            for number, group in sorted(launched.items())
             if number not in later and not isinstance(group, RunningGroup)
         ]
         infos = all_gather_sample_info(own, group)

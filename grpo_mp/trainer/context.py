@@ -18,7 +18,7 @@ from grpo_mp.checkpoint.run_state import (
 )
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.distributed.nccl_memory import NcclMemory
-from grpo_mp.distributed.process_groups import Job, Parallel, join_job, make_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import WAITED_PHASES, Job, Parallel, join_job, make_parallel, stop_parallel
 from grpo_mp.log import log_file, logging_to
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
@@ -150,7 +150,7 @@ def _make_phases(settings: Settings, runtime: RankRuntime, policy: Policy | None
         runtime.timeline,
         runtime.watchdog,
         runtime.progress,
-        settings.monitor.phase_timeout_s,
+        settings.monitor.phase_timeout_s * (1 if policy else WAITED_PHASES),
         functions,
         INITIAL_RESIDENCY if offload else None,
         partial(device_items, policy) if policy else dict,

@@ -11,7 +11,7 @@ from grpo_mp.batching.packing import context_index, gather_responses, pack, slic
 from grpo_mp.batching.updates import alignment
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
-from grpo_mp.errors import UserError
+from grpo_mp.errors import EngineError
 from grpo_mp.phases import Phase
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
@@ -35,7 +35,7 @@ PROMPTS = 4  # of the train data, scored beside the random sequences
 Sequences = Sequence[tuple[int, ...]]
 
 
-class EngineDisagreesError(UserError):
+class EngineDisagreesError(EngineError):
     """An engine's logprobs are not the policy's."""
 
 
@@ -55,9 +55,9 @@ class EngineCheck:
     def run(self, version: int) -> CheckReport:
         """Return the worst engine's distance from the policy, just synced as `version`. Every rank must call this.
 
-        Raises EngineDisagreesError on every rank when the mean of an engine is beyond the tolerance on the fixed
-        tokens, and is so again on those and many more without the few farthest: tokens at a routing tie do not decide
-        (see compare.py).
+        An engine is lost when its mean is beyond the tolerance on the fixed tokens, and is so again on those and many
+        more without the few farthest: tokens at a routing tie do not decide (see compare.py). Raises
+        EngineDisagreesError, on its rank, where it may not be lost.
         """
         dtype = "fp8" if self.weight_sync.resharder.wire.fp8 else self.settings.model.dtype
         tolerance = self.settings.sync.check_tolerance or TOLERANCE[dtype]
@@ -69,13 +69,15 @@ class EngineCheck:
         for engine, sets in enumerate(by_engine):
             report, mean = pool_reports(sets), trimmed_mean(sets)
             if not mean <= tolerance:  # so that what is no number does not pass
-                raise EngineDisagreesError(
-                    f"after the weight sync engine {engine} (rank {self.engines.host_ranks[engine]}) disagrees with "
-                    f"the "
-                    f"policy: mean |logprob difference| {mean:.3g} over {report.tokens} tokens without the "
+                host = self.engines.host_ranks[engine]
+                error = EngineDisagreesError(
+                    f"after the weight sync engine {engine} (rank {host}) disagrees with the policy: mean "
+                    f"|logprob difference| {mean:.3g} over {report.tokens} tokens without the "
                     f"{MAX_ROUTING_TIES} farthest, largest {report.largest:.3g}, allowed mean {tolerance:g} "
                     f"(sync.check_tolerance); {self._find_wrong_tensor(version)}"
                 )
+                if self.job.rank == host:
+                    self.engines.lose_engine(error)
         return worst_report([pool_reports(sets) for sets in by_engine])
 
     def _compare_engines(self, number: int) -> list[CheckReport]:

@@ -40,7 +40,7 @@ def main() -> None:
     else:
         first = rank - dist.get_rank()
         pair = make_groups([[other - first for other in (2, 3)]], 60.0)
-        found |= {"engines": all_gather(rank, pair), "same": all_gather(rank, job.engine_group)}
+        found |= {"engines": all_gather(rank, pair)}
     (Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps(found))
     stop_parallel()
 

@@ -56,7 +56,7 @@ def test_an_engine_that_does_not_come_up_shows_its_log(start_job: StartJob, tmp_
 @pytest.mark.slow
 def test_an_engine_with_one_wrong_tensor_stops_the_run_and_is_named(start_job: StartJob, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    result = outcome(start_job(f"run.folder={run}", NO_EVAL, command=CORRUPT))
+    result = outcome(start_job(f"run.folder={run}", NO_EVAL, "engine.max_restarts=0", command=CORRUPT))
     assert result.status != 0
     sentence = next(line for line in result.err.splitlines() if line.startswith("error: "))
     assert sentence.startswith("error: after the weight sync engine ")

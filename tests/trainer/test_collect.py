@@ -22,7 +22,7 @@ from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
 from grpo_mp.errors import EngineError, UserError
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker
+from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker, give_back
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 from tests.rollout.fake_engine import FakeEngine, draw_length, token_of
@@ -45,8 +45,21 @@ class FakeTokenizer:
         return [" ".join(map(str, response)) for response in tokens]
 
 
-def lose(error: EngineError) -> None:
-    raise error
+class MortalEngine(FakeEngine):
+    """It is lost after some requests, and all that it runs with it."""
+
+    lives = 0  # 0: it is never lost
+    is_lost = False
+
+    async def generate(self, *arguments: Any, **more: Any) -> Any:
+        self.lives -= 1
+        if self.lives == 0 or self.is_lost:
+            self.is_lost = True
+            raise EngineError(f"engine {self.index}: gone")
+        outputs = await super().generate(*arguments, **more)
+        if self.is_lost:
+            raise EngineError(f"engine {self.index}: gone")
+        return outputs
 
 
 @dataclass
@@ -55,13 +68,27 @@ class OneRankRollout:
 
     engines: list[FakeEngine]
     slots: int
-    host_ranks: tuple[int, ...] = (0,)
     loop: EventLoopThread = field(default_factory=lambda: EventLoopThread("engines"))
     routing: None = None
 
+    @property
+    def host_ranks(self) -> tuple[int, ...]:
+        return tuple(range(len(self.engines)))
+
+    def lose(self, error: EngineError) -> None:
+        if not any(isinstance(engine, MortalEngine) for engine in self.engines):
+            raise error
+
     def begin(self, task: RolloutTask, stream: GroupStream) -> Future[LaunchedGroups]:
         tokenizer: Any = FakeTokenizer()
-        workers = [RolloutWorker(engine, FakeScorer(), tokenizer, 60.0, lose) for engine in self.engines]  # type: ignore[arg-type]
+        alive = [engine for engine in self.engines if not getattr(engine, "is_lost", False)]
+        for _ in range(len(self.engines) - len(alive) - (not alive)):
+            stream.report_lost()
+        if not alive:
+            launched: Future[LaunchedGroups] = Future()
+            launched.set_result(give_back(task, stream))
+            return launched
+        workers = [RolloutWorker(engine, FakeScorer(), tokenizer, 60.0, self.lose) for engine in alive]  # type: ignore[arg-type]
         carried = [dict[int, Any]() for _ in workers]
         for number, group in task.carried.items():
             carried[number % len(workers)][number] = group
@@ -105,13 +132,13 @@ def collector(
     prompts = PromptSet("test", tuple(Prompt(i, str(i), (i,)) for i in range(PROMPTS)), 0)
     phases: Any = SimpleNamespace(phase=lambda *_: nullcontext())
     algorithm = AlgorithmConfig.model_validate({"filter": filter_})
-    job: Any = SimpleNamespace(group=parallel.group, engine_group=parallel.group, hosts_engines=True)
+    job: Any = SimpleNamespace(group=parallel.group)
     job.store, job.world_size, job.engine_ranks = dist.HashStore(), 1, 0  # streams' names are new in each
     settings: Any = SimpleNamespace(rollout=config, algorithm=algorithm, shares_devices=schedule == "colocated")
     settings.data, settings.run = SimpleNamespace(shuffle=False), SimpleNamespace(seed=0, steps=steps)
     rollouts: Any = OneRankRollout(engines, slots)
     scorer: Any = FakeScorer()
-    recovery: Any = SimpleNamespace(run=lambda: False)
+    recovery: Any = SimpleNamespace(run=lambda: None)
     return RolloutCollector(settings, prompts, rollouts, scorer, job, phases, lengths_differ, recovery)
 
 
@@ -264,5 +291,41 @@ def test_what_engines_of_their_own_generate_is_neither_lost_nor_older_than_allow
         for engine in engines:
             engine.version = step
         collect.synced_step = step
+    in_order = [number % PROMPTS for number in range(2 * PROMPTS) if kept(number % PROMPTS)]
+    assert trained == in_order[: len(trained)]
+
+
+@pytest.mark.parametrize(("schedule", "max_staleness"), [("colocated", 0), ("colocated", 2), ("async", 2)])
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_of_lost_engines_are_generated_once_by_others(
+    parallel: Any, schedule: str, max_staleness: int, seed: int
+) -> None:
+    """Engines are lost at random moments, one or both at a time, and come back when the collector waits for them."""
+    random, steps = Random(f"{schedule}/{max_staleness}/{seed}"), 8
+    engines: list[Any] = [MortalEngine(index, random.uniform(5e-5, 3e-4)) for index in range(2)]
+    collect = collector(
+        parallel, engines, 6, {"zero_std": "refill"}, schedule=schedule, steps=steps, max_staleness=max_staleness
+    )
+    lost = 0
+
+    def revive() -> None:
+        nonlocal lost
+        for engine in engines:
+            lost += engine.is_lost
+            engine.is_lost, engine.lives = False, engine.lives if engine.lives > 0 else random.randint(1, 25)
+
+    collect.recovery.run = revive
+    state, trained = TrainState(), []
+    for step in range(1, steps + 1):
+        batch = collect.collect(state, step)
+        check_samples(batch)
+        oldest = min(info.oldest_version for info in batch.infos)
+        assert step - 1 - oldest <= max_staleness
+        trained += [group.prompt.index for group in batch.groups]
+        state = replace(batch.state, step=step)
+        for engine in engines:
+            engine.version = step
+        collect.synced_step = step
+    assert lost
     in_order = [number % PROMPTS for number in range(2 * PROMPTS) if kept(number % PROMPTS)]
     assert trained == in_order[: len(trained)]

@@ -36,6 +36,9 @@ class Engine:
     def client(self) -> "Engine":
         return self
 
+    def lose_engine(self, error: EngineDisagreesError) -> None:
+        raise error
+
     def losing_engine(self) -> AbstractContextManager["Engine"]:
         return nullcontext(self)
 
