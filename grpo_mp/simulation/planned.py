@@ -7,9 +7,10 @@ from math import gcd
 
 from grpo_mp.distributed.layout import layout_violations, sets_pipeline_layout
 from grpo_mp.errors import UserError
+from grpo_mp.planner.engine_memory import EngineMemory
 from grpo_mp.planner.generation import DecodeWork, decode_use, prefill_flops, running_limit
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.memory import EngineMemory, SubPhase
+from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.plan import Plan, check_fits, make_plan
 from grpo_mp.planner.resource_use import ResourceUse, estimate_time
 from grpo_mp.simulation.loop import simulate
