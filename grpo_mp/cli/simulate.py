@@ -32,7 +32,9 @@ def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, 
     sync_s = make_plan(job).times[SubPhase.SYNC].expected_s
     outcomes = []
     for gpus in args.gpus or [job.world_size]:
-        simulated = simulate_job(on_gpus(job, gpus), sync_s, assumed, schedules, args.staleness, args.engine_gpus)
+        own = job.settings.engine.ranks if gpus == job.world_size else 0
+        engine_gpus = args.engine_gpus or own or None
+        simulated = simulate_job(on_gpus(job, gpus), sync_s, assumed, schedules, args.staleness, engine_gpus)
         if not simulated:
             raise UserError(
                 f"--gpus {gpus}: they cannot be divided into engines of {job.settings.engine.gpus_per_engine} GPUs and "

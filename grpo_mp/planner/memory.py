@@ -16,7 +16,6 @@ from grpo_mp.planner.job import PlannedJob
 from grpo_mp.types import expert_id_bytes
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
 
-
 BytesByKind = Mapping[str, float]
 
 
@@ -205,7 +204,7 @@ def _largest_tensor(model: ModelShape, tensor: int) -> float:
 
 
 def _host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
-    """Return the memory of the fullest node in each sub-phase. A node may hold ranks of several stages, and engines'."""
+    """Return the memory of the fullest node in each sub-phase. A node may hold several stages, and engines."""
     nodes = set()
     for start in range(0, job.world_size, job.gpus_per_node):
         nodes.add(tuple(_stage_of(job, rank) for rank in range(start, start + job.gpus_per_node)))
@@ -244,7 +243,9 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         * (sub_phase is SubPhase.SAVE and job.settings.run.export_every > 0),  # while it is written
     }
     if job.settings.training.router_replay != "none":
-        sizes["routed experts"] = _routed_expert_bytes(job, sub_phase) + _engine_routed_expert_bytes(job, engine) * shared
+        sizes["routed experts"] = (
+            _routed_expert_bytes(job, sub_phase) + _engine_routed_expert_bytes(job, engine) * shared
+        )
     if sub_phase in (SubPhase.START, SubPhase.LOAD):
         sizes["weights"] = 0.0
     elif job.optimizer_offload == "step":  # the pinned copy stays while the optimizer is on the device

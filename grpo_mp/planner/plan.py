@@ -51,7 +51,9 @@ class Plan:
         These are all, or where engines have GPUs of their own those of the slower side and the weight sync.
         """
         if self.job.settings.shares_devices:
-            return {sub_phase: seconds(self.times[sub_phase]) * self.times_per_step(sub_phase) for sub_phase in SubPhase}
+            return {
+                sub_phase: seconds(self.times[sub_phase]) * self.times_per_step(sub_phase) for sub_phase in SubPhase
+            }
         engines, trainer, sync = self._sides(seconds)
         return max(engines, trainer, key=lambda part: sum(part.values())) | sync
 

@@ -203,10 +203,12 @@ def _notes(plan: Plan) -> list[str]:
     sub_phase, resource, seconds = plan.bottleneck
     job, engine = plan.job, plan.memory.engine
     tokens = job.settings.samples_per_step * job.mean_seq_len
+    sides = [] if job.settings.shares_devices else [_sides_note(plan)]
     return [
         f"step: {plan.step_s:,.0f} s expected, {plan.roofline_s:,.0f} s at the roofline "
         f"({plan.step_s / plan.roofline_s:.1f} times); {resource} in {sub_phase} costs most, {seconds:,.0f} s; "
         f"{tokens / plan.step_s / job.world_size:,.0f} tokens per GPU and second",
+        *sides,
         f"engines: {job.num_engines} of {job.settings.engine.gpus_per_engine} GPUs; a cache of "
         f"{engine.kv_cache_tokens:,} tokens "
         f"each ({engine.bytes_per_token / 1024:.1f} KiB per token on a GPU); "
@@ -216,6 +218,19 @@ def _notes(plan: Plan) -> list[str]:
         f"assumed: lognormal response lengths, mean {job.mean_response_tokens:,.0f} tokens; achievable of the peaks: "
         f"{describe_rates(job.cluster)}",
     ]
+
+
+def _sides_note(plan: Plan) -> str:
+    generation_s, training_s, sync_s = plan.sides_s
+    slower, other = ("generation", "the trainer waits") if generation_s > training_s else ("training", "engines wait")
+    tail = "; async hides the tail of a step's generation, which is counted here" * (
+        plan.job.settings.schedule == "async"
+    )
+    return (
+        f"schedule {plan.job.settings.schedule}: a step takes the longer of generation, {generation_s:,.0f} s, and "
+        f"training, {training_s:,.0f} s, and the weight sync, {sync_s:,.1f} s: {slower} sets the pace, {other}{tail}; "
+        "--simulate plays it event by event"
+    )
 
 
 def _gib(size: float) -> str:
