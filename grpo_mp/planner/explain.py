@@ -58,8 +58,9 @@ def _step(job: PlannedJob) -> Iterator[str]:
 def _placement(job: PlannedJob) -> Iterator[str]:
     layout, engine, parallelism = job.settings.layout, job.settings.engine, job.engine_parallelism
     shared, ranks = job.settings.shares_devices, engine.ranks
+    which = "all" if shared else f"the first {job.train_ranks} of"
     yield (
-        f"trainer: {'all' if shared else f'the first {job.train_ranks} of'} {job.world_size} GPUs of {job.nodes} nodes; "
+        f"trainer: {which} {job.world_size} GPUs of {job.nodes} nodes; "
         f"{describe_parallelism(layout, job.train_ranks)}; "
         f"the optimizer of dense parameters over {job.dense_shards} ranks, of experts over {job.expert_shards}; "
         f"layers of the stages: {', '.join(str(len(layers)) for layers in job.stage_layers)}"
