@@ -19,6 +19,14 @@ class PhaseTimeout(UserError):  # noqa: N818
     """A wait timed out."""
 
 
+class EngineError(UserError):
+    """An engine is gone, broken or hangs; another one started in its place may do better."""
+
+
+class EngineTimeout(EngineError, PhaseTimeout):  # noqa: N818
+    """An engine did not answer in time."""
+
+
 def exit_with(error: UserError) -> NoReturn:
     """Exit with status 2 and the error's sentence on stderr."""
     sys.stderr.write(f"error: {error}\n")

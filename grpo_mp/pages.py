@@ -13,6 +13,11 @@ from grpo_mp.config import Settings
 from grpo_mp.monitor.metrics import TABLE, Metric
 from grpo_mp.planner.measured import COLUMNS, MEASURED, compare, read_measured
 from grpo_mp.section import Section, nested_sections, section_type
+from grpo_mp.simulation.published import COLUMNS as PUBLISHED_COLUMNS
+from grpo_mp.simulation.published import read_comparisons
+from grpo_mp.simulation.recipes import simulate_recipes
+from grpo_mp.simulation.table import COLUMNS as SCHEDULE_COLUMNS
+from grpo_mp.simulation.table import describe_best, row_of
 
 ROOT, TEMPLATES = Path(__file__).parents[1], Path(__file__).with_name("page_templates")
 CHANCES = (0.01, 0.1, 0.3, 0.5)
@@ -108,7 +113,14 @@ def _metric_cells(metric: Metric) -> tuple[str, ...]:
 
 def planner_page() -> str:
     """Return the page of the planner, with measured steps beside what it expects of them."""
-    return render("planner", measured=table(COLUMNS, compare(read_measured(MEASURED))))
+    outcomes = list(simulate_recipes())
+    return render(
+        "planner",
+        measured=table(COLUMNS, compare(read_measured(MEASURED))),
+        schedules=table(SCHEDULE_COLUMNS, map(row_of, outcomes)),
+        best=describe_best(outcomes),
+        published=table(PUBLISHED_COLUMNS, (comparison.cells for comparison in read_comparisons())),
+    )
 
 
 def settings_page() -> str:

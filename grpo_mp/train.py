@@ -156,7 +156,7 @@ def sync_weights(ctx: RolloutContext) -> tuple[SyncReport, CheckReport]:
         if ctx.settings.schedule == "one_step_off":
             ctx.collector.finish_generation()
         reports = all_gather(ctx.weight_sync.update_weights(ctx.state.optimizer_step), ctx.job.group)
-        ctx.collector.synced_step = ctx.state.step
+        ctx.collector.synced_step, ctx.recovery.version = ctx.state.step, ctx.state.optimizer_step
     return largest_report(reports), ctx.engine_check.run(ctx.state.optimizer_step)
 
 

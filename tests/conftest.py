@@ -25,7 +25,6 @@ hypothesis.settings.register_profile("same draws", PATIENT)
 hypothesis.settings.register_profile("fresh draws", PATIENT, derandomize=False, print_blob=True)
 
 TRAIN_PROMPTS, EVAL_PROMPTS = 60, 6
-ROOT = Path(__file__).parent
 MANY_PROCESSES = ("e2e", "launch", "parallel")  # folders whose tests keep two cores busy
 
 
@@ -51,12 +50,17 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("fresh draws" if config.getoption("--fresh-draws") else "same draws")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say what one of two test processes runs: a file, for the fixtures of its tests, or all that start ranks."""
-    for item in items:
-        file = item.path.relative_to(ROOT)
-        item.add_marker(pytest.mark.xdist_group("ranks" if file.parts[0] in MANY_PROCESSES else str(file)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What one of two test processes runs: a file, for the fixtures of its tests, or all that starts ranks."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return "ranks" if file.split("/")[1] in MANY_PROCESSES else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -23,4 +23,4 @@ export HF_HUB_OFFLINE=1         # every model and data set is made here
 "$bin/ruff" format --check .
 "$bin/shellcheck" launch/*.sh tests/*.sh .ci/run
 "$bin/mypy"
-exec "$bin/python" -m pytest -n 2 --dist loadgroup "$@"
+exec "$bin/python" -m pytest -n 2 "$@"

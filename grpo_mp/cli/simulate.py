@@ -1,7 +1,7 @@
 """Simulate a planned job and print what its schedules reach."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
@@ -12,8 +12,8 @@ from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.show import table_of
 from grpo_mp.simulation.lengths import lognormal_lengths
 from grpo_mp.simulation.planned import Assumptions, on_gpus, simulate_job
-from grpo_mp.simulation.scenario import Schedule
-from grpo_mp.simulation.table import COLUMNS, describe_staleness, row_of
+from grpo_mp.simulation.scenario import Outcome, Schedule
+from grpo_mp.simulation.table import COLUMNS, describe_best, row_of
 
 
 def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, console: Console) -> int:
@@ -28,26 +28,30 @@ def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, 
         args.steps,
         args.seed,
     )
+    outcomes = list(_simulate(job, assumed, args, console))
+    if not outcomes:
+        raise UserError("--simulate: no schedule is possible: name numbers of GPUs that layout and engines divide")
+    console.print(table_of("A step of each schedule, simulated", COLUMNS, map(row_of, outcomes)))
+    console.print(describe_best(outcomes))
+    return 0
+
+
+def _simulate(job: PlannedJob, assumed: Assumptions, args: Namespace, console: Console) -> Iterator[Outcome]:
+    """Yield what each schedule reaches on each number of GPUs, and print what is left out."""
     schedules = [Schedule(args.schedule)] if args.schedule else list(Schedule)
     sync_s = make_plan(job).times[SubPhase.SYNC].expected_s
-    outcomes = []
     for gpus in args.gpus or [job.world_size]:
-        own = job.settings.engine.ranks if gpus == job.world_size else 0
-        engine_gpus = args.engine_gpus or own or None
-        simulated = simulate_job(on_gpus(job, gpus), sync_s, assumed, schedules, args.staleness, engine_gpus)
-        if not simulated:
-            raise UserError(
-                f"--gpus {gpus}: they cannot be divided into engines of {job.settings.engine.gpus_per_engine} GPUs and "
-                "a trainer whose layout and memory suffice: take more of them, smaller engines, or schedule colocated"
-            )
+        engine_gpus = args.engine_gpus or job.settings.engine.ranks * gpus // job.world_size or None
+        try:
+            moved = on_gpus(job, gpus)
+        except UserError as error:
+            console.print(f"left out: {error}")
+            continue
+        simulated = simulate_job(moved, sync_s, assumed, schedules, args.staleness, engine_gpus)
         left_out = {*schedules} - {outcome.scenario.schedule for outcome in simulated}
         if left_out:
-            console.print(f"{gpus} GPUs: left out, since no division suffices: {', '.join(sorted(left_out))}")
-        outcomes += simulated
-    console.print(table_of("A step of each schedule, simulated", COLUMNS, map(row_of, outcomes)))
-    best = max(outcomes, key=lambda outcome: outcome.samples_per_s / outcome.scenario.gpus)
-    console.print(
-        f"most samples of a GPU: {best.scenario.schedule} with max_staleness {best.scenario.max_staleness} on "
-        f"{best.scenario.gpus} GPUs; samples by age in versions: {describe_staleness(best)}"
-    )
-    return 0
+            console.print(
+                f"left out: --gpus {gpus} with {', '.join(sorted(left_out))}: no division leaves whole engines of "
+                f"{job.settings.engine.gpus_per_engine} GPUs, and a trainer whose layout and memory suffice"
+            )
+        yield from simulated

@@ -18,9 +18,7 @@ def add_simulation_arguments(parser: Parser) -> None:
     group.add_argument("--schedule", choices=SCHEDULES, help="only this one (default: all three)")
     group.add_argument("--gpus", type=list_of(positive_int), help="8,64,4096: a table of these (default: --nodes)")
     group.add_argument(
-        "--engine-gpus",
-        type=positive_int,
-        help="GPUs of the engines (default: engine.ranks, or the best of 7 divisions)",
+        "--engine-gpus", type=positive_int, help="GPUs of the engines (default: engine.ranks, or the best division)"
     )
     group.add_argument("--staleness", type=list_of(int), default=[0, 1, 2, 4], help="values of rollout.max_staleness")
     group.add_argument("--lengths", type=Path, help="measured response lengths: a number a line, or a run's samples")

@@ -179,6 +179,13 @@ class EngineConfig(Section):
     request_timeout_s: float = Field(
         600.0, gt=0, description="time limit of a request, in seconds; at least rollout.group_timeout_s"
     )
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="times that an engine which died, or does not answer, is started again within restart_window_s; "
+        "its groups go to the others meanwhile. 0: the run ends with it, as it does where an engine spans nodes",
+    )
+    restart_window_s: float = Field(3600.0, gt=0, description="time over which restarts of an engine count, in seconds")
     concurrent_groups: int = Field(64, gt=0, description="groups in flight on one engine; more fill it better")
     args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
 

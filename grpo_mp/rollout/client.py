@@ -11,7 +11,7 @@ import httpx
 
 from grpo_mp.config.sections import PauseMode
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.errors import PhaseTimeout, UserError
+from grpo_mp.errors import EngineError, EngineTimeout, UserError
 from grpo_mp.rollout.routed_experts import read_routed_experts
 from grpo_mp.types import ExpertIds
 
@@ -185,7 +185,7 @@ class EngineClient:
         while (reply := await self._request("POST", "/flush_cache")).status_code == httpx.codes.BAD_REQUEST:
             if time.monotonic() > deadline:
                 message = f"requests still ran after {limit_s:g} s: {_error_message(_parse_body(reply)).strip()}"
-                raise PhaseTimeout(f"engine {self.index}: /flush_cache: {message}")
+                raise EngineTimeout(f"engine {self.index}: /flush_cache: {message}")
             await asyncio.sleep(BUSY_POLL_S)
         self._check_status("/flush_cache", reply)
 
@@ -278,18 +278,23 @@ class EngineClient:
             return await self._http.request(method, path, json=body)
         except httpx.TimeoutException as error:
             limit = self._http.timeout.read
-            raise PhaseTimeout(f"engine {self.index}: {path} did not answer within {limit:g} s") from error
+            raise EngineTimeout(f"engine {self.index}: {path} did not answer within {limit:g} s") from error
         except httpx.TransportError as error:
-            raise self._error(path, f"the connection failed ({str(error) or type(error).__name__})") from error
+            message = f"the connection failed ({str(error) or type(error).__name__})"
+            raise EngineError(self._sentence(path, message)) from error
 
     def _check_status(self, path: str, reply: httpx.Response) -> Any:
         content = _parse_body(reply)
         if reply.status_code != httpx.codes.OK:
-            raise self._error(path, f"status {reply.status_code}: {_error_message(content)}")
+            sentence = self._sentence(path, f"status {reply.status_code}: {_error_message(content)}")
+            raise (EngineError if reply.is_server_error else UserError)(sentence)
         return content
 
     def _error(self, path: str, message: str) -> UserError:
-        return UserError(f"engine {self.index}: {path}: {message[:MESSAGE_CHARACTERS]}")
+        return UserError(self._sentence(path, message))
+
+    def _sentence(self, path: str, message: str) -> str:
+        return f"engine {self.index}: {path}: {message[:MESSAGE_CHARACTERS]}"
 
 
 def token_versions(meta: Mapping[str, Any], count: int) -> tuple[int, ...]:

@@ -1,9 +1,13 @@
 """The rollout of one rank: its engine process, its client, and its share of the prompts."""
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
+from threading import Lock
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +20,7 @@ from grpo_mp.config import Settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.ports import own_address
+from grpo_mp.errors import EngineError, UserError, one_line
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineClient, SamplingParams
@@ -27,6 +32,8 @@ from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker
 from grpo_mp.types import Prompt, SampleGroup
+
+LOGGER = logging.getLogger(__name__)
 
 
 class Rollout:
@@ -61,7 +68,10 @@ class Rollout:
             log = settings.run.folder / "logs" / f"engine_{self.placement.engine}.log"
             self._process = EngineProcess(spec, log)
         self._loop = EventLoopThread(f"engine of rank {rank}")
-        self.client: EngineClient | None = None
+        self.client: EngineClient | None = None  # None without an engine, and while it is lost
+        self.is_lost = False
+        self._losses: list[float] = []  # when, in seconds
+        self._losing = Lock()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -84,6 +94,44 @@ class Rollout:
         else:
             self._process.start(dist_init_addr=store.get(key).decode())
 
+    @contextmanager
+    def losing_engine(self) -> Iterator[EngineClient | None]:
+        """Yield this rank's client, if any; give its engine up where the body raises EngineError."""
+        try:
+            yield self.client
+        except EngineError as error:
+            self.lose_engine(error)
+
+    def lose_engine(self, error: EngineError) -> None:
+        """Give up this rank's engine, which `restart` may start again. Raises `error` where it may not."""
+        with self._losing:  # a sync and requests may notice it at once
+            if not self.is_lost:
+                self._lose_engine(error)
+
+    def _lose_engine(self, error: EngineError) -> None:
+        engine, placement, now = self._settings.engine, self.placement, time.monotonic()
+        assert self._process
+        assert placement
+        ended = self._process.describe_end()
+        self._losses = [then for then in self._losses if now - then < engine.restart_window_s]
+        if len(self._losses) >= engine.max_restarts or placement.nodes > 1:
+            limit = f" (started again {len(self._losses)} times: engine.max_restarts)" if self._losses else ""
+            raise UserError(f"{ended or error}{limit}") from error
+        self._losses.append(now)
+        self.is_lost, self.client = True, None
+        LOGGER.warning("%s: it is started again", one_line(error))
+        self._process.stop()
+
+    def restart(self) -> None:
+        """Start this rank's engine again where it was lost, and wait until it answers; it has no weights."""
+        while self.is_lost and self._process:
+            self._process.start()
+            try:
+                self.wait_ready()
+                self.is_lost = False
+            except EngineError as error:
+                self.lose_engine(error)
+
     def wait_ready(self) -> None:
         """Wait until this rank's engine answers."""
         if not (self._process and self.placement and self.placement.is_host):
@@ -99,27 +147,38 @@ class Rollout:
     def begin(self, task: RolloutTask, stream: GroupStream) -> Future[LaunchedGroups]:
         """Begin to generate and score the groups of a task that this rank's engine takes."""
         if self.client is None:
+            if self.is_lost:
+                stream.report_lost()
             nothing: Future[LaunchedGroups] = Future()
             nothing.set_result(task.carried)
             return nothing
         settings, rule = self._settings, stream.rule
         groups_per_engine = -(-(rule.launched + rule.lookahead) // len(self.host_ranks))
         max_in_flight = max(1, min(settings.engine.concurrent_groups, groups_per_engine))
-        worker = RolloutWorker(self.client, self._scorer, self._tokenizer, settings.rollout.group_timeout_s)
+        limit_s = settings.rollout.group_timeout_s
+        worker = RolloutWorker(self.client, self._scorer, self._tokenizer, limit_s, self.lose_engine)
         return self._loop.submit(worker.run(task, stream, max_in_flight))
 
     def evaluate(
-        self, prompts: Sequence[Prompt], name: str, step: int, store: dist.Store, check_peers: Callable[[], None]
+        self,
+        prompts: Sequence[Prompt],
+        name: str,
+        step: int,
+        attempt: int,
+        store: dist.Store,
+        check_peers: Callable[[], None],
     ) -> list[SampleGroup]:
         """Generate and score the prompts of an eval set that this rank's engine takes, with the set's sampling.
 
-        `check_peers` as in `GroupStream`.
+        `check_peers` as in `GroupStream`; `attempt`: counts those in which an engine was lost.
         """
         eval_set = self._settings.eval_set(name)
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
         sampling = replace(rollout_sampling(self._settings.rollout), **overrides)
         count = len(prompts)
-        stream = GroupStream(store, f"eval/{name}/{step}", AdmissionRule(count, count, count), check_peers)
+        rule = AdmissionRule(count, count, count)
+        stream = GroupStream(store, f"eval/{name}/{step}/{attempt}", rule, len(self.host_ranks))
+        stream.check_peers = check_peers
         task = RolloutTask(prompts.__getitem__, eval_set.samples, 0, step, sampling, pauses=False)
         groups = self.begin(task, stream).result()
         finished = [group for _, group in sorted(groups.items()) if isinstance(group, SampleGroup)]
@@ -128,11 +187,6 @@ class Rollout:
     def call(self, coroutine):  # type: ignore[no-untyped-def]
         """Run one of the client's coroutines to its end."""
         return self._loop.run(coroutine)
-
-    def check_alive(self, phase: str) -> None:
-        """Raise UserError with the log's last lines where this rank's engine has ended."""
-        if self._process:
-            self._process.check_alive(f"in {phase}")
 
     def stop(self) -> None:
         """End this rank's engine and connections."""

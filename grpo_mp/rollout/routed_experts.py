@@ -8,6 +8,7 @@ import numpy as np
 
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.errors import UserError
+from grpo_mp.rollout.engine_parallelism import read_argument
 from grpo_mp.types import ExpertIds, expert_id_bytes
 
 ARGUMENT = "enable_return_routed_experts"
@@ -25,7 +26,7 @@ def check_routed_experts(args: Mapping[str, Any], known: Set[str], shape: ModelS
         reason = "needs two experts a token: of one, a token that SGLang did not capture could not be told"
     elif args.get("speculative_algorithm"):
         reason = "does not work with engine.args.speculative_algorithm: accepted tokens change their place in the cache"
-    elif int(args.get("chunked_prefill_size") or 1) <= 0:
+    elif read_argument(args, "chunked_prefill_size", 1) <= 0:
         reason = "needs engine.args.chunked_prefill_size above 0, by which SGLang sizes its buffer of experts"
     elif wrong := [name for name in WRONG_WITH if args.get(name)]:
         reason = f"does not work with engine.args.{wrong[0]}: SGLang would return the experts of other tokens"

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from grpo_mp.distributed.ports import PortClaim, claim_ports
-from grpo_mp.errors import PhaseTimeout, UserError
+from grpo_mp.errors import EngineError, EngineTimeout, UserError
 from grpo_mp.files import last_lines
 from grpo_mp.rollout.engine_args import EngineSpec, engine_arguments, engine_environment, ports_needed
 
@@ -80,7 +80,7 @@ class EngineProcess:
                     attempts += 1
                 self.check_alive("while starting")
                 if time.monotonic() > deadline:
-                    raise PhaseTimeout(self._with_log_lines(f"{self._label()} did not come up within {timeout_s:g} s"))
+                    raise EngineTimeout(self._with_log_lines(f"{self._label()} did not come up within {timeout_s:g} s"))
                 time.sleep(POLL_INTERVAL_S)
 
     @property
@@ -91,7 +91,15 @@ class EngineProcess:
     def check_alive(self, phase: str = "") -> None:
         """Raise UserError with the last lines of the log where the server has ended."""
         if self._process is None or self._process.poll() is not None:
-            raise UserError(self._with_log_lines(f"{self._label()} ended {phase}".rstrip()))
+            raise EngineError(self._with_log_lines(f"{self._label()} ended {phase}".rstrip()))
+
+    def describe_end(self) -> str:
+        """Return a sentence with the log's last lines where the server has ended; "" while it runs."""
+        try:
+            self.check_alive()
+        except UserError as error:
+            return str(error)
+        return ""
 
     def stop(self) -> None:
         """End every process of the engine and wait for it. Safe to call twice and on a dead engine."""

@@ -1,7 +1,7 @@
 """The groups of one step over all engines: who launches which, what became of it, and when the step has enough."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
@@ -19,16 +19,49 @@ class GroupStream:
     """
 
     def __init__(
-        self, store: dist.Store, name: str, rule: AdmissionRule, check_peers: Callable[[], None] = lambda: None
+        self,
+        store: dist.Store,
+        name: str,
+        rule: AdmissionRule,
+        engines: int = 1,
     ) -> None:
-        """Open the stream. Every rank may. `check_peers` raises where one whose groups are waited for is gone."""
-        self._check_peers = check_peers
+        """Open the stream, which so many engines share. Every rank may."""
+        # Raises where a rank whose groups are waited for is gone.
+        self.check_peers: Callable[[], None] = lambda: None
+        self._engines, self._attempt, self._seen = engines, 0, 0
         self._store, self._key, self.rule = store, f"stream/{name}", rule
         self._append(" ")  # so that there is something to read
 
     def claim(self) -> int:
         """Take the next number; `LaunchGate` says when it may be launched."""
         return int(self._store.add(f"{self._key}/claimed", 1)) - 1
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        """Let other engines launch groups that were claimed and will not be reported."""
+        for number in numbers:
+            place = int(self._store.add(f"{self._key}/returned", 1)) - 1
+            self._store.set(f"{self._key}/returned/{place}", str(number))
+
+    def take_returned(self) -> int | None:
+        """Take a group that was given back, if there is one."""
+        while self._seen < int(self._store.add(f"{self._key}/returned", 0)):
+            key, self._seen = f"{self._key}/returned/{self._seen}", self._seen + 1
+            if self._store.add(f"{key}/taken", 1) == 1:
+                return int(self._store.get(key))
+        return None
+
+    def report_lost(self) -> None:
+        """Say that an engine launches no more groups."""
+        self._store.add(f"{self._key}/lost/{self._attempt}", 1)
+
+    def all_lost(self) -> bool:
+        """Return whether no engine is left."""
+        return int(self._store.add(f"{self._key}/lost/{self._attempt}", 0)) >= self._engines
+
+    def try_again(self) -> "GroupStream":
+        """Return the stream, for engines that are there again; every rank must call this."""
+        self._attempt, self._seen = self._attempt + 1, 0
+        return self
 
     def report(self, number: int, kept: bool) -> None:
         """Say that a group has finished, and whether the filter keeps it."""
@@ -39,7 +72,7 @@ class GroupStream:
         """Return how many groups were reported. Raises UserError where another rank failed: its groups never come."""
         if has_failed(self._store):
             raise UserError("another rank failed")
-        self._check_peers()
+        self.check_peers()
         return int(self._store.add(f"{self._key}/reported", 0))
 
     def verdicts(self) -> list[Verdict]:
@@ -63,17 +96,21 @@ class LaunchGate:
         self._stream, self._changed, self._lookahead = stream, asyncio.Condition(), lookahead
         self._ahead = lookahead()
         self._reported = stream.reported()
-        self._admission = stream.admission()
+        self._admission, self._all_lost = stream.admission(), stream.all_lost()
 
     @property
     def done(self) -> bool:
-        """Return whether the step has its groups."""
-        return self._admission.done
+        """Return whether the step has its groups, or no engine is left to launch more."""
+        return self._admission.done or self._all_lost
 
     async def watch(self) -> None:
         """Read the stream until the step has its groups."""
         while not self.done:
             await asyncio.sleep(POLL_S)
+            if self._stream.all_lost():
+                async with self._changed:
+                    self._all_lost = True
+                    self._changed.notify_all()
             reported, ahead = self._stream.reported(), self._lookahead()
             if (reported, ahead) == (self._reported, self._ahead):
                 continue  # a large evaluation has many verdicts: they are read only when there is a new one

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.errors import UserError
+from grpo_mp.errors import EngineError, UserError
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.routed_experts import joined_routed_experts
@@ -16,6 +16,7 @@ from grpo_mp.rollout.stream import GroupStream, LaunchGate
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 ABORT_EVERY_S = 0.5
+RETURNED_EVERY_S = 0.5  # between looks for groups that a lost engine gave back
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class RolloutWorker:
     scorer: Scorer
     tokenizer: PreTrainedTokenizerBase
     group_timeout_s: float
+    lose_engine: Callable[[EngineError], None]  # raises where it may not be lost
 
     async def run(self, task: RolloutTask, stream: GroupStream, max_in_flight: int) -> LaunchedGroups:
         """Launch groups until the step has its groups, at most `max_in_flight` at a time; return all that were.
@@ -84,8 +86,10 @@ class RolloutWorker:
             while not gate.done:
                 if launch is None and len(groups.running) < max_in_flight:
                     launch = asyncio.create_task(_when_allowed(gate, groups.next_number()))
+                while len(groups.running) < max_in_flight and (returned := stream.take_returned()) is not None:
+                    groups.start(returned, self._generate_group)
                 waiting = {watch, *groups.running, *filter(None, [launch])}
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waiting, timeout=RETURNED_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
                 if watch.done():
                     watch.result()
                 groups.take_finished()
@@ -97,6 +101,10 @@ class RolloutWorker:
                 await self.client.abort_all()
                 await asyncio.wait(groups.running, timeout=ABORT_EVERY_S)
                 groups.take_finished()
+        except EngineError as error:
+            await asyncio.to_thread(self.lose_engine, error)
+            groups.give_back()
+            await watch  # others may need what this rank has
         except BaseException:
             groups.cancel()
             raise
@@ -147,6 +155,7 @@ class _Groups:
         """Begin with what was carried, and report what of it has ended."""
         self._task, self._stream = task, stream
         self.running: dict[asyncio.Task[EndedGroup], int] = {}
+        self._claimed = set[int]()  # and not launched
         self._ended: dict[int, EndedGroup] = {}
         for number, group in sorted(task.carried.items()):
             if isinstance(group, RunningGroup):
@@ -161,10 +170,12 @@ class _Groups:
             return self._paused.pop(0)
         while (number := self._stream.claim()) in self._task.carried_by_all:
             pass
+        self._claimed = {number}
         return number
 
     def start(self, number: int, generate: Generate) -> None:
         """Launch a group."""
+        self._claimed = set()
         earlier = self._ended.get(number)
         paused = earlier if isinstance(earlier, PausedGroup) else None
         prompt = paused.prompt if paused else self._task.prompt_of(number)
@@ -174,11 +185,22 @@ class _Groups:
     def take_finished(self) -> None:
         """Take what has ended. Raises what it raised."""
         for generation in [generation for generation in self.running if generation.done()]:
-            self._end(self.running.pop(generation), generation.result())
+            group = generation.result()
+            self._end(self.running.pop(generation), group)
 
     def launched(self) -> LaunchedGroups:
         """Return all groups."""
         return self._ended | {number: RunningGroup(generation) for generation, number in self.running.items()}
+
+    def give_back(self) -> None:
+        """Let other engines launch what has not finished."""
+        self.cancel()
+        unfinished = [number for number, group in self._ended.items() if isinstance(group, PausedGroup)]
+        for number in unfinished:
+            del self._ended[number]
+        self._stream.give_back({*unfinished, *self.running.values(), *self._claimed})
+        self._stream.report_lost()
+        self.running = {}
 
     def cancel(self) -> None:
         """Drop what runs."""

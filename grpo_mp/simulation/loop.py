@@ -2,15 +2,21 @@
 
 import copy
 import heapq
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from enum import Enum, auto
 from itertools import count
 from math import inf
 from random import Random
+from typing import TypeVar
 
 from grpo_mp.batching.group_selection import Admission, admit
+from grpo_mp.errors import UserError
 from grpo_mp.simulation.engine import SimulatedEngine, SimulatedGroup
 from grpo_mp.simulation.scenario import Outcome, Scenario, Schedule, Totals
+
+MAX_FAILURES = 20_000
+FILTERED_DECK = 100  # groups of which the filter drops its share
+T = TypeVar("T")
 
 
 class _Event(Enum):
@@ -34,15 +40,25 @@ def simulate(scenario: Scenario) -> Outcome:
     return _Run(scenario).play()
 
 
+def _deal(deck: Sequence[T], random: Random) -> Iterator[T]:
+    """Yield the items in shuffled order, again and again: few of them are as the whole."""
+    shuffled = list(deck)
+    while True:
+        random.shuffle(shuffled)
+        yield from shuffled
+
+
 class _Run:
     """The state between events. Each event changes it in one of the methods below."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.scenario, self.random = scenario, Random(scenario.seed)
+        self.scenario, self.failures = scenario, Random(f"failures {scenario.seed}")
         self.totals, self.middle = Totals(), Totals()
         self.engines = [SimulatedEngine(scenario) for _ in range(scenario.engines)]
         self.order, self.events = count(), list[tuple[float, int, _Event, int, int]]()
-        self.lengths = self._deal_lengths()
+        self.lengths = _deal(scenario.lengths, Random(scenario.seed))
+        dropped = round(FILTERED_DECK * scenario.drop_rate)
+        self.kept = _deal([number >= dropped for number in range(FILTERED_DECK)], Random(f"filter {scenario.seed}"))
         self.trainer, self.trainer_busy_s, self.paused = _Trainer.WAITS, 0.0, False
         self.step, self.version, self.unsent = 0, 0, False
         self.first, self.launched = 0, 0  # numbers: of the step's first group, and of the next to be begun
@@ -89,8 +105,10 @@ class _Run:
     def _engine_fails(self, index: int) -> None:
         engine = self.engines[index]
         engine.advance(self.totals.now)
-        self.totals.lost += engine.tokens_in_flight
+        self.totals.tokens["lost"] += engine.tokens_in_flight
         self.totals.failures += 1
+        if self.totals.failures > MAX_FAILURES:
+            raise UserError(f"engines fail every {self.scenario.engine_mtbf_s:g} s, and their groups never end")
         for group in engine.take_back(with_tokens=False):
             self._interrupt(group)
         engine.down = True
@@ -163,17 +181,10 @@ class _Run:
 
     def _new_group(self) -> SimulatedGroup:
         lengths = tuple(next(self.lengths) for _ in range(self.scenario.group_size))
-        kept = not self.scenario.drop_rate or self.random.random() >= self.scenario.drop_rate
-        group = self.groups[self.launched] = SimulatedGroup(self.launched, lengths, kept)
+        group = self.groups[self.launched] = SimulatedGroup(self.launched, lengths, next(self.kept))
         self.launched += 1
         self.totals.groups["launched"] += 1
         return group
-
-    def _deal_lengths(self) -> Iterator[int]:
-        lengths = list(self.scenario.lengths)
-        while True:
-            self.random.shuffle(lengths)
-            yield from lengths
 
     def _report(self, group: SimulatedGroup) -> None:
         self.verdicts.append((group.number, group.kept))
@@ -220,7 +231,7 @@ class _Run:
             group = self.groups.pop(number)
             size = sum(group.tokens.values())
             fate = "trained" if number in selected else "lost" if group.unfinished or group.kept else "dropped"
-            setattr(self.totals, fate, getattr(self.totals, fate) + size)
+            self.totals.tokens[fate] += size
             self.totals.groups[fate] += 1
             if fate == "trained":
                 assert group.version is not None
@@ -259,7 +270,7 @@ class _Run:
 
     def _plan_failure(self, index: int) -> None:
         if self.scenario.engine_mtbf_s:
-            seconds = self.random.expovariate(1 / self.scenario.engine_mtbf_s)
+            seconds = self.failures.expovariate(1 / self.scenario.engine_mtbf_s)
             self._add_event(seconds, _Event.ENGINE_FAILS, index)
 
     def _foresee(self, index: int) -> None:
@@ -278,8 +289,8 @@ class _Run:
             engine.advance(self.totals.now)
         totals, scenario = copy.deepcopy(self.totals), self.scenario
         totals.generated = sum(engine.generated for engine in self.engines)
-        totals.unfinished = sum(engine.tokens_in_flight for engine in self.engines)
-        totals.unfinished += sum(sum(group.tokens.values()) for group in self.groups.values())
+        totals.tokens["unfinished"] = sum(engine.tokens_in_flight for engine in self.engines)
+        totals.tokens["unfinished"] += sum(sum(group.tokens.values()) for group in self.groups.values())
         totals.groups["unfinished"] = len(self.groups)
         totals.idle_gpu_s = sum(engine.idle_s for engine in self.engines) * scenario.engine_gpus / scenario.engines
         if not scenario.colocated:

@@ -1,7 +1,7 @@
 """What a simulated run is: its rates in seconds, its schedule and sizes; and what became of it."""
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import ceil
@@ -82,7 +82,7 @@ class Scenario:
     max_staleness: float = 0  # versions; a part of one allows that part of a step's groups
     oversample_factor: float = 1.0
     select_by: Literal["launch", "finish"] = "launch"  # by finish ages have no bound, and short answers are preferred
-    drop_rate: float = 0.0  # of groups, by the filter; each is replaced
+    drop_rate: float = 0.0  # of groups, by the filter, in hundredths; each is replaced
     acceptance_length: float = 1.0
     recompute_cache: bool = True  # of samples in flight, after an update of the weights
     engine_mtbf_s: float = 0.0
@@ -94,6 +94,8 @@ class Scenario:
         """Raise UserError for what no run can do."""
         if self.schedule is Schedule.ONE_STEP_OFF and self.max_staleness != 1:
             raise UserError(f"schedule {self.schedule}: samples are one version old: max_staleness is 1")
+        if self.max_staleness < 0:
+            raise UserError(f"max_staleness {self.max_staleness:g}: give 0 or more versions")
         if self.keeps_the_rest and self.oversample_factor > 1:
             raise UserError("over-sampling loses what max_staleness above 0 keeps for later steps: set one of them")
         if not 0 <= self.drop_rate < 1:
@@ -160,17 +162,18 @@ class Scenario:
 
 @dataclass
 class Totals:
-    """What was counted so far. GPU-seconds are of all GPUs; tokens are of responses."""
+    """What was counted so far. GPU-seconds are of all GPUs; tokens are of responses.
+
+    Tokens and groups are `trained`; `dropped` by the filter; `lost`: broken off, not needed, or gone with an engine; or
+    `unfinished`: they are of later steps.
+    """
 
     now: float = 0.0
     idle_gpu_s: float = 0.0
     generated: float = 0.0
-    trained: float = 0.0
-    dropped: float = 0.0  # of groups without a signal
-    lost: float = 0.0  # broken off or not needed, or gone with an engine
-    unfinished: float = 0.0  # of groups of later steps
+    tokens: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by what became of them
     failures: int = 0
-    groups: Counter[str] = field(default_factory=Counter)  # launched; then trained, dropped, lost, or still unfinished
+    groups: Counter[str] = field(default_factory=Counter)  # and all as `launched`
     staleness: Counter[int] = field(default_factory=Counter)  # trained samples by versions since their first token
 
 
@@ -183,9 +186,13 @@ class Outcome:
     after: Totals
 
     @property
+    def _steps(self) -> int:
+        return self.scenario.steps - self.scenario.steps // 2
+
+    @property
     def step_s(self) -> float:
         """Return the wall time of a step."""
-        return (self.after.now - self.before.now) / (self.scenario.steps - self.scenario.steps // 2)
+        return (self.after.now - self.before.now) / self._steps
 
     @property
     def idle_share(self) -> float:
@@ -195,14 +202,15 @@ class Outcome:
 
     @property
     def useful_share(self) -> float:
-        """Return the share of generated tokens that are not lost."""
-        generated = self.after.generated - self.before.generated
-        return 1 - (self.after.lost - self.before.lost) / generated
+        """Return the share of generated tokens that are not lost, of the whole run."""
+        return 1 - self.after.tokens["lost"] / self.after.generated
 
     @property
     def lost_tokens(self) -> float:
         """Return the generated tokens that a step loses."""
-        return (self.after.lost - self.before.lost) / (self.scenario.steps - self.scenario.steps // 2)
+        return (self.after.tokens["lost"] - self.before.tokens["lost"]) / (
+            self.scenario.steps - self.scenario.steps // 2
+        )
 
     @property
     def samples_per_s(self) -> float:

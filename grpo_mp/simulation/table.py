@@ -1,5 +1,7 @@
 """Simulated runs as rows of a table."""
 
+from collections.abc import Sequence
+
 from grpo_mp.simulation.scenario import Outcome
 
 COLUMNS = (
@@ -35,6 +37,20 @@ def row_of(outcome: Outcome) -> tuple[str, ...]:
         f"{scenario.bound_s:,.1f}",
         f"{outcome.share_of_bound:.0%}",
     )
+
+
+def describe_best(outcomes: Sequence[Outcome]) -> str:
+    """Return a sentence for each number of GPUs: which schedule trains most samples, at which ages."""
+    sentences = []
+    for gpus in dict.fromkeys(outcome.scenario.gpus for outcome in outcomes):
+        alike = [outcome for outcome in outcomes if outcome.scenario.gpus == gpus]
+        best, plain = max(alike, key=lambda outcome: outcome.samples_per_s), alike[0]
+        sentences.append(
+            f"{gpus:,} GPUs: {best.scenario.schedule} with max_staleness {best.scenario.max_staleness} is fastest, "
+            f"{best.samples_per_s / plain.samples_per_s:.2f} times {plain.scenario.schedule} with "
+            f"{plain.scenario.max_staleness}; samples by age in versions: {describe_staleness(best)}."
+        )
+    return "\n".join(sentences)
 
 
 def describe_staleness(outcome: Outcome) -> str:

@@ -6,12 +6,10 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-import torch.distributed as dist
-
 from grpo_mp.algorithms.group_filters import GroupFilter
 from grpo_mp.algorithms.settings import FilterConfig
 from grpo_mp.batching.exchange import all_gather_sample_info, sample_infos, send_groups
-from grpo_mp.batching.group_selection import Admission, AdmissionRule, PromptCurriculum, admission_rule, length_bias
+from grpo_mp.batching.group_selection import Admission, PromptCurriculum, admission_rule, length_bias
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings
 from grpo_mp.data.cursor import Cursor
@@ -26,6 +24,7 @@ from grpo_mp.rollout.rollout import Rollout, rollout_sampling
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RunningGroup, as_unfinished
 from grpo_mp.scheduler.phase_manager import PhaseManager
+from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.types import SampleGroup, SampleInfo
 
 
@@ -52,7 +51,7 @@ class RolloutBatch:
 class Generation:
     """The groups of a step on their way."""
 
-    rule: AdmissionRule
+    task: RolloutTask
     stream: GroupStream
     launched: Future[LaunchedGroups]
     watch: ExitStack  # that of the other engines' ranks
@@ -79,6 +78,7 @@ class RolloutCollector:
     job: Job
     phases: PhaseManager
     group_filter: GroupFilter
+    recovery: EngineRecovery
     synced_step: int = 0  # the engines have the weights after this step
     _queue: PromptQueue = field(init=False)
     _carried: LaunchedGroups = field(default_factory=dict, init=False)  # by number in the next step's launch order
@@ -93,21 +93,32 @@ class RolloutCollector:
         Raises UserError where `filter.zero_std: refill` has launched all groups that it may and too few are kept.
         """
         group, ahead = self.job.group, not self.settings.shares_devices
-        with self.phases.phase(Phase.GENERATE):
-            generation = self._next or self._begin(state, step)
-            launched = generation.wait()
-            if ahead:
-                dist.barrier(group=group)  # ranks that only train wait here
+        generation, launched = self._generate(state, step)
         with self.phases.phase(Phase.SCORE):
             self._queue.extend(max(all_gather(len(self._queue), group)))  # the same prompts are drawn on all ranks
             admission, kept = generation.stream.admission(), dict(generation.stream.verdicts())
-            if self._rule.zero_std == "refill" and len(admission.selected) < generation.rule.needed:
-                raise UserError(self._too_few_groups(step, admission, generation.rule.max_launched))
+            if self._rule.zero_std == "refill" and len(admission.selected) < generation.stream.rule.needed:
+                raise UserError(self._too_few_groups(step, admission, generation.stream.rule.max_launched))
             batch = self._make_batch(state, step, launched, admission, kept)
             if ahead:
                 self._next = self._begin(batch.state, step + 1) if step < self.settings.run.steps else None
                 batch = replace(batch, groups=send_groups(batch.groups, self._trainer_of, group))
         return batch
+
+    def _generate(self, state: TrainState, step: int) -> tuple[Generation, LaunchedGroups]:
+        """Return what this rank launched when the step has its groups; engines that are lost come back meanwhile."""
+        self.recovery.run()
+        generation = self._next
+        while True:
+            with self.phases.phase(Phase.GENERATE):
+                generation = generation or self._begin(state, step)
+                launched = generation.wait()
+                # Ranks that only train wait here.
+                done = any(all_gather(generation.stream.admission().done, self.job.group))
+            if done:
+                return generation, launched
+            self.recovery.run()  # no engine was left
+            generation = self._launch(generation.stream.try_again(), replace(generation.task, carried=launched))
 
     def finish_generation(self) -> None:
         """Wait until no group runs any more that was begun with the present weights."""
@@ -142,10 +153,13 @@ class RolloutCollector:
             pauses=colocated,
             routing=self.rollout.routing,
         )
+        return self._launch(GroupStream(job.store, f"step/{step}", rule, len(self.rollout.host_ranks)), task)
+
+    def _launch(self, stream: GroupStream, task: RolloutTask) -> Generation:
         with ExitStack() as stack:
-            check_peers = stack.enter_context(watching_peers(job.engine_group)) if job.hosts_engines else _check_nothing
-            stream = GroupStream(job.store, f"step/{step}", rule, check_peers)
-            return Generation(rule, stream, self.rollout.begin(task, stream), stack.pop_all())
+            if self.job.hosts_engines:
+                stream.check_peers = stack.enter_context(watching_peers(self.job.engine_group))
+            return Generation(task, stream, self.rollout.begin(task, stream), stack.pop_all())
 
     def _trainer_of(self, group: SampleGroup) -> int:
         """Return the rank that takes a group over from its engine."""
@@ -202,10 +216,6 @@ class RolloutCollector:
             "is neither too easy nor too hard, raise algorithm.filter.max_launch_factor or rollout.group_size, or set "
             "algorithm.filter.zero_std=keep"
         )
-
-
-def _check_nothing() -> None:
-    """Do not watch: what a rank without an engine waits for notices lost ranks."""
 
 
 def _count_dropped(infos: Sequence[SampleInfo], selected: Set[int], kept: Set[int]) -> Counter[str]:

@@ -34,6 +34,7 @@ from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
 from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
 from grpo_mp.trainer.preflight import RunInputs
+from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.weight_sync.engine_check import EngineCheck
 from grpo_mp.weight_sync.update import PolicyShards, WeightSync, build_weight_sync
@@ -51,6 +52,7 @@ class RolloutContext:
     evaluator: Evaluator
     weight_sync: WeightSync
     engine_check: EngineCheck
+    recovery: EngineRecovery
     phases: PhaseManager
     timeline: Timeline
     progress: Progress
@@ -108,19 +110,20 @@ def open_context(
         shards = PolicyShards.of_policy(policy) if policy else PolicyShards.none(inputs.hf, settings.layout)
         weight_sync = build_weight_sync(settings, shards, rollout, job)
         prompts = [prompt.tokens for prompt in inputs.train.prompts]
-        group_filter, scorer = inputs.extensions.group_filter, inputs.scorer
+        group_filter, scorer, vocab_size = inputs.extensions.group_filter, inputs.scorer, inputs.hf.int("vocab_size")
+        check = EngineCheck(settings, policy, vocab_size, job, weight_sync, rollout, phases, prompts)
+        recovery = EngineRecovery(rollout, job, phases, weight_sync, check, state.optimizer_step)
         shown = settings.monitor.samples_per_step
         common = RolloutContext(
             settings=settings,
             inputs=inputs,
             job=job,
             rollout=rollout,
-            collector=RolloutCollector(settings, inputs.train, rollout, scorer, job, phases, group_filter),
-            evaluator=Evaluator(inputs.evals, scorer, rollout, job, phases, progress, shown),
+            collector=RolloutCollector(settings, inputs.train, rollout, scorer, job, phases, group_filter, recovery),
+            evaluator=Evaluator(inputs.evals, scorer, rollout, job, phases, progress, shown, recovery),
             weight_sync=weight_sync,
-            engine_check=EngineCheck(
-                settings, policy, inputs.hf.int("vocab_size"), job, weight_sync, rollout, phases, prompts
-            ),
+            engine_check=check,
+            recovery=recovery,
             phases=phases,
             timeline=runtime.timeline,
             progress=progress,
@@ -166,7 +169,8 @@ def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> I
         _start(runtime, settings.engine.start_timeout_s, offload=False, build=None)
         monitor = settings.monitor
         phases = PhaseManager(runtime.timeline, runtime.watchdog, progress, monitor.phase_timeout_s)
-        yield Evaluator(inputs.evals, inputs.scorer, rollout, job, phases, progress, monitor.samples_per_step)
+        recovery, shown = EngineRecovery(rollout, job, phases), monitor.samples_per_step
+        yield Evaluator(inputs.evals, inputs.scorer, rollout, job, phases, progress, shown, recovery)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics
+from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.types import SampleGroup, SampleInfo
 
 OnGroups = Callable[[str, Sequence[SampleGroup]], None]
@@ -47,6 +49,7 @@ class Evaluator:
     phases: PhaseManager
     progress: Progress
     samples_shown: int  # of each set, as texts
+    recovery: EngineRecovery
 
     def evaluate(self, step: int, on_groups: OnGroups | None = None) -> Evaluation:
         """Evaluate every set as `data.eval` says. Every rank must call this; scores and metrics are the same on all.
@@ -55,9 +58,8 @@ class Evaluator:
         """
         result, group = Evaluation(), self.job.group
         for name, prompts in self.prompts.items():
+            groups = self._generate(prompts, name, step)
             with self.phases.phase(Phase.EVAL, name):
-                with watching_peers(group) as check_peers:
-                    groups = self.rollout.evaluate(prompts.prompts, name, step, self.job.store, check_peers)
                 infos: list[SampleInfo] = all_gather_sample_info(groups, group)
                 votes = _all_gather_votes(groups, self.scorer, group) if self.scorer.has_answers else None
             stats = sum_stats(all_gather(self.scorer.take_stats(), group))
@@ -75,6 +77,16 @@ class Evaluator:
             if on_groups:
                 on_groups(name, groups)
         return result
+
+    def _generate(self, prompts: PromptSet, name: str, step: int) -> list[SampleGroup]:
+        """Return what this rank's engine answers; all engines answer anew where one was lost."""
+        for attempt in count():
+            with self.phases.phase(Phase.EVAL, name), watching_peers(self.job.group) as check_peers:
+                groups = self.rollout.evaluate(prompts.prompts, name, step, attempt, self.job.store, check_peers)
+            if not self.recovery.run():
+                return groups
+            self.scorer.take_stats()
+        raise AssertionError
 
 
 def scores_before_training(run_folder: Path, step: int, current: Evaluation) -> dict[str, EvalScore]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from grpo_mp import platform
 from grpo_mp.distributed.nccl_memory import NcclMemory
-from grpo_mp.errors import UserError
+from grpo_mp.errors import EngineError
 from grpo_mp.phases import TRAINER
 from grpo_mp.policy.offload import PolicyOffloader
 from grpo_mp.policy.policy import Policy
@@ -56,11 +56,10 @@ def _stay(onload: bool) -> None:
 def _move_engine(rollout: Rollout, group: dist.ProcessGroup, tags: tuple[str, ...], onload: bool) -> None:
     if onload:  # an engine takes memory on the devices of all its ranks: each must have freed its own
         dist.barrier(group=group)
-    if rollout.client:
-        call = rollout.client.resume_memory if onload else rollout.client.release_memory
-        try:
-            rollout.call(call(tags))
-        except UserError as error:
-            rollout.check_alive("the move of its memory")  # with the last lines of its log
-            raise UserError(f"{error}: {HINT}") from error
+    with rollout.losing_engine() as client:
+        if client:
+            try:
+                rollout.call((client.resume_memory if onload else client.release_memory)(tags))
+            except EngineError as error:
+                raise EngineError(f"{error}: {HINT}") from error
     dist.barrier(group=group)

@@ -92,9 +92,10 @@ class EngineCheck:
             expected = broadcast(expected, job.group)
         differences = torch.zeros(job.world_size, 2, dtype=torch.float64)
         with self.phases.phase(Phase.CHECK):
-            if engines.client:
-                report = compare(engines.call(engines.client.score(sequences)), expected)
-                differences[job.rank] = torch.tensor([report.mean, report.largest], dtype=torch.float64)
+            with engines.losing_engine() as client:
+                if client:
+                    report = compare(engines.call(client.score(sequences)), expected)
+                    differences[job.rank] = torch.tensor([report.mean, report.largest], dtype=torch.float64)
             dist.all_reduce(differences, group=job.group)
         tokens = sum(map(len, expected))
         return [

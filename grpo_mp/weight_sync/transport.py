@@ -8,7 +8,7 @@ own job sends over loopback, authenticated by the run's secret.
 import base64
 import io
 import pickle
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,25 +20,22 @@ import torch.distributed as dist
 from grpo_mp import platform
 from grpo_mp.config.sections import PauseMode, SyncConfig
 from grpo_mp.distributed.process_groups import all_gather
-from grpo_mp.errors import PhaseTimeout
-from grpo_mp.rollout.client import EngineClient
+from grpo_mp.errors import EngineTimeout
 from grpo_mp.rollout.packed_tensors import NamedTensors, pack, packed_bytes, unpack
+from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.rollout.shared_memory import LOADER, Export, as_tensor, export_by_ipc, export_to_host, select
 from grpo_mp.weight_sync.plan import RankRound
 from grpo_mp.weight_sync.wire import WireFormat
 
-RunCoroutine = Callable[[Coroutine[Any, Any, None]], None]
-
 
 @dataclass(frozen=True)
 class EngineLink:
-    """A rank's link to the engine that it is part of. `client`: on the engine's host only.
+    """A rank's link to the engine that it is part of; an engine that is lost takes no part.
 
     `engine_group`: gloo group of the engine's ranks, its host first; `node_group`: of all engines' ranks of the node.
     """
 
-    client: EngineClient | None
-    run: RunCoroutine  # runs one of the client's coroutines to its end
+    rollout: Rollout
     transport: "HostTransport | IpcTransport"
     engine_group: dist.ProcessGroup
     node_group: dist.ProcessGroup
@@ -48,10 +45,11 @@ class EngineLink:
 
     def begin(self) -> None:
         """Begin a weight update; requests of the engine wait meanwhile."""
-        if self.client:
-            if self.pause:
-                self.run(self.client.pause_generation(self.pause))
-            self.run(self.client.begin_weight_update())
+        with self.rollout.losing_engine() as client:
+            if client and self.pause:
+                self.rollout.call(client.pause_generation(self.pause))
+            if client:
+                self.rollout.call(client.begin_weight_update())
 
     @contextmanager
     def loading(self, round_: RankRound, staged: NamedTensors) -> Iterator[None]:
@@ -59,33 +57,32 @@ class EngineLink:
         with self.transport.export(round_, staged) as exports:
             payloads = all_gather(serialize(exports), self.engine_group)
             request = None
-            if self.client:
-                coroutine = self.client.update_weights_from_tensor(payloads, load_format=LOADER)
-                request = self._sender.submit(self.run, coroutine)
+            if client := self.rollout.client:
+                coroutine = client.update_weights_from_tensor(payloads, load_format=LOADER)
+                request = self._sender.submit(self.rollout.call, coroutine)
             try:
                 yield
             finally:
-                if request:
-                    self._wait(request)
+                if client and request:
+                    with self.rollout.losing_engine():
+                        self._wait(request, client.index)
             dist.barrier(group=self.engine_group)
             dist.barrier(group=self.node_group)
 
-    def _wait(self, request: "Future[None]") -> None:
+    def _wait(self, request: "Future[None]", engine: int) -> None:
         try:
             request.result(self.timeout_s)
         except TimeoutError as error:
-            assert self.client
-            message = (
-                f"engine {self.client.index}: weights were not loaded within {self.timeout_s:g} s (sync.timeout_s)"
-            )
-            raise PhaseTimeout(message) from error
+            message = f"engine {engine}: weights were not loaded within {self.timeout_s:g} s (sync.timeout_s)"
+            raise EngineTimeout(message) from error
 
     def end(self, version: int) -> None:
         """End the update; the engine's weights have this version then."""
-        if self.client:
-            self.run(self.client.end_weight_update(version, keep_cache=self.pause == "in_place"))
-            if self.pause:
-                self.run(self.client.continue_generation())
+        with self.rollout.losing_engine() as client:
+            if client:
+                self.rollout.call(client.end_weight_update(version, keep_cache=self.pause == "in_place"))
+            if client and self.pause:
+                self.rollout.call(client.continue_generation())
         dist.barrier(group=self.engine_group)
 
 

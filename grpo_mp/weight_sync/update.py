@@ -178,7 +178,7 @@ def _link_engine(settings: Settings, wire: WireFormat, rollout: Rollout, job: Jo
     if uses_cuda_ipc(settings.sync):
         transport = IpcTransport(wire, job.rank, job.device_group)
     pause = None if settings.schedule == "colocated" else settings.sync.pause
-    return EngineLink(rollout.client, rollout.call, transport, engine_group, node_group, settings.sync.timeout_s, pause)
+    return EngineLink(rollout, transport, engine_group, node_group, settings.sync.timeout_s, pause)
 
 
 def engine_keeps_weights(settings: Settings) -> bool:

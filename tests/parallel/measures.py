@@ -168,7 +168,7 @@ def _planned_rounds(bench: Bench, wire: WireFormat, targets: tuple[int, ...]) ->
     holders = shard_holders(sent, layout, world_size, stages)
     round_bytes = bench.settings.sync.bucket_bytes // ROUNDS_IN_MEMORY
     plan = plan_sync(
-        group_params(sent), holders, lambda _: targets, bench.parallel.ranks_per_node, wire.sizes, round_bytes
+        group_params(sent), holders, lambda _: targets, bench.parallel.job.ranks_per_node, wire.sizes, round_bytes
     )
     return plan.of_rank(bench.parallel.rank)
 

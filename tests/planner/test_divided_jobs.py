@@ -91,7 +91,11 @@ def test_hosts_hold_what_their_ranks_hold() -> None:
 
 
 def test_replayed_experts_come_from_the_engines_ranks_to_the_trainers() -> None:
-    replay: dict[str, Any] = {"layout": {"expert": 4}, "training": {"router_replay": "R3"}, "sync": {"pause": "in_place"}}
+    replay: dict[str, Any] = {
+        "layout": {"expert": 4},
+        "training": {"router_replay": "R3"},
+        "sync": {"pause": "in_place"},
+    }
     engine = {"ranks": 4, "gpus_per_engine": 4, "args": {"mem_fraction_static": 0.7}}
     job = job_of("qwen3-30b-a3b", "h200-141", 1, schedule="async", engine=engine, **replay)
     memory = plan_memory(job)
@@ -126,7 +130,7 @@ def test_the_trainer_takes_as_long_as_one_that_has_its_gpus_alone() -> None:
 @pytest.mark.parametrize("schedule", [Schedule.ONE_STEP_OFF, Schedule.ASYNC])
 def test_the_simulation_divides_times_as_the_plan_does(schedule: Schedule) -> None:
     plan = make_plan(divided(schedule.value))
-    generation_s, training_s, sync_s = plan.sides_s
+    _, training_s, sync_s = plan.sides_s
     scenario = scenario_of(plan, sync_s, 1, Assumptions())
     tokens = plan.job.settings.samples_per_step * plan.job.mean_seq_len
     assert scenario.train_s(tokens) == pytest.approx(training_s)

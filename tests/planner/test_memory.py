@@ -53,6 +53,19 @@ def test_latent_cache_has_576_elements_per_token_and_layer() -> None:
     assert fp8_cache.bytes_per_token == 61 * 576
 
 
+def test_experts_to_replay_and_those_that_sglang_keeps() -> None:
+    """A node of 8 GPUs: a 16th of 1,024 samples, 58 layers of 8 experts in a byte; and 61 in int32 for the cache."""
+    layout = {"tensor": 8, "expert": 8}
+    engine = {"gpus_per_engine": 16, "args": {"quantization": "fp8", "ep_size": 16}}
+    job = job_of("deepseek-r1", "h100-80", 16, engine=engine, layout=layout, training={"router_replay": "R3"})
+    memory = plan_memory(job)
+    in_cache = 8 * memory.engine.kv_cache_tokens * 61 * 8 * 4
+    assert in_cache > 0
+    kept = 1024 * job.mean_seq_len / 16 * 58 * 8
+    assert memory.host[SubPhase.TRAIN]["routed experts"] == pytest.approx(in_cache + kept)
+    assert memory.host[SubPhase.SYNC]["routed experts"] == pytest.approx(in_cache)
+
+
 def test_bytes_per_parameter() -> None:
     def bytes_kept(megatron: dict[str, object], dtype: str = "bfloat16") -> BytesPerParameter:
         return bytes_per_parameter(dtype, megatron)

@@ -127,6 +127,7 @@ def _with_other_layers(shape: ModelShape) -> ModelShape:
         ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm: accepted tokens"),
         ({"enable_hierarchical_cache": True}, "enable_hierarchical_cache: SGLang would return"),
         ({"chunked_prefill_size": -1}, "chunked_prefill_size above 0"),
+        ({"chunked_prefill_size": 0}, "chunked_prefill_size above 0"),
     ],
 )
 def test_engine_arguments_that_lose_experts_are_refused(args: dict[str, Any], sentence: str, shape: ModelShape) -> None:

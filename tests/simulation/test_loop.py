@@ -37,9 +37,8 @@ def test_every_group_and_token_ends_once(schedule: Schedule, changes: dict[str, 
         groups = totals.groups
         assert groups["trained"] == scenario.steps * scenario.prompts_per_step
         assert groups["launched"] == sum(groups[fate] for fate in ("trained", "dropped", "lost", "unfinished"))
-        tokens = totals.trained + totals.dropped + totals.lost + totals.unfinished
-        assert totals.generated == pytest.approx(tokens, rel=1e-6)
-        assert (totals.lost > 0) == bool(totals.failures or scenario.oversample_factor > 1)
+        assert totals.generated == pytest.approx(sum(totals.tokens.values()), rel=1e-6)
+        assert not totals.tokens["lost"] or totals.failures or scenario.oversample_factor > 1
         assert max(totals.staleness) <= scenario.max_staleness or (schedule, changes) in BY_FINISH
         assert totals.staleness.total() == scenario.steps * scenario.samples_per_step
 
@@ -117,7 +116,7 @@ def test_without_staleness_engines_of_their_own_wait_for_each_update() -> None:
 def test_by_finish_prefers_short_answers_and_by_launch_none() -> None:
     def mean_length(select_by: str) -> float:
         outcome = simulate(scenario_of(oversample_factor=2.0, select_by=select_by, steps=64))
-        return outcome.after.trained / outcome.after.staleness.total()
+        return outcome.after.tokens["trained"] / outcome.after.staleness.total()
 
     mean = sum(long_tail()) / len(long_tail())
     assert mean_length("launch") == pytest.approx(mean, rel=0.04)
@@ -136,6 +135,11 @@ def test_engines_fail_as_often_as_told_and_come_back() -> None:
     assert outcome.after.failures == pytest.approx(2 * outcome.after.now / (50 + 10), rel=0.25)
     assert outcome.step_s > simulate(scenario_of(steps=200)).step_s
     assert outcome.useful_share < 1
+
+
+def test_engines_that_fail_too_often_never_finish_a_step() -> None:
+    with pytest.raises(UserError, match=r"engines fail every 0\.01 s"):
+        simulate(scenario_of(engine_mtbf_s=0.01, engine_restart_s=0.01))
 
 
 @pytest.mark.parametrize(

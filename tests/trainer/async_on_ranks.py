@@ -76,6 +76,8 @@ class Scorer:
 class Engines:
     """All engines of the job, on its last rank; none on the others."""
 
+    host_ranks = (1,)
+
     def __init__(self, job: Job, delays: Random) -> None:
         self.engines = [SeededEngine(delays) for _ in range(ENGINES)] if job.hosts_engines else []
         self._loop = EventLoopThread("engines")
@@ -90,7 +92,7 @@ class Engines:
         for index, engine in enumerate(self.engines):
             client: Any = engine
             carried = {number: group for number, group in task.carried.items() if number % ENGINES == index}
-            worker = RolloutWorker(client, scorer, tokenizer, 60.0)
+            worker = RolloutWorker(client, scorer, tokenizer, 60.0, lambda error: None)
             runs.append(worker.run(replace(task, carried=carried), stream, SLOTS))
         return {number: group for groups in await asyncio.gather(*runs) for number, group in groups.items()}
 
@@ -114,7 +116,8 @@ def run(settings: Settings, job: Job, parallel: Parallel | None, steps: int, num
     phases, scorer = SimpleNamespace(phase=lambda *_: nullcontext()), Scorer()
     prompts = PromptSet("test", tuple(Prompt(i, str(i), (4 + i % 40, 4 + i // 40)) for i in range(PROMPTS)), 0)
     stored = replace(job, store=dist.PrefixStore(f"run/{number}", job.store))
-    collector = RolloutCollector(settings, prompts, engines, scorer, stored, phases, passes)  # type: ignore[arg-type]
+    recovery: Any = SimpleNamespace(run=lambda: False)
+    collector = RolloutCollector(settings, prompts, engines, scorer, stored, phases, passes, recovery)  # type: ignore[arg-type]
     policy = Policy(settings, parallel, with_reference=False) if parallel else None
     state, hashes = TrainState(), list[str]()
     for step in range(1, steps + 1):

@@ -33,8 +33,14 @@ class OneStep:
         return reports
 
 
-def make_batch(settings: Settings, parallel: Parallel, groups: Sequence[SampleGroup], step: int = 1) -> StepBatch:
+def make_batch(
+    settings: Settings,
+    parallel: Parallel,
+    groups: Sequence[SampleGroup],
+    step: int = 1,
+    moe_layers: Sequence[int] = (),
+) -> StepBatch:
     """Assemble the batch of a step of the tiny model."""
     infos = all_gather_sample_info(groups, parallel.cpu_group)
     estimator = load_estimator(settings.algorithm.advantage)
-    return assemble_step_batch(groups, infos, {}, settings, parallel, 64, step, estimator)
+    return assemble_step_batch(list(groups), infos, {}, settings, parallel, 64, step, estimator, moe_layers)

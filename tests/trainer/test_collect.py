@@ -19,7 +19,7 @@ from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
-from grpo_mp.errors import UserError
+from grpo_mp.errors import EngineError, UserError
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker
@@ -45,18 +45,23 @@ class FakeTokenizer:
         return [" ".join(map(str, response)) for response in tokens]
 
 
+def lose(error: EngineError) -> None:
+    raise error
+
+
 @dataclass
 class OneRankRollout:
     """All engines of the job on one rank."""
 
     engines: list[FakeEngine]
     slots: int
+    host_ranks: tuple[int, ...] = (0,)
     loop: EventLoopThread = field(default_factory=lambda: EventLoopThread("engines"))
     routing: None = None
 
     def begin(self, task: RolloutTask, stream: GroupStream) -> Future[LaunchedGroups]:
         tokenizer: Any = FakeTokenizer()
-        workers = [RolloutWorker(engine, FakeScorer(), tokenizer, 60.0) for engine in self.engines]  # type: ignore[arg-type]
+        workers = [RolloutWorker(engine, FakeScorer(), tokenizer, 60.0, lose) for engine in self.engines]  # type: ignore[arg-type]
         carried = [dict[int, Any]() for _ in workers]
         for number, group in task.carried.items():
             carried[number % len(workers)][number] = group
@@ -106,7 +111,8 @@ def collector(
     settings.data, settings.run = SimpleNamespace(shuffle=False), SimpleNamespace(seed=0, steps=steps)
     rollouts: Any = OneRankRollout(engines, slots)
     scorer: Any = FakeScorer()
-    return RolloutCollector(settings, prompts, rollouts, scorer, job, phases, lengths_differ)
+    recovery: Any = SimpleNamespace(run=lambda: False)
+    return RolloutCollector(settings, prompts, rollouts, scorer, job, phases, lengths_differ, recovery)
 
 
 def run_steps(collect: RolloutCollector, engines: list[FakeEngine], steps: int) -> list[RolloutBatch]:

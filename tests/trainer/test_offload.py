@@ -1,5 +1,6 @@
 """Which function moves what at the start of a phase."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +15,7 @@ from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.trainer.offload import offload_functions
 from tests.policy.test_checkpoint import make_policy
 
-NO_ENGINE = cast(Rollout, SimpleNamespace(client=None))
+NO_ENGINE = cast(Rollout, SimpleNamespace(client=None, losing_engine=nullcontext))
 
 
 def test_every_part_has_a_function_and_parts_that_stay_are_left_alone(

@@ -36,6 +36,9 @@ class Engine:
     def client(self) -> "Engine":
         return self
 
+    def losing_engine(self) -> AbstractContextManager["Engine"]:
+        return nullcontext(self)
+
     def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run(coroutine)
 

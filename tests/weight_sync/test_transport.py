@@ -4,7 +4,9 @@ import asyncio
 import base64
 import pickle
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,8 @@ ROUND = RankRound({}, {}, (), ("a", "b"), {}, {0: ("a", "b")}, frozenset({"a", "
 class RecordingClient:
     """A client whose engine stores the tensors that each of its ranks loads."""
 
+    index = 0
+
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.loaded: list[dict[str, Tensor]] = []
@@ -43,6 +47,11 @@ class RecordingClient:
 
     async def end_weight_update(self, version: int, keep_cache: bool = False) -> None:
         self.calls.append(f"end {version}")
+
+
+def rollout_of(client: RecordingClient) -> Any:
+    """An engine that may not be lost."""
+    return SimpleNamespace(client=client, call=asyncio.run, losing_engine=lambda: nullcontext(client))
 
 
 def load(payload: str) -> dict[str, Tensor]:
@@ -108,7 +117,7 @@ def staged() -> NamedTensors:
 def test_the_engine_loads_while_the_body_runs(group: dist.ProcessGroup) -> None:
     """One rank is the engine, its node and the job; more are in tests/parallel."""
     client, tensors = RecordingClient(), staged()
-    link = EngineLink(client, asyncio.run, HostTransport(WIRE, group, 0), group, group, 60.0)  # type: ignore[arg-type]
+    link = EngineLink(rollout_of(client), HostTransport(WIRE, group, 0), group, group, 60.0)
     link.begin()
     with link.loading(ROUND, list(tensors)):
         pass
@@ -127,7 +136,7 @@ def test_an_engine_that_does_not_answer_ends_the_sync(group: dist.ProcessGroup) 
         async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
             await asyncio.sleep(2.0)
 
-    link = EngineLink(SilentClient(), asyncio.run, HostTransport(WIRE, group, 0), group, group, 0.1)  # type: ignore[arg-type]
+    link = EngineLink(rollout_of(SilentClient()), HostTransport(WIRE, group, 0), group, group, 0.1)
     message = r"engine 3: weights were not loaded within 0.1 s \(sync.timeout_s\)"
     with pytest.raises(PhaseTimeout, match=message), link.loading(ROUND, staged()):
         pass

@@ -1,0 +1,49 @@
+"""`grpo-mp plan --simulate`, in this process."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import run_command
+
+CONFIG = Path(__file__).parents[2] / "configs" / "qwen2_5_7b.yaml"
+
+
+def test_a_table_of_schedules_and_numbers_of_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("100\n900\n" * 8)
+    simulate = ("plan", CONFIG, "--simulate", "--steps", "2", "--staleness", "0,1", "--lengths", lengths)
+    result = run_command(capsys, *simulate, "--gpus", "7,8,16", "--drop-rate", "0.2", "--engine-mtbf-hours", "1")
+    assert result.status == 0, result.err
+    rows = [line.split() for line in result.out.splitlines() if "%" in line and not line[1:2].isdigit()]
+    schedules = ["colocated", "colocated", "one_step_off", "async"]
+    assert [row[0] for row in rows[:8]] == schedules * 2
+    assert [row[2] for row in rows[:8]] == ["8"] * 4 + ["16"] * 4
+    assert "left out: --gpus 7: " in result.out
+    assert "is fastest" in result.out
+
+
+def test_the_settings_own_division(capsys: pytest.CaptureFixture[str]) -> None:
+    divided = ("schedule=async", "engine.ranks=2")
+    result = run_command(capsys, "plan", CONFIG, *divided, "--simulate", "--steps", "2", "--gpus", "8,16")
+    assert result.status == 0, result.err
+    rows = [line.split() for line in result.out.splitlines() if line.startswith(" async")]
+    assert [row[2:4] for row in rows] == [["8", "2"]] * 3 + [["16", "4"]] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--staleness", "1,many"), "'1,many' is no list of numbers"),
+        (("--staleness", "-1"), "0 or more"),
+        (("--gpus", "8,0"), "expected a positive integer, got 0"),
+        (("--gpus", "7"), "no schedule is possible"),
+        (("--schedule", "sometimes"), "invalid choice"),
+        (("--lengths", "nowhere.txt"), "no such file"),
+        (("--drop-rate", "1"), "must keep some groups"),
+    ],
+)
+def test_mistakes_are_told(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str) -> None:
+    result = run_command(capsys, "plan", CONFIG, "--simulate", *arguments)
+    assert result.status
+    assert words in result.err

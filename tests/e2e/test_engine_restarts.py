@@ -1,0 +1,90 @@
+"""Engines that are killed come back: the run goes on with every group once, and leaves nothing behind."""
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import REWARD, Outcome, StartJob, outcome
+from tests.e2e.jobs import LAUNCH, Job, read_jsonl, spans
+
+pytestmark = pytest.mark.slow
+THREE_RANKS = (sys.executable, "-m", "grpo_mp", "train", "--ranks", "3")
+STEPS = 5
+
+
+@pytest.fixture
+def start(start_job: StartJob, tmp_path: Path) -> Callable[..., Job]:
+    """Start a job in tmp_path/run with a reward in which samples differ."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    reward = f"reward={{functions: {{{tmp_path / 'reward.py'}:letters: 1.0}}}}"
+    common = (f"run.folder={tmp_path / 'run'}", reward, f"run.steps={STEPS}", "run.export=false", "run.eval_every=2")
+
+    def run(*overrides: str, command: tuple[str, ...] = LAUNCH) -> Job:
+        return start_job(*common, *overrides, command=command)
+
+    return run
+
+
+def kill_engine(job: Job, index: int) -> None:
+    """Kill the processes of one engine, the server first; those that watch it end by themselves."""
+    engines = [one for one in job.alive() if f"engine-{index}-" in environment_of(one)]
+    for process in engines:
+        process.send_signal(signal.SIGKILL)
+
+
+def environment_of(process: psutil.Process) -> str:
+    try:
+        return process.environ().get("GRPO_MP_ENGINE_ARGUMENTS", "")
+    except psutil.Error:
+        return ""
+
+
+def check_steps(run: Path) -> None:
+    steps = read_jsonl(run / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(STEPS + 1))
+    for step in steps:
+        assert step["sync/check/logprob_abs_diff/mean"] <= 1e-4
+        assert ("eval/arithmetic/reward" in step) == (step["step"] in (0, 2, 4, STEPS))
+    for step in steps[1:]:
+        assert step["rollout/groups"] == 4
+        assert step["train/samples_seen"] == 16 * step["step"]
+
+
+@pytest.mark.parametrize("phase", ["GENERATE", "TRAIN", "SYNC", "EVAL"])
+def test_a_killed_engine_comes_back(start: Callable[..., Job], tmp_path: Path, phase: str) -> None:
+    """It is killed at a random moment of the phase, or a little after; the other one takes its groups."""
+    job, run = start(), tmp_path / "run"
+    job.wait_until(lambda: spans(run, 1, phase) >= 2)
+    kill_engine(job, Random(phase).randrange(2))
+    assert outcome(job) == Outcome(0, job.out, job.err, [])
+    assert "it is started again" in job.err
+    check_steps(run)
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
+def test_the_only_engine_comes_back(start: Callable[..., Job], tmp_path: Path, schedule: str) -> None:
+    job, run = start(f"schedule={schedule}", "engine.ranks=1", "layout={}"), tmp_path / "run"
+    job.wait_until(lambda: spans(run, 0, "TRAIN") >= 2)
+    kill_engine(job, 0)
+    assert outcome(job) == Outcome(0, job.out, job.err, [])
+    assert "it is started again" in job.err
+    check_steps(run)
+
+
+def test_an_engine_that_dies_too_often_ends_the_run(start: Callable[..., Job], tmp_path: Path) -> None:
+    job, run = start("engine.max_restarts=1", "run.steps=1000"), tmp_path / "run"
+    job.wait_until(lambda: spans(run, 0, "TRAIN") > 1)
+    kill_engine(job, 1)
+    job.wait_until(lambda: "started again" in job.err)
+    done = spans(run, 0, "TRAIN")
+    job.wait_until(lambda: spans(run, 0, "TRAIN") > done + 1)
+    kill_engine(job, 1)
+    ended = outcome(job)
+    assert ended.status == 2
+    assert "(started again 1 times: engine.max_restarts)" in ended.err
+    assert ended.left == []
