@@ -44,7 +44,8 @@ def simulate_job(
 ) -> list[Outcome]:
     """Simulate a job under each schedule and bound of staleness; those that need GPUs of their own divide them best.
 
-    `job`: a colocated one, see `on_gpus`. `sync_s`: seconds of a weight sync. `engine_gpus`: only this division. A schedule that has none is left out.
+    `job`: a colocated one, see `on_gpus`. `sync_s`: seconds of a weight sync. `engine_gpus`: only this division. A
+    schedule that has none is left out.
     """
     outcomes, stalenesses = [], tuple(stalenesses)
     allowed = {Schedule.ONE_STEP_OFF: {1}, Schedule.ASYNC: {*stalenesses} - {0}}
