@@ -1,11 +1,12 @@
 """Plans of jobs whose engines have GPUs of their own, against what each side alone needs."""
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_mp.distributed.communicators import communicators
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.phases import GIB
@@ -17,6 +18,7 @@ from grpo_mp.planner.search import search_layouts
 from grpo_mp.planner.weight_traffic import plan_job_sync
 from grpo_mp.simulation.planned import Assumptions, put_on, scenario_of, simulate_job
 from grpo_mp.simulation.scenario import Schedule
+from tests.cli.command import run_command
 from tests.planner.jobs import job_of
 
 QWEN = 7_615_616_512  # parameters of Qwen2.5-7B
@@ -179,7 +181,30 @@ def test_search_keeps_the_division() -> None:
 
 
 def test_communicators_are_those_of_the_ranks_that_train() -> None:
-    job = divided()
-    groups = communicators(job.settings.layout, 8, has_experts=False, tied=False)
-    sizes = [kinds["communication"] for kinds in plan_memory(job).device[0].values()]
-    assert sizes == pytest.approx([(1 + len(groups)) * 0.56 * GIB] * len(sizes))
+    """Of 4 ranks WORLD, the gradient's norm and tensor parallelism; and one of all 8."""
+    device = plan_memory(divided(nodes=1, engine=HALF_A_NODE)).device[0]
+    sizes = [kinds["communication"] for kinds in device.values()]
+    assert sizes == pytest.approx([4 * 0.56 * GIB] * len(sizes))
+
+
+def test_only_nodes_that_train_read_and_write_checkpoints() -> None:
+    """Without old logprobs nothing that a trainer does hides a save; 14 bytes a parameter are written, then read."""
+    plan = make_plan(divided(run={"folder": "run", "steps": 1, "save_every": 1}))
+    assert plan.times[SubPhase.LOGPROB].expected_s == 0
+    assert plan.uses[SubPhase.SAVE].disk_bytes == pytest.approx(QWEN * 14 * 2, rel=1e-3)
+    half = make_plan(divided(nodes=1, engine=HALF_A_NODE))
+    assert half.uses[SubPhase.LOAD].disk_bytes == pytest.approx(QWEN * 2, rel=1e-3)
+
+
+def test_the_command_shows_both_kinds_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = Path(__file__).parents[2] / "configs" / "qwen3_30b_a3b.yaml"
+    division = ("schedule=async", "engine.ranks=4", "layout.expert=4")
+    result = run_command(capsys, "plan", str(recipe), "--cluster", "h200-141", *division)
+    assert result.status == 0, result.err
+    text = " ".join(result.out.split())
+    assert "(tensor=4, pipeline=1, context=1, expert=4, expert_tensor=1, data=1)" in text
+    assert "Device, GiB: a GPU of an engine" in text
+    assert "schedule async: a step takes the longer of generation" in text
+    # Precision-aware Adam keeps 2 + 4 + 4 bytes of all 7,642,626,048 parameters of a rank: nothing divides them.
+    assert re.search(r" train 0\.6 [\d.]+ 14\.2 28\.5 71\.2 ", text)
+    assert " offload " not in text
