@@ -40,7 +40,11 @@ def _step(job: PlannedJob) -> Iterator[str]:
     samples, updates = settings.samples_per_step, settings.optimizer_steps_per_step
     yield f"{settings.step_summary}; {settings.run.steps} steps in total"
     stale = f"those of its last update are {updates - 1} updates old" if updates > 1 else "none is stale"
-    yield f"staleness: a step samples from the weights before its first update; {stale}"
+    if rollout.max_staleness:
+        oldest = f"{rollout.max_staleness} step{'s' * (rollout.max_staleness > 1)}"
+        yield f"staleness: a sample begins by weights up to {oldest} older than those before the step's first update"
+    else:
+        yield f"staleness: a step samples from the weights before its first update; {stale}"
     yield (
         f"longest sequence: {rollout.max_prompt_tokens:,} + {rollout.max_response_tokens:,} = "
         f"{rollout.max_sequence_tokens:,} tokens; a micro-batch holds up to {training.max_tokens_per_microbatch:,}, "
@@ -53,26 +57,31 @@ def _step(job: PlannedJob) -> Iterator[str]:
 
 def _placement(job: PlannedJob) -> Iterator[str]:
     layout, engine, parallelism = job.settings.layout, job.settings.engine, job.engine_parallelism
+    shared, ranks = job.settings.shares_devices, engine.ranks
+    which = "all" if shared else f"the first {job.train_ranks} of"
     yield (
-        f"trainer: all {job.world_size} GPUs of {job.nodes} nodes; {describe_parallelism(layout, job.world_size)}; "
+        f"trainer: {which} {job.world_size} GPUs of {job.nodes} nodes; "
+        f"{describe_parallelism(layout, job.train_ranks)}; "
         f"the optimizer of dense parameters over {job.dense_shards} ranks, of experts over {job.expert_shards}; "
         f"layers of the stages: {', '.join(str(len(layers)) for layers in job.stage_layers)}"
     )
     hosts = engine_host_ranks(engine_placements(engine, job.world_size, job.gpus_per_node))
     replicas = parallelism.replicas
     yield (
-        f"engines: {len(hosts)} of {engine.gpus_per_engine} GPUs on the same devices, in turn with the trainer; "
+        f"engines: {len(hosts)} of {engine.gpus_per_engine} GPUs on "
+        f"{'the same devices, in turn with the trainer' if shared else f'the last {ranks} GPUs, beside the trainer'}; "
         f"servers are "
         f"started by rank{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}; "
         f"attention over {parallelism.attention_tensor} in {replicas} replica{'s' * (replicas > 1)}, "
         f"experts over {parallelism.expert}"
     )
-    yield (
-        f"offloaded while the engines generate: weights to the host; gradients are freed; "
-        f"{OPTIMIZER_PLACES[job.settings.optimizer.offload]}"
-        if job.settings.model.offloads
-        else "nothing is offloaded: a float32 policy and its engine share the device"
-    )
+    place = OPTIMIZER_PLACES[job.optimizer_offload]
+    if job.offloads:
+        yield f"offloaded while the engines generate: weights to the host; gradients are freed; {place}"
+    elif shared:
+        yield "nothing is offloaded: a float32 policy and its engine share the device"
+    else:
+        yield f"nothing is offloaded: the engines have devices of their own; {place}"
 
 
 def _numerics(job: PlannedJob) -> Iterator[str]:

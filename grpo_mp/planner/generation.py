@@ -9,9 +9,9 @@ from random import Random
 from statistics import fmean
 
 from grpo_mp.planner.clusters import OVERHEADS
+from grpo_mp.planner.engine_memory import EngineMemory
 from grpo_mp.planner.flops import active_parameters, forward_flops_per_token, routed_parameters
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.memory import EngineMemory
 from grpo_mp.planner.resource_use import GIGA, TERA, ResourceUse, Wait
 from grpo_mp.rollout.engine_parallelism import REPLICATING_A2A_BACKENDS
 

@@ -146,9 +146,25 @@ class PlannedJob:
         return self.nodes * self.gpus_per_node
 
     @property
+    def train_ranks(self) -> int:
+        """Return the number of ranks that train, the first of the job: all, or those that `engine.ranks` leaves."""
+        return self.world_size - self.settings.engine.ranks
+
+    @property
+    def offloads(self) -> bool:
+        """Return whether policy and engines leave the device for each other."""
+        return self.settings.shares_devices and self.settings.model.offloads
+
+    @property
+    def optimizer_offload(self) -> str:
+        """Return `optimizer.offload` as it acts: between steps nothing moves off GPUs that have no engine."""
+        offload = self.settings.optimizer.offload
+        return "none" if offload == "step" and not self.settings.shares_devices else offload
+
+    @property
     def dp_size(self) -> int:
         """Return the data-parallel size of the dense layers."""
-        return data_parallel_size(self.settings.layout, self.world_size)
+        return data_parallel_size(self.settings.layout, self.train_ranks)
 
     @property
     def dense_shards(self) -> int:
@@ -159,7 +175,7 @@ class PlannedJob:
     def expert_shards(self) -> int:
         """Return the number of ranks that shard the optimizer state of a routed expert's parameter."""
         layout = self.settings.layout
-        return self.world_size // (layout.expert * layout.expert_tensor * layout.pipeline)
+        return self.train_ranks // (layout.expert * layout.expert_tensor * layout.pipeline)
 
     def sharded_parameters(self, count: ParameterCount) -> float:
         """Return the number of parameters whose optimizer state one rank keeps; `count`: those that it holds."""
@@ -169,7 +185,7 @@ class PlannedJob:
     def num_engines(self) -> int:
         """Return the number of engines."""
         engine = self.settings.engine
-        return engine.num_engines or self.world_size // engine.gpus_per_engine
+        return engine.num_engines or (engine.ranks or self.world_size) // engine.gpus_per_engine
 
     @cached_property
     def engine_parallelism(self) -> EngineParallelism:
@@ -260,8 +276,8 @@ def make_job(
     hf = replace(hf, family=settings.model.family)
     megatron = settings.training.megatron_args
     model = model_shape(hf)
-    check_layout(layout, model, world_size, sets_pipeline_layout(megatron))
     engine_placements(settings.engine, world_size, gpus_per_node)
+    check_layout(layout, model, world_size - settings.engine.ranks, sets_pipeline_layout(megatron))
     stage_layers = layers_of_stages(model.num_layers, layout, megatron)
     return PlannedJob(
         settings=settings,

@@ -8,74 +8,13 @@ from grpo_mp.checkpoint.hf_writer import SHARD_BYTES
 from grpo_mp.distributed.communicators import PIPELINE, communicators
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.models.families import family_of
 from grpo_mp.phases import TRAINER, Phase, Residency
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.job import DTYPE_BYTES, PlannedJob
-from grpo_mp.planner.parameter_count import rule_parameters
-from grpo_mp.rollout.engine_parallelism import read_argument
+from grpo_mp.planner.engine_memory import EngineMemory, engine_memory
+from grpo_mp.planner.job import PlannedJob
 from grpo_mp.types import expert_id_bytes
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
-
-
-@dataclass(frozen=True)
-class EngineMemory:
-    """Bytes on one GPU; `kv_cache_tokens` is what the KV caches of the engine hold."""
-
-    weights: float
-    kv_cache: float
-    cuda_graphs: float
-    communication: float
-    bytes_per_token: float
-    kv_cache_tokens: int
-
-
-def engine_memory(job: PlannedJob) -> EngineMemory:
-    """Return weights, and the KV cache that `mem_fraction_static` leaves beside them (0 where it leaves nothing).
-
-    Raises UserError where engine.gpus_per_engine and engine.args do not divide each other, the model or a block of FP8.
-    """
-    args, weights = job.settings.engine.args, engine_weight_bytes(job)
-    fraction = read_argument(args, "mem_fraction_static", OVERHEADS.mem_fraction_static)
-    kv_cache, model = max(0.0, fraction * job.cluster.gpu_bytes - weights), job.model
-    # Of one GPU; a latent cache is the same on every GPU of a replica.
-    kv_heads = max(1, model.num_kv_heads / job.engine_parallelism.attention_tensor)
-    elements = model.num_layers * (model.mla_cache_dim or 2 * kv_heads * model.qk_head_dim)
-    bytes_per_token = elements * (
-        1 if "fp8" in str(args.get("kv_cache_dtype")) else DTYPE_BYTES[job.settings.model.dtype]
-    )
-    deepep = OVERHEADS.deepep_buffers if args.get("moe_a2a_backend") == "deepep" else 0.0
-    return EngineMemory(
-        weights=weights,
-        kv_cache=kv_cache,
-        cuda_graphs=0.0 if args.get("disable_cuda_graph") else OVERHEADS.cuda_graphs,
-        communication=OVERHEADS.engine_nccl + deepep,
-        bytes_per_token=bytes_per_token,
-        kv_cache_tokens=int(kv_cache / bytes_per_token) * job.engine_parallelism.replicas,
-    )
-
-
-def engine_weight_bytes(job: PlannedJob) -> float:
-    """Return the bytes of weights on one GPU. In blockwise FP8, embedding, output and routers keep the model's dtype.
-
-    Copies of key and value heads, where there are fewer than ranks, are left out: a few thousandths.
-    """
-    args = job.settings.engine.args
-    parallelism, dtype_bytes = job.engine_parallelism, DTYPE_BYTES[job.settings.model.dtype]
-    layer_bytes = 1 + 4 / 128**2 if job.engine_uses_fp8 else dtype_bytes  # with a float32 scale for each block
-    size = 0.0
-    for rule in family_of(job.hf).rules(job.hf):
-        if rule.applies_to_no_layer or rule.alias:
-            continue
-        # Outside the layers only the embedding follows attention, and with its own option the output layer.
-        like_layers = "layers" in rule.name or rule.name.startswith("embedding") or args.get("enable_dp_lm_head")
-        tensor = parallelism.divisor(rule.name, routed_expert=False)[0] if like_layers else parallelism.gpus
-        count = rule_parameters(rule, tensor, parallelism.expert, parallelism.expert_tensor)
-        quantized = rule.layers and "router" not in rule.name
-        size += count.total * len(rule.layers or (0,)) * (layer_bytes if quantized else dtype_bytes)
-    return size
-
 
 BytesByKind = Mapping[str, float]
 
@@ -105,6 +44,10 @@ RESIDENT = {
 }
 BESIDE_A_SAVE = (SubPhase.GENERATE, SubPhase.SCORE, SubPhase.LOGPROB)
 ALL_RESIDENT = Residency(True, True, True, True, True, True)
+# Of a rank that only trains. It waits while engines generate, and nothing leaves its device.
+ONLY_TRAINER = replace(ALL_RESIDENT, engine_weights=False, engine_cache=False)
+NOT_OF_A_TRAINER = (SubPhase.GENERATE, SubPhase.OFFLOAD)
+ROUNDS_OF_A_TRAINER = 1  # of ROUNDS_IN_MEMORY: what it sends; engines have the others
 
 
 # The kinds of a plan that the trainer measures under one name: `device_items` of policy/offload.py.
@@ -133,9 +76,13 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by kind: on the device of a rank of each stage, [stage][sub-phase], and on the host of the fullest node."""
+    """Bytes by kind: on the device of a rank of each stage, [stage][sub-phase], and on the host of the fullest node.
+
+    `engine_device`: on a device that only an engine uses; empty where ranks that train host the engines.
+    """
 
     device: tuple[Mapping[SubPhase, BytesByKind], ...]
+    engine_device: Mapping[SubPhase, BytesByKind]
     host: Mapping[SubPhase, BytesByKind]
     engine: EngineMemory
 
@@ -144,7 +91,8 @@ def plan_memory(job: PlannedJob) -> MemoryPlan:
     """Plan the memory of a job."""
     engine = engine_memory(job)
     device = tuple(_device_memory(job, stage, engine) for stage in range(len(job.stage_layers)))
-    return MemoryPlan(device, _host_memory(job, engine), engine)
+    engine_device = {} if job.settings.shares_devices else _engine_device_memory(job, engine)
+    return MemoryPlan(device, engine_device, _host_memory(job, engine), engine)
 
 
 def total_bytes(sizes: BytesByKind) -> float:
@@ -156,17 +104,20 @@ def _device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Su
     count, per_parameter = job.parameter_counts[stage], job.per_parameter
     in_use, suspended = communicator_bytes(job)
     memory: dict[SubPhase, BytesByKind] = {}
+    shared = job.settings.shares_devices
     for sub_phase in SubPhase:
-        resident = RESIDENT[sub_phase] if job.settings.model.offloads else ALL_RESIDENT
+        if not shared and sub_phase in NOT_OF_A_TRAINER:
+            continue
+        resident = _resident(job, sub_phase)
         trainer = {
             "weights": resident.policy_weights * count.total * per_parameter.weights,
             "gradients": resident.gradients * count.total * per_parameter.gradients,
-            "optimizer": _has_optimizer(job, sub_phase) * job.sharded_parameters(count) * per_parameter.optimizer,
+            "optimizer": resident.optimizer * job.sharded_parameters(count) * per_parameter.optimizer,
         } | _temporary_memory(job, stage, sub_phase)
         communication = in_use if resident.communicators else suspended
         sizes = {
-            "contexts": 2 * OVERHEADS.cuda_context,
-            "communication": communication + engine.communication,
+            "contexts": (1 + shared) * OVERHEADS.cuda_context,
+            "communication": communication + engine.communication * shared,
         } | trainer
         sizes["fragments"] = OVERHEADS.fragmentation * total_bytes(trainer)
         sizes["engine weights"] = resident.engine_weights * engine.weights
@@ -176,25 +127,46 @@ def _device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Su
     return memory
 
 
+def _resident(job: PlannedJob, sub_phase: SubPhase) -> Residency:
+    """Return what is on the device of a rank that trains."""
+    if job.offloads:
+        stays = job.optimizer_offload == "none" and sub_phase is not SubPhase.START
+        return replace(RESIDENT[sub_phase], optimizer=stays or RESIDENT[sub_phase].optimizer)
+    if job.settings.shares_devices:
+        return ALL_RESIDENT
+    return Residency(communicators=True) if sub_phase is SubPhase.START else ONLY_TRAINER
+
+
+def _engine_device_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
+    """Return what is on a device that only an engine uses: its rank has a process there, for the weight sync."""
+    staged = _sync_round_bytes(job) * (ROUNDS_IN_MEMORY - ROUNDS_OF_A_TRAINER)
+    sizes = {
+        "contexts": 2 * OVERHEADS.cuda_context,
+        "communication": OVERHEADS.communicator + engine.communication,
+        "engine weights": engine.weights,
+        "KV cache": engine.kv_cache,
+        "CUDA graphs": engine.cuda_graphs,
+    }
+    return {
+        SubPhase.GENERATE: sizes,
+        SubPhase.SYNC: sizes | {"sync rounds": staged, "fragments": OVERHEADS.fragmentation * staged},
+    }
+
+
 def communicator_bytes(job: PlannedJob) -> tuple[float, float]:
     """Return the bytes of the trainer's communicators on one device: in use, and while engines generate."""
     layout, in_use, suspended = job.settings.layout, 0.0, 0.0
-    for group in communicators(layout, job.world_size, bool(job.model.num_experts), job.hf.tied):
+    if not job.settings.shares_devices:
+        in_use += OVERHEADS.communicator  # of all ranks of the job: to send weights
+    for group in communicators(layout, job.train_ranks, bool(job.model.num_experts), job.hf.tied):
         in_pairs = group.group == PIPELINE and layout.virtual_pipeline is not None  # to the stages before and after
         size = OVERHEADS.communicator * (2 if in_pairs else 1)
         in_node = group.fits_in(job.gpus_per_node)
         in_use += size
         kept = OVERHEADS.suspended_in_node if in_node else OVERHEADS.suspended_network
         suspended += size * (1 if in_pairs else kept)
-    return in_use, suspended if job.settings.training.suspend_communicators else in_use
-
-
-def _has_optimizer(job: PlannedJob, sub_phase: SubPhase) -> bool:
-    """Return whether what the optimizer keeps on the device is there."""
-    settings = job.settings
-    if settings.model.offloads and settings.optimizer.offload == "none":
-        return sub_phase is not SubPhase.START  # the policy is not built yet
-    return not settings.model.offloads or RESIDENT[sub_phase].optimizer
+    suspends = job.settings.training.suspend_communicators and job.settings.shares_devices
+    return in_use, suspended if suspends else in_use
 
 
 def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[str, float]:
@@ -214,10 +186,15 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         piece = min(job.settings.optimizer.piece_bytes, sharded * per_parameter.host_optimizer)
         return {"float32 gradients": sharded * per_parameter.fp32_gradients, "optimizer pieces": 2 * piece}
     if sub_phase is SubPhase.SYNC:
-        vocabulary = job.model.vocab_size * job.model.hidden_size * per_parameter.weights  # an engine loads it at once
-        largest_round = max(job.settings.sync.bucket_bytes / ROUNDS_IN_MEMORY, vocabulary)
-        return {"sync rounds": largest_round * (ROUNDS_IN_MEMORY if job.world_size > 1 else 1)}  # one shares, no more
+        rounds = ROUNDS_IN_MEMORY if job.settings.shares_devices else ROUNDS_OF_A_TRAINER
+        return {"sync rounds": _sync_round_bytes(job) * (rounds if job.world_size > 1 else 1)}  # one shares, no more
     return {}
+
+
+def _sync_round_bytes(job: PlannedJob) -> float:
+    """Return the bytes of the largest round of the weight sync."""
+    vocabulary = job.model.vocab_size * job.model.hidden_size * job.per_parameter.weights  # an engine loads it at once
+    return max(job.settings.sync.bucket_bytes / ROUNDS_IN_MEMORY, vocabulary)
 
 
 def _largest_tensor(model: ModelShape, tensor: int) -> float:
@@ -227,25 +204,38 @@ def _largest_tensor(model: ModelShape, tensor: int) -> float:
 
 
 def _host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
-    """Return the memory of the fullest node in each sub-phase. A node may hold ranks of several stages."""
+    """Return the memory of the fullest node in each sub-phase. A node may hold several stages, and engines."""
     nodes = set()
     for start in range(0, job.world_size, job.gpus_per_node):
-        ranks = range(start, start + job.gpus_per_node)
-        nodes.add(tuple(coordinates(rank, job.settings.layout, job.world_size).pipeline for rank in ranks))
+        nodes.add(tuple(_stage_of(job, rank) for rank in range(start, start + job.gpus_per_node)))
 
-    def node_memory(stages: tuple[int, ...], sub_phase: SubPhase) -> BytesByKind:
-        by_rank = [_rank_host_memory(job, sub_phase, stage, engine) for stage in stages]
-        return {kind: sum(sizes[kind] for sizes in by_rank) for kind in by_rank[0]}
+    def node_memory(stages: tuple[int | None, ...], sub_phase: SubPhase) -> BytesByKind:
+        by_rank = [
+            _engine_host_memory(job, engine) if stage is None else _rank_host_memory(job, sub_phase, stage, engine)
+            for stage in stages
+        ]
+        kinds = dict.fromkeys(kind for sizes in by_rank for kind in sizes)
+        return {kind: sum(sizes.get(kind, 0) for sizes in by_rank) for kind in kinds}
 
-    return {sub_phase: max((node_memory(node, sub_phase) for node in nodes), key=total_bytes) for sub_phase in SubPhase}
+    return {
+        sub_phase: max((node_memory(node, sub_phase) for node in nodes), key=total_bytes)
+        for sub_phase in SubPhase
+        if job.settings.shares_devices or sub_phase is not SubPhase.OFFLOAD
+    }
+
+
+def _stage_of(job: PlannedJob, rank: int) -> int | None:
+    """Return the pipeline stage of a rank; None: it does not train."""
+    return coordinates(rank, job.settings.layout, job.train_ranks).pipeline if rank < job.train_ranks else None
 
 
 def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: EngineMemory) -> dict[str, float]:
-    count, per_parameter = job.parameter_counts[stage], job.per_parameter
+    """Return the memory of a rank that trains, with that of its engine where it hosts one."""
+    count, per_parameter, shared = job.parameter_counts[stage], job.per_parameter, job.settings.shares_devices
     sharded = job.sharded_parameters(count)
     sizes = {
-        "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process,
-        "weights": count.total * per_parameter.host_copies,
+        "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process * shared,
+        "weights": count.total * per_parameter.host_copies * shared,
         "reference": count.total * per_parameter.weights * job.has_reference,
         "optimizer": sharded * per_parameter.host_optimizer * (sub_phase is not SubPhase.START),
         "checkpoint": _checkpoint_host_bytes(job, sub_phase),
@@ -253,26 +243,49 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         * (sub_phase is SubPhase.SAVE and job.settings.run.export_every > 0),  # while it is written
     }
     if job.settings.training.router_replay != "none":
-        sizes["routed experts"] = _routed_expert_bytes(job, sub_phase, engine)
+        sizes["routed experts"] = (
+            _routed_expert_bytes(job, sub_phase) + _engine_routed_expert_bytes(job, engine) * shared
+        )
     if sub_phase in (SubPhase.START, SubPhase.LOAD):
         sizes["weights"] = 0.0
-    elif job.settings.optimizer.offload == "step":  # the pinned copy stays while the optimizer is on the device
-        sizes["optimizer"] += sharded * per_parameter.optimizer * job.settings.model.offloads
-    if job.settings.model.offloads and not RESIDENT[sub_phase].communicators:
+    elif job.optimizer_offload == "step":  # the pinned copy stays while the optimizer is on the device
+        sizes["optimizer"] += sharded * per_parameter.optimizer * job.offloads
+    if job.offloads and not RESIDENT[sub_phase].communicators:
         in_use, suspended = communicator_bytes(job)
         sizes["communicators"] = in_use - suspended
     return sizes
 
 
-def _routed_expert_bytes(job: PlannedJob, sub_phase: SubPhase, engine: EngineMemory) -> float:
-    """Return a rank's part of the experts to replay, and SGLang's own: int32 for all layers and slots of its cache."""
-    model, replay = job.model, job.settings.training.router_replay
-    tokens = job.settings.samples_per_step * job.mean_seq_len / job.world_size
-    first = SubPhase.GENERATE if replay == "R3" else SubPhase.LOGPROB
-    is_kept = sub_phase in tuple(SubPhase)[tuple(SubPhase).index(first) : tuple(SubPhase).index(SubPhase.OFFLOAD)]
-    kept = tokens * model.num_moe_layers * model.experts_per_token * expert_id_bytes(model.num_experts) * is_kept
-    slots = engine.kv_cache_tokens / job.engine_parallelism.replicas * (replay == "R3")
-    return kept + 4 * slots * model.num_layers * model.experts_per_token
+def _engine_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float]:
+    """Return the memory of a rank that only hosts an engine: with router replay, of a step's samples, too."""
+    sizes = {"processes": OVERHEADS.trainer_process + OVERHEADS.engine_process}
+    if job.settings.training.router_replay == "R3":
+        kept = _replayed_bytes(job) / job.settings.engine.ranks
+        sizes["routed experts"] = kept + _engine_routed_expert_bytes(job, engine)
+    return sizes
+
+
+def _routed_expert_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
+    """Return what a rank that trains keeps of the experts to replay, where it has them."""
+    comes_with_samples = job.settings.training.router_replay == "R3"
+    with_samples = SubPhase.GENERATE if job.settings.shares_devices else SubPhase.SCORE
+    phases = tuple(SubPhase)
+    first = phases.index(with_samples if comes_with_samples else SubPhase.LOGPROB)
+    is_kept = sub_phase in phases[first : phases.index(SubPhase.OFFLOAD)]
+    return _replayed_bytes(job) / job.train_ranks * is_kept
+
+
+def _replayed_bytes(job: PlannedJob) -> float:
+    """Return the experts to replay of a step's samples."""
+    model = job.model
+    tokens = job.settings.samples_per_step * job.mean_seq_len
+    return tokens * model.num_moe_layers * model.experts_per_token * expert_id_bytes(model.num_experts)
+
+
+def _engine_routed_expert_bytes(job: PlannedJob, engine: EngineMemory) -> float:
+    """Return SGLang's own of R3: int32 for all layers and slots of its cache."""
+    slots = engine.kv_cache_tokens / job.engine_parallelism.replicas * (job.settings.training.router_replay == "R3")
+    return 4 * slots * job.model.num_layers * job.model.experts_per_token
 
 
 def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
@@ -282,7 +295,7 @@ def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
     may have been saved without tensor parallelism.
     """
     settings = job.settings
-    in_background = settings.optimizer.offload == "none" and settings.run.async_save and sub_phase in BESIDE_A_SAVE
+    in_background = job.optimizer_offload == "none" and settings.run.async_save and sub_phase in BESIDE_A_SAVE
     from_device = settings.model.offloads and (sub_phase is SubPhase.SAVE or in_background)
     loads = sub_phase is SubPhase.LOAD
     largest_piece = min(

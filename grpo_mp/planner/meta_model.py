@@ -27,7 +27,7 @@ def check_parameter_counts(job: PlannedJob) -> None:
     from grpo_mp.policy.megatron_config import check_overrides
 
     check_overrides(job.settings.training.megatron_args)
-    counts = megatron_parameter_counts(job.settings, job.hf, job.world_size)
+    counts = megatron_parameter_counts(job.settings, job.hf, job.train_ranks)
     assert counts == job.parameter_counts, (
         f"Megatron's model holds {counts}, the closed form says {job.parameter_counts}"
     )

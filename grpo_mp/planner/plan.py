@@ -1,6 +1,6 @@
 """One plan: memory, resource use and time of every sub-phase of a step, and whether it fits its machines."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from grpo_mp.algorithms.settings import needs_old_logprobs
@@ -15,6 +15,8 @@ from grpo_mp.planner.weight_traffic import sync_traffic
 
 SYNC_REQUESTS = 4  # begin and end the update, empty the cache, set the version
 ONCE_PER_RUN = (SubPhase.START, SubPhase.LOAD)
+ON_ENGINES = (SubPhase.GENERATE,)  # what they do on GPUs of their own while the policy trains
+ON_BOTH = (SubPhase.SYNC,)  # neither works meanwhile
 
 
 @dataclass(frozen=True)
@@ -30,19 +32,42 @@ class Plan:
     @property
     def step_s(self) -> float:
         """Return the expected seconds of a step, with its share of saving."""
-        return sum(self.times[sub_phase].expected_s * self.times_per_step(sub_phase) for sub_phase in SubPhase)
+        return sum(self._step_parts(_expected_s).values())
 
     @property
     def roofline_s(self) -> float:
         """Return the seconds of a step at the roofline, with its share of saving."""
-        return sum(self.times[sub_phase].roofline_s * self.times_per_step(sub_phase) for sub_phase in SubPhase)
+        return sum(self._step_parts(_roofline_s).values())
+
+    @property
+    def sides_s(self) -> tuple[float, float, float]:
+        """Return the expected seconds of a step's generation, of its training, and of the weight sync."""
+        engines, trainer, sync = (sum(part.values()) for part in self._sides(_expected_s))
+        return engines, trainer, sync
+
+    def _step_parts(self, seconds: Callable[[TimeEstimate], float]) -> dict[SubPhase, float]:
+        """Return the seconds of the sub-phases that add up to a step.
+
+        These are all, or where engines have GPUs of their own those of the slower side and the weight sync.
+        """
+        if self.job.settings.shares_devices:
+            return {
+                sub_phase: seconds(self.times[sub_phase]) * self.times_per_step(sub_phase) for sub_phase in SubPhase
+            }
+        engines, trainer, sync = self._sides(seconds)
+        return max(engines, trainer, key=lambda part: sum(part.values())) | sync
+
+    def _sides(self, seconds: Callable[[TimeEstimate], float]) -> tuple[dict[SubPhase, float], ...]:
+        parts = {sub_phase: seconds(time) * self.times_per_step(sub_phase) for sub_phase, time in self.times.items()}
+        trainer = tuple(sub_phase for sub_phase in parts if sub_phase not in (*ON_ENGINES, *ON_BOTH))
+        return tuple({name: parts[name] for name in names} for names in (ON_ENGINES, trainer, ON_BOTH))
 
     @property
     def bottleneck(self) -> tuple[SubPhase, str, float]:
         """Return the sub-phase and its resource that take most of a step, and their seconds."""
         seconds = [
             (sub_phase, name, part_s * self.times_per_step(sub_phase))
-            for sub_phase in SubPhase
+            for sub_phase in self._step_parts(_expected_s)
             for name, part_s in self.times[sub_phase].parts.items()
         ]
         return max(seconds, key=lambda item: item[2])
@@ -53,6 +78,14 @@ class Plan:
             return 0.0
         save_every = self.job.settings.run.save_every
         return (1 / save_every if save_every else 0.0) if sub_phase is SubPhase.SAVE else 1.0
+
+
+def _expected_s(time: TimeEstimate) -> float:
+    return time.expected_s
+
+
+def _roofline_s(time: TimeEstimate) -> float:
+    return time.roofline_s
 
 
 def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
@@ -71,12 +104,13 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
     passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + algorithm.kl.measured_share
     swap = 4 * count.total * per_parameter.weights * job.has_reference
     sharded = job.sharded_parameters(count)
-    weights = 2 * count.total * per_parameter.weights * job.settings.model.offloads
-    moves = job.settings.model.offloads and job.settings.optimizer.offload == "step"
+    weights = 2 * count.total * per_parameter.weights * job.offloads
+    moves = job.offloads and job.optimizer_offload == "step"
     state = sharded * per_parameter.optimizer * 2 * moves  # there and back
+    on_node = min(job.gpus_per_node, job.train_ranks)
     return {
         SubPhase.START: ResourceUse(),  # engines read no weights
-        SubPhase.LOAD: ResourceUse(disk_bytes=count.total * 2 * job.gpus_per_node, host_link_bytes=count.total * 2),
+        SubPhase.LOAD: ResourceUse(disk_bytes=count.total * 2 * on_node, host_link_bytes=count.total * 2),
         SubPhase.GENERATE: generation_use(job, memory.engine),
         SubPhase.SCORE: ResourceUse(),
         SubPhase.LOGPROB: logprob_use(job, passes) + ResourceUse(host_link_bytes=swap),
@@ -95,12 +129,14 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
     # Of the model; what tensor-parallel ranks hold alike is counted once for each.
     parameters = sum(count.dense for count in job.parameter_counts) * layout.tensor
     parameters += sum(count.expert for count in job.parameter_counts) * layout.expert * layout.expert_tensor
-    weights = ResourceUse(disk_bytes=parameters * per_parameter.weights / job.nodes)
+    nodes = max(1.0, job.train_ranks / job.gpus_per_node)
+    weights = ResourceUse(disk_bytes=parameters * per_parameter.weights / nodes)
     rest = ResourceUse(
-        disk_bytes=parameters * (2 * per_parameter.saved - per_parameter.weights) / job.nodes,
+        disk_bytes=parameters * (2 * per_parameter.saved - per_parameter.weights) / nodes,
         host_copy_bytes=max(map(job.sharded_parameters, job.parameter_counts)) * per_parameter.saved,
     )
-    hidden_s = sum(estimate_time(uses[sub_phase], job.cluster).expected_s for sub_phase in BESIDE_A_SAVE)
+    beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)  # a trainer that waits is not slower
+    hidden_s = sum(estimate_time(uses[sub_phase], job.cluster).expected_s for sub_phase in beside)
     share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s if job.settings.run.async_save else 1.0
     return weights + rest.scaled(max(0.0, share))
 
@@ -181,13 +217,15 @@ class Feasibility:
 def check_fits(plan: Plan) -> Feasibility:
     """Compare the memory of a plan with that of its machines."""
     job, memory = plan.job, plan.memory
-    stage, sub_phase = max(
-        ((stage, sub_phase) for stage in range(len(memory.device)) for sub_phase in SubPhase),
-        key=lambda item: total_bytes(memory.device[item[0]][item[1]]),
+    per_stage = job.train_ranks // len(memory.device)
+    places = {f"rank {stage * per_stage} (pipeline stage {stage})": sizes for stage, sizes in enumerate(memory.device)}
+    places |= {f"rank {job.train_ranks} (an engine)": memory.engine_device} if memory.engine_device else {}
+    place, sub_phase = max(
+        ((place, sub_phase) for place, sizes in places.items() for sub_phase in sizes),
+        key=lambda item: total_bytes(places[item[0]][item[1]]),
     )
-    place = f"rank {stage * (job.world_size // len(memory.device))} (pipeline stage {stage})"
-    device = MemoryPeak.of(place, sub_phase, memory.device[stage][sub_phase], job.cluster.gpu_bytes)
-    sub_phase = max(SubPhase, key=lambda sub_phase: total_bytes(memory.host[sub_phase]))
+    device = MemoryPeak.of(place, sub_phase, places[place][sub_phase], job.cluster.gpu_bytes)
+    sub_phase = max(memory.host, key=lambda sub_phase: total_bytes(memory.host[sub_phase]))
     host = MemoryPeak.of("a node's host", sub_phase, memory.host[sub_phase], job.cluster.host_bytes)
     # The KV cache of each replica of an engine must hold at least one of the longest sequences.
     tokens, kv_cache_problem = memory.engine.kv_cache_tokens // job.engine_parallelism.replicas, ""

@@ -62,7 +62,7 @@ def valid_layouts(job: PlannedJob) -> Iterator[LayoutConfig]:
 
     Every data-parallel rank has a sample in every update.
     """
-    shape, world_size = job.model, job.world_size
+    shape, world_size = job.model, job.train_ranks
     samples = job.settings.samples_per_step // job.settings.training.updates_per_step
     sizes = divisors(world_size)
     tensors = [size for size in sizes if size <= job.gpus_per_node]
@@ -106,7 +106,7 @@ def _fitting_engines(job: PlannedJob) -> list[dict[str, Any]]:
             plan = make_plan(_with_engine(job, engine), with_sync=False)
         except UserError:
             continue  # sizes that do not divide
-        needed = total_bytes(plan.memory.device[0][SubPhase.START])
+        needed = total_bytes(plan.memory.engine_device.get(SubPhase.SYNC, plan.memory.device[0][SubPhase.START]))
         if needed <= job.cluster.gpu_bytes and not check_fits(plan).kv_cache_problem:
             timed.append((plan.times[SubPhase.GENERATE].expected_s, engine))
     if not timed:
@@ -120,7 +120,7 @@ def _engine_candidates(job: PlannedJob) -> Iterator[dict[str, Any]]:
     heads = model.num_heads if model.mla_cache_dim else model.num_kv_heads
     parallelism = ("ep_size", "attn_dp_size", "enable_dp_attention", "dp_size")
     other_args = {name: value for name, value in job.settings.engine.args.items() if name not in parallelism}
-    for gpus in divisors(job.world_size):
+    for gpus in divisors(job.settings.engine.ranks or job.world_size):
         if max(gpus, per_node) % min(gpus, per_node):
             continue
         expert = {"ep_size": gpus} if model.num_experts and gpus > 1 else {}

@@ -50,7 +50,8 @@ def ppo_models(plan: Plan) -> tuple[ModelMemory, ...]:
 def _trained_model(plan: Plan, model: str) -> ModelMemory:
     """Count the policy, or a critic, which differs in its head: one column."""
     job, per_parameter = plan.job, plan.job.per_parameter
-    device, host, moves = 0.0, 0.0, job.settings.optimizer.offload == "step"
+    device, host, moves = 0.0, 0.0, job.optimizer_offload == "step"
+    on_node, on_host = min(job.gpus_per_node, job.train_ranks), job.settings.shares_devices
     for stage, count in enumerate(job.parameter_counts):
         sharded = job.sharded_parameters(count)
         state = sharded * per_parameter.optimizer
@@ -59,7 +60,7 @@ def _trained_model(plan: Plan, model: str) -> ModelMemory:
         weights = count.total * per_parameter.weights
         gradients = count.total * per_parameter.gradients
         device = max(device, weights + gradients + state + activation_bytes(job, stage, logits) + logits)
-        host = max(host, job.gpus_per_node * (weights + host_state + state * moves))
+        host = max(host, on_node * (weights * on_host + host_state + state * moves))
     return ModelMemory(model, True, device, host)
 
 
@@ -67,7 +68,7 @@ def _frozen_model(plan: Plan, model: str) -> ModelMemory:
     job, weight_bytes = plan.job, plan.job.per_parameter.weights
     counts = [count.total for count in job.parameter_counts]
     device = max(count * weight_bytes + forward_bytes(job, stage) for stage, count in enumerate(counts))
-    return ModelMemory(model, False, device, job.gpus_per_node * max(counts) * weight_bytes)
+    return ModelMemory(model, False, device, min(job.gpus_per_node, job.train_ranks) * max(counts) * weight_bytes)
 
 
 def plan_and_show(job: PlannedJob, ppo: bool, times: bool, console: Console) -> bool:
@@ -101,6 +102,8 @@ def show_plan(plan: Plan, feasibility: Feasibility, console: Console) -> None:
     fullest = max(stages, key=lambda stage: max(total_bytes(sizes) for sizes in memory.device[stage].values()))
     title = f"Device, GiB: a rank of pipeline stage {fullest}"
     console.print(Group(_parameter_table(plan), _memory_table(title, memory.device[fullest])))
+    if memory.engine_device:
+        console.print(_memory_table("Device, GiB: a GPU of an engine", memory.engine_device))
     console.print(_memory_table("Host of the fullest node, GiB", memory.host))
     console.print(_time_table(plan), *_notes(plan), sep="\n")
     style = "bold green" if feasibility.fits else "bold red"
@@ -159,7 +162,7 @@ def _parameter_table(plan: Plan) -> Table:
         (str(stage), str(len(layers)), f"{count.dense:,}", f"{count.expert:,}", f"{count.total:,}")
         for stage, (layers, count) in enumerate(zip(job.stage_layers, job.parameter_counts, strict=True))
     ]
-    title = f"Parameters of one rank ({describe_parallelism(job.settings.layout, job.world_size)})"
+    title = f"Parameters of one rank ({describe_parallelism(job.settings.layout, job.train_ranks)})"
     return table_of(title, ("stage", "layers", "dense", "routed experts", "total"), rows)
 
 
@@ -174,7 +177,8 @@ def _memory_table(title: str, memory: Mapping[SubPhase, BytesByKind]) -> Table:
 
 def _time_table(plan: Plan) -> Table:
     rows = []
-    for sub_phase in SubPhase:
+    moves = plan.job.settings.shares_devices
+    for sub_phase in (sub_phase for sub_phase in SubPhase if moves or sub_phase is not SubPhase.OFFLOAD):
         use, time = plan.uses[sub_phase], plan.times[sub_phase]
         costliest = max(time.parts, key=lambda name: time.parts[name], default="")
         traffic = (use.nvlink_bytes, use.network_bytes, use.host_link_bytes + use.host_copy_bytes, use.disk_bytes)
@@ -199,10 +203,12 @@ def _notes(plan: Plan) -> list[str]:
     sub_phase, resource, seconds = plan.bottleneck
     job, engine = plan.job, plan.memory.engine
     tokens = job.settings.samples_per_step * job.mean_seq_len
+    sides = [] if job.settings.shares_devices else [_sides_note(plan)]
     return [
         f"step: {plan.step_s:,.0f} s expected, {plan.roofline_s:,.0f} s at the roofline "
         f"({plan.step_s / plan.roofline_s:.1f} times); {resource} in {sub_phase} costs most, {seconds:,.0f} s; "
         f"{tokens / plan.step_s / job.world_size:,.0f} tokens per GPU and second",
+        *sides,
         f"engines: {job.num_engines} of {job.settings.engine.gpus_per_engine} GPUs; a cache of "
         f"{engine.kv_cache_tokens:,} tokens "
         f"each ({engine.bytes_per_token / 1024:.1f} KiB per token on a GPU); "
@@ -212,6 +218,19 @@ def _notes(plan: Plan) -> list[str]:
         f"assumed: lognormal response lengths, mean {job.mean_response_tokens:,.0f} tokens; achievable of the peaks: "
         f"{describe_rates(job.cluster)}",
     ]
+
+
+def _sides_note(plan: Plan) -> str:
+    generation_s, training_s, sync_s = plan.sides_s
+    slower, other = ("generation", "the trainer waits") if generation_s > training_s else ("training", "engines wait")
+    tail = "; async hides the tail of a step's generation, which is counted here" * (
+        plan.job.settings.schedule == "async"
+    )
+    return (
+        f"schedule {plan.job.settings.schedule}: a step takes the longer of generation, {generation_s:,.0f} s, and "
+        f"training, {training_s:,.0f} s, and the weight sync, {sync_s:,.1f} s: {slower} sets the pace, {other}{tail}; "
+        "--simulate plays it event by event"
+    )
 
 
 def _gib(size: float) -> str:

@@ -70,7 +70,7 @@ def _computed_tokens(job: PlannedJob) -> float:
 def _forward_flops(job: PlannedJob) -> float:
     """Return one GPU's FLOPs of a forward pass over a step's samples."""
     per_token = forward_flops_per_token(job.model, job.hf, job.attention_context)
-    return _computed_tokens(job) * per_token / job.world_size
+    return _computed_tokens(job) * per_token / job.train_ranks
 
 
 def _layer_traffic(job: PlannedJob) -> LayerTraffic:

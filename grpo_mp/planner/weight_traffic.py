@@ -56,7 +56,7 @@ def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPla
     host_ranks = engine_host_ranks(engine_placements(engine, job.world_size, job.gpus_per_node))
     plan = plan_sync(
         group_params(params),
-        shard_holders(params, layout, job.world_size, job.stage_layers),
+        shard_holders(params, layout, job.train_ranks, job.stage_layers),
         engine_readers(host_ranks, job.engine_parallelism),
         job.gpus_per_node,
         wire.sizes,

@@ -86,7 +86,7 @@ def read_comparisons(file: Path = PUBLISHED) -> Iterator[Comparison]:
 
 def _fit(job: PlannedJob, baseline: Mapping[str, float]) -> Scales:
     plan = make_plan(job, with_sync=False)
-    scenario = scenario_of(plan, plan, 0.0, Schedule.COLOCATED, 0, Assumptions(steps=STEPS))
+    scenario = scenario_of(plan, 0.0, 0, Assumptions(steps=STEPS))
     scenario = replace(scenario, rates=replace(scenario.rates, switch_s=0.0))
     train_s = scenario.train_s(_tokens(job))
     generate_s = simulate(scenario).step_s - train_s
@@ -99,11 +99,9 @@ def _fit(job: PlannedJob, baseline: Mapping[str, float]) -> Scales:
 
 def _other(job: PlannedJob, other: Mapping[str, Any], scales: Scales) -> Scenario:
     schedule = Schedule(other["schedule"])
-    trainer_gpus = other["trainer_gpus"]
-    gpus = trainer_gpus if schedule is Schedule.COLOCATED else trainer_gpus + other["engine_gpus"]
-    plan, trainer = (make_plan(put_on(job, count), with_sync=False) for count in (gpus, trainer_gpus))
-    staleness = other.get("max_staleness", 0)
-    scenario = scenario_of(plan, trainer, 0.0, schedule, staleness, Assumptions(steps=STEPS))
+    engine_gpus = 0 if schedule is Schedule.COLOCATED else other["engine_gpus"]
+    plan = make_plan(put_on(job, other["trainer_gpus"] + engine_gpus, schedule, engine_gpus), with_sync=False)
+    scenario = scenario_of(plan, 0.0, other.get("max_staleness", 0), Assumptions(steps=STEPS))
     rates = scales.rates(scenario.rates)
     if "train" in other:
         rates = replace(rates, train_token_s=other["train"] / _tokens(job), update_s=0.0)

@@ -14,11 +14,12 @@ BASE: dict[str, Any] = MINIMAL_SETTINGS | {
 }
 
 
-def settings_of(**sections: dict[str, Any]) -> Settings:
+def settings_of(schedule: str = "colocated", **sections: dict[str, Any]) -> Settings:
     """Override values in sections of the base settings."""
-    return check_settings(BASE | {name: BASE.get(name, {}) | values for name, values in sections.items()}, "test")
+    changed = {name: BASE.get(name, {}) | values for name, values in sections.items()}
+    return check_settings(BASE | {"schedule": schedule} | changed, "test")
 
 
-def job_of(name: str, cluster: str, nodes: int, **sections: dict[str, Any]) -> PlannedJob:
+def job_of(name: str, cluster: str, nodes: int, schedule: str = "colocated", **sections: dict[str, Any]) -> PlannedJob:
     """Put a published model on machines of a shipped profile."""
-    return make_job(settings_of(**sections), published_config(name), read_cluster(cluster), nodes)
+    return make_job(settings_of(schedule, **sections), published_config(name), read_cluster(cluster), nodes)

@@ -10,8 +10,9 @@ from grpo_mp.config import load_settings
 from grpo_mp.phases import GIB
 from grpo_mp.planner.activations import backward_bytes, forward_bytes, layer_bytes, logits_bytes
 from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.engine_memory import engine_memory
 from grpo_mp.planner.job import BytesPerParameter, PlannedJob, bytes_per_parameter, make_job
-from grpo_mp.planner.memory import MEASURED, MemoryPlan, SubPhase, engine_memory, plan_memory
+from grpo_mp.planner.memory import MEASURED, MemoryPlan, SubPhase, plan_memory
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.plan import check_fits, make_plan
 from grpo_mp.policy.offload import device_items

@@ -37,7 +37,7 @@ def test_colocated_takes_the_plans_own_time(name: str, nodes: int, response_toke
     job = recipe(name, "h100-80", nodes, response_tokens)
     job = replace(job, mean_response_tokens=min(job.mean_response_tokens, job.settings.rollout.max_response_tokens))
     plan = make_plan(job, with_sync=False)
-    scenario = scenario_of(plan, plan, 0.0, Schedule.COLOCATED, 0, Assumptions(steps=2))
+    scenario = scenario_of(plan, 0.0, 0, Assumptions(steps=2))
     alike = len(set(scenario.lengths)) == 1
     assert simulate(scenario).step_s == pytest.approx(plan.step_s, rel=1e-3 if alike else 0.02)
 

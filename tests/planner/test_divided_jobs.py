@@ -1,0 +1,210 @@
+"""Plans of jobs whose engines have GPUs of their own, against what each side alone needs."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mp.errors import UserError
+from grpo_mp.models.families import family_of
+from grpo_mp.phases import GIB
+from grpo_mp.planner.explain import explain
+from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.memory import SubPhase, plan_memory, total_bytes
+from grpo_mp.planner.plan import Plan, check_fits, make_plan
+from grpo_mp.planner.search import search_layouts
+from grpo_mp.planner.weight_traffic import plan_job_sync
+from grpo_mp.simulation.planned import Assumptions, put_on, scenario_of, simulate_job
+from grpo_mp.simulation.scenario import Schedule
+from tests.cli.command import run_command
+from tests.planner.jobs import job_of
+
+QWEN = 7_615_616_512  # parameters of Qwen2.5-7B
+TENSOR = {"layout": {"tensor": 4}, "engine": {"ranks": 8, "gpus_per_engine": 2}}
+HALF_A_NODE = {"ranks": 4, "gpus_per_engine": 2}
+
+
+def divided(schedule: str = "async", nodes: int = 2, **sections: dict[str, Any]) -> PlannedJob:
+    """Put Qwen2.5-7B on 16 GPUs: a trainer of 8 and 4 engines of 2."""
+    values: dict[str, Any] = TENSOR | sections
+    return job_of("qwen2.5-7b", "h100-80", nodes, schedule=schedule, **values)
+
+
+def test_a_layout_divides_the_ranks_that_train() -> None:
+    job = divided()
+    assert (job.world_size, job.train_ranks, job.dp_size, job.num_engines) == (16, 8, 2, 4)
+    with pytest.raises(UserError, match="does not divide the 8 ranks"):
+        divided(layout={"tensor": 4, "pipeline": 4})
+    with pytest.raises(UserError, match="leaves none of the 8 ranks"):
+        divided(nodes=1)
+
+
+def test_a_device_that_trains_holds_all_of_the_trainer_and_no_engine() -> None:
+    plan, alone = plan_memory(divided()), plan_memory(job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4}))
+    (device,), (shared,) = plan.device, alone.device
+    assert not {"engine weights", "KV cache", "CUDA graphs"} & {kind for sizes in device.values() for kind in sizes}
+    always = set(device) - {SubPhase.START}
+    assert {SubPhase.GENERATE, SubPhase.OFFLOAD}.isdisjoint(always)
+    for kind, size in (("weights", 2), ("gradients", 4), ("optimizer", 12 / 2)):  # of 2 data-parallel ranks
+        assert {device[sub_phase][kind] for sub_phase in always} == {shared[SubPhase.TRAIN][kind]}
+        assert device[SubPhase.SYNC][kind] == pytest.approx(QWEN / 4 * size, rel=1e-3)
+    # As when it shares its GPUs, but for the engine's process, its communicators, and a communicator of all ranks.
+    rest = total_bytes(shared[SubPhase.TRAIN]) - 0.6 * GIB - 1 * GIB + 0.56 * GIB
+    assert total_bytes(device[SubPhase.TRAIN]) == pytest.approx(rest)
+
+
+def test_a_device_of_an_engine_holds_the_engine_alone() -> None:
+    memory = plan_memory(divided())
+    generate, sync = memory.engine_device[SubPhase.GENERATE], memory.engine_device[SubPhase.SYNC]
+    engine = memory.engine
+    own = engine.weights + engine.kv_cache + engine.cuda_graphs + engine.communication
+    assert total_bytes(generate) == own + 0.56 * GIB + 2 * 0.6 * GIB
+    together = plan_memory(job_of("qwen2.5-7b", "h100-80", 2, layout={"tensor": 4})).device[0][SubPhase.SYNC]
+    assert sync["sync rounds"] + memory.device[0][SubPhase.SYNC]["sync rounds"] == together["sync rounds"]
+
+
+def test_the_optimizer_leaves_a_device_that_trains_only_for_good() -> None:
+    moved, stays, on_host = (
+        divided(nodes=1, engine=HALF_A_NODE, optimizer={"offload": offload}) for offload in ("step", "none", "host")
+    )
+    assert plan_memory(moved) == plan_memory(stays)
+    host = plan_memory(on_host)
+    assert not any("optimizer" in sizes for sizes in host.device[0].values())
+    assert host.host[SubPhase.TRAIN]["optimizer"] == pytest.approx(QWEN * 12, rel=1e-3)
+    assert not any(sizes["optimizer"] for sizes in plan_memory(stays).host.values())
+
+
+def test_hosts_hold_what_their_ranks_hold() -> None:
+    """A node of engines, one that trains and keeps more, and one of both."""
+
+    def host(**sections: Any) -> Mapping[str, float]:
+        return plan_memory(divided(algorithm={"kl": {"coef": 0.1}}, **sections)).host[SubPhase.TRAIN]
+
+    engines, trainer = host(), host(optimizer={"offload": "host"})
+    assert engines == {"processes": 8 * 9 * GIB}
+    assert trainer["processes"] == 8 * 4 * GIB
+    assert trainer["reference"] == pytest.approx(8 / 4 * QWEN * 2, rel=1e-3)
+    assert not trainer["weights"]
+    both = host(nodes=1, engine=HALF_A_NODE)
+    assert both["processes"] == (8 * 4 + 4 * 5) * GIB
+    assert both["reference"] == pytest.approx(QWEN * 2, rel=1e-3)
+
+
+def test_replayed_experts_come_from_the_engines_ranks_to_the_trainers() -> None:
+    replay: dict[str, Any] = {
+        "layout": {"expert": 4},
+        "training": {"router_replay": "R3"},
+        "sync": {"pause": "in_place"},
+    }
+    engine = {"ranks": 4, "gpus_per_engine": 4, "args": {"mem_fraction_static": 0.7}}
+    job = job_of("qwen3-30b-a3b", "h200-141", 1, schedule="async", engine=engine, **replay)
+    memory = plan_memory(job)
+    kept = job.settings.samples_per_step * job.mean_seq_len * 48 * 8  # a byte for each of 128 experts
+    slots = 4 * 4 * memory.engine.kv_cache_tokens * 48 * 8
+    sizes = {sub_phase: sizes["routed experts"] for sub_phase, sizes in memory.host.items()}
+    assert sizes[SubPhase.GENERATE] == pytest.approx(kept + slots)
+    assert sizes[SubPhase.TRAIN] == pytest.approx(2 * kept + slots)
+
+
+@pytest.mark.parametrize(("prompts", "slower"), [(8, "generation"), (256, "training")])
+def test_a_step_takes_the_slower_side_and_the_sync(prompts: int, slower: str) -> None:
+    rollout = {"prompts_per_step": prompts, "group_size": 4, "max_prompt_tokens": 2048, "max_response_tokens": 2048}
+    plan = make_plan(divided("one_step_off", rollout=rollout, run={"folder": "run", "steps": 1, "save_every": 4}))
+    times = {sub_phase: time.expected_s for sub_phase, time in plan.times.items()}
+    trained = (SubPhase.LOGPROB, SubPhase.TRAIN, SubPhase.OPTIMIZER)
+    training_s = sum(times[sub_phase] for sub_phase in trained) + times[SubPhase.SAVE] / 4
+    assert plan.sides_s == pytest.approx((times[SubPhase.GENERATE], training_s, times[SubPhase.SYNC]))
+    assert (times[SubPhase.GENERATE] > training_s) == (slower == "generation")
+    assert plan.step_s == pytest.approx(max(times[SubPhase.GENERATE], training_s) + times[SubPhase.SYNC])
+    assert times[SubPhase.OFFLOAD] == 0
+    assert plan.bottleneck[0] in ((SubPhase.GENERATE,) if slower == "generation" else (*trained, SubPhase.SAVE))
+
+
+def test_the_trainer_takes_as_long_as_one_that_has_its_gpus_alone() -> None:
+    """But for what engines on the same GPUs would hide of a save."""
+    plan, alone = make_plan(divided()), make_plan(job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4}))
+    for sub_phase in (SubPhase.LOAD, SubPhase.LOGPROB, SubPhase.TRAIN, SubPhase.OPTIMIZER):
+        assert plan.times[sub_phase] == alone.times[sub_phase]
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ONE_STEP_OFF, Schedule.ASYNC])
+def test_the_simulation_divides_times_as_the_plan_does(schedule: Schedule) -> None:
+    plan = make_plan(divided(schedule.value))
+    _, training_s, sync_s = plan.sides_s
+    scenario = scenario_of(plan, sync_s, 1, Assumptions())
+    tokens = plan.job.settings.samples_per_step * plan.job.mean_seq_len
+    assert scenario.train_s(tokens) == pytest.approx(training_s)
+    assert (scenario.engines, scenario.engine_gpus, scenario.trainer_gpus) == (4, 8, 8)
+    (outcome,) = simulate_job(put_on(plan.job, 16), sync_s, Assumptions(), [schedule], [1], engine_gpus=8)
+    assert outcome.scenario.bound_s == pytest.approx(scenario.bound_s)
+    assert outcome.scenario.bound_s <= plan.step_s  # which counts the tail of generation
+    assert plan.step_s == pytest.approx(outcome.step_s, rel=0.25)
+
+
+def test_weights_go_from_the_first_ranks_to_the_last() -> None:
+    job = divided()
+    plan, _ = plan_job_sync(job, family_of(job.hf).params(job.hf))
+    transfers = [transfer for round_ in plan.rounds for transfer in round_]
+    assert {source for transfer in transfers for source, _ in transfer.shards()} <= set(range(8))
+    assert {reader for transfer in transfers for reader in transfer.readers} == set(range(8, 16))
+
+
+def test_the_fullest_device_may_be_an_engines() -> None:
+    def device(fraction: float) -> str:
+        engine = {"ranks": 8, "gpus_per_engine": 2, "args": {"mem_fraction_static": fraction}}
+        return check_fits(make_plan(divided(engine=engine), with_sync=False)).device.place
+
+    assert device(0.9) == "rank 8 (an engine)"
+    assert device(0.3) == "rank 0 (pipeline stage 0)"
+
+
+def test_explain_says_who_is_where() -> None:
+    text = explain(divided())
+    assert "the first 8 of 16 GPUs of 2 nodes; tensor=4, pipeline=1, context=1" in text
+    assert "on the last 8 GPUs, beside the trainer; servers are started by ranks 8, 10, 12, 14" in text
+    assert "weights up to 1 step older" in text
+    assert "the optimizer's state stays on the device" in text
+
+
+def test_search_keeps_the_division() -> None:
+    result = search_layouts(divided(nodes=1, engine=HALF_A_NODE))
+    assert result.best
+
+    def ranks(plan: Plan) -> tuple[int, int]:
+        layout = plan.job.settings.layout
+        return layout.tensor * layout.pipeline * layout.context * plan.job.dp_size, plan.job.settings.engine.ranks
+
+    assert {ranks(plan) for plan in result.best} == {(4, 4)}
+    assert all(plan.job.num_engines * plan.job.settings.engine.gpus_per_engine == 4 for plan in result.best)
+
+
+def test_communicators_are_those_of_the_ranks_that_train() -> None:
+    """Of 4 ranks WORLD, the gradient's norm and tensor parallelism; and one of all 8."""
+    device = plan_memory(divided(nodes=1, engine=HALF_A_NODE)).device[0]
+    sizes = [kinds["communication"] for kinds in device.values()]
+    assert sizes == pytest.approx([4 * 0.56 * GIB] * len(sizes))
+
+
+def test_only_nodes_that_train_read_and_write_checkpoints() -> None:
+    """Without old logprobs nothing that a trainer does hides a save; 14 bytes a parameter are written, then read."""
+    plan = make_plan(divided(run={"folder": "run", "steps": 1, "save_every": 1}))
+    assert plan.times[SubPhase.LOGPROB].expected_s == 0
+    assert plan.uses[SubPhase.SAVE].disk_bytes == pytest.approx(QWEN * 14 * 2, rel=1e-3)
+    half = make_plan(divided(nodes=1, engine=HALF_A_NODE))
+    assert half.uses[SubPhase.LOAD].disk_bytes == pytest.approx(QWEN * 2, rel=1e-3)
+
+
+def test_the_command_shows_both_kinds_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = Path(__file__).parents[2] / "configs" / "qwen3_30b_a3b.yaml"
+    division = ("schedule=async", "engine.ranks=4", "layout.expert=4")
+    result = run_command(capsys, "plan", str(recipe), "--cluster", "h200-141", *division)
+    assert result.status == 0, result.err
+    text = " ".join(result.out.split())
+    assert "(tensor=4, pipeline=1, context=1, expert=4, expert_tensor=1, data=1)" in text
+    assert "Device, GiB: a GPU of an engine" in text
+    assert "schedule async: a step takes the longer of generation" in text
+    # Precision-aware Adam keeps 2 + 4 + 4 bytes of all 7,642,626,048 parameters of a rank: nothing divides them.
+    assert re.search(r" train 0\.6 [\d.]+ 14\.2 28\.5 71\.2 ", text)
+    assert " offload " not in text
