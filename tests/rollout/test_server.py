@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -82,8 +83,7 @@ def test_log_is_readable_by_its_owner_only(engine: EngineProcess) -> None:
 
 @pytest.mark.parametrize("stage", ["starting", pytest.param("ready", marks=pytest.mark.slow)])
 def test_nothing_outlives_a_killed_trainer(model_folder: Path, tmp_path: Path, stage: str) -> None:
-    scratch = tmp_path / "tmp"
-    scratch.mkdir()
+    scratch = Path(tempfile.mkdtemp())  # its sockets have no room for the name of tmp_path
     command = [sys.executable, "-c", START, str(model_folder), str(tmp_path / "engine.log"), stage]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(scratch)})
     assert trainer.stdout is not None

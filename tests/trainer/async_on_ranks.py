@@ -48,7 +48,9 @@ class SeededEngine:
     version: int = 0
     index: int = 0
 
-    async def generate(self, prompt: Sequence[int], sampling: SamplingParams, count: int = 1) -> list[EngineOutput]:
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams, count: int = 1, routing: None = None
+    ) -> list[EngineOutput]:
         versions = []
         for _ in range(2):  # an update may come between
             versions.append(self.version)
@@ -76,7 +78,7 @@ class Scorer:
 class Engines:
     """All engines of the job, on its last rank; none on the others."""
 
-    host_ranks = (1,)
+    host_ranks, routing = (1,), None
 
     def __init__(self, job: Job, delays: Random) -> None:
         self.engines = [SeededEngine(delays) for _ in range(ENGINES)] if job.hosts_engines else []
