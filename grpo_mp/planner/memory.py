@@ -239,8 +239,10 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         "reference": count.total * per_parameter.weights * job.has_reference,
         "optimizer": sharded * per_parameter.host_optimizer * (sub_phase is not SubPhase.START),
         "checkpoint": _checkpoint_host_bytes(job, sub_phase),
+        # While it is written, at the end or also before.
         "export": SHARD_BYTES
-        * (sub_phase is SubPhase.SAVE and job.settings.run.export_every > 0),  # while it is written
+        * (sub_phase is SubPhase.SAVE and (job.settings.run.export or job.settings.run.export_every > 0)),
+        "engine weights": _backup_bytes(job, engine) * shared,
     }
     if job.settings.training.router_replay != "none":
         sizes["routed experts"] = (
@@ -258,11 +260,17 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
 
 def _engine_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float]:
     """Return the memory of a rank that only hosts an engine: with router replay, of a step's samples, too."""
-    sizes = {"processes": OVERHEADS.trainer_process + OVERHEADS.engine_process}
+    processes = OVERHEADS.trainer_process + OVERHEADS.engine_process
+    sizes = {"processes": processes, "engine weights": _backup_bytes(job, engine)}
     if job.settings.training.router_replay == "R3":
         kept = _replayed_bytes(job) / job.settings.engine.ranks
         sizes["routed experts"] = kept + _engine_routed_expert_bytes(job, engine)
     return sizes
+
+
+def _backup_bytes(job: PlannedJob, engine: EngineMemory) -> float:
+    """Return what an engine keeps of its weights on the host, if it does."""
+    return engine.weights * bool(job.settings.engine.args.get("enable_weights_cpu_backup"))
 
 
 def _routed_expert_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:

@@ -72,10 +72,13 @@ class CheckpointSaver:
         """
         self.finish()
         folder, parallel = checkpoint_folder(self._run.folder, state.step), self._policy.parallel
-        if parallel.rank == 0:
-            begin_checkpoint(folder)
-            (folder / POLICY).mkdir()
-        dist.barrier(group=parallel.cpu_group)
+
+        def begin() -> None:
+            if parallel.rank == 0:
+                begin_checkpoint(folder)
+                (folder / POLICY).mkdir()
+
+        on_all_ranks(begin, folder, parallel.cpu_group)
         weights, optimizer = on_all_ranks(
             partial(self._write_first, folder, state.reference_updated), folder, parallel.cpu_group
         )
@@ -154,9 +157,7 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int, f
         (name, tensor.to("cpu", copy=True)) for round_ in rounds for name, tensor in resharder.stage(round_)
     )
     others = read_non_policy_tensors(like, policy.hf, fp8, parallel.rank, parallel.world_size)
-    if parallel.rank == 0:
-        begin_hf(folder)
-    dist.barrier(group=group)
+    on_all_ranks(lambda: begin_hf(folder) if parallel.rank == 0 else None, folder, group)
     shards = all_gather(write_shards(folder, chain(tensors, others), parallel.rank), group)
     if parallel.rank == 0:
         complete_hf(folder, list(chain.from_iterable(shards)), like, fp8)

@@ -12,7 +12,7 @@ from grpo_mp.planner.activations import backward_bytes, forward_bytes, layer_byt
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.engine_memory import engine_memory
 from grpo_mp.planner.job import BytesPerParameter, PlannedJob, bytes_per_parameter, make_job
-from grpo_mp.planner.memory import MEASURED, MemoryPlan, SubPhase, plan_memory
+from grpo_mp.planner.memory import MEASURED, MemoryPlan, SubPhase, plan_memory, total_bytes
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.plan import check_fits, make_plan
 from grpo_mp.policy.offload import device_items
@@ -240,7 +240,9 @@ def test_all_state_is_saved_as_it_is_kept() -> None:
 
 
 def test_an_export_holds_a_shard_on_each_rank() -> None:
-    plain, exporting = (plan_memory(job_of("qwen2.5-7b", "h100-80", 1, run={"export_every": n})).host for n in (0, 5))
+    plain, exporting = (
+        plan_memory(job_of("qwen2.5-7b", "h100-80", 1, run={"export": export})).host for export in (False, True)
+    )
     assert exporting[SubPhase.SAVE]["export"] == 8 * 2**30
     assert not plain[SubPhase.SAVE]["export"]
     assert not exporting[SubPhase.TRAIN]["export"]
@@ -259,3 +261,12 @@ def test_shared_prompts_expand_keys_and_values() -> None:
     # A micro-batch of 4096 tokens: a prompt of 1024, seen by itself and by two responses of 1536.
     keys = 1024 + 2 * (1024 + 1536)
     assert layer_bytes(shared, 0) - layer_bytes(separate, 0) == keys * 2 * 4 * 128 * 2
+
+
+def test_a_backup_of_the_engines_weights_is_on_the_host() -> None:
+    args = {"enable_weights_cpu_backup": True}
+    backed_up = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, engine={"args": args}))
+    plain = plan_memory(job_of("qwen2.5-7b", "h100-80", 1))
+    for sub_phase, sizes in backed_up.host.items():
+        added = total_bytes(sizes) - total_bytes(plain.host[sub_phase])
+        assert added == pytest.approx(8 * backed_up.engine.weights)
