@@ -17,8 +17,8 @@ from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.engine_memory import engine_weight_bytes
 from grpo_mp.planner.job import make_job
-from grpo_mp.planner.memory import engine_weight_bytes
 from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.rollout.engine_args import DP_ATTENTION_PORTS, ENGINE_SITE, engine_arguments, ports_needed
 from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
