@@ -1,0 +1,30 @@
+"""Seconds of the 671B recipes that the project set out to reach, by plan."""
+
+from pathlib import Path
+
+from grpo_mp.config import load_settings
+from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.job import make_job
+from grpo_mp.planner.memory import SubPhase
+from grpo_mp.planner.model_configs import find_config
+from grpo_mp.planner.plan import Plan, make_plan
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def plan_recipe(name: str, nodes: int, *overrides: str) -> Plan:
+    settings = load_settings(CONFIGS / f"{name}.yaml", list(overrides))
+    hf, _ = find_config(settings.model.path)
+    return make_plan(make_job(settings, hf, read_cluster("h100-80"), nodes))
+
+
+def test_long_answers_on_128_gpus() -> None:
+    plan = plan_recipe("moe_671b", 16)
+    assert plan.step_s < 1100
+    assert plan.times[SubPhase.SYNC].expected_s < 3
+
+
+def test_short_answers_on_256_gpus() -> None:
+    """512 answers of 700 tokens, the setting of the best published figure, 134 s."""
+    batch = ("rollout.prompts_per_step=32", "rollout.group_size=16", "training.updates_per_step=1")
+    assert plan_recipe("moe_671b_512", 32, *batch, "rollout.max_response_tokens=1400").step_s < 60
