@@ -90,8 +90,11 @@ def parallel() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    return make_tiny_run(tmp_path_factory.mktemp("tiny"))
+
+
+def make_tiny_run(folder: Path) -> TinyRun:
     """DeepSeek-V3's shape in two layers, random weights, arithmetic word problems."""
-    folder = tmp_path_factory.mktemp("tiny")
     shape = {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32}
     make_tiny(folder / "model", "deepseek_v3", make_tokenizer(vocabulary_words()), **shape)
     train, held_out = make_problems(TRAIN_PROMPTS, EVAL_PROMPTS, seed=0, largest=9)

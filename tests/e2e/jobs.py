@@ -59,6 +59,12 @@ class Job:
         else:
             self._rank(rank).send_signal(number)
 
+    def kill_engine(self, index: int) -> None:
+        """Kill the processes of an engine; those that watch it end by themselves."""
+        for process in self.alive():
+            if f"engine-{index}-" in (_variable(process, "GRPO_MP_ENGINE_ARGUMENTS") or ""):
+                process.kill()
+
     def left(self) -> list[str]:
         """What still runs when the watchers of engines have had time to end them."""
         deadline = time.monotonic() + GONE_LIMIT_S

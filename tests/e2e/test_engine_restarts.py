@@ -1,11 +1,9 @@
 """Engines that are killed come back: the run goes on with every group once, and leaves nothing behind."""
 
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-import psutil
 import pytest
 
 from tests.e2e.conftest import REWARD, Outcome, StartJob, outcome
@@ -29,20 +27,6 @@ def start(start_job: StartJob, tmp_path: Path) -> Callable[..., Job]:
     return run
 
 
-def kill_engine(job: Job, index: int) -> None:
-    """Kill the processes of one engine, the server first; those that watch it end by themselves."""
-    engines = [one for one in job.alive() if f"engine-{index}-" in environment_of(one)]
-    for process in engines:
-        process.send_signal(signal.SIGKILL)
-
-
-def environment_of(process: psutil.Process) -> str:
-    try:
-        return process.environ().get("GRPO_MP_ENGINE_ARGUMENTS", "")
-    except psutil.Error:
-        return ""
-
-
 def check_steps(run: Path) -> None:
     steps = read_jsonl(run / "metrics.jsonl")
     assert [step["step"] for step in steps] == list(range(STEPS + 1))
@@ -59,7 +43,7 @@ def test_a_killed_engine_comes_back(start: Callable[..., Job], tmp_path: Path, p
     """It is killed at a random moment of the phase, or a little after; the other one takes its groups."""
     job, run = start(), tmp_path / "run"
     job.wait_until(lambda: spans(run, 1, phase) >= 2)
-    kill_engine(job, Random(phase).randrange(2))
+    job.kill_engine(Random(phase).randrange(2))
     assert outcome(job) == Outcome(0, job.out, job.err, [])
     assert "it is started again" in job.err
     check_steps(run)
@@ -68,7 +52,7 @@ def test_a_killed_engine_comes_back(start: Callable[..., Job], tmp_path: Path, p
 def test_the_only_engine_comes_back(start: Callable[..., Job], tmp_path: Path) -> None:
     job, run = start("schedule=async", "engine.ranks=1", "layout={}"), tmp_path / "run"
     job.wait_until(lambda: spans(run, 0, "TRAIN") >= 2)
-    kill_engine(job, 0)
+    job.kill_engine(0)
     assert outcome(job) == Outcome(0, job.out, job.err, [])
     assert "it is started again" in job.err
     check_steps(run)
@@ -77,11 +61,11 @@ def test_the_only_engine_comes_back(start: Callable[..., Job], tmp_path: Path) -
 def test_an_engine_that_dies_too_often_ends_the_run(start: Callable[..., Job], tmp_path: Path) -> None:
     job, run = start("engine.max_restarts=1", "run.steps=1000"), tmp_path / "run"
     job.wait_until(lambda: spans(run, 0, "TRAIN") > 1)
-    kill_engine(job, 1)
+    job.kill_engine(1)
     job.wait_until(lambda: "started again" in job.err)
     done = spans(run, 0, "TRAIN")
     job.wait_until(lambda: spans(run, 0, "TRAIN") > done + 1)
-    kill_engine(job, 1)
+    job.kill_engine(1)
     ended = outcome(job)
     assert ended.status == 2
     assert "(started again 1 times: engine.max_restarts)" in ended.err
