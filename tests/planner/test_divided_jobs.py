@@ -83,7 +83,7 @@ def test_hosts_hold_what_their_ranks_hold() -> None:
         return plan_memory(divided(algorithm={"kl": {"coef": 0.1}}, **sections)).host[SubPhase.TRAIN]
 
     engines, trainer = host(), host(optimizer={"offload": "host"})
-    assert engines == {"processes": 8 * 9 * GIB}
+    assert {kind: size for kind, size in engines.items() if size} == {"processes": 8 * 9 * GIB}
     assert trainer["processes"] == 8 * 4 * GIB
     assert trainer["reference"] == pytest.approx(8 / 4 * QWEN * 2, rel=1e-3)
     assert not trainer["weights"]
