@@ -156,8 +156,8 @@ def build_weight_sync(settings: Settings, shards: PolicyShards, rollout: Rollout
     cpu = not platform.on_cuda()
     fp8 = engine_uses_fp8(args, shards.hf, cpu)
     wire = WireFormat(shards.params, shards.tp_sizes, DTYPES[settings.model.dtype], fp8)
-    parallelism, alignment = engine_parallelism(gpus, args, shards.hf), expert_alignment(args, fp8, cpu)
-    readers = engine_readers(rollout.host_ranks, parallelism, alignment)
+    parallelism = engine_parallelism(gpus, args, shards.hf)
+    readers = engine_readers(rollout.host_ranks, parallelism, expert_alignment(parallelism, args, fp8, cpu))
     rounds = plan_rounds(wire, shards.parts, readers, settings.sync.bucket_bytes, job.group, job.ranks_per_node)
     link = _link_engine(settings, wire, rollout, job) if job.hosts_engines else None
     changes = None

@@ -39,12 +39,11 @@ class RecordedTensor(torch.Tensor):
         names, copied = frozenset().union(*(tensor.names for tensor in given)), given[0].copied
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor) and not isinstance(args[0], cls):
             source = args[1].meta
-            last = source.storage_offset() + sum(
-                (n - 1) * s for n, s in zip(source.shape, source.stride(), strict=True)
-            )
+            first, steps = source.storage_offset(), zip(source.shape, source.stride(), strict=True)
+            last = first + sum((size - 1) * stride for size, stride in steps)
             for name in names:
                 elements, *_ = copied.get(name, (0,))
-                copied[name] = (elements + source.numel(), source.storage_offset(), last)
+                copied[name] = (elements + source.numel(), first, last)
             return args[0]
         plain = tree_map_only(cls, lambda tensor: tensor.meta, (args, kwargs or {}))
         result = func(*plain[0], **plain[1])

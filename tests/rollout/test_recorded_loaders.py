@@ -88,7 +88,7 @@ def test_the_plan_brings_what_the_loaders_keep(recorded: dict[str, Copied], case
     hf, kept = small(model), recorded[f"{IDS[case]} {rank}"]
     assert "error" not in kept, kept["error"]
     wire, parallelism = wire_format(hf, args), engine_parallelism(gpus, args, hf)
-    readers = engine_readers((0,), parallelism, expert_alignment(args, wire.fp8, cpu=False))
+    readers = engine_readers((0,), parallelism, expert_alignment(parallelism, args, wire.fp8, cpu=False))
     brought = [
         (Piece(name, slice_), group.expert)
         for group in group_params(wire.params)
