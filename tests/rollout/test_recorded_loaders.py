@@ -49,7 +49,9 @@ CASES: list[tuple[str, int, dict[str, Any], tuple[int, ...]]] = [
     ("qwen2.5-7b", 4, {}, (3,)),
     ("llama-3.2-1b", 8, {}, (6,)),
 ]
-IDS = [f"{model}-{gpus}-{'-'.join(args)}" for model, gpus, args, _ in CASES]
+IDS = [
+    f"{model}-{gpus}-{'-'.join(f'{name}={value}' for name, value in args.items())}" for model, gpus, args, _ in CASES
+]
 
 
 def small(model: str) -> HfConfig:
