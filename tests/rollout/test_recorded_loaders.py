@@ -139,10 +139,11 @@ def test_a_rank_receives_little_more_than_its_engine_keeps(recorded: dict[str, C
     others = dict.fromkeys(range(-(-gpus // 8)), 0)
     for transfer in chain(*plan.rounds):
         size = sum(wire.sizes.sent(shard) for _, shard in transfer.shards())
-        if transfer.names[0] in experts:
-            received[transfer.receiver] += size
-        else:
+        if transfer.names[0] not in experts:
             others[transfer.receiver // 8] += size
+            continue
+        for reader in transfer.readers:  # from the sender or from the receiver
+            received[reader] += size
     itemsize = {spec.name: spec.dtype.itemsize for spec in wire.all_specs(map(Piece, experts))}
     for rank in ranks:
         kept = recorded[f"{IDS[case]} {rank}"]
