@@ -159,8 +159,8 @@ class RolloutConfig(Section):
     group_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="time limit of a group in seconds, while requests are not paused; one that takes longer is aborted and "
-        "replaced by the next prompt",
+        description="time limit of a group in seconds, in which pauses for new weights do not count; one that takes "
+        "longer is aborted and replaced by the next prompt",
     )
 
     @property

@@ -118,7 +118,7 @@ class RolloutWorker:
     async def _generate_group(
         self, task: RolloutTask, group_id: int, prompt: Prompt, earlier: PausedGroup | None
     ) -> EndedGroup:
-        """Generate a group, or the rest of a paused one, and score it; one that takes too long is ended without samples.
+        """Generate a group, or the rest of a paused one, and score it; one past its limit ends without samples.
 
         Raises EngineError where the engine is at fault.
         """
