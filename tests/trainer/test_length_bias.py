@@ -145,8 +145,9 @@ def train(
     """Collect the steps of a run; return them and the prompts that engines began."""
     loop, delays = VirtualTimeLoop(), Random(0)
     engines = (SeededEngine(0.002, delays), SeededEngine(0.003, delays))
-    stub = collector(SimpleNamespace(group=group), [], SLOTS, filter_, schedule, STEPS, prompts_per_step=NEEDED, group_size=GROUP,
-                     max_response_tokens=LONGEST, max_staleness=staleness)  # fmt: skip
+    sizes = {"prompts_per_step": NEEDED, "group_size": GROUP, "max_response_tokens": LONGEST}
+    job = SimpleNamespace(group=group)
+    stub = collector(job, [], SLOTS, filter_, schedule, STEPS, max_staleness=staleness, **sizes)
     prompts = PromptSet("test", tuple(Prompt(i, str(i), (i,)) for i in range(PROMPTS)), 0)
     rollout: Any = VirtualRollout(engines, loop)
     collect: RolloutCollector = replace(stub, prompts=prompts, rollout=rollout, group_filter=filter_half)
