@@ -285,7 +285,8 @@ class SyncConfig(Section):
     delta: bool = Field(
         True,
         description="send only parameters that changed since the last sync, where engines keep their weights: on a "
-        "CPU, with model.dtype=float32, or with engine.args.enable_weights_cpu_backup",
+        "CPU, with model.dtype=float32, on GPUs of their own, or with engine.args.enable_weights_cpu_backup; otherwise "
+        "they free them while they sleep, and each sync sends all",
     )
     pause: PauseMode = Field(
         "retract",
