@@ -147,8 +147,8 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int, f
     """Write a policy as a Hugging Face folder: config, tokenizer, template and what is no part of the policy
     (multi-token prediction) from `like`, new weights, as blockwise FP8 with `fp8`.
 
-    Every rank must call this, and writes its share. Of `bucket_bytes` a round is on the device at a time, of the folder a
-    shard and one tensor on the host. Raises UserError, on every rank, where one cannot write.
+    Every rank must call this, and writes its share. Of `bucket_bytes` a round is on the device at a time, of the folder
+    a shard and one tensor on the host. Raises UserError, on every rank, where one cannot write.
     """
     parallel, group = policy.parallel, policy.parallel.cpu_group
     wire = WireFormat(policy.params, policy.tp_sizes(), policy.config.params_dtype, fp8)

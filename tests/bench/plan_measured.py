@@ -27,6 +27,8 @@ from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
 from grpo_mp.trainer.save import export_policy
+from grpo_mp.weight_sync.compare import comparison_sequences
+from grpo_mp.weight_sync.engine_check import PROMPTS, sequence_logprobs
 from grpo_mp.weight_sync.update import PolicyShards, build_weight_sync
 from tests.bench.small_policy import MIB, TOKENS, padding, peak_bytes, settled_bytes, start_small_policy
 from tests.bench.sync_memory import StandIn, rollout_with
@@ -75,6 +77,7 @@ def _measure(settings: Settings, parallel: Parallel) -> Mapping[str, float]:
 
 def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> dict[str, int]:
     policy = Policy(settings, parallel, with_reference=False)
+    sequences = comparison_sequences(TOKENS, TOKENS, 0, [(0,) * (settings.rollout.max_prompt_tokens // 2)] * PROMPTS)
     model, sync_bytes = settings.model, settings.sync.bucket_bytes
     batch = [padding(TOKENS)]
     policy.update(batch, negative_log_likelihood)  # moments are there from the first update on
@@ -86,7 +89,7 @@ def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> d
             SubPhase.LOGPROB: peak_bytes(lambda: policy.logprobs(batch)),
             SubPhase.TRAIN: peak_bytes(lambda: policy.compute_gradients(batch, negative_log_likelihood)),
             SubPhase.OPTIMIZER: peak_bytes(policy.optimizer.step),
-            SubPhase.SYNC: peak_bytes(lambda: sync.update_weights(1)),
+            SubPhase.SYNC: peak_bytes(lambda: (sync.update_weights(1), sequence_logprobs(policy, sequences))),
             SubPhase.SAVE: peak_bytes(lambda: save_policy(policy, folder)),
             EXPORT: peak_bytes(lambda: export_policy(policy, folder / EXPORT, model.path, sync_bytes)),
             SubPhase.LOAD: peak_bytes(lambda: load_policy(policy, folder)),
