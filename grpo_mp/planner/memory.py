@@ -192,9 +192,9 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
     if sub_phase is SubPhase.SYNC:
         rounds = ROUNDS_IN_MEMORY if job.settings.shares_devices else ROUNDS_OF_A_TRAINER
         staged = _sync_round_bytes(job) * (rounds if job.world_size > 1 else 1)  # one shares, no more
-        # Then the policy scores the sequences of the check.
-        share = sum(check_lengths(job)) / job.microbatch_tokens
-        scored = share * max(forward_bytes(job, stage), logits_bytes(job, stage, backward=False))
+        # Then the policy scores the sequences of the check; they fill a chunk of logits.
+        share = min(1.0, sum(check_lengths(job)) / job.microbatch_tokens)
+        scored = max(share * forward_bytes(job, stage), logits_bytes(job, stage, backward=False))
         return {"sync rounds": staged, "activations": max(0.0, scored - staged)}
     if sub_phase is SubPhase.SAVE and _exports(job.settings):
         # As the sync's, but no engine reads them; one rank has all that it writes.

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -39,7 +39,7 @@ from grpo_mp.policy.checkpoint import (
     write_weights,
 )
 from grpo_mp.policy.policy import Policy
-from grpo_mp.weight_sync.plan import ParamGroup, group_params
+from grpo_mp.weight_sync.plan import WHOLE, ParamGroup, Piece, Readers, Slice, group_params
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import plan_rounds
 from grpo_mp.weight_sync.wire import WireFormat
@@ -147,8 +147,8 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int, f
     """Write a policy as a Hugging Face folder: config, tokenizer, template and what is no part of the policy
     (multi-token prediction) from `like`, new weights, as blockwise FP8 with `fp8`.
 
-    Every rank must call this, and writes its share. Of `bucket_bytes` a round is on the device at a time, of the folder
-    a shard and one tensor on the host. Raises UserError, on every rank, where one cannot write.
+    Every rank must call this, and writes its share. A round of `bucket_bytes` is on the device at a time, a shard of
+    the folder and one tensor on the host. Raises UserError, on every rank, where one cannot write.
     """
     parallel, group = policy.parallel, policy.parallel.cpu_group
     wire = WireFormat(policy.params, policy.tp_sizes(), policy.config.params_dtype, fp8)
@@ -171,12 +171,12 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int, f
     on_all_ranks(lambda: complete_hf(folder, shards, like, fp8) if parallel.rank == 0 else None, folder, group)
 
 
-def export_writers(wire: WireFormat, world_size: int) -> Callable[[ParamGroup], tuple[int, ...]]:
+def export_writers(wire: WireFormat, world_size: int) -> Readers:
     """Return which rank writes a group, so that all write about as many bytes."""
     written = [0] * world_size
-    writers: dict[ParamGroup, tuple[int, ...]] = {}
+    writers: dict[ParamGroup, dict[Slice, tuple[int, ...]]] = {}
     for group in group_params(wire.params):
         rank = written.index(min(written))
-        written[rank] += sum(map(wire.sizes.staged, group.names))
-        writers[group] = (rank,)
+        written[rank] += sum(wire.sizes.staged(Piece(name)) for name in group.names)
+        writers[group] = {WHOLE: (rank,)}
     return writers.__getitem__
