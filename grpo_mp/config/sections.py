@@ -30,7 +30,8 @@ class RunConfig(Section):
     piece_bytes: int = Field(
         PIECE_BYTES,
         gt=0,
-        description="host memory of a rank that a save or load takes: tensors are written and read in such pieces",
+        description="host memory of a rank that a save or load takes: tensors are written and read in such pieces, of "
+        "one row at least; an export holds one file of at most 1 GiB and one tensor, whatever this is",
     )
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: resume from the newest checkpoint of the folder; never: refuse a folder that has one"
