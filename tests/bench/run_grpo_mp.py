@@ -42,7 +42,7 @@ class ExactLengths(EngineClient):
 def make_settings(folder: Path, run_folder: Path, steps: int, schedule: str) -> Settings:
     tree = {
         "schedule": schedule,
-        "engine": {"ranks": int(schedule != "colocated")},
+        "engine": {"ranks": int(schedule != "colocated"), "args": {"decode_log_interval": 5}},
         "run": {"folder": str(run_folder), "steps": steps, "save_every": 0, "eval_every": 0, "export": False},
         "model": {"path": str(folder / w.MODEL), "dtype": "float32"},
         "data": {"train": str(folder / w.PROMPT_FILE), "shuffle": False},
