@@ -13,6 +13,7 @@ from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory, engine_memory
 from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.weight_traffic import check_lengths
 from grpo_mp.types import expert_id_bytes
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
 
@@ -31,6 +32,7 @@ class SubPhase(StrEnum):
     OPTIMIZER = "optimizer"
     OFFLOAD = "offload"
     SYNC = "sync"
+    CHECK = "check"
     SAVE = "save"
 
 
@@ -187,7 +189,11 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         return {"float32 gradients": sharded * per_parameter.fp32_gradients, "optimizer pieces": 2 * piece}
     if sub_phase is SubPhase.SYNC:
         rounds = ROUNDS_IN_MEMORY if job.settings.shares_devices else ROUNDS_OF_A_TRAINER
-        return {"sync rounds": _sync_round_bytes(job) * (rounds if job.world_size > 1 else 1)}  # one shares, no more
+        staged = _sync_round_bytes(job) * (rounds if job.world_size > 1 else 1)  # one shares, no more
+        # Then the policy scores the sequences of the check.
+        share = sum(check_lengths(job)) / job.microbatch_tokens
+        scored = share * max(forward_bytes(job, stage), logits_bytes(job, stage, backward=False))
+        return {"sync rounds": staged, "activations": max(0.0, scored - staged)}
     return {}
 
 
