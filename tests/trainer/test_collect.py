@@ -227,22 +227,6 @@ def test_nothing_that_was_generated_is_lost(parallel: Any) -> None:
     assert all(batch.dropped.total() == 0 for batch in batches)
 
 
-def test_trained_lengths_are_launched_lengths(parallel: Any) -> None:
-    """Kolmogorov-Smirnov distance of the lengths of all launched and of all trained groups, over many steps."""
-    engines = [FakeEngine(0, 2e-5), FakeEngine(1, 2e-5)]
-    collect = collector(parallel, engines, 16, {}, max_staleness=1, prompts_per_step=16)
-    batches = run_steps(collect, engines, 20)
-    trained = sorted(info.response_tokens for batch in batches for info in batch.infos)
-    launched = sorted(draw_length(p, i, LONGEST) for p in range(16 * len(batches)) for i in range(GROUP))
-    assert ks_distance(trained, launched) < 0.01
-
-
-def ks_distance(one: Sequence[int], other: Sequence[int]) -> float:
-    values = sorted({*one, *other})
-    shares = [[sum(item <= value for item in side) / len(side) for value in values] for side in (one, other)]
-    return max(abs(a - b) for a, b in zip(*shares, strict=True))
-
-
 def test_slots_are_filled_with_later_groups_while_the_last_ones_run(parallel: Any) -> None:
     engines = [FakeEngine()]
     run_steps(collector(parallel, engines, 16, {}, max_staleness=1), engines, 3)
