@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +31,15 @@ from grpo_mp.rollout.precision import precision_arguments
 from grpo_mp.rollout.routed_experts import ARGUMENT
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker, give_back
+from grpo_mp.rollout.worker import (
+    EndedGroup,
+    LaunchedGroups,
+    RolloutTask,
+    RolloutWorker,
+    RunningGroup,
+    give_back,
+    pause_running,
+)
 from grpo_mp.types import Prompt, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
@@ -164,6 +172,13 @@ class Rollout:
             self.client, self._scorer, self._tokenizer, limit_s, partial(self.lose_engine, client=self.client)
         )
         return self._loop.submit(worker.run(task, stream, max_in_flight))
+
+    def pause(self, launched: LaunchedGroups) -> Mapping[int, EndedGroup]:
+        """Break off this rank's groups that still run; return those that have ended."""
+        with self.losing_engine() as client:
+            if client:
+                return self._loop.run(pause_running(client, launched))
+        return {number: group for number, group in launched.items() if not isinstance(group, RunningGroup)}
 
     def evaluate(
         self,
