@@ -108,7 +108,7 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
         "train/skipped_updates": sum(report.skipped for report in reports),
         "train/early_stopped_updates": planned - len(reports),
         "train/tokens": sum(
-            batch.infos[i].response_tokens
+            batch.infos[i].generated_tokens
             for update, report in zip(cycle(batch.plan), reports, strict=False)
             for i in update.samples
             if batch.in_loss[i] and not report.skipped
