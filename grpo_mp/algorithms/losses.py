@@ -200,7 +200,7 @@ def _mask_logprobs(batch: MicroBatch) -> MicroBatch:
 def token_weights(
     generated_tokens: Sequence[int], in_loss: Sequence[bool], algorithm: AlgorithmConfig, max_response_tokens: int
 ) -> list[PerToken]:
-    """Return the weight of each generated token of each of the update's samples; 0 for a sample that is masked out of the loss.
+    """Return the weight of each generated token of the update's samples; 0 for a sample masked out of the loss.
 
     Weights come from the lengths of the whole update, so the denominator is global before the first backward, whatever
     the layout, micro-batch size or packing.

@@ -29,8 +29,8 @@ def pack(
     """Pack the plan's samples end to end; padding up to `pad_to` tokens becomes one last sequence.
 
     The plan's indices pick the samples, their `advantages`, one number or [response tokens], and the `loss_weights` of
-    their generated tokens, one number or [generated tokens]. A prompt that samples share is packed before them, as a sequence of its own. Without samples the
-    micro-batch is one dummy sequence of padding, `align` tokens or `pad_to`.
+    their generated tokens, one number or [generated tokens]. A prompt that samples share is packed before them, as a
+    sequence of its own. Without samples the micro-batch is one dummy sequence of padding, `align` tokens or `pad_to`.
     Raises ValueError for a sample longer than planned or without a prompt.
     """
     sequences = _lay_out_sequences(plan, align, pad_to)

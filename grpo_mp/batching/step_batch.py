@@ -52,11 +52,9 @@ def assemble_step_batch(
     moe_layers: of this rank, for routing replay R3, which takes the experts out of `groups`.
     """
     advantages = estimate_advantages(estimator, infos, settings.algorithm.advantage, reward_weights)
+    unlearned = {"error", "timeout"} if settings.rollout.failed == "mask" else set[str]()
     mask_truncated = settings.algorithm.filter.truncated == "mask"
-    mask_failed = settings.rollout.failed == "mask"
-    in_loss = tuple(
-        not (mask_truncated and info.truncated or mask_failed and info.state in ("error", "timeout")) for info in infos
-    )
+    in_loss = tuple(not ((mask_truncated and info.truncated) or info.state in unlearned) for info in infos)
     prompts = [SamplePrompt(info.key if info.has_own_prompt else info.group_id, info.prompt_tokens) for info in infos]
     plan = plan_updates(
         [info.total_tokens for info in infos],

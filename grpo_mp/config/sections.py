@@ -185,8 +185,8 @@ class RolloutConfig(Section):
     )
     function: RolloutName | None = Field(
         None,
-        description="rolls out one task over several turns: call_tools, or your own 'file.py:function'; null: call_tools "
-        "with rollout.tools, else one answer",
+        description="rolls out one task over several turns: call_tools, or your own 'file.py:function'; null: "
+        "call_tools with rollout.tools, else one answer",
     )
     function_args: dict[str, Any] = Field({}, description="arguments of your own function, by name")
     limits: EpisodeLimits = Field(EpisodeLimits(), description="limits of an episode of several turns")

@@ -43,9 +43,9 @@ def load_prompts(
     count: int | None = None,
     tools: Sequence[dict[str, Any]] = (),
 ) -> PromptSet:
-    """Read, check and tokenize every row of `source`; `count` keeps only the first that fit; `tools`: JSON schemas for the template.
+    """Read, check and tokenize every row of `source`; `count` keeps only the first that fit.
 
-    Prompts longer than `max_prompt_tokens` are counted and left out, never cut.
+    `tools`: JSON schemas for the template. Prompts longer than `max_prompt_tokens` are counted and left out, never cut.
     Raises UserError: no chat template, column missing, empty or malformed row (file and line), nothing left.
     """
     if not tokenizer.chat_template:

@@ -1,8 +1,8 @@
 """Chat messages as tokens: a prompt in full, later messages by themselves, behind tokens that were sampled.
 
 Rendering a conversation again would change what was sampled: templates strip thinking, and text does not encode to the
-ids it came from. So only what is new is rendered, after a fixed conversation (as in TRL, verl and SkyRL), and sampled ids
-stay in their place.
+ids it came from. So only what is new is rendered, after a fixed conversation (as in TRL, verl and SkyRL), and sampled
+ids stay in their place.
 """
 
 from collections.abc import Sequence

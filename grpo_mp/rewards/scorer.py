@@ -103,8 +103,8 @@ class Scorer:
         step_model = settings.steps if isinstance(settings.steps, StepModelConfig) else None
         self._step_model = StepModelClient(step_model, decode) if step_model and decode else None
         steps, self._keeps_steps = settings.steps, settings.steps == EPISODE
-        by_function = isinstance(steps, str) and steps != EPISODE
-        self._step_reward = STEP_REWARDS.resolve(steps, "reward.steps") if by_function else None
+        by_function = isinstance(steps, str) and not self._keeps_steps
+        self._step_reward = STEP_REWARDS.resolve(str(steps), "reward.steps") if by_function else None
         self._built_in = BuiltInTerms(settings, max_response_tokens)
         self._terms = {term.name: term.values for term in self._built_in.terms}
         self.term_weights = {term.name: term.weight for term in self._built_in.terms}  # by name

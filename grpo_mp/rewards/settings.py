@@ -98,7 +98,8 @@ class RewardConfig(Section):
     range: tuple[float, float] | None = Field(
         None,
         description="lowest and highest reward without penalties, which overlong is measured by; null: from 0 to the "
-        "sum of the weights of answer, episode, boxed, model, code and functions, each of which is taken to be in 0 to 1",
+        "sum of the weights of answer, episode, boxed, model, code and functions, each of which is taken to be in 0 "
+        "to 1",
     )
     overlong: OverlongConfig = Field(OverlongConfig(), description="penalty of responses near the length limit")
     repetition: RepetitionConfig = Field(RepetitionConfig(), description="penalty of repeated n-grams")
