@@ -132,9 +132,12 @@ class Policy(Protocol):
         """
 
     def episode(
-        self, reward: float | None = None, metrics: Mapping[str, float] | None = None, state: EpisodeState = "completed"
+        self,
+        reward: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        state: EpisodeState | None = None,
     ) -> Episode:
-        """Return what was recorded as an episode."""
+        """Return what was recorded as an episode; without `state` it is truncated where its last turn was cut."""
 
 
 class RolloutFunction(Protocol):

@@ -13,7 +13,7 @@ async def call_tools(task: Task, policy: Policy) -> Episode:
     while True:
         turn = await policy.generate(messages)
         if not turn.tool_calls:
-            return policy.episode(metrics=counts, state="completed" if turn.finished else "truncated")
+            return policy.episode(metrics=counts)
         messages.append(turn.message)
         for call in turn.tool_calls:
             result = await task.tools.call(call)

@@ -47,6 +47,7 @@ class EpisodePolicy:
     _tokens: tuple[int, ...] = ()
     _experts: ExpertIds | None = field(default=None, repr=False)
     _answer: str = ""
+    _cut: bool = False
     _turns: int = 0
     _forks: int = 0
     _calls: int = 0
@@ -75,14 +76,17 @@ class EpisodePolicy:
         return turn
 
     def episode(
-        self, reward: float | None = None, metrics: Mapping[str, float] | None = None, state: EpisodeState = "completed"
+        self,
+        reward: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        state: EpisodeState | None = None,
     ) -> Episode:
-        """Return what was recorded as an episode."""
+        """Return what was recorded as an episode; without `state` it is truncated where its last turn was cut."""
         return Episode(
             tuple(self._segments),
             reward,
             dict(metrics or {}),
-            state,
+            state or ("truncated" if self._cut else "completed"),
             self._answer,
             tuple(self._messages[self._prompt_messages :]),
             self._turns,
@@ -177,7 +181,7 @@ class EpisodePolicy:
         self._segments.append(Segment(output.tokens, True, output.logprobs, output.weight_versions))
         self._tokens += output.tokens
         self._turns += 1
-        self._answer = turn.text
+        self._answer, self._cut = turn.text, not turn.finished
         self._messages.append(turn.message)
 
 
