@@ -15,15 +15,13 @@ from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.types import Message, Sample
 
 SMALLEST, LARGEST = 11, 99
-EXAMPLES_WITH_TOOL, EXAMPLES_THAT_CALL = 0.5, 0.25  # shares: of examples, and of those with the tool
-WORDS = ("How", "much", "is", "times", "tool", "call", "name", "arguments", "expression", "calculator")
-# As Qwen2.5's: tools in a system message, calls as JSON, results as messages of their own.
+EXAMPLES_WITH_TOOL, EXAMPLES_THAT_CALL = 0.8, 0.5  # shares: of examples, and of those with the tool
+WORDS = ("How", "much", "is", "times", "calculator", "expression")
+# Tools are named in a system message, calls are written as Llama 4 writes them, results are messages of their own.
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|system|>' + tools | map(attribute='function.name') | join(' ') + '<|im_end|>' }}{% endif %}"
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
-    "{% for call in message.get('tool_calls', ()) %}{{ '<tool_call>\n{\"name\": \"' + call.function.name + "
-    "'\", \"arguments\": ' + call.function.arguments | tojson + '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
@@ -99,7 +97,7 @@ def _example(number: int, problem: Problem, renderer: ChatRenderer, calls: bool)
     if not calls:
         return Sample.from_tokens(number, prompt, final)
     expression = "{}*{}".format(*problem.operands)
-    call = said(f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>')
+    call = said(f'[calculator(expression="{expression}")]')
     result = renderer.continuation(call, [{"role": "tool", "content": calculator(expression)}])
     mask = [True] * len(call) + [False] * len(result) + [True] * len(final)
     return Sample.from_tokens(number, prompt, [*call, *result, *final], mask)

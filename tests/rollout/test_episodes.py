@@ -88,7 +88,8 @@ def test_tokens_of_all_turns_have_the_logprobs_of_the_policy(
         places = generated(sample)
         assert (torch.tensor(sample.rollout_logprobs) - expected)[places].abs().max() < BOUND
         assert 0 < sample.given_tokens == len(sample.tokens) - len(places)
-        assert sample.routed_experts is not None and len(sample.routed_experts) == len(sequence) - 1
+        assert sample.routed_experts is not None
+        assert len(sample.routed_experts) == len(sequence) - 1
         assert sample.metrics == {"said": 3, "turns": 3, "forks": 0}
         assert [reward for _, reward in sample.step_rewards] == [1, 2, 3]
         assert sample.step_rewards[-1][0] == len(sample.tokens) - 1
