@@ -9,6 +9,7 @@ from grpo_mp.distributed.shards import shard_holders, tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.job import PlannedJob
+from grpo_mp.rollout.engine_parallelism import expert_alignment
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, SyncPlan, Transfer, engine_readers, group_params, plan_sync
 from grpo_mp.weight_sync.wire import WireFormat
@@ -21,7 +22,7 @@ class SyncTraffic:
     network: float
     nvlink: float
     loaded: float
-    sent: float  # to the ranks that stage it
+    shards: float  # that it sends to the ranks that stage it, or stages of others
     tensors: float  # that one engine rank loads
     rounds: int
 
@@ -34,14 +35,14 @@ def sync_traffic(job: PlannedJob) -> SyncTraffic:
     plan, wire = plan_job_sync(job, sample)
     transfers = [transfer for round_ in plan.rounds for transfer in round_]
     weights = [counts.get(_layer(params[transfer.names[0]]), 1) for transfer in transfers]
-    network, nvlink, loaded, sent = busiest(transfers, weights, wire, job.gpus_per_node)
+    network, nvlink, loaded, shards = busiest(transfers, weights, wire, job.gpus_per_node)
     tensors: dict[int, int] = {}
     for transfer, weight in zip(transfers, weights, strict=True):
-        count = weight * sum(len(wire.specs(name)) for name in transfer.names)
+        count = weight * len(wire.all_specs(transfer.pieces()))
         tensors |= {reader: tensors.get(reader, 0) + count for reader in transfer.readers}
     round_bytes = job.settings.sync.bucket_bytes // ROUNDS_IN_MEMORY
-    rounds = int(-(-max(loaded, sent) // round_bytes))  # no rank loads or sends more in a round
-    return SyncTraffic(network, nvlink, loaded, sent, max(tensors.values()), rounds)
+    rounds = int(-(-max(loaded, shards) // round_bytes))  # no rank loads, sends or receives more in a round
+    return SyncTraffic(network, nvlink, loaded, shards, max(tensors.values()), rounds)
 
 
 def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPlan, WireFormat]:
@@ -53,11 +54,12 @@ def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPla
         torch.bfloat16 if settings.model.dtype == "bfloat16" else torch.float32,
         fp8=job.engine_uses_fp8,
     )
+    alignment = expert_alignment(job.engine_parallelism, engine.args, wire.fp8, cpu=False)
     host_ranks = engine_host_ranks(engine_placements(engine, job.world_size, job.gpus_per_node))
     plan = plan_sync(
         group_params(params),
         shard_holders(params, layout, job.train_ranks, job.stage_layers),
-        engine_readers(host_ranks, job.engine_parallelism),
+        engine_readers(host_ranks, job.engine_parallelism, alignment),
         job.gpus_per_node,
         wire.sizes,
         settings.sync.bucket_bytes // ROUNDS_IN_MEMORY,
@@ -68,7 +70,7 @@ def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPla
 def busiest(
     transfers: list[Transfer], weights: list[int], wire: WireFormat, ranks_per_node: int
 ) -> tuple[float, float, float, float]:
-    """Return the most that a rank moves over the network, over NVLink, loads, and sends to receivers.
+    """Return the most that a rank moves over the network, over NVLink, loads, and sends to or takes as a receiver.
 
     Transfers count `weight` times.
     """
@@ -88,16 +90,17 @@ def busiest(
             if source != transfer.receiver:
                 send(source, transfer.receiver, weight * sizes.sent(shard))
                 add("shards", "sends", source, weight * sizes.sent(shard))
-        size = weight * sum(map(sizes.staged, transfer.names))
+                add("shards", "receives", transfer.receiver, weight * sizes.sent(shard))
+        size = weight * sum(map(sizes.staged, transfer.pieces()))
         for reader in transfer.readers:
             add("loaded", "", reader, size)
             if reader != transfer.receiver:
                 send(transfer.receiver, reader, size)
-    network, nvlink, loaded, sent = (
+    network, nvlink, loaded, shards = (
         max((size for (link, *_), size in used.items() if link == name), default=0)
         for name in ("network", "nvlink", "loaded", "shards")
     )
-    return network, nvlink, loaded, sent
+    return network, nvlink, loaded, shards
 
 
 def _layers_like(job: PlannedJob) -> dict[int, int]:

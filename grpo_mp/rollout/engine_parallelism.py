@@ -20,6 +20,9 @@ from grpo_mp.rollout.precision import engine_uses_fp8, is_fp8_checkpoint
 # With these every rank computes the shared experts for its own tokens, so it holds all of them.
 REPLICATING_A2A_BACKENDS = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "flashinfer_megamoe")
 
+CPU_EXPERT_PADDING = 32  # SGLang's DEFAULT_MOE_PADDING_SIZE
+PADDING_MOE_BACKENDS = ("auto", "flashinfer_trtllm", "flashinfer_trtllm_routed")
+
 # Arguments that place experts elsewhere than in order, and their values that do not.
 EXPERT_LOCATION_ARGS = {
     "enable_eplb": False,
@@ -109,6 +112,19 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
         num_experts=num_experts,
         moves_experts=any(args.get(name) not in (None, trivial) for name, trivial in EXPERT_LOCATION_ARGS.items()),
     )
+
+
+def expert_alignment(parallelism: EngineParallelism, args: Mapping[str, Any], fp8: bool, cpu: bool) -> int:
+    """Return of what a rank's part of an expert must be a multiple to be the part that SGLang's loader takes.
+
+    In FP8 these are whole blocks. Otherwise SGLang may pad experts, and cuts the full tensor at multiples of the padded
+    size: on CPUs (`adjust_config_with_unaligned_cpu_tp`), and for FlashInfer's TensorRT-LLM kernels, which `auto`
+    chooses on Blackwell (`FusedMoE.__init__`).
+    """
+    if cpu:
+        return CPU_EXPERT_PADDING * parallelism.expert  # the whole expert is padded to a multiple of so many a GPU
+    may_pad = args.get("moe_runner_backend", "auto") in PADDING_MOE_BACKENDS
+    return BLOCK if fp8 or may_pad else 1
 
 
 def check_engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:

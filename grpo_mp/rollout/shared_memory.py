@@ -2,7 +2,11 @@
 
 On the host it is anonymous shared memory, which has no name in a file system: a killed process leaves nothing behind,
 and it is freed when the last process unmaps it. On a GPU it is an allocation of the trainer, shared by CUDA IPC. Only
-its description (where it is, names, dtypes, shapes, offsets) goes over HTTP.
+its description (where it is, names, dtypes, shapes, strides, offsets) goes over HTTP.
+
+Of an expert that several ranks of an engine divide, a rank's memory has its slice alone. SGLang's loader takes the full
+tensor and narrows it to that slice; so it gets a view of the full shape at the slice's strides, which begins before the
+slice and ends after it, over other tensors and over margins that nobody reads.
 """
 
 import base64
@@ -15,7 +19,7 @@ from typing import Any
 
 import torch
 
-from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, pack, packed_bytes, specs_of, view_of
+from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, aligned, pack, packed_bytes
 
 LOADER = f"{__name__}.load_weights"  # what SGLang imports: its `custom_weight_loader` and `load_format`
 
@@ -23,21 +27,20 @@ Export = dict[str, Any]  # JSON: where the memory is, and its tensors
 
 
 @contextmanager
-def export_to_host(tensors: NamedTensors) -> Iterator[Export]:
+def export_to_host(tensors: NamedTensors, specs: Sequence[TensorSpec]) -> Iterator[Export]:
     """Copy tensors to shared memory; yield the description by which this user's processes can open it.
 
-    It can be opened while the body runs. The list is emptied, for the copy is enough.
+    It can be opened while the body runs. The list is emptied, for the copy is enough. Margins are holes in the file.
     """
-    specs = specs_of(tensors)
-    nbytes = packed_bytes(specs)
+    start, nbytes = _memory_range(specs)
     descriptor = os.memfd_create("grpo_mp_weights")
     try:
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
         if nbytes:
             memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-            pack([tensor for _, tensor in tensors], specs, memory)
+            pack([tensor for _, tensor in tensors], specs, memory[start:])
             del memory
-        export = {"path": path, "nbytes": nbytes, "tensors": _describe(specs)}
+        export = {"path": path, "nbytes": nbytes, "tensors": _describe(specs, start)}
         tensors.clear()
         yield export
     finally:
@@ -45,7 +48,7 @@ def export_to_host(tensors: NamedTensors) -> Iterator[Export]:
 
 
 @contextmanager
-def export_by_ipc(tensors: NamedTensors) -> Iterator[Export]:
+def export_by_ipc(tensors: NamedTensors, specs: Sequence[TensorSpec]) -> Iterator[Export]:
     """Copy tensors to one allocation on this rank's GPU; yield the description by which a process can open it.
 
     Torch keeps the memory until the reader has released it, so the engine may still copy when the body has ended. The
@@ -56,9 +59,9 @@ def export_by_ipc(tensors: NamedTensors) -> Iterator[Export]:
     if not tensors:  # torch would keep for good what it shares and nobody opens
         yield {"nbytes": 0, "tensors": []}
         return
-    specs = specs_of(tensors)
-    memory = torch.empty(packed_bytes(specs), dtype=torch.uint8, device="cuda")
-    pack([tensor for _, tensor in tensors], specs, memory)
+    start, nbytes = _memory_range(specs)
+    memory = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    pack([tensor for _, tensor in tensors], specs, memory[start:])
     tensors.clear()
     torch.cuda.current_stream().synchronize()  # the reader does not wait for this rank's stream
     _, (*_, handle, size, offset, _, counter, counter_offset, event, _) = reduce_tensor(memory)
@@ -66,8 +69,8 @@ def export_by_ipc(tensors: NamedTensors) -> Iterator[Export]:
     yield {
         "device": str(torch.cuda.get_device_properties(memory.device).uuid),  # the engine numbers devices differently
         "storage": [*handles, size, offset, counter_offset],
-        "nbytes": packed_bytes(specs),
-        "tensors": _describe(specs),
+        "nbytes": nbytes,
+        "tensors": _describe(specs, start),
     }
     del memory
     torch.cuda.ipc_collect()  # otherwise torch frees it only when the next one is shared
@@ -95,8 +98,9 @@ def open_exports(
             memory = _open_ipc(export) if "device" in export else _open_host(export)
             if opened is not None:
                 opened.append(memory)
-            for name, dtype, shape, offset in export["tensors"]:
-                yield name, view_of(memory, getattr(torch, dtype), shape, offset)
+            for name, dtype, shape, stride, offset in export["tensors"]:
+                typed = memory.view(getattr(torch, dtype))
+                yield name, typed.as_strided(shape, stride, offset // typed.itemsize)
 
 
 def load_weights(model: Any, named_tensors: NamedTensors) -> None:
@@ -108,10 +112,17 @@ def load_weights(model: Any, named_tensors: NamedTensors) -> None:
         torch.cuda.current_stream().synchronize()  # the trainer may free the memory once SGLang has answered
 
 
-def _describe(specs: Sequence[TensorSpec]) -> list[list[Any]]:
-    offsets = accumulate((spec.nbytes for spec in specs), initial=0)
+def _memory_range(specs: Sequence[TensorSpec]) -> tuple[int, int]:
+    """Return where in memory tensors begin that have full views over them, and the bytes of that memory."""
+    start = aligned(max((spec.margins[0] for spec in specs), default=0))
+    return start, start + packed_bytes(specs) + aligned(max((spec.margins[1] for spec in specs), default=0))
+
+
+def _describe(specs: Sequence[TensorSpec], start: int) -> list[list[Any]]:
+    """Describe the full tensors of which these, packed from `start` on, are the slices that are read."""
+    offsets = accumulate((spec.nbytes for spec in specs), initial=start)
     return [
-        [spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape), offset]
+        [spec.name, str(spec.dtype).removeprefix("torch."), spec.full_shape, spec.stride, offset - spec.margins[0]]
         for spec, offset in zip(specs, offsets, strict=False)
     ]
 

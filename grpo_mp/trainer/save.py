@@ -1,7 +1,7 @@
 """Save checkpoints and the final Hugging Face folder."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -38,7 +38,7 @@ from grpo_mp.policy.checkpoint import (
     write_weights,
 )
 from grpo_mp.policy.policy import Policy
-from grpo_mp.weight_sync.plan import ParamGroup, group_params
+from grpo_mp.weight_sync.plan import WHOLE, ParamGroup, Piece, Readers, Slice, group_params
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import plan_rounds
 from grpo_mp.weight_sync.wire import WireFormat
@@ -164,12 +164,12 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int, f
     dist.barrier(group=group)
 
 
-def export_writers(wire: WireFormat, world_size: int) -> Callable[[ParamGroup], tuple[int, ...]]:
+def export_writers(wire: WireFormat, world_size: int) -> Readers:
     """Return which rank writes a group, so that all write about as many bytes."""
     written = [0] * world_size
-    writers: dict[ParamGroup, tuple[int, ...]] = {}
+    writers: dict[ParamGroup, dict[Slice, tuple[int, ...]]] = {}
     for group in group_params(wire.params):
         rank = written.index(min(written))
-        written[rank] += sum(map(wire.sizes.staged, group.names))
-        writers[group] = (rank,)
+        written[rank] += sum(wire.sizes.staged(Piece(name)) for name in group.names)
+        writers[group] = {WHOLE: (rank,)}
     return writers.__getitem__

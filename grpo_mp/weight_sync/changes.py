@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mp.weight_sync.plan import ParamGroup, RankRound, Shard
+from grpo_mp.weight_sync.plan import ParamGroup, Piece, RankRound, Shard
 
 CHUNK_WORDS: Final = 2**20  # 8 MiB; the temporary memory of a fingerprint is three times that
 WORD_BYTES = 8
@@ -94,16 +94,16 @@ def _keep(round_: RankRound, kept: set[str]) -> RankRound:
         filtered = {rank: tuple(shard for shard in items if shard.name in kept) for rank, items in by_rank.items()}
         return {rank: items for rank, items in filtered.items() if items}
 
-    def names(by_rank: Mapping[int, tuple[str, ...]]) -> dict[int, tuple[str, ...]]:
-        filtered = {rank: tuple(name for name in items if name in kept) for rank, items in by_rank.items()}
+    def pieces(by_rank: Mapping[int, tuple[Piece, ...]]) -> dict[int, tuple[Piece, ...]]:
+        filtered = {rank: tuple(piece for piece in items if piece.name in kept) for rank, items in by_rank.items()}
         return {rank: items for rank, items in filtered.items() if items}
 
     return RankRound(
         sends=shards(round_.sends),
         receives=shards(round_.receives),
         own=tuple(shard for shard in round_.own if shard.name in kept),
-        staged=tuple(name for name in round_.staged if name in kept),
-        shares=names(round_.shares),
-        loads=names(round_.loads),
+        staged=tuple(piece for piece in round_.staged if piece.name in kept),
+        shares=pieces(round_.shares),
+        loads=pieces(round_.loads),
         names=round_.names & kept,
     )

@@ -3,12 +3,14 @@
 Parameters move in groups: one expert, or one parameter, or the few of a layer that an engine fuses while it loads them
 (the two latent down-projections), which it does within one request only. On each node that needs a group one rank, the
 receiver, gets its shards and joins them; the other ranks of the node that need it read the receiver's copy. So an
-expert goes to the ranks that keep it alone, and the other weights cross the network once for each node.
+expert goes to the ranks that keep it alone, and the other weights cross the network once for each node. Where several
+ranks of an engine divide an expert, each gets its slice.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 from grpo_mp.models.mapping import Param
@@ -19,15 +21,40 @@ GOLDEN_RATIO = 0.618034
 SEND_SLACK = 1.25  # what a rank may send in a round, over its share of a round
 
 Item = TypeVar("Item")
-Use = tuple[str, int]  # "sends" or "loads", and a rank
+Use = tuple[str, int]  # "sends", "receives" or "loads", and a rank
 Holders = Mapping[str, Mapping[int, Sequence[int]]]  # parameter -> tensor-parallel part -> ranks that hold it
 
 
+class Slice(NamedTuple):
+    """One of `total` equal slices of an expert, along the dimension that tensor parallelism divides."""
+
+    number: int
+    total: int
+
+    def overlaps(self, parts: int) -> range:
+        """Return with which of the equal `parts` that a trainer's ranks hold it overlaps."""
+        return range(self.number * parts // self.total, -(-(self.number + 1) * parts // self.total))
+
+
+WHOLE = Slice(0, 1)
+
+
 class Shard(NamedTuple):
-    """One tensor-parallel part of a parameter."""
+    """One tensor-parallel part of a parameter, or what a slice has of it."""
 
     name: str
     part: int
+    slice: Slice = WHOLE
+
+
+class Piece(NamedTuple):
+    """A slice of a parameter, of which an engine loads its full Hugging Face tensors or the same slice of them."""
+
+    name: str
+    slice: Slice = WHOLE
+
+
+Readers = Callable[["ParamGroup"], Mapping[Slice, Sequence[int]]]  # ranks that load each slice of a group
 
 
 @dataclass(frozen=True)
@@ -36,30 +63,36 @@ class ParamGroup:
 
     names: tuple[str, ...]
     expert: int | None
+    divided: tuple[int, ...] = ()  # of an expert: sizes of the dimensions that tensor parallelism divides
 
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """Bytes of what is sent and of what is read. `staged`: of a parameter's full Hugging Face tensors."""
+    """Bytes of what is sent and of what is read. `staged`: of a piece's Hugging Face tensors."""
 
     sent: Callable[[Shard], int]
-    staged: Callable[[str], int]
+    staged: Callable[[Piece], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One parameter group on its way to one node. Large jobs have ten thousands: hence slots."""
+    """A parameter group, or a slice of it, on its way to one node. Large jobs have ten thousands: hence slots."""
 
     names: tuple[str, ...]
-    sources: tuple[tuple[int, ...], ...]  # of each name: the rank that sends each part
+    sources: tuple[tuple[tuple[int, int], ...], ...]  # of each name: each part, and the rank that sends it
     receiver: int
     readers: tuple[int, ...]  # ranks of the receiver's node that load the group, the receiver among them
+    slice: Slice = WHOLE
 
     def shards(self) -> Iterator[tuple[int, Shard]]:
         """Yield each shard and the rank that it comes from, which may be the receiver."""
         for name, sources in zip(self.names, self.sources, strict=True):
-            for part, source in enumerate(sources):
-                yield source, Shard(name, part)
+            for part, source in sources:
+                yield source, Shard(name, part, self.slice)
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Return what its readers load."""
+        return tuple(Piece(name, self.slice) for name in self.names)
 
 
 @dataclass(frozen=True)
@@ -69,9 +102,9 @@ class RankRound:
     sends: Mapping[int, tuple[Shard, ...]]  # by target
     receives: Mapping[int, tuple[Shard, ...]]  # by source, not itself
     own: tuple[Shard, ...]  # that it holds and stages
-    staged: tuple[str, ...]
-    shares: Mapping[int, tuple[str, ...]]  # by reader, not itself: what others load of what it stages
-    loads: Mapping[int, tuple[str, ...]]  # by receiver
+    staged: tuple[Piece, ...]
+    shares: Mapping[int, tuple[Piece, ...]]  # by reader, not itself: what others load of what it stages
+    loads: Mapping[int, tuple[Piece, ...]]  # by receiver
     names: frozenset[str]  # that any rank of the job moves
 
 
@@ -89,30 +122,40 @@ class SyncPlan:
 def plan_sync(
     groups: Sequence[ParamGroup],
     holders: Holders,
-    readers: Callable[[ParamGroup], Sequence[int]],
+    readers: Readers,
     ranks_per_node: int,
     sizes: ShardSizes,
     round_bytes: int,
 ) -> SyncPlan:
     """Plan to bring each group to each of its `readers` (ranks), in rounds of at most `round_bytes` a rank.
 
-    No rank sends, stages or loads more than that in a round, unless one group alone is larger.
+    No rank sends, receives, stages or loads more than that in a round, unless one group alone is larger.
     """
     return SyncPlan(_fill_rounds(_transfers(groups, holders, readers, ranks_per_node, sizes), sizes, round_bytes))
 
 
-def engine_readers(host_ranks: Sequence[int], parallelism: EngineParallelism) -> Callable[[ParamGroup], Sequence[int]]:
+def engine_readers(host_ranks: Sequence[int], parallelism: EngineParallelism, alignment: int = 1) -> Readers:
     """Return the ranks that load a group: those of every engine that keep the expert, or all for another group.
 
-    `host_ranks`: each engine's first rank.
+    Ranks that divide an expert load its slices where these are multiples of `alignment`, else all of it. `host_ranks`:
+    each engine's first rank.
     """
 
     @cache
-    def ranks(expert: int | None) -> tuple[int, ...]:
+    def ranks(expert: int | None, count: int) -> Mapping[Slice, tuple[int, ...]]:
         kept = [i for i in range(parallelism.gpus) if expert is None or parallelism.keeps_expert(i, expert)]
-        return tuple(host + index for host in host_ranks for index in kept)
+        by_slice: dict[Slice, tuple[int, ...]] = {}
+        for number in range(count):
+            mine = [index for index in kept if index % count == number]
+            by_slice[Slice(number, count)] = tuple(host + index for host in host_ranks for index in mine)
+        return by_slice
 
-    return lambda group: ranks(group.expert)
+    def readers(group: ParamGroup) -> Mapping[Slice, tuple[int, ...]]:
+        count = parallelism.expert_tensor
+        divides = group.divided and not any(size % (count * alignment) for size in group.divided)
+        return ranks(group.expert, count if divides else 1)
+
+    return readers
 
 
 def group_params(params: Mapping[str, Param]) -> tuple[ParamGroup, ...]:
@@ -123,7 +166,14 @@ def group_params(params: Mapping[str, Param]) -> tuple[ParamGroup, ...]:
             layer, expert = (-1 if number is None else number for number in (param.layer, param.expert))
             name = "" if param.expert is not None else param.load_group or param.name
             members.setdefault((layer, expert, name), []).append(param)
-    return tuple(ParamGroup(tuple(p.name for p in members[key]), members[key][0].expert) for key in sorted(members))
+    return tuple(_param_group(members[key]) for key in sorted(members))
+
+
+def _param_group(params: Sequence[Param]) -> ParamGroup:
+    expert, divided = params[0].expert, set()
+    if expert is not None:
+        divided = {shape[p.tp_dim] for p in params if p.tp_dim is not None for shape in p.shapes}
+    return ParamGroup(tuple(param.name for param in params), expert, tuple(sorted(divided)))
 
 
 def find_holders(params: Mapping[str, Param], shards_by_rank: Sequence[Mapping[str, int]]) -> Holders:
@@ -147,7 +197,7 @@ def find_holders(params: Mapping[str, Param], shards_by_rank: Sequence[Mapping[s
 def _transfers(
     groups: Sequence[ParamGroup],
     holders: Holders,
-    readers: Callable[[ParamGroup], Sequence[int]],
+    readers: Readers,
     ranks_per_node: int,
     sizes: ShardSizes,
 ) -> list[Transfer]:
@@ -159,24 +209,22 @@ def _transfers(
     sent: dict[int, int] = {}
     transfers = []
     for group in groups:
-        by_node: dict[int, list[int]] = {}
-        for rank in readers(group):
-            by_node.setdefault(rank // ranks_per_node, []).append(rank)
-        size = sum(map(sizes.staged, group.names))
-        for node, node_readers in by_node.items():
-            receiver = min(node_readers, key=lambda rank: (staged.get(rank, 0), rank))
-            staged[receiver] = staged.get(receiver, 0) + size
-            sources = []
-            for name in group.names:
-                parts = holders[name]
-                chosen = [
-                    _choose_sender(parts[part], receiver, node, ranks_per_node, sent) for part in range(len(parts))
-                ]
-                for part, source in enumerate(chosen):
-                    if source != receiver:
-                        sent[source] = sent.get(source, 0) + sizes.sent(Shard(name, part))
-                sources.append(tuple(chosen))
-            transfers.append(Transfer(group.names, tuple(sources), receiver, tuple(node_readers)))
+        for slice_, ranks in readers(group).items():
+            size = sum(sizes.staged(Piece(name, slice_)) for name in group.names)
+            for node, on_node in groupby(sorted(ranks), lambda rank: rank // ranks_per_node):
+                node_readers = tuple(on_node)
+                receiver = min(node_readers, key=lambda rank: (staged.get(rank, 0), rank))
+                staged[receiver] = staged.get(receiver, 0) + size
+                sources = []
+                for name in group.names:
+                    chosen = []
+                    for part in slice_.overlaps(len(holders[name])):
+                        source = _choose_sender(holders[name][part], receiver, node, ranks_per_node, sent)
+                        chosen.append((part, source))
+                        if source != receiver:
+                            sent[source] = sent.get(source, 0) + sizes.sent(Shard(name, part, slice_))
+                    sources.append(tuple(chosen))
+                transfers.append(Transfer(group.names, tuple(sources), receiver, node_readers, slice_))
     return transfers
 
 
@@ -191,7 +239,7 @@ def _choose_sender(
 def _fill_rounds(
     transfers: Sequence[Transfer], sizes: ShardSizes, round_bytes: int
 ) -> tuple[tuple[Transfer, ...], ...]:
-    """Put each transfer into the first round that has room for it: on who sends it, and on who loads it."""
+    """Put each transfer into the first round that has room for it: on who sends, receives and loads it."""
     needs = [_bytes_by_rank(transfer, sizes) for transfer in transfers]
     totals: dict[Use, int] = {}
     for need in needs:
@@ -200,7 +248,7 @@ def _fill_rounds(
     most = {kind: max((size for (k, _), size in totals.items() if k == kind), default=0) for kind in ("sends", "loads")}
     # No rank should send in a few rounds what it could send in all of them: the others would wait for it.
     even = SEND_SLACK * most["sends"] / -(-max(most["loads"], 1) // round_bytes)
-    limits = {"sends": min(round_bytes, even), "loads": round_bytes}
+    limits = {"sends": min(round_bytes, even), "receives": round_bytes, "loads": round_bytes}
     rounds: list[list[Transfer]] = []
     used: list[dict[Use, int]] = []
     first_open: dict[Use, int] = {}
@@ -223,12 +271,13 @@ def _fill_rounds(
 
 
 def _bytes_by_rank(transfer: Transfer, sizes: ShardSizes) -> dict[Use, int]:
-    """Return what each rank sends of a transfer, and what each loads."""
-    size = sum(map(sizes.staged, transfer.names))
+    """Return what each rank sends, receives and loads of a transfer."""
+    size = sum(map(sizes.staged, transfer.pieces()))
     need: dict[Use, int] = {("loads", reader): size for reader in transfer.readers}
     for source, shard in transfer.shards():
         if source != transfer.receiver:
-            need["sends", source] = need.get(("sends", source), 0) + sizes.sent(shard)
+            for use in (("sends", source), ("receives", transfer.receiver)):
+                need[use] = need.get(use, 0) + sizes.sent(shard)
     return need
 
 
@@ -253,17 +302,17 @@ def _rank_round(transfers: Sequence[Transfer], rank: int) -> RankRound:
     sends: dict[int, list[Shard]] = {}
     receives: dict[int, list[Shard]] = {}
     own: list[Shard] = []
-    staged: list[str] = []
-    shares: dict[int, list[str]] = {}
-    loads: dict[int, list[str]] = {}
+    staged: list[Piece] = []
+    shares: dict[int, list[Piece]] = {}
+    loads: dict[int, list[Piece]] = {}
     for transfer in transfers:
         if rank in transfer.readers:
-            loads.setdefault(transfer.receiver, []).extend(transfer.names)
+            loads.setdefault(transfer.receiver, []).extend(transfer.pieces())
         if transfer.receiver == rank:
-            staged += transfer.names
+            staged += transfer.pieces()
             for reader in transfer.readers:
                 if reader != rank:
-                    shares.setdefault(reader, []).extend(transfer.names)
+                    shares.setdefault(reader, []).extend(transfer.pieces())
         for source, shard in transfer.shards():
             if source == transfer.receiver == rank:
                 own.append(shard)

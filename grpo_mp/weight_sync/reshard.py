@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mp import platform
-from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, pack, packed_bytes, unpack
+from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, packed_bytes, unpack
 from grpo_mp.weight_sync.plan import RankRound, Shard
 from grpo_mp.weight_sync.wire import WireFormat
 
@@ -50,21 +50,25 @@ class Resharder:
         """Return what this rank sends in a round, uint8, by target."""
         messages = {}
         for target, shards in round_.sends.items():
-            specs, tensors = self._specs(shards), [tensor for shard in shards for tensor in self._local(shard)]
-            messages[target] = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=tensors[0].device)
-            pack(tensors, specs, messages[target])
+            specs, device = self._specs(shards), self.tensors[shards[0].name].device
+            messages[target] = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=device)
+            views = unpack(messages[target], specs)
+            for shard in shards:  # one after the other: what is quantized is there once more only for one
+                for tensor in self._local(shard):
+                    next(views).copy_(tensor)
         return messages
 
     def join(self, round_: RankRound, arrived: Mapping[int, Tensor]) -> NamedTensors:
-        """Return the full tensors that this rank stages, from its own shards and the messages by source."""
+        """Return the tensors that this rank stages, from its own shards and the messages by source."""
         shards = {shard: self._local(shard) for shard in round_.own}
         for source, message in arrived.items():
             views = unpack(message, self._specs(round_.receives[source]))
             for shard in round_.receives[source]:
                 shards[shard] = [next(views) for _ in self.wire.shard_specs(shard)]
         staged: NamedTensors = []
-        for name in round_.staged:
-            staged += self.wire.join(name, [shards.pop(Shard(name, part)) for part in range(self.wire.parts(name))])
+        for piece in round_.staged:
+            parts = piece.slice.overlaps(self.wire.parts(piece.name))
+            staged += self.wire.join(piece, [shards.pop(Shard(piece.name, part, piece.slice)) for part in parts])
         return staged
 
     def sent_bytes(self, round_: RankRound) -> int:

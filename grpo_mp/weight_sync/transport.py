@@ -24,7 +24,7 @@ from grpo_mp.errors import EngineTimeout
 from grpo_mp.rollout.packed_tensors import NamedTensors, pack, packed_bytes, unpack
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.rollout.shared_memory import LOADER, Export, as_tensor, export_by_ipc, export_to_host, select
-from grpo_mp.weight_sync.plan import RankRound
+from grpo_mp.weight_sync.plan import Piece, RankRound
 from grpo_mp.weight_sync.wire import WireFormat
 
 
@@ -97,11 +97,11 @@ class HostTransport:
     @contextmanager
     def export(self, round_: RankRound, staged: NamedTensors) -> Iterator[list[Export]]:
         """Yield what this rank loads of its own export and of others'."""
-        with export_to_host(staged) as own:
+        with export_to_host(staged, self.wire.all_specs(round_.staged)) as own:
             by_rank = dict(all_gather((self.rank, own), self.node_group))
             yield [
-                select(by_rank[receiver], {spec.name for name in names for spec in self.wire.specs(name)})
-                for receiver, names in round_.loads.items()
+                select(by_rank[receiver], {spec.name for spec in self.wire.all_specs(pieces)})
+                for receiver, pieces in round_.loads.items()
             ]
 
 
@@ -121,22 +121,23 @@ class IpcTransport:
         """Yield one export of all that this rank loads."""
         loaded = self.forward(round_, staged)
         staged.clear()
-        with export_by_ipc(loaded) as own:
+        specs = [spec for pieces in round_.loads.values() for spec in self.wire.all_specs(pieces)]
+        with export_by_ipc(loaded, specs) as own:
             yield [own]
 
     def forward(self, round_: RankRound, staged: NamedTensors) -> NamedTensors:
         """Exchange staged tensors within the node; return those that this rank loads."""
         own, operations, arriving = dict(staged), [], []
-        messages: dict[tuple[str, ...], torch.Tensor] = {}  # most are the same for all readers
-        for reader, names in round_.shares.items():
-            if names not in messages:
-                specs = [spec for name in names for spec in self.wire.specs(name)]
-                messages[names] = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=platform.device())
-                pack([own[spec.name] for spec in specs], specs, messages[names])
-            operations.append(dist.P2POp(dist.isend, messages[names], None, self.group, group_peer=reader))
+        messages: dict[tuple[Piece, ...], torch.Tensor] = {}  # most are the same for all readers
+        for reader, pieces in round_.shares.items():
+            if pieces not in messages:
+                specs = self.wire.all_specs(pieces)
+                messages[pieces] = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=platform.device())
+                pack([own[spec.name] for spec in specs], specs, messages[pieces])
+            operations.append(dist.P2POp(dist.isend, messages[pieces], None, self.group, group_peer=reader))
         loaded: NamedTensors = []
-        for receiver, names in round_.loads.items():
-            specs = [spec for name in names for spec in self.wire.specs(name)]
+        for receiver, pieces in round_.loads.items():
+            specs = self.wire.all_specs(pieces)
             if receiver == self.rank:
                 loaded += [(spec.name, own[spec.name]) for spec in specs]
             else:

@@ -1,7 +1,7 @@
 """Weight sync: bring the policy's weights into every engine, as a new version."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, groupby, zip_longest
@@ -19,14 +19,14 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.policy import Policy
-from grpo_mp.rollout.engine_parallelism import engine_parallelism
+from grpo_mp.rollout.engine_parallelism import engine_parallelism, expert_alignment
 from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.weight_sync.changes import ChangeTracker, keep_changed
 from grpo_mp.weight_sync.plan import (
     ROUNDS_IN_MEMORY,
-    ParamGroup,
     RankRound,
+    Readers,
     engine_readers,
     find_holders,
     group_params,
@@ -40,7 +40,7 @@ from grpo_mp.weight_sync.wire import WireFormat
 def plan_rounds(
     wire: WireFormat,
     local_shards: Mapping[str, int],
-    readers: Callable[[ParamGroup], Sequence[int]],
+    readers: Readers,
     bucket_bytes: int,
     group: dist.ProcessGroup,
     ranks_per_node: int,
@@ -153,9 +153,11 @@ class PolicyShards:
 def build_weight_sync(settings: Settings, shards: PolicyShards, rollout: Rollout, job: Job) -> WeightSync:
     """Plan the sync and link each rank to its engine. Every rank must call this, once the engines run."""
     args, gpus = settings.engine.args, settings.engine.gpus_per_engine
-    fp8 = engine_uses_fp8(args, shards.hf, cpu=not platform.on_cuda())
+    cpu = not platform.on_cuda()
+    fp8 = engine_uses_fp8(args, shards.hf, cpu)
     wire = WireFormat(shards.params, shards.tp_sizes, DTYPES[settings.model.dtype], fp8)
-    readers = engine_readers(rollout.host_ranks, engine_parallelism(gpus, args, shards.hf))
+    parallelism = engine_parallelism(gpus, args, shards.hf)
+    readers = engine_readers(rollout.host_ranks, parallelism, expert_alignment(parallelism, args, fp8, cpu))
     rounds = plan_rounds(wire, shards.parts, readers, settings.sync.bucket_bytes, job.group, job.ranks_per_node)
     link = _link_engine(settings, wire, rollout, job) if job.hosts_engines else None
     changes = None

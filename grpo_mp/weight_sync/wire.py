@@ -2,11 +2,11 @@
 
 Blockwise FP8 is quantized where the shard is, which halves what is sent, if the shard is whole blocks: then each block
 has the factor that it has in the full tensor, bit for bit. A shard that cuts a block travels in the model's dtype, and
-the receiver quantizes the joined tensor.
+the receiver quantizes the joined tensor. A slice of an expert is whole blocks always.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, quantize_at_once, scale_shape
 from grpo_mp.models.mapping import Param, Shape, join, shard_range, unfuse
 from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, packed_bytes
-from grpo_mp.weight_sync.plan import Shard, ShardSizes
+from grpo_mp.weight_sync.plan import WHOLE, Piece, Shard, ShardSizes, Slice
+
+Range = tuple[int, int]  # start and stop
 
 
 @dataclass(frozen=True)
@@ -31,22 +33,28 @@ class WireFormat:
     def sizes(self) -> ShardSizes:
         """Return the bytes of shards and of full tensors."""
         sent = cache(lambda shard: packed_bytes(self.shard_specs(shard)))
-        return ShardSizes(sent, cache(lambda name: packed_bytes(self.specs(name))))
+        return ShardSizes(sent, cache(lambda piece: packed_bytes(self.specs(piece))))
 
     def parts(self, name: str) -> int:
         """Return into how many parts a parameter is divided."""
         return self.tp_sizes[name] if self.params[name].tp_dim is not None else 1
 
-    def specs(self, name: str) -> list[TensorSpec]:
-        """Describe the full Hugging Face tensors of a parameter, as the engine loads them."""
-        param = self.params[name]
-        return self._specs(param, param.shapes, fp8=self.fp8 and param.is_projection)
+    def specs(self, piece: Piece) -> list[TensorSpec]:
+        """Describe the Hugging Face tensors of a parameter, as the engine loads them, or the same slice of each."""
+        param, (number, total) = self.params[piece.name], piece.slice
+        ranges = [_slice_range(param, shape, piece.slice) for shape in param.shapes]
+        specs = self._specs(param, ranges, fp8=self.fp8 and param.is_projection)
+        if piece.slice == WHOLE or param.tp_dim is None:
+            return specs
+        return [replace(spec, sliced=(param.tp_dim, number, total)) for spec in specs]
+
+    def all_specs(self, pieces: Iterable[Piece]) -> list[TensorSpec]:
+        """Describe the tensors of several pieces, in order."""
+        return [spec for piece in pieces for spec in self.specs(piece)]
 
     def shard_specs(self, shard: Shard) -> list[TensorSpec]:
         """Describe the tensors of one shard, as they are sent."""
-        param, count = self.params[shard.name], self.parts(shard.name)
-        shapes = [_part_shape(param, shape, count, shard.part) for shape in param.shapes]
-        return self._specs(param, shapes, self.quantizes_shards(shard.name))
+        return self._specs(self.params[shard.name], self._ranges(shard), self.quantizes_shards(shard.name))
 
     def quantizes_shards(self, name: str) -> bool:
         """Tell whether a parameter is quantized where its shards are: each is whole blocks."""
@@ -58,20 +66,19 @@ class WireFormat:
 
     def shard_tensors(self, shard: Shard, tensor: Tensor) -> list[Tensor]:
         """Convert a Megatron shard to the tensors that are sent: those of `shard_specs`."""
-        param, specs = self.params[shard.name], self.shard_specs(shard)
-        quantizes = self.quantizes_shards(shard.name)
-        tensors: list[Tensor] = []
-        for piece in unfuse(param, tensor):
-            if quantizes:
-                tensors += quantize_at_once(piece)
-            else:
-                tensors.append(piece[: specs[len(tensors)].shape[0]])  # without the vocabulary's padding
-        return tensors
+        param, quantizes = self.params[shard.name], self.quantizes_shards(shard.name)
+        pieces: list[Tensor] = []
+        for piece, shape, range_ in zip(unfuse(param, tensor), param.shapes, self._ranges(shard), strict=True):
+            if range_ and param.tp_dim is not None:  # without the vocabulary's padding
+                start, stop = range_
+                piece = piece.narrow(param.tp_dim, start - self._held(param, shape, shard.part)[0], stop - start)
+            pieces += quantize_at_once(piece) if quantizes else [piece]
+        return pieces
 
-    def join(self, name: str, shards: Sequence[Sequence[Tensor]]) -> NamedTensors:
-        """Join the tensors of all shards of a parameter, by part, to what `specs` describes."""
-        param = self.params[name]
-        if not self.quantizes_shards(name):
+    def join(self, piece: Piece, shards: Sequence[Sequence[Tensor]]) -> NamedTensors:
+        """Join the tensors of all shards of a piece, by part, to what `specs` describes."""
+        param = self.params[piece.name]
+        if not self.quantizes_shards(piece.name):
             named = list(zip(param.hf, join(param, shards), strict=True))
             if not (self.fp8 and param.is_projection):
                 return [(hf_name, tensor.contiguous()) for hf_name, tensor in named]
@@ -79,13 +86,29 @@ class WireFormat:
             return [item for hf_name, (w, s) in quantized for item in ((hf_name, w), (hf_name + SCALE, s))]
         return [
             (spec.name, tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=param.tp_dim or 0))
-            for spec, tensors in zip(self.specs(name), zip(*shards, strict=True), strict=True)
+            for spec, tensors in zip(self.specs(piece), zip(*shards, strict=True), strict=True)
         ]
 
-    def _specs(self, param: Param, shapes: Sequence[Shape], fp8: bool) -> list[TensorSpec]:
+    def _held(self, param: Param, shape: Shape, part: int) -> tuple[int, int]:
+        """Return the [start, stop) of a Hugging Face tensor along `param.tp_dim` that a trainer's part has."""
+        return shard_range(param, shape, self.parts(param.name), part)
+
+    def _ranges(self, shard: Shard) -> list[Range | None]:
+        """Return what a shard has of each Hugging Face tensor along `tp_dim`; None where that is not divided."""
+        param, ranges = self.params[shard.name], []
+        for shape in param.shapes:
+            wanted = _slice_range(param, shape, shard.slice)
+            if wanted:
+                start, stop = self._held(param, shape, shard.part)
+                wanted = max(start, wanted[0]), min(stop, wanted[1])
+            ranges.append(wanted)
+        return ranges
+
+    def _specs(self, param: Param, ranges: Sequence[Range | None], fp8: bool) -> list[TensorSpec]:
         dtype = torch.float32 if param.keep_float32 else self.dtype
         specs = []
-        for name, shape in zip(param.hf, shapes, strict=True):
+        for name, full, range_ in zip(param.hf, param.shapes, ranges, strict=True):
+            shape = _cut(full, param.tp_dim, range_)
             if fp8:
                 rows, columns = shape
                 scale = TensorSpec(name + SCALE, torch.float32, scale_shape((rows, columns)))
@@ -95,8 +118,15 @@ class WireFormat:
         return specs
 
 
-def _part_shape(param: Param, shape: Shape, count: int, part: int) -> Shape:
-    if param.tp_dim is None or count == 1:
+def _slice_range(param: Param, shape: Shape, slice_: Slice) -> Range | None:
+    """Return the [start, stop) of a slice along `param.tp_dim`; None where the tensor is not divided."""
+    if param.tp_dim is None:
+        return None
+    size = shape[param.tp_dim] // slice_.total
+    return slice_.number * size, (slice_.number + 1) * size
+
+
+def _cut(shape: Shape, dim: int | None, range_: Range | None) -> Shape:
+    if dim is None or range_ is None:
         return shape
-    start, stop = shard_range(param, shape, count, part)
-    return (*shape[: param.tp_dim], stop - start, *shape[param.tp_dim + 1 :])
+    return (*shape[:dim], range_[1] - range_[0], *shape[dim + 1 :])

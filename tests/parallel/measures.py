@@ -36,7 +36,7 @@ from grpo_mp.trainer.metrics import reduce_report
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from grpo_mp.weight_sync.engine_check import sequence_logprobs
-from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, RankRound, group_params, plan_sync
+from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, WHOLE, Piece, RankRound, group_params, plan_sync
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.transport import IpcTransport
 from grpo_mp.weight_sync.update import plan_rounds
@@ -137,7 +137,7 @@ def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
     policy, size = bench.policy, bench.settings.sync.bucket_bytes
     wire = WireFormat(policy.params, policy.tp_sizes(), torch.float32)
     rounds = plan_rounds(
-        wire, policy.local_shards(), lambda _: targets, size, bench.parallel.cpu_group, len(_ranks(bench))
+        wire, policy.local_shards(), lambda _: {WHOLE: targets}, size, bench.parallel.cpu_group, len(_ranks(bench))
     )
     resharder = Resharder(rounds, wire, policy.tensors)
     names, wrong, forwarded = [], [], []
@@ -150,7 +150,7 @@ def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
             names += [name for name, _ in staged]
             forwarded += [name for name, _ in loaded]
             wrong += [name for name, tensor in (*staged, *loaded) if not _same(tensor, reader.read(name))]
-    everything = [spec.name for name, param in wire.params.items() if not param.alias for spec in wire.specs(name)]
+    everything = [spec.name for spec in wire.all_specs(Piece(n) for n, p in wire.params.items() if not p.alias)]
     return {
         "names": names,
         "wrong": wrong,
@@ -167,9 +167,8 @@ def _planned_rounds(bench: Bench, wire: WireFormat, targets: tuple[int, ...]) ->
     sent = {name: param for name, param in wire.params.items() if not param.alias}
     holders = shard_holders(sent, layout, world_size, stages)
     round_bytes = bench.settings.sync.bucket_bytes // ROUNDS_IN_MEMORY
-    plan = plan_sync(
-        group_params(sent), holders, lambda _: targets, bench.parallel.job.ranks_per_node, wire.sizes, round_bytes
-    )
+    per_node = bench.parallel.job.ranks_per_node
+    plan = plan_sync(group_params(sent), holders, lambda _: {WHOLE: targets}, per_node, wire.sizes, round_bytes)
     return plan.of_rank(bench.parallel.rank)
 
 

@@ -1,11 +1,10 @@
 """What SGLang's own loaders keep of each tensor on each rank: `python -m tests.rollout.record_loaders < cases.json`.
 
 A case is {"arguments": ServerArgs, "rank": int, "tensors": {name: [dtype, shape]}}. The model is built on meta as that
-rank of the engine builds it, its loaders get tensors without storage that record where they are copied to. Prints
-{"name": {tensor: elements copied}} as the last line.
+rank of the engine builds it, its loaders get tensors without storage that record what is copied of them. Prints
+{"name": {tensor: [elements copied, first, last]}} as the last line; first and last are places in the flat tensor.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,15 +14,17 @@ from torch.utils._pytree import tree_map_only
 from tests.rollout.fake_h100 import cuda_on_meta, set_groups
 from tests.rollout.start_on_meta import build_model, run_cases
 
+Copied = dict[str, tuple[int, ...]]  # elements, first and last of the last copy
+
 
 class RecordedTensor(torch.Tensor):
-    """A tensor without storage that knows which loaded tensors it was made from; `copied` counts their elements."""
+    """A tensor without storage that knows which loaded tensors it was made from; `copied` has what was read of them."""
 
     names: frozenset[str]
-    copied: "Counter[str]"
+    copied: "Copied"
 
     @staticmethod
-    def of(meta: torch.Tensor, names: Iterable[str], copied: "Counter[str]") -> "RecordedTensor":
+    def of(meta: torch.Tensor, names: Iterable[str], copied: "Copied") -> "RecordedTensor":
         """Wrap a meta tensor."""
         tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             RecordedTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device="meta"
@@ -37,16 +38,20 @@ class RecordedTensor(torch.Tensor):
         given = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, cls)]
         names, copied = frozenset().union(*(tensor.names for tensor in given)), given[0].copied
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor) and not isinstance(args[0], cls):
+            source = args[1].meta
+            first, steps = source.storage_offset(), zip(source.shape, source.stride(), strict=True)
+            last = first + sum((size - 1) * stride for size, stride in steps)
             for name in names:
-                copied[name] += args[1].numel()
+                elements, *_ = copied.get(name, (0,))
+                copied[name] = (elements + source.numel(), first, last)
             return args[0]
         plain = tree_map_only(cls, lambda tensor: tensor.meta, (args, kwargs or {}))
         result = func(*plain[0], **plain[1])
         return tree_map_only(torch.Tensor, lambda tensor: cls.of(tensor, names, copied), result)
 
 
-def record(case: dict[str, Any]) -> dict[str, int]:
-    """Return the elements of each tensor that one rank of the engine copies into its parameters."""
+def record(case: dict[str, Any]) -> "Copied":
+    """Return what one rank of the engine copies of each tensor into its parameters."""
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
     from sglang.srt.server_args import ServerArgs
 
@@ -55,14 +60,14 @@ def record(case: dict[str, Any]) -> dict[str, int]:
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=case["rank"], gpu_id=0))
     set_groups(get_parallel())
     model = build_model(server_args)
-    copied: Counter[str] = Counter()
+    copied: Copied = {}
     weights = (
         (name, RecordedTensor.of(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), [name], copied))
         for name, (dtype, shape) in case["tensors"].items()
     )
     with cuda_on_meta():
         model.load_weights(weights)
-    return dict(copied)
+    return copied
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.models.fp8 import SCALE
 from grpo_mp.weight_sync.changes import ChangeTracker, fingerprint, keep_changed, random_factors
-from grpo_mp.weight_sync.plan import group_params
+from grpo_mp.weight_sync.plan import Piece, group_params
 from grpo_mp.weight_sync.reshard import Resharder
 from tests.weight_sync.test_plan import Case, all_cases, fp8_cases, plan_of, replay, resharders, wire_format
 
@@ -99,10 +99,10 @@ def test_what_changed_and_nothing_else_is_sent(case: Case) -> None:
         for rank in before
     ]
     for old, new in zip(replay(case, before), replay(case, after), strict=True):
-        sent = {spec.name for name in travels for spec in wire.specs(name)}
+        sent = {spec.name for name in travels for spec in wire.specs(Piece(name))}
         assert new.keys() == old.keys() & sent
         for name in changed:
-            for spec in wire.specs(name):
+            for spec in wire.specs(Piece(name)):
                 if spec.name in new:  # doubled numbers have the same FP8 values and doubled scales
                     quantized = case.fp8 and wire.params[name].is_projection
                     factor = 1 if quantized and not spec.name.endswith(SCALE) else 2

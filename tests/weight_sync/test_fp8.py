@@ -13,6 +13,7 @@ from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import Parallel, single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.policy import Policy
+from grpo_mp.weight_sync.plan import WHOLE
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import plan_rounds
 from grpo_mp.weight_sync.wire import WireFormat
@@ -38,7 +39,7 @@ def test_fp8_sync_equals_converter_output(family: str, parallel: Parallel, tmp_p
 
     policy = Policy(check_settings(BASE | {"model": {"path": model}}, "test"), parallel, with_reference=False)
     wire = WireFormat(policy.params, policy.tp_sizes(), torch.bfloat16, fp8=True)
-    rounds = plan_rounds(wire, policy.local_shards(), lambda _: (0,), 2**20, parallel.cpu_group, 1)
+    rounds = plan_rounds(wire, policy.local_shards(), lambda _: {WHOLE: (0,)}, 2**20, parallel.cpu_group, 1)
     resharder = Resharder(rounds, wire, policy.tensors)
     sent = {name: tensor for round_ in rounds for name, tensor in resharder.stage(round_)}
     with HfReader(tmp_path / "fp8") as reader:

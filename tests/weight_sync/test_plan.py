@@ -24,7 +24,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 from grpo_mp.platform import gc_frozen
 from grpo_mp.rollout.engine_parallelism import EngineParallelism
-from grpo_mp.weight_sync.plan import SyncPlan, Transfer, engine_readers, find_holders, group_params, plan_sync
+from grpo_mp.weight_sync.plan import Piece, SyncPlan, Transfer, engine_readers, find_holders, group_params, plan_sync
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.models.test_mapping import megatron_shard
@@ -94,7 +94,12 @@ def all_cases() -> list[Case]:
 def fp8_cases() -> list[Case]:
     """Tensor parallelism 2 leaves whole blocks of most matrices, 4 cuts some."""
     layouts = (LayoutConfig(expert=4), LayoutConfig(tensor=2, expert_tensor=2), LayoutConfig(tensor=4, expert_tensor=4))
-    engines = ((4, EngineParallelism(1, 1, 1, 1, 1, EXPERTS)), (1, EngineParallelism(4, 1, 4, 4, 4, EXPERTS)))
+    engines = (
+        (4, EngineParallelism(1, 1, 1, 1, 1, EXPERTS)),
+        (1, EngineParallelism(4, 1, 4, 4, 4, EXPERTS)),
+        (2, EngineParallelism(2, 1, 1, 2, 2, EXPERTS)),  # slices of 128, whole blocks
+        (1, EngineParallelism(4, 1, 1, 4, 4, EXPERTS)),  # of 64: each rank gets whole experts
+    )
     return [
         Case(family, 4, 2, layout, *engine, fp8=True, round_bytes=200_000)
         for family, layout, engine in product(("deepseek_v3", "qwen3_moe"), layouts, engines)
@@ -145,7 +150,7 @@ def plan_of(case: Case) -> SyncPlan:
     return plan_sync(
         group_params(wire.params),
         find_holders(wire.params, shards_by_rank(case)),
-        engine_readers(case.host_ranks, case.parallelism),
+        engine_readers(case.host_ranks, case.parallelism, 128 if case.fp8 else 1),
         case.ranks_per_node,
         wire.sizes,
         case.round_bytes,
@@ -182,33 +187,44 @@ def replay(case: Case, ranks: Sequence[Resharder]) -> list[dict[str, Tensor]]:
             assert sum(message.numel() for message in sent[rank].values()) == resharder.sent_bytes(round_)
             staged.append(dict(resharder.join(round_, {source: sent[source][rank] for source in round_.receives})))
         for rank, round_ in enumerate(rounds):
-            for receiver, names in round_.loads.items():
+            for receiver, pieces in round_.loads.items():
                 assert receiver // case.ranks_per_node == rank // case.ranks_per_node
-                assert receiver == rank or rounds[receiver].shares[rank] == names
-                for spec in (spec for name in names for spec in ranks[rank].wire.specs(name)):
+                assert receiver == rank or rounds[receiver].shares[rank] == pieces
+                for spec in ranks[rank].wire.all_specs(pieces):
                     assert spec.name not in loaded[rank], "loaded twice"
                     loaded[rank][spec.name] = staged[receiver][spec.name]
     return loaded
 
 
 def expected(case: Case, rank: int) -> dict[str, Tensor]:
-    """What an engine keeps on a rank, by SGLang's rule: experts in order, over groups of ranks next to each other."""
+    """What an engine keeps on a rank, by SGLang's rule: experts in order, over groups of ranks next to each other,
+
+    each divided over the ranks of its group, rows of gate and up, columns of down.
+    """
     params, tensors = model(case.family, case.fp8)
     gpus, expert_parallel = case.parallelism.gpus, case.parallelism.expert
     if rank >= case.engines * gpus:
         return {}
-    group = rank % gpus // (gpus // expert_parallel)
+    group, place = divmod(rank % gpus, gpus // expert_parallel)
     kept = {}
     for param in params.values():
         mine = param.expert is None or param.expert in range(
             group * EXPERTS // expert_parallel, (group + 1) * EXPERTS // expert_parallel
         )
         for name in param.hf if mine and not param.alias else ():
+            found = {name: tensors[name]}
             if case.fp8 and param.is_projection:
-                kept[name], kept[name + SCALE] = quantize(tensors[name])
-            else:
-                kept[name] = tensors[name]
+                found[name], found[name + SCALE] = quantize(tensors[name])
+            if param.expert is not None and slices(case):
+                found = {n: t.chunk(gpus // expert_parallel, int("down" in n))[place] for n, t in found.items()}
+            kept |= found
     return kept
+
+
+def slices(case: Case) -> bool:
+    """Whether each rank's slice of an expert can be sent: in FP8 of whole blocks alone."""
+    size = 256 * case.parallelism.expert // case.parallelism.gpus
+    return not case.fp8 or size % 128 == 0
 
 
 def check(case: Case) -> None:
@@ -220,25 +236,25 @@ def check(case: Case) -> None:
         for name, tensor in tensors.items():
             assert tensor.dtype == kept[name].dtype
             assert tensor.shape == kept[name].shape
-            assert torch.equal(tensor.contiguous().view(torch.uint8), kept[name].view(torch.uint8)), name
+            assert torch.equal(tensor.contiguous().view(torch.uint8), kept[name].contiguous().view(torch.uint8)), name
     check_economy(case, plan)
 
 
 def check_economy(case: Case, plan: SyncPlan) -> None:
     """Each node gets a group once; no shard is sent that is there; no round is larger than it may be."""
     sizes, shards = wire_format(case).sizes, shards_by_rank(case)
-    arrivals: Counter[tuple[str, int]] = Counter()
+    arrivals: Counter[tuple[Piece, int]] = Counter()
     for transfers in plan.rounds:
         uses: Counter[tuple[str, int]] = Counter()
         parts: Counter[tuple[str, int]] = Counter()
         for transfer in transfers:
             node = transfer.receiver // case.ranks_per_node
-            arrivals.update((name, node) for name in transfer.names)
-            size = sum(map(sizes.staged, transfer.names))
+            arrivals.update((piece, node) for piece in transfer.pieces())
+            size = sum(map(sizes.staged, transfer.pieces()))
             for reader in transfer.readers:
                 uses["loads", reader] += size
                 parts["loads", reader] += 1
-            senders = set()
+            senders: set[tuple[str, int]] = set()
             for source, shard in transfer.shards():
                 assert shards[source][shard.name] == shard.part
                 near = any(
@@ -250,8 +266,9 @@ def check_economy(case: Case, plan: SyncPlan) -> None:
                 if source != transfer.receiver:
                     assert shards[transfer.receiver].get(shard.name) != shard.part
                     uses["sends", source] += sizes.sent(shard)
-                    senders.add(source)
-            parts.update(("sends", source) for source in senders)
+                    uses["receives", transfer.receiver] += sizes.sent(shard)
+                    senders |= {("sends", source), ("receives", transfer.receiver)}
+            parts.update(senders)
         assert all(size <= case.round_bytes or parts[use] == 1 for use, size in uses.items())
     assert set(arrivals.values()) <= {1}
 
@@ -276,7 +293,8 @@ def test_experts_that_the_engine_moves_go_to_all_its_ranks() -> None:
     case = next(case for case in all_cases() if case.parallelism.expert == 4)
     readers = engine_readers(case.host_ranks, replace(case.parallelism, moves_experts=True))
     (last,) = [group for group in group_params(model(case.family, wide=False)[0]) if group.expert == 3][-1:]
-    assert len(readers(last)) == case.engines * case.parallelism.gpus
+    ranks = [rank for on_slice in readers(last).values() for rank in on_slice]
+    assert sorted(ranks) == list(range(case.engines * case.parallelism.gpus))
 
 
 def test_latent_down_projections_stay_together() -> None:
@@ -308,7 +326,8 @@ def test_holders_by_layout_are_those_that_the_ranks_report() -> None:
 def test_transfers_are_small_and_excluded_from_garbage_collection() -> None:
     tracemalloc.start()
     names: Mapping[int, str] = {0: "decoder.layers.3.mlp.experts.17"}
-    transfers = [Transfer((names[0],), ((3,),), index, (index,)) for index in range(10_000)]
+    sources = (((0, 3),),)
+    transfers = [Transfer((names[0],), sources, index, (index,)) for index in range(10_000)]
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert size / len(transfers) < 400

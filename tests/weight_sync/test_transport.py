@@ -4,7 +4,7 @@ import asyncio
 import base64
 import pickle
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,16 +17,19 @@ from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import make_groups, single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.errors import PhaseTimeout
 from grpo_mp.models.mapping import Rule, expand
-from grpo_mp.rollout.packed_tensors import NamedTensors
-from grpo_mp.rollout.shared_memory import LOADER, as_tensor, export_to_host, load_weights, open_exports, select
-from grpo_mp.weight_sync.plan import RankRound
+from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, packed_bytes, specs_of
+from grpo_mp.rollout.shared_memory import LOADER, Export, as_tensor, export_to_host, load_weights, open_exports, select
+from grpo_mp.weight_sync.plan import Piece, RankRound
 from grpo_mp.weight_sync.transport import EngineLink, HostTransport, IpcTransport, serialize
 from grpo_mp.weight_sync.wire import WireFormat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
 PARAMS = expand([Rule("a", ("x.weight", "y.weight"), ((3, 5), (4, 5))), Rule("b", ("z.weight",), ((7,),))])
 WIRE = WireFormat(PARAMS, {"a": 1, "b": 1}, torch.float32)
-ROUND = RankRound({}, {}, (), ("a", "b"), {}, {0: ("a", "b")}, frozenset({"a", "b"}))
+PIECES = (Piece("a"), Piece("b"))
+ROUND = RankRound({}, {}, (), PIECES, {}, {0: PIECES}, frozenset({"a", "b"}))
+
+NOTHING = RankRound({}, {}, (), (), {}, {}, frozenset())
 
 
 class RecordingClient:
@@ -52,6 +55,10 @@ class RecordingClient:
 def rollout_of(client: RecordingClient) -> Any:
     """An engine that may not be lost."""
     return SimpleNamespace(client=client, call=asyncio.run, losing_engine=lambda: nullcontext(client))
+
+
+def export_all(tensors: NamedTensors) -> AbstractContextManager[Export]:
+    return export_to_host(tensors, specs_of(tensors))
 
 
 def load(payload: str) -> dict[str, Tensor]:
@@ -82,7 +89,7 @@ def test_a_payload_is_loaded_as_it_was_exported(dtype: torch.dtype) -> None:
         ("c.scale", torch.tensor(2.5)),
         ("d.bias", torch.randn(7)),
     ]
-    with export_to_host(list(tensors)) as export, export_to_host([("e", torch.ones(2))]) as other:
+    with export_to_host(list(tensors), specs_of(tensors)) as export, export_all([("e", torch.ones(2))]) as other:
         loaded = load(serialize([export, select(other, {"e"}), select(export, set())]))
     assert list(loaded) == [name for name, _ in tensors] + ["e"]
     for name, tensor in tensors:
@@ -92,16 +99,36 @@ def test_a_payload_is_loaded_as_it_was_exported(dtype: torch.dtype) -> None:
 
 def test_slice_is_exported_without_its_full_storage() -> None:
     matrix = torch.randn(1000, 64)
-    with export_to_host([("rows", matrix[10:12]), ("columns", matrix[:2, 3:5])]) as export:
+    with export_all([("rows", matrix[10:12]), ("columns", matrix[:2, 3:5])]) as export:
         loaded = load(serialize([export]))
     assert export["nbytes"] < 1000
     assert torch.equal(loaded["rows"], matrix[10:12])
     assert torch.equal(loaded["columns"], matrix[:2, 3:5])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "index"), [(2, 0), (2, 1), (8, 5)])
+def test_a_slice_has_the_place_that_it_has_in_the_full_tensor(dtype: torch.dtype, count: int, index: int) -> None:
+    """A loader that narrows the full tensor, as SGLang's does, finds it; the memory holds little else."""
+    full = {"w1": torch.randn(48, 80).mul(9).to(dtype), "w2": torch.randn(80, 48).mul(9).to(dtype)}
+    size, tensors, specs = 48 // count, [], []
+    for dim, (name, tensor) in enumerate(full.items()):
+        part = tensor.narrow(dim, index * size, size)
+        tensors.append((name, part))
+        specs.append(TensorSpec(name, dtype, tuple(part.shape), (dim, index, count)))
+    with export_to_host(tensors, specs) as export:
+        loaded = load(serialize([export]))
+    for dim, (name, tensor) in enumerate(full.items()):
+        assert loaded[name].shape == tensor.shape
+        narrowed = [each.narrow(dim, index * size, size).contiguous() for each in (loaded[name], tensor)]
+        assert torch.equal(*(each.view(torch.uint8) for each in narrowed))
+    margins = [sum(sizes) for sizes in zip(*(spec.margins for spec in specs), strict=True)]
+    assert export["nbytes"] <= packed_bytes(specs) + sum(margins) + 128
+
+
 def test_opened_tensors_outlive_the_export_and_are_private() -> None:
     tensor = torch.arange(5.0)
-    with export_to_host([("a", tensor)]) as export:
+    with export_all([("a", tensor)]) as export:
         (_, kept), *_ = open_exports(as_tensor([export]))
         (_, changed), *_ = open_exports(as_tensor([export]))
         changed.zero_()
@@ -111,7 +138,7 @@ def test_opened_tensors_outlive_the_export_and_are_private() -> None:
 
 
 def staged() -> NamedTensors:
-    return [(spec.name, torch.randn(spec.shape)) for name in PARAMS for spec in WIRE.specs(name)]
+    return [(spec.name, torch.randn(spec.shape)) for spec in WIRE.all_specs(PIECES)]
 
 
 def test_the_engine_loads_while_the_body_runs(group: dist.ProcessGroup) -> None:
@@ -121,7 +148,7 @@ def test_the_engine_loads_while_the_body_runs(group: dist.ProcessGroup) -> None:
     link.begin()
     with link.loading(ROUND, list(tensors)):
         pass
-    with pytest.raises(ZeroDivisionError), link.loading(ROUND, tensors[:0]):
+    with pytest.raises(ZeroDivisionError), link.loading(NOTHING, []):
         raise ZeroDivisionError
     link.end(7)
     assert client.calls == ["begin", f"update by {LOADER}", f"update by {LOADER}", "end 7"]
