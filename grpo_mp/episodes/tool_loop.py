@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from grpo_mp.episodes.protocol import Episode, Policy, Task
+from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, Policy, Task
 from grpo_mp.types import Message
 
 
@@ -11,7 +11,10 @@ async def call_tools(task: Task, policy: Policy) -> Episode:
     messages: list[Message] = list(task.messages)
     counts = Counter(tool_calls=0, tool_raised=0, tool_timeout=0)
     while True:
-        turn = await policy.generate(messages)
+        try:
+            turn = await policy.generate(messages)
+        except EpisodeLimitError:
+            return policy.episode(metrics=counts, state="truncated")
         if not turn.tool_calls:
             return policy.episode(metrics=counts)
         messages.append(turn.message)
@@ -20,4 +23,5 @@ async def call_tools(task: Task, policy: Policy) -> Episode:
             counts["tool_calls"] += 1
             if result.error:
                 counts[f"tool_{result.error}"] += 1
-            messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text})
+            answer = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}
+            messages.append(answer)

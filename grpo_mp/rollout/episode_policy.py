@@ -157,7 +157,7 @@ class EpisodePolicy:
         if tools and self.context.tool_parser and not output.truncated:
             raw = decode(output.tokens)  # calls of many models are written in special tokens
             rest, calls = await self.context.client.parse_tool_calls(raw, tools, self.context.tool_parser)
-            text = rest if calls else text
+            text = self.context.renderer.clean(rest).strip() if calls else text
         return Turn(
             output.tokens,
             output.logprobs,
