@@ -83,7 +83,7 @@ async def call_in_time(function: Callable[..., Any], arguments: Mapping[str, Any
             with no_exit():
                 future.set_result(function(**arguments))
         except BaseException as error:  # noqa: BLE001 - handed to the caller
-            future.set_exception(error if isinstance(error, Exception) else RuntimeError(f"raised {error!r}"))
+            future.set_exception(error if isinstance(error, Exception) else RuntimeError(f"it raised {error!r}"))
 
     threading.Thread(target=run, name="tool", daemon=True).start()
     waiting: Awaitable[Any] = asyncio.wrap_future(future)
