@@ -1,7 +1,7 @@
 """Prompts of later turns, over the chat templates of the supported families: sampled ids stay.
 
-The templates are the published ones as TRL keeps them, and two that it lacks. What is expected of the rest is a rendering
-of the full conversation by transformers.
+The templates are the published ones as TRL keeps them, and two that it lacks. The rest is as transformers renders it in
+the full conversation.
 """
 
 import importlib.util
