@@ -9,14 +9,16 @@ from typing import Literal
 from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
 from grpo_mp.types import SampleInfo
 
-Verdict = tuple[int, bool]  # number of a finished group in the step's launch order, and whether the filter keeps it
+# Number of an ended group in the step's launch order, and whether the filter keeps it; None: it was aborted.
+Verdict = tuple[int, bool | None]
 
 
 @dataclass(frozen=True)
 class AdmissionRule:
     """How many groups a step needs, and how many it may launch for them. Numbers count groups in launch order.
 
-    `launched`: at first; each group that the filter drops lets one more be launched, up to `max_launched`.
+    `launched`: at first; each group that the filter drops lets one more be launched, up to `max_launched`, and so does
+    each of the first `max_aborted` that are aborted.
     `lookahead`: the most groups of later steps that may be launched where a slot is free.
     """
 
@@ -25,6 +27,7 @@ class AdmissionRule:
     max_launched: int
     select_by: Literal["launch", "finish"] = "launch"
     lookahead: int = 0
+    max_aborted: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ def admission_rule(rule: FilterConfig, needed: int, max_staleness: int) -> Admis
     """Return the rule of a step that needs so many groups."""
     launched = math.ceil(needed * rule.oversample_factor)
     max_launched = launched * rule.max_launch_factor if rule.zero_std == "refill" else launched
-    return AdmissionRule(needed, launched, max_launched, rule.select_by, lookahead=needed * max_staleness)
+    return AdmissionRule(needed, launched, max_launched, rule.select_by, needed * max_staleness, max_aborted=needed)
 
 
 def admit(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admission:
@@ -71,12 +74,13 @@ def _admit_by_finish(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admiss
     return Admission(done, limit, tuple(sorted(verdicts[position][0] for position in positions)), limit)
 
 
-def _launch_limit(kept: Mapping[int, bool], rule: AdmissionRule) -> int:
-    """Return how many groups the step may launch: one more for each of them that was dropped."""
+def _launch_limit(kept: Mapping[int, bool | None], rule: AdmissionRule) -> int:
+    """Return how many groups the step may launch: one more for each of them that was dropped or aborted."""
     limit = rule.launched
     while True:
-        dropped = sum(not is_kept and number < limit for number, is_kept in kept.items())
-        grown = min(rule.max_launched, rule.launched + dropped)
+        verdicts = [is_kept for number, is_kept in kept.items() if number < limit]
+        aborted = min(rule.max_aborted, verdicts.count(None))
+        grown = min(rule.max_launched, rule.launched + verdicts.count(False)) + aborted
         if grown <= limit:
             return limit
         limit = grown

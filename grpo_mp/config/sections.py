@@ -174,7 +174,12 @@ class RolloutConfig(Section):
         "goes on with the new weights (partial rollouts, slime --partial-rollout). 0: all samples are of the newest "
         "weights; with schedule=one_step_off it is 1, with async 1 or more",
     )
-    group_timeout_s: float = Field(600.0, gt=0, description="time limit of a group in seconds; more for long responses")
+    group_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="time limit of a group in seconds, in which pauses for new weights do not count; one that takes "
+        "longer is aborted and replaced by the next prompt",
+    )
     tools: tuple[str, ...] = Field(
         (),
         description="what the policy may call: typed functions, or classes whose methods are tools, each as "

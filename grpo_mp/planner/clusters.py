@@ -28,6 +28,7 @@ class Cluster:
     """One kind of node. Rates are those of one GPU in one direction, of the disk those of one node."""
 
     name: str
+    compute_capability: float
     gpu_memory_gib: float
     bf16_tflops: float
     fp8_tflops: float | None

@@ -54,7 +54,7 @@ def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPla
         torch.bfloat16 if settings.model.dtype == "bfloat16" else torch.float32,
         fp8=job.engine_uses_fp8,
     )
-    alignment = expert_alignment(job.engine_parallelism, engine.args, wire.fp8, cpu=False)
+    alignment = expert_alignment(job.engine_parallelism, engine.args, wire.fp8, job.cluster.compute_capability)
     host_ranks = engine_host_ranks(engine_placements(engine, job.world_size, job.gpus_per_node))
     plan = plan_sync(
         group_params(params),

@@ -12,6 +12,7 @@ import httpx
 from grpo_mp.config.sections import PauseMode
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.errors import EngineError, EngineTimeout, UserError
+from grpo_mp.rollout.request_limits import RequestLimits
 from grpo_mp.rollout.routed_experts import read_routed_experts
 from grpo_mp.types import ExpertIds
 
@@ -20,6 +21,7 @@ MESSAGE_CHARACTERS = 500
 IDLE_LIMIT_S = 2.0
 BUSY_LIMIT_S = 60.0  # of an engine whose requests have all been answered
 BUSY_POLL_S = 0.1
+HEALTH_LIMIT_S = 30.0  # the engine itself gives up after 20
 # Updates are not for the model that drafts in speculative decoding: it would load them a second time.
 TARGET = {"selector": "target"}
 REQUIRED_ROUTES = (
@@ -105,7 +107,7 @@ class EngineClient:
 
     def __init__(self, index: int, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
         """Open the client; `timeout_s` limits one call, `headers` come from EngineProcess."""
-        self.index = index
+        self.index, self.limits, self._timeout_s = index, RequestLimits(), timeout_s
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_LIMIT_S)
         # trust_env is off: the environment's proxies would also be used for loopback.
         self._http = httpx.AsyncClient(
@@ -133,7 +135,8 @@ class EngineClient:
     ) -> list[EngineOutput]:
         """Draw `count` responses to one prompt, in one call: the prompt is computed once.
 
-        With `routing`, the shape of the model, also return the experts of each token.
+        With `routing`, the shape of the model, also return the experts of each token. A call that is cancelled ends
+        its responses in the engine, too, within seconds.
         """
         body = {
             "input_ids": list(prompt_tokens),
@@ -141,7 +144,7 @@ class EngineClient:
             "return_logprob": True,
             "return_routed_experts": routing is not None,
         }
-        reply = await self._call("POST", "/generate", body)
+        reply = await self._generate(body)
         outputs = reply if isinstance(reply, list) else [reply]
         if len(outputs) != count:
             raise self._error("/generate", f"returned {len(outputs)} responses where {count} were asked for")
@@ -201,13 +204,25 @@ class EngineClient:
         """End every request; each returns what it has, marked `aborted`."""
         await self._call("POST", "/abort_request", {"abort_all": True})
 
+    async def check_health(self) -> None:
+        """Raise EngineError where the engine computes nothing any more; one whose requests are paused may."""
+        while True:
+            pauses = self.limits.pauses
+            reply = await self._request("GET", "/health_generate", limit_s=HEALTH_LIMIT_S)
+            was_paused = self.limits.paused or self.limits.pauses > pauses
+            if reply.status_code == httpx.codes.OK or not was_paused:
+                break
+        self._check_status("/health_generate", reply)
+
     async def pause_generation(self, mode: PauseMode) -> None:
         """Let running requests wait, and those that come; with `retract` they give up their cache."""
+        self.limits.pause()
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:
         """Let requests go on; those that were retracted compute their tokens' cache again."""
         await self._call("POST", "/continue_generation", {"torch_empty_cache": False})
+        self.limits.resume()
 
     async def begin_weight_update(self) -> None:
         """Begin a weight update; nothing to do on an SGLang without weight update sessions."""
@@ -281,12 +296,22 @@ class EngineClient:
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         return self._check_status(path, await self._request(method, path, body))
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    async def _generate(self, body: dict[str, Any]) -> Any:
         try:
-            return await self._http.request(method, path, json=body)
+            async with self.limits.limit(self._timeout_s):
+                reply = await self._request("POST", "/generate", body, math.inf)
+        except TimeoutError as error:
+            raise self._timeout("/generate", self._timeout_s) from error
+        return self._check_status("/generate", reply)
+
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, limit_s: float | None = None
+    ) -> httpx.Response:
+        limit_s = limit_s or self._timeout_s
+        try:
+            return await self._http.request(method, path, json=body, timeout=limit_s)
         except httpx.TimeoutException as error:
-            limit = self._http.timeout.read
-            raise EngineTimeout(f"engine {self.index}: {path} did not answer within {limit:g} s") from error
+            raise self._timeout(path, limit_s) from error
         except httpx.TransportError as error:
             message = f"the connection failed ({str(error) or type(error).__name__})"
             raise EngineError(self._sentence(path, message)) from error
@@ -297,6 +322,9 @@ class EngineClient:
             sentence = self._sentence(path, f"status {reply.status_code}: {_error_message(content)}")
             raise (EngineError if reply.is_server_error else UserError)(sentence)
         return content
+
+    def _timeout(self, path: str, limit_s: float) -> EngineTimeout:
+        return EngineTimeout(f"engine {self.index}: {path} did not answer within {limit_s:g} s")
 
     def _error(self, path: str, message: str) -> UserError:
         return UserError(self._sentence(path, message))

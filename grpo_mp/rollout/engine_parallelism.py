@@ -21,7 +21,8 @@ from grpo_mp.rollout.precision import engine_uses_fp8, is_fp8_checkpoint
 REPLICATING_A2A_BACKENDS = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "flashinfer_megamoe")
 
 CPU_EXPERT_PADDING = 32  # SGLang's DEFAULT_MOE_PADDING_SIZE
-PADDING_MOE_BACKENDS = ("auto", "flashinfer_trtllm", "flashinfer_trtllm_routed")
+PADDING_MOE_BACKENDS = ("flashinfer_trtllm", "flashinfer_trtllm_routed")
+BLACKWELL = 10.0  # compute capability
 
 # Arguments that place experts elsewhere than in order, and their values that do not.
 EXPERT_LOCATION_ARGS = {
@@ -114,16 +115,19 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
     )
 
 
-def expert_alignment(parallelism: EngineParallelism, args: Mapping[str, Any], fp8: bool, cpu: bool) -> int:
+def expert_alignment(
+    parallelism: EngineParallelism, args: Mapping[str, Any], fp8: bool, capability: float | None
+) -> int:
     """Return of what a rank's part of an expert must be a multiple to be the part that SGLang's loader takes.
 
     In FP8 these are whole blocks. Otherwise SGLang may pad experts, and cuts the full tensor at multiples of the padded
     size: on CPUs (`adjust_config_with_unaligned_cpu_tp`), and for FlashInfer's TensorRT-LLM kernels, which `auto`
-    chooses on Blackwell (`FusedMoE.__init__`).
+    chooses on Blackwell (`FusedMoE.__init__`). `capability`: the GPUs' compute capability, None on CPUs.
     """
-    if cpu:
+    if capability is None:
         return CPU_EXPERT_PADDING * parallelism.expert  # the whole expert is padded to a multiple of so many a GPU
-    may_pad = args.get("moe_runner_backend", "auto") in PADDING_MOE_BACKENDS
+    backend = args.get("moe_runner_backend", "auto")
+    may_pad = backend in PADDING_MOE_BACKENDS or (backend == "auto" and capability >= BLACKWELL)
     return BLOCK if fp8 or may_pad else 1
 
 

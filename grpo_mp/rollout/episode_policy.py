@@ -9,7 +9,7 @@ from grpo_mp.config.sections import EpisodeLimits
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.episodes.chat import ChatRenderer
 from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, Segment, ToolCall, Turn
-from grpo_mp.errors import EngineError, EngineTimeout
+from grpo_mp.errors import EngineError
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.routed_experts import joined_routed_experts
 from grpo_mp.types import EpisodeState, ExpertIds, Message, Prompt
@@ -135,12 +135,12 @@ class EpisodePolicy:
         sampling = replace(context.sampling, max_response_tokens=max_tokens)
         self.clock.reschedule(None)
         try:
-            async with asyncio.timeout(context.generate_timeout_s):
+            async with context.client.limits.limit(context.generate_timeout_s):
                 (output,) = await context.client.generate(self._tokens, sampling, routing=context.routing)
         except TimeoutError:
-            limit = f"rollout.group_timeout_s={context.generate_timeout_s:g} s"
-            self.stopped_by = EngineTimeout(f"engine {context.client.index}: a turn took longer than {limit}")
-            raise self.stopped_by from None
+            await self._check_health()
+            self.limit = "timeout"
+            raise EpisodeLimitError("a turn took longer than rollout.group_timeout_s") from None
         except EngineError as error:
             self.stopped_by = error
             raise
@@ -150,6 +150,13 @@ class EpisodePolicy:
             self.stopped_by = EpisodeAbortedError()
             raise self.stopped_by
         return output
+
+    async def _check_health(self) -> None:
+        try:
+            await self.context.client.check_health()
+        except EngineError as error:
+            self.stopped_by = error
+            raise
 
     async def _as_turn(self, output: EngineOutput) -> Turn:
         decode, tools = self.context.renderer.tokenizer.decode, self.context.renderer.tools

@@ -126,7 +126,7 @@ class EpisodeRunner:
             if not isinstance(returned, Episode):
                 raise TypeError(f"it returned {type(returned).__name__}, no Episode")
         except EpisodeLimitError:
-            return Outcome(policy.episode(state="truncated")), policy
+            return Outcome(policy.episode(state=policy.limit)), policy
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything
             if clock.expired():
                 sentence = f"it took longer than rollout.limits.episode_s={context.limits.episode_s:g} s"
@@ -135,7 +135,7 @@ class EpisodeRunner:
                 sentence, state = f"it raised {type(error).__name__}: {one_line(error)}", "error"
             episode = policy.episode(state=state)
             return Outcome(episode, f"{label}, turn {episode.turns}: {sentence}"), policy
-        state = policy.limit if policy.limit and returned.state == "completed" else returned.state
+        state = policy.limit if policy.limit and returned.state in ("completed", "truncated") else returned.state
         return Outcome(replace(returned, state=state)), policy
 
     async def _open_tools(self, prompt: Prompt) -> tuple[EpisodeTools, tuple[Message, ...]]:

@@ -184,9 +184,9 @@ class Rollout:
 
         `check_peers` as in `GroupStream`; `attempt`: counts those in which an engine was lost.
         """
-        eval_set = self._settings.eval_set(name)
+        settings, eval_set = self._settings, self._settings.eval_set(name)
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
-        sampling = replace(rollout_sampling(self._settings.rollout), **overrides)
+        sampling = replace(rollout_sampling(settings.rollout), **overrides)
         count = len(prompts)
         rule = AdmissionRule(count, count, count)
         stream = GroupStream(store, f"eval/{name}/{step}/{attempt}", rule, len(self.host_ranks))
@@ -194,6 +194,9 @@ class Rollout:
         task = RolloutTask(prompts.__getitem__, eval_set.samples, 0, step, sampling, pauses=False)
         groups = self.begin(task, stream).result()
         finished = [group for _, group in sorted(groups.items()) if isinstance(group, SampleGroup)]
+        if too_long := [group.prompt.index for group in finished if not group.finished]:
+            limit = f"rollout.group_timeout_s={settings.rollout.group_timeout_s:g} s"
+            raise UserError(f"data.eval.{name}: prompt {too_long[0]} took longer than {limit}: raise it")
         return [group for group in finished if group.samples]
 
     def call(self, coroutine):  # type: ignore[no-untyped-def]

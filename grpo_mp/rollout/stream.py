@@ -10,6 +10,8 @@ from grpo_mp.distributed.rendezvous import has_failed
 from grpo_mp.errors import UserError
 
 POLL_S = 0.02
+MARKS = {True: "+", False: "-", None: "x"}
+VERDICTS = {mark: verdict for verdict, mark in MARKS.items()}
 
 
 class GroupStream:
@@ -63,9 +65,9 @@ class GroupStream:
         self._attempt, self._seen = self._attempt + 1, 0
         return self
 
-    def report(self, number: int, kept: bool) -> None:
-        """Say that a group has finished, and whether the filter keeps it."""
-        self._append(f"{number}{'+' if kept else '-'} ")
+    def report(self, number: int, kept: bool | None) -> None:
+        """Say that a group has ended, and whether the filter keeps it; None: it was aborted."""
+        self._append(f"{number}{MARKS[kept]} ")
         self._store.add(f"{self._key}/reported", 1)
 
     def reported(self) -> int:
@@ -78,7 +80,7 @@ class GroupStream:
     def verdicts(self) -> list[Verdict]:
         """Return what was reported so far, in its order; of a group that was reported again, the first."""
         entries = dict.fromkeys(self._store.get(f"{self._key}/verdicts").decode().split())
-        return [(int(entry[:-1]), entry[-1] == "+") for entry in entries]
+        return [(int(entry[:-1]), VERDICTS[entry[-1]]) for entry in entries]
 
     def admission(self) -> Admission:
         """Decide by what was reported so far."""

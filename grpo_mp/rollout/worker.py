@@ -1,6 +1,7 @@
 """Generation on one engine: launch groups from the step's stream, score each while others are generated."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.errors import EngineError, EngineTimeout
+from grpo_mp.errors import EngineError
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.episodes import EpisodeRunner
@@ -16,6 +17,7 @@ from grpo_mp.rollout.routed_experts import joined_routed_experts
 from grpo_mp.rollout.stream import GroupStream, LaunchGate
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
+LOGGER = logging.getLogger(__name__)
 ABORT_EVERY_S = 0.5
 LOOK_EVERY_S = 0.1  # for groups that a lost engine gave back
 
@@ -118,20 +120,25 @@ class RolloutWorker:
     async def _generate_group(
         self, task: RolloutTask, group_id: int, prompt: Prompt, earlier: PausedGroup | None
     ) -> EndedGroup:
-        """Generate a group, or the rest of a paused one, and score it."""
+        """Generate a group, or the rest of a paused one, and score it; one past its limit ends without samples.
+
+        Raises EngineError where the engine is at fault.
+        """
         if self.episodes:
             return await self._roll_out_group(self.episodes, task, group_id, prompt)
         try:
-            async with asyncio.timeout(self.group_timeout_s):
+            async with self.client.limits.limit(self.group_timeout_s):
                 if earlier:
                     outputs = await self._resume(earlier, task)
                 else:
                     outputs = await self.client.generate(prompt.tokens, task.sampling, task.group_size, task.routing)
-        except TimeoutError as error:
-            raise EngineTimeout(
-                f"engine {self.client.index}: prompt {prompt.index} took longer than "
-                f"rollout.group_timeout_s={self.group_timeout_s:g} s in GENERATE"
-            ) from error
+        except TimeoutError:
+            await self.client.check_health()
+            LOGGER.warning(
+                "engine %d: prompt %d took longer than rollout.group_timeout_s=%g s: its group is aborted",
+                *(self.client.index, prompt.index, self.group_timeout_s),
+            )
+            return SampleGroup(prompt, (), finished=False)
         if any(output.aborted for output in outputs):
             return PausedGroup(prompt, tuple(outputs))
         texts = self.tokenizer.batch_decode([output.tokens for output in outputs], skip_special_tokens=True)
@@ -239,7 +246,7 @@ class _Groups:
     def _end(self, number: int, group: EndedGroup) -> None:
         self._ended[number] = group
         if isinstance(group, SampleGroup):
-            self._stream.report(number, self._task.keeps(group))
+            self._stream.report(number, self._task.keeps(group) if group.finished else None)
 
 
 async def _when_allowed(gate: LaunchGate, number: int) -> int | None:

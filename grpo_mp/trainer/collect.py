@@ -99,6 +99,11 @@ class RolloutCollector:
             admission, kept = generation.stream.admission(), dict(generation.stream.verdicts())
             if self._rule.zero_std == "refill" and len(admission.selected) < generation.stream.rule.needed:
                 raise UserError(self._too_few_groups(step, admission, generation.stream.rule.max_launched))
+            if (aborted := _count_aborted(admission, kept)) > generation.stream.rule.max_aborted:
+                limit_s = self.settings.rollout.group_timeout_s
+                raise UserError(
+                    f"step {step}: {aborted} groups took longer than rollout.group_timeout_s={limit_s:g} s: raise it"
+                )
             batch = self._make_batch(state, step, launched, admission, kept)
             if ahead:
                 self._next = self._begin(batch.state, step + 1) if step < self.settings.run.steps else None
@@ -175,7 +180,12 @@ class RolloutCollector:
         return self._rule.zero_std == "keep" or self.group_filter(sample_infos(group))
 
     def _make_batch(
-        self, state: TrainState, step: int, launched: LaunchedGroups, admission: Admission, kept: Mapping[int, bool]
+        self,
+        state: TrainState,
+        step: int,
+        launched: LaunchedGroups,
+        admission: Admission,
+        kept: Mapping[int, bool | None],
     ) -> RolloutBatch:
         """Take what the step trains on out of this rank's launched groups, and carry what later steps train on."""
         first, group, max_staleness = state.groups_launched, self.job.group, self.settings.rollout.max_staleness
@@ -203,7 +213,12 @@ class RolloutCollector:
             groups=[group for group in own if group.samples and group.samples[0].group_id in selected],
             infos=tuple(info for info in infos if info.group_id in selected),
             launched=tuple(infos),
-            dropped=_count_dropped(infos, selected, {first + number for number, is_kept in kept.items() if is_kept}),
+            dropped=_count_dropped(
+                infos,
+                selected,
+                {first + number for number, is_kept in kept.items() if is_kept},
+                _count_aborted(admission, kept),
+            ),
             reward_stats=sum_stats(all_gather(self.scorer.take_stats(), group)),
             carried=sum(carried for carried, _ in counts),
             length_bias=length_bias(infos, selected),
@@ -220,8 +235,14 @@ class RolloutCollector:
         )
 
 
-def _count_dropped(infos: Sequence[SampleInfo], selected: Set[int], kept: Set[int]) -> Counter[str]:
-    """Count the groups that the step does not train on: dropped by the filter, not needed, broken off."""
+def _count_aborted(admission: Admission, kept: Mapping[int, bool | None]) -> int:
+    """Count the groups before the next step's first that took too long."""
+    return sum(kept.get(number, False) is None for number in range(admission.consumed))
+
+
+def _count_dropped(infos: Sequence[SampleInfo], selected: Set[int], kept: Set[int], aborted: int) -> Counter[str]:
+    """Count the groups that the step does not train on: dropped by the filter, not needed, broken off, aborted."""
     finished = {info.group_id for info in infos if info.finished}
     unfinished = {info.group_id for info in infos} - finished
-    return Counter(zero_std=len(finished - kept), surplus=len(finished & kept - selected), unfinished=len(unfinished))
+    surplus = len(finished & kept - selected)
+    return Counter(zero_std=len(finished - kept), surplus=surplus, unfinished=len(unfinished), aborted=aborted)

@@ -137,8 +137,8 @@ def plan_sync(
 def engine_readers(host_ranks: Sequence[int], parallelism: EngineParallelism, alignment: int = 1) -> Readers:
     """Return the ranks that load a group: those of every engine that keep the expert, or all for another group.
 
-    Ranks that divide an expert load its slices where these are multiples of `alignment`, else all of it. `host_ranks`:
-    each engine's first rank.
+    Ranks that divide an expert load its slices where these are multiples of `alignment`, else all of it, as where the
+    engine moves experts. `host_ranks`: each engine's first rank.
     """
 
     @cache
@@ -151,7 +151,7 @@ def engine_readers(host_ranks: Sequence[int], parallelism: EngineParallelism, al
         return by_slice
 
     def readers(group: ParamGroup) -> Mapping[Slice, tuple[int, ...]]:
-        count = parallelism.expert_tensor
+        count = 1 if parallelism.moves_experts else parallelism.expert_tensor
         divides = group.divided and not any(size % (count * alignment) for size in group.divided)
         return ranks(group.expert, count if divides else 1)
 

@@ -153,11 +153,11 @@ class PolicyShards:
 def build_weight_sync(settings: Settings, shards: PolicyShards, rollout: Rollout, job: Job) -> WeightSync:
     """Plan the sync and link each rank to its engine. Every rank must call this, once the engines run."""
     args, gpus = settings.engine.args, settings.engine.gpus_per_engine
-    cpu = not platform.on_cuda()
-    fp8 = engine_uses_fp8(args, shards.hf, cpu)
+    fp8 = engine_uses_fp8(args, shards.hf, cpu=not platform.on_cuda())
     wire = WireFormat(shards.params, shards.tp_sizes, DTYPES[settings.model.dtype], fp8)
     parallelism = engine_parallelism(gpus, args, shards.hf)
-    readers = engine_readers(rollout.host_ranks, parallelism, expert_alignment(parallelism, args, fp8, cpu))
+    alignment = expert_alignment(parallelism, args, fp8, platform.compute_capability())
+    readers = engine_readers(rollout.host_ranks, parallelism, alignment)
     rounds = plan_rounds(wire, shards.parts, readers, settings.sync.bucket_bytes, job.group, job.ranks_per_node)
     link = _link_engine(settings, wire, rollout, job) if job.hosts_engines else None
     changes = None

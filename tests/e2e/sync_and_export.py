@@ -5,9 +5,12 @@ Run as grpo_mp.train; writes RUN/engine_N.json.
 
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from grpo_mp.config import Settings
 from grpo_mp.rollout.client import EngineClient
@@ -39,10 +42,26 @@ def run(settings: Settings, inputs: RunInputs) -> None:
 
 
 def sync(ctx: TrainContext, version: int, all_weights: bool = False) -> dict[str, Any]:
-    report: SyncReport = ctx.weight_sync.update_weights(version, all_weights)
+    with sent_messages() as messages:
+        report: SyncReport = ctx.weight_sync.update_weights(version, all_weights)
     client = ctx.rollout.client
     described = ctx.rollout.call(describe(client)) if client else {}
-    return {"sent": report.sent, "staged": report.staged, "rounds": report.rounds, **described}
+    sizes = {"sent": report.sent, "staged": report.staged, "rounds": report.rounds, "messages": sum(messages)}
+    return {**sizes, **described}
+
+
+@contextmanager
+def sent_messages() -> Iterator[list[int]]:
+    """Yield the bytes of each message that this rank gives to torch.distributed, while the body runs."""
+    exchange, sizes = dist.batch_isend_irecv, list[int]()
+
+    def record(operations: list[dist.P2POp]) -> list[dist.Work]:
+        sizes.extend(operation.tensor.nbytes for operation in operations if operation.op is dist.isend)
+        return exchange(operations)
+
+    dist.batch_isend_irecv = record
+    yield sizes
+    dist.batch_isend_irecv = exchange
 
 
 async def describe(client: EngineClient) -> dict[str, Any]:

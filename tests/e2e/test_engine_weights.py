@@ -2,19 +2,45 @@
 
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 
+from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.distributed.shards import shard_holders
 from grpo_mp.examples.arithmetic import vocabulary_words
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.rollout.engine_parallelism import engine_parallelism, expert_alignment
+from grpo_mp.weight_sync.plan import engine_readers, group_params, plan_sync
+from grpo_mp.weight_sync.wire import WireFormat
 from tests.e2e.conftest import StartJob, outcome
 
 pytestmark = pytest.mark.slow
 
 JOB = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tests.e2e.sync_and_export")
+
+
+def planned_bytes(hf: HfConfig, gpus: int) -> tuple[list[int], int]:
+    """Return what each of two ranks sends by the plan that needs no run, and the bytes of all weights, in float32.
+
+    Each rank has half of the experts, and all other weights.
+    """
+    params = {name: param for name, param in family_of(hf).params(hf).items() if not param.alias}
+    wire = WireFormat(params, dict.fromkeys(params, 1), torch.float32)
+    layers = (range(hf.int("num_hidden_layers")),)
+    parallelism = engine_parallelism(gpus, {}, hf)
+    readers = engine_readers(range(0, 2, gpus), parallelism, expert_alignment(parallelism, {}, False, None))
+    holders = shard_holders(params, LayoutConfig(expert=2), 2, layers)
+    plan = plan_sync(group_params(params), holders, readers, 2, wire.sizes, 2**30)
+    sent = [0, 0]
+    for transfer in chain(*plan.rounds):
+        for source, shard in transfer.shards():
+            sent[source] += wire.sizes.sent(shard) * (source != transfer.receiver)
+    return sent, 4 * sum(param.num_elements for param in params.values())
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -23,7 +49,8 @@ def test_an_engine_has_what_it_would_load_from_the_exported_folder(
 ) -> None:
     """Bit for bit and in every logprob, and also where only what changed was sent.
 
-    Engines of one rank get each other's experts, an engine of two ranks gets half of each expert on each.
+    Engines of one rank keep all experts, an engine of two ranks half of each on each. What each rank sends is what is
+    planned, to the byte.
     """
     run, model = tmp_path / "run", tmp_path / "model"
     # SGLang's CPU kernels pad an expert to 32 rows a rank: what is smaller is not cut.
@@ -39,10 +66,10 @@ def test_an_engine_has_what_it_would_load_from_the_exported_folder(
     result = outcome(start_job(*settings, command=JOB))
     assert (result.status, result.left) == (0, []), result.err
     reports = [json.loads((run / f"engine_{rank}.json").read_text()) for rank in range(2)]
-    hf = HfConfig.read(model)
-    experts = sum(param.num_elements for param in family_of(hf).params(hf).values() if param.expert is not None)
-    for report in reports:  # float32; each rank has half of the experts, and all other weights
-        assert report["first"]["sent"] == pytest.approx(4 * experts / 4, rel=0.01)
+    planned, model_bytes = planned_bytes(HfConfig.read(model), gpus)
+    for report, sent in zip(reports, planned, strict=True):
+        assert report["all"]["sent"] == report["all"]["messages"] == report["first"]["messages"] == sent
+        assert 0 < sent < model_bytes / 4
     for engine in reports[::gpus]:
         first, unchanged, changed, complete, fresh = (
             engine[name] for name in ("first", "unchanged", "changed", "all", "fresh load")

@@ -132,7 +132,9 @@ def recomputed(rows: list[dict]) -> dict[str, float]:
         "rollout/carried_groups": 0,
         "rollout/length_bias": 1.0,
         "rollout/skipped_prompts": 0,
-        **dict.fromkeys((f"rollout/dropped_groups/{why}" for why in ("zero_std", "surplus", "unfinished")), 0),
+        **dict.fromkeys(
+            (f"rollout/dropped_groups/{why}" for why in ("zero_std", "surplus", "unfinished", "aborted")), 0
+        ),
     }
 
 

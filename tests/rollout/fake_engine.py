@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
+from grpo_mp.rollout.request_limits import RequestLimits
 
 Lengths = dict[tuple[int, int], int]  # (prompt token, index in the group) -> tokens of the response
 
@@ -28,6 +29,7 @@ class FakeEngine:
     version: int = 0
     generated: int = 0
     most_running: int = 0
+    limits: RequestLimits = field(default_factory=RequestLimits)
     _running: int = 0
     _aborts: list[asyncio.Event] = field(default_factory=list)
 
@@ -60,6 +62,9 @@ class FakeEngine:
             truncated=finished and length == given + left,
             aborted=not finished,
         )
+
+    async def check_health(self) -> None:
+        """It is well."""
 
     async def abort_all(self) -> None:
         for event in self._aborts:

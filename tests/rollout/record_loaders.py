@@ -1,8 +1,8 @@
 """What SGLang's own loaders keep of each tensor on each rank: `python -m tests.rollout.record_loaders < cases.json`.
 
-A case is {"arguments": ServerArgs, "rank": int, "tensors": {name: [dtype, shape]}}. The model is built on meta as that
-rank of the engine builds it, its loaders get tensors without storage that record what is copied of them. Prints
-{"name": {tensor: [elements copied, first, last]}} as the last line; first and last are places in the flat tensor.
+A case is {"arguments": ServerArgs, "rank": int, "tensors": {name: [dtype, shape, stride]}}. The model is built on meta
+as that rank of the engine builds it, its loaders get tensors without storage that record what is read of them. Prints
+{"name": {tensor: [elements copied, first, last]}} as the last line; first and last are places in memory that are read.
 """
 
 from collections.abc import Iterable
@@ -14,40 +14,49 @@ from torch.utils._pytree import tree_map_only
 from tests.rollout.fake_h100 import cuda_on_meta, set_groups
 from tests.rollout.start_on_meta import build_model, run_cases
 
-Copied = dict[str, tuple[int, ...]]  # elements, first and last of the last copy
+Copied = dict[str, list[int]]  # elements, first and last
 
 
 class RecordedTensor(torch.Tensor):
-    """A tensor without storage that knows which loaded tensors it was made from; `copied` has what was read of them."""
+    """A tensor without storage that knows which loaded tensors it was made from; `copied` has what was read of them.
+
+    `given`: it is a view of the one that was loaded, at whose places it is.
+    """
 
     names: frozenset[str]
     copied: "Copied"
+    given: bool
 
     @staticmethod
-    def of(meta: torch.Tensor, names: Iterable[str], copied: "Copied") -> "RecordedTensor":
+    def of(meta: torch.Tensor, names: Iterable[str], copied: "Copied", given: bool) -> "RecordedTensor":
         """Wrap a meta tensor."""
         tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             RecordedTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device="meta"
         )
-        tensor.names, tensor.copied, tensor.meta = frozenset(names), copied, meta
+        tensor.names, tensor.copied, tensor.meta, tensor.given = frozenset(names), copied, meta, given
         recorded: RecordedTensor = tensor
         return recorded
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, cls)]
-        names, copied = frozenset().union(*(tensor.names for tensor in given)), given[0].copied
+        found = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, cls)]
+        names, copied = frozenset().union(*(tensor.names for tensor in found)), found[0].copied
+        for tensor in () if func.is_view else found:
+            tensor._note_read()
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor) and not isinstance(args[0], cls):
-            source = args[1].meta
-            first, steps = source.storage_offset(), zip(source.shape, source.stride(), strict=True)
-            last = first + sum((size - 1) * stride for size, stride in steps)
             for name in names:
-                elements, *_ = copied.get(name, (0,))
-                copied[name] = (elements + source.numel(), first, last)
+                copied[name][0] += args[1].numel()
             return args[0]
         plain = tree_map_only(cls, lambda tensor: tensor.meta, (args, kwargs or {}))
-        result = func(*plain[0], **plain[1])
-        return tree_map_only(torch.Tensor, lambda tensor: cls.of(tensor, names, copied), result)
+        result, given = func(*plain[0], **plain[1]), func.is_view and all(tensor.given for tensor in found)
+        return tree_map_only(torch.Tensor, lambda tensor: cls.of(tensor, names, copied, given), result)
+
+    def _note_read(self) -> None:
+        first, steps = self.meta.storage_offset(), zip(self.meta.shape, self.meta.stride(), strict=True)
+        last = first + sum((size - 1) * stride for size, stride in steps)
+        for name in self.names if self.given else ():
+            known = self.copied.setdefault(name, [0, first, last])
+            known[1:] = min(known[1], first), max(known[2], last)
 
 
 def record(case: dict[str, Any]) -> "Copied":
@@ -62,8 +71,13 @@ def record(case: dict[str, Any]) -> "Copied":
     model = build_model(server_args)
     copied: Copied = {}
     weights = (
-        (name, RecordedTensor.of(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), [name], copied))
-        for name, (dtype, shape) in case["tensors"].items()
+        (
+            name,
+            RecordedTensor.of(
+                torch.empty_strided(*sizes, dtype=getattr(torch, dtype), device="meta"), [name], copied, True
+            ),
+        )
+        for name, (dtype, *sizes) in case["tensors"].items()
     )
     with cuda_on_meta():
         model.load_weights(weights)

@@ -246,3 +246,17 @@ def test_memory_is_released_as_soon_as_the_last_request_is_done(ask: Ask) -> Non
         return await generating
 
     assert [len(response.tokens) for response in ask(release_while_busy)] == [128] * 8
+
+
+def test_an_engine_that_is_well_says_so(ask: Ask) -> None:
+    """Also while it is paused for a moment: it is asked again then."""
+
+    async def pause_meanwhile(client: EngineClient) -> None:
+        health = asyncio.create_task(client.check_health())
+        await client.pause_generation("in_place")
+        await asyncio.sleep(0.5)
+        await client.continue_generation()
+        await health
+
+    ask(lambda client: client.check_health())
+    ask(pause_meanwhile)

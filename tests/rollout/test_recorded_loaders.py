@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from grpo_mp.planner.model_configs import published_config
 from grpo_mp.rollout.engine_args import ENGINE_SITE
 from grpo_mp.rollout.engine_parallelism import engine_parallelism, expert_alignment
 from grpo_mp.rollout.precision import engine_uses_fp8
-from grpo_mp.weight_sync.plan import Piece, engine_readers, group_params
+from grpo_mp.weight_sync.plan import Piece, Readers, engine_readers, group_params, plan_sync
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.planner.jobs import settings_of
 from tests.rollout.record_loaders import Copied
@@ -27,23 +28,30 @@ from tests.rollout.test_start_on_meta import cuda_arguments
 pytestmark = pytest.mark.slow
 LAYERS = 4  # of published models: three dense ones and a mixture of the largest
 FP8 = {"quantization": "fp8"}
+H100 = 9.0  # compute capability
 # model, engine.gpus_per_engine, engine.args, ranks
 CASES: list[tuple[str, int, dict[str, Any], tuple[int, ...]]] = [
     ("deepseek-r1", 16, {"ep_size": 16, "attn_dp_size": 2, **FP8}, (0, 9)),
     ("deepseek-r1", 64, {"ep_size": 64, "attn_dp_size": 8, "moe_a2a_backend": "deepep", "moe_dense_tp_size": 1}, (63,)),
     ("deepseek-r1", 16, {}, (5,)),
+    ("deepseek-r1", 16, {"ep_size": 4, "attn_dp_size": 4, **FP8}, (13,)),
     ("kimi-k2", 32, {"ep_size": 8}, (7, 31)),
     ("deepseek-v2-lite", 2, {"ep_size": 2}, (1,)),
+    ("deepseek-v2-lite", 2, {}, (0,)),
     ("glm-4.5", 8, {"ep_size": 4}, (0, 5)),
+    ("glm-4.5", 8, {}, (7,)),
     ("qwen3-30b-a3b", 8, {"ep_size": 8, **FP8}, (0, 6)),
-    ("qwen3-30b-a3b", 8, {"moe_runner_backend": "triton"}, (5,)),  # 96 rows each
+    ("qwen3-30b-a3b", 8, {}, (5,)),  # 96 rows each
     ("qwen3-235b-a22b", 16, {"ep_size": 8, "attn_dp_size": 4}, (11,)),
     ("mixtral-8x22b", 8, {"ep_size": 4}, (3,)),
+    ("mixtral-8x22b", 8, {"attn_dp_size": 2}, (4,)),
     ("qwen3-8b", 4, {}, (2,)),
     ("qwen2.5-7b", 4, {}, (3,)),
     ("llama-3.2-1b", 8, {}, (6,)),
 ]
-IDS = [f"{model}-{gpus}-{'-'.join(args)}" for model, gpus, args, _ in CASES]
+IDS = [
+    f"{model}-{gpus}-{'-'.join(f'{name}={value}' for name, value in args.items())}" for model, gpus, args, _ in CASES
+]
 
 
 def small(model: str) -> HfConfig:
@@ -56,17 +64,34 @@ def wire_format(hf: HfConfig, args: dict[str, Any]) -> WireFormat:
     return WireFormat(params, dict.fromkeys(params, 1), torch.bfloat16, engine_uses_fp8(args, hf, cpu=False))
 
 
+def readers_of(case: int) -> Readers:
+    model, gpus, args, _ = CASES[case]
+    hf = small(model)
+    parallelism, fp8 = engine_parallelism(gpus, args, hf), wire_format(hf, args).fp8
+    return engine_readers((0,), parallelism, expert_alignment(parallelism, args, fp8, H100))
+
+
+def pieces(case: int, rank: int) -> tuple[list[Piece], list[Piece]]:
+    """Return what the plan brings to a rank, and all else."""
+    readers, brought, others = readers_of(case), [], []
+    for group in group_params(wire_format(small(CASES[case][0]), CASES[case][2]).params):
+        mine = [slice_ for slice_, ranks in readers(group).items() if rank in ranks]
+        brought += [Piece(name, slice_) for slice_ in mine for name in group.names]
+        others += [Piece(name) for name in group.names if not mine]
+    return brought, others
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Copied]:
-    """What is copied of each tensor, of each case and rank."""
+    """What is copied of each tensor, of each case and rank; of a slice the loaders get its view of the full shape."""
     folder, cases = tmp_path_factory.mktemp("models"), {}
-    for case, (model, gpus, args, ranks) in zip(IDS, CASES, strict=True):
+    for case, (model, gpus, args, ranks) in enumerate(CASES):
         hf = small(model)
-        wire = wire_format(hf, args)
-        specs = [spec for name, param in wire.params.items() if not param.alias for spec in wire.specs(Piece(name))]
-        arguments = cuda_arguments(settings_of(engine={"gpus_per_engine": gpus, "args": args}), hf, folder / case)
-        tensors = {spec.name: [str(spec.dtype).removeprefix("torch."), spec.shape] for spec in specs}
-        cases |= {f"{case} {rank}": {"arguments": arguments, "rank": rank, "tensors": tensors} for rank in ranks}
+        arguments = cuda_arguments(settings_of(engine={"gpus_per_engine": gpus, "args": args}), hf, folder / IDS[case])
+        for rank in ranks:
+            specs = wire_format(hf, args).all_specs(chain(*pieces(case, rank)))
+            tensors = {s.name: [str(s.dtype).removeprefix("torch."), s.full_shape, s.stride] for s in specs}
+            cases[f"{IDS[case]} {rank}"] = {"arguments": arguments, "rank": rank, "tensors": tensors}
     process = subprocess.run(
         [sys.executable, "-P", "-W", "ignore", "-m", "tests.rollout.record_loaders"],
         input=json.dumps(cases),
@@ -80,33 +105,51 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Copied]:
     return facts
 
 
-@pytest.mark.parametrize(
+EACH_RANK = pytest.mark.parametrize(
     ("case", "rank"), [(case, rank) for case, (*_, ranks) in enumerate(CASES) for rank in ranks], ids=str
 )
+
+
+@EACH_RANK
 def test_the_plan_brings_what_the_loaders_keep(recorded: dict[str, Copied], case: int, rank: int) -> None:
+    """Of a slice they read all, and nothing of what lies around it."""
     model, gpus, args, _ = CASES[case]
     hf, kept = small(model), recorded[f"{IDS[case]} {rank}"]
     assert "error" not in kept, kept["error"]
     wire, parallelism = wire_format(hf, args), engine_parallelism(gpus, args, hf)
-    readers = engine_readers((0,), parallelism, expert_alignment(parallelism, args, wire.fp8, cpu=False))
-    brought = [
-        (Piece(name, slice_), group.expert)
-        for group in group_params(wire.params)
-        for slice_, ranks in readers(group).items()
-        for name in group.names
-        if rank in ranks
-    ]
-    assert {spec.name for spec in wire.all_specs(piece for piece, _ in brought)} == kept.keys()
-    experts = [piece for piece, expert in brought if expert is not None]
+    brought, _ = pieces(case, rank)
+    assert {spec.name for spec in wire.all_specs(brought)} == kept.keys()
+    experts = [piece for piece in brought if wire.params[piece.name].expert is not None]
     assert len(experts) * parallelism.expert == sum(param.expert is not None for param in wire.params.values())
     for spec in wire.all_specs(experts):
-        elements, first, last = kept[spec.name]
-        assert prod(spec.shape) == elements
-        dim, number, total = spec.sliced or (0, 0, 1)
-        assert total == parallelism.expert_tensor
-        size, stride = spec.shape[dim], prod(spec.full_shape[dim + 1 :])
-        along = [place // stride % spec.full_shape[dim] for place in (first, last)]
-        assert along == [number * size, (number + 1) * size - 1]
+        start, elements = spec.margins[0] // spec.dtype.itemsize, prod(spec.shape)
+        assert kept[spec.name] == [elements, start, start + elements - 1]
+        assert (spec.sliced or (0, 0, 1))[2] == parallelism.expert_tensor
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_a_rank_receives_little_more_than_its_engine_keeps(recorded: dict[str, Copied], case: int) -> None:
+    """Within 1.05 of the experts' bytes that stock loaders keep; of all else a node receives every tensor once."""
+    model, gpus, args, ranks = CASES[case]
+    wire = wire_format(small(model), args)
+    holders = {name: {0: (gpus,)} for name, param in wire.params.items() if not param.alias}  # a rank beside the engine
+    experts = {name for name in holders if wire.params[name].expert is not None}
+    plan = plan_sync(group_params(wire.params), holders, readers_of(case), 8, wire.sizes, 2**30)
+    received = dict.fromkeys(range(gpus), 0)
+    others = dict.fromkeys(range(-(-gpus // 8)), 0)
+    for transfer in chain(*plan.rounds):
+        size = sum(wire.sizes.sent(shard) for _, shard in transfer.shards())
+        if transfer.names[0] not in experts:
+            others[transfer.receiver // 8] += size
+            continue
+        for reader in transfer.readers:  # from the sender or from the receiver
+            received[reader] += size
+    itemsize = {spec.name: spec.dtype.itemsize for spec in wire.all_specs(map(Piece, experts))}
+    for rank in ranks:
+        kept = recorded[f"{IDS[case]} {rank}"]
+        assert received[rank] <= 1.05 * sum(kept[name][0] * itemsize[name] for name in kept.keys() & itemsize.keys())
+    rest = wire.all_specs(Piece(name) for name in holders.keys() - experts)
+    assert max(others.values()) <= 1.05 * sum(prod(spec.shape) * spec.dtype.itemsize for spec in rest)
 
 
 def test_every_family_is_recorded() -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout import stream as stream_module
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
+from grpo_mp.rollout.request_limits import RequestLimits
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker
 from grpo_mp.trainer.collect import RolloutCollector
@@ -47,6 +48,7 @@ class SeededEngine:
     delays: Random
     version: int = 0
     index: int = 0
+    limits: RequestLimits = field(default_factory=RequestLimits)
 
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingParams, count: int = 1, routing: None = None

@@ -1,0 +1,196 @@
+"""Admission prefers no length: what is trained on is as long as what is launched, whoever is faster."""
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cache
+from random import Random
+from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from grpo_mp.checkpoint.run_state import TrainState
+from grpo_mp.data.prompts import PromptSet
+from grpo_mp.rollout.client import EngineOutput, SamplingParams
+from grpo_mp.rollout.stream import GroupStream
+from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker
+from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
+from grpo_mp.types import Prompt, SampleInfo
+from tests.trainer.test_collect import FakeScorer, FakeTokenizer, collector
+
+PROMPTS, STEPS, NEEDED, GROUP, SLOTS = 6000, 25, 64, 8, 64
+SHORTEST, LONGEST, TRAIN_S = 16, 512, 0.8
+BOUND = 0.01
+
+
+class _Jumping(selectors.SelectSelector):
+    """Waits for nothing: the clock jumps to the next timer."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """Time passes only while something is run, in jumps; threads are none."""
+
+    def __init__(self) -> None:
+        self.clock = _Jumping()
+        super().__init__(self.clock)
+        self.set_default_executor(_Inline())
+
+    def time(self) -> float:
+        return self.clock.now
+
+
+class _Inline(ThreadPoolExecutor):
+    def submit(self, function: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(function(*args, **more))
+        return done
+
+
+@cache
+def length_of(prompt: int, index: int) -> int:
+    return min(LONGEST, max(SHORTEST, int(Random(f"{prompt}/{index}").lognormvariate(4.2, 1.0))))
+
+
+@cache
+def is_kept(prompt: int) -> bool:
+    return Random(f"{prompt} is kept").random() < 0.5
+
+
+def filter_half(samples: Sequence[SampleInfo]) -> bool:
+    return is_kept(samples[0].prompt)
+
+
+@dataclass
+class SeededEngine:
+    """A prompt is one token, and every token of a response its index in the group; it takes its length's time."""
+
+    token_s: float
+    delays: Random
+    version: int = 0
+    prompts: set[int] = field(default_factory=set)
+    _aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1, routing: None = None
+    ) -> list[EngineOutput]:
+        prompt, *given = prompt_tokens
+        self.prompts.add(prompt)
+        token_s = self.token_s * self.delays.uniform(0.7, 1.4)
+        indices = given[:1] or range(count)
+        return await asyncio.gather(*(self._respond(prompt, index, len(given), token_s) for index in indices))
+
+    async def _respond(self, prompt: int, index: int, given: int, token_s: float) -> EngineOutput:
+        left, loop, done = length_of(prompt, index) - given, asyncio.get_running_loop(), 0
+        begun = loop.time()
+        try:
+            async with asyncio.timeout(left * token_s):
+                await self._aborted.wait()
+            done = min(left, max(1, int((loop.time() - begun) / token_s)))
+        except TimeoutError:
+            done = left
+        return EngineOutput((index,) * done, (-1.0,) * done, (self.version,) * done, False, aborted=done < left)
+
+    async def abort_all(self) -> None:
+        self._aborted.set()
+        self._aborted = asyncio.Event()
+
+
+@dataclass(frozen=True)
+class _Running:
+    """What `Future.result` gives, when the loop has got there."""
+
+    loop: VirtualTimeLoop
+    task: "asyncio.Task[LaunchedGroups]"
+
+    def result(self) -> LaunchedGroups:
+        return self.loop.run_until_complete(self.task)
+
+
+@dataclass
+class VirtualRollout:
+    """All engines of the job on one rank, in virtual time."""
+
+    engines: tuple[SeededEngine, ...]
+    loop: VirtualTimeLoop
+    routing: None = None
+    host_ranks = (0, 1)
+
+    def begin(self, task: RolloutTask, stream: GroupStream) -> _Running:
+        return _Running(self.loop, self.loop.create_task(self._run(task, stream)))
+
+    async def _run(self, task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
+        runs: list[Coroutine[Any, Any, LaunchedGroups]] = []
+        for place, engine in enumerate(self.engines):
+            parts: Any = (engine, FakeScorer(), FakeTokenizer(), 1e6, lambda error: None)
+            own = {number: group for number, group in task.carried.items() if number % 2 == place}
+            runs.append(RolloutWorker(*parts).run(replace(task, carried=own), stream, SLOTS))
+        return {number: group for groups in await asyncio.gather(*runs) for number, group in groups.items()}
+
+
+def train(
+    group: dist.ProcessGroup, schedule: str, filter_: dict[str, Any], staleness: int
+) -> tuple[list[RolloutBatch], set[int]]:
+    """Collect the steps of a run; return them and the prompts that engines began."""
+    loop, delays = VirtualTimeLoop(), Random(0)
+    engines = (SeededEngine(0.002, delays), SeededEngine(0.003, delays))
+    sizes = {"prompts_per_step": NEEDED, "group_size": GROUP, "max_response_tokens": LONGEST}
+    job = SimpleNamespace(group=group)
+    stub = collector(job, [], SLOTS, filter_, schedule, STEPS, max_staleness=staleness, **sizes)
+    prompts = PromptSet("test", tuple(Prompt(i, str(i), (i,)) for i in range(PROMPTS)), 0)
+    rollout: Any = VirtualRollout(engines, loop)
+    collect: RolloutCollector = replace(stub, prompts=prompts, rollout=rollout, group_filter=filter_half)
+    state, batches = TrainState(), list[RolloutBatch]()
+    for step in range(1, STEPS + 1):
+        batches.append(collect.collect(state, step))
+        state = replace(batches[-1].state, step=step)
+        loop.run_until_complete(asyncio.sleep(TRAIN_S))
+        if schedule == "one_step_off":
+            collect.finish_generation()
+        for engine in engines:
+            engine.version = step
+        collect.synced_step = step
+    loop.close()
+    return batches, engines[0].prompts | engines[1].prompts
+
+
+def lengths_of(prompts: set[int]) -> list[int]:
+    return [length_of(prompt, index) for prompt in prompts for index in range(GROUP)]
+
+
+def ks_distance(one: Sequence[int], other: Sequence[int]) -> float:
+    """Return the largest difference of two empirical distributions (Kolmogorov-Smirnov)."""
+    values = np.union1d(one, other)
+    shares = [np.searchsorted(np.sort(side), values, side="right") / len(side) for side in (one, other)]
+    return float(np.abs(shares[0] - shares[1]).max())
+
+
+@pytest.mark.parametrize(("schedule", "staleness"), [("colocated", 1), ("one_step_off", 1), ("async", 4)])
+def test_trained_lengths_are_launched_lengths(one_rank_group: dist.ProcessGroup, schedule: str, staleness: int) -> None:
+    """The filter, which no length decides, drops half; its groups are compared, too, without those that it drops."""
+    batches, launched = train(one_rank_group, schedule, {"zero_std": "refill"}, staleness)
+    trained = [info.response_tokens for batch in batches for info in batch.infos]
+    assert len(trained) == STEPS * NEEDED * GROUP > 10_000
+    assert ks_distance(trained, lengths_of(launched)) < BOUND
+    assert ks_distance(trained, lengths_of({prompt for prompt in launched if is_kept(prompt)})) < BOUND
+    assert fmean(batch.length_bias for batch in batches) == pytest.approx(1, abs=0.02)
+
+
+def test_who_finishes_first_is_short(one_rank_group: dist.ProcessGroup) -> None:
+    """What the bound above forbids: with as many again launched, the long ones are broken off."""
+    rule = {"select_by": "finish", "oversample_factor": 2.0}
+    batches, launched = train(one_rank_group, "colocated", rule, 0)
+    trained = [info.response_tokens for batch in batches for info in batch.infos]
+    assert ks_distance(trained, lengths_of(launched)) > 5 * BOUND
+    assert fmean(batch.length_bias for batch in batches) < 0.98
