@@ -15,7 +15,7 @@ from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.types import Message, Sample
 
 SMALLEST, LARGEST = 11, 99
-EXAMPLES_WITH_TOOL, EXAMPLES_THAT_CALL = 0.8, 0.5  # shares: of examples, and of those with the tool
+EXAMPLES_WITH_TOOL, EXAMPLES_THAT_CALL = 0.8, 0.4  # shares: of examples, and of those with the tool
 WORDS = ("How", "much", "is", "times", "calculator", "expression")
 # Tools are named in a system message, calls are written as Llama 4 writes them, results are messages of their own.
 CHAT_TEMPLATE = (

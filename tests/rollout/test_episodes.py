@@ -17,8 +17,9 @@ from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.episodes import EpisodeRunner, load_episode_parts
 from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.rollout.conftest import Logprobs
+from tests.test_extending import EXAMPLES
 
-HERE = "tests/rollout/test_episodes.py"
+HERE = str(Path(__file__))
 BOUND = 1e-4
 Ask = Callable[[Callable[[EngineClient], Awaitable[Any]]], Any]
 
@@ -54,13 +55,15 @@ async def raising(task: Task, policy: Policy) -> Episode:
 
 @pytest.fixture
 def roll_out(ask: Ask, model_folder: Path) -> Callable[..., tuple[Prompt, SampleGroup]]:
-    def run(function: str, count: int = 2, sampling: SamplingParams | None = None, **config: Any) -> Any:
+    def run(
+        name: str, count: int = 2, sampling: SamplingParams | None = None, answer: str | None = None, **config: Any
+    ) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(model_folder))
         sizes = {"prompts_per_step": 1, "group_size": count, "max_prompt_tokens": 20, "max_response_tokens": 60}
-        parts = load_episode_parts(RolloutConfig(**sizes, function=f"{HERE}:{function}", **config), tokenizer)
+        parts = load_episode_parts(RolloutConfig(**sizes | {"function": f"{HERE}:{name}"} | config), tokenizer)
         assert parts
         message = {"role": "user", "content": "How many?"}
-        prompt = Prompt(4, "How many?", parts.renderer.prompt([message]), messages=(message,))
+        prompt = Prompt(4, "How many?", parts.renderer.prompt([message]), answer=answer, messages=(message,))
         shape = model_shape(HfConfig.read(model_folder))
 
         async def group(client: EngineClient) -> SampleGroup | None:
@@ -95,6 +98,20 @@ def test_tokens_of_all_turns_have_the_logprobs_of_the_policy(
         assert sample.step_rewards[-1][0] == len(sample.tokens) - 1
         assert (sample.state, sample.episode_reward) == ("completed", 0.5)
     assert [message["role"] for message in group.samples[0].messages] == ["assistant", "user"] * 2 + ["assistant"]
+
+
+def test_the_example_of_the_page(roll_out: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, settings = EXAMPLES["Rollout"]
+    (tmp_path / "my_rollout.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    config = settings["rollout"] | {"limits": {"turn_tokens": 8}}
+    _, group = roll_out("", answer="no such answer", **config)
+    for sample in group.samples:
+        assert sample.messages[1] == {"role": "user", "content": "No. Think again."}
+        assert (sample.episode_reward, sample.metrics["second_guesses"]) == (0.0, 1)
+        assert sample.metrics["turns"] == 2
+    _, group = roll_out("", answer="", **config)
+    assert [sample.episode_reward for sample in group.samples] == [1.0, 1.0]
 
 
 def test_one_answer_is_what_the_engine_gives(roll_out: Callable[..., Any], ask: Ask) -> None:
