@@ -362,6 +362,17 @@ def test_a_reward_that_cannot_be_imported(refuse: Refuse, spec: str, sentence: s
             "model.family=json:loads",
             "model.family 'json:loads': as model family it must be a grpo_mp.models.",
         ),
+        ("rollout.function=cal_tools", "unknown rollout function 'cal_tools' (did you mean call_tools?)"),
+        ("rollout.function=json:loads", "rollout.function 'json:loads': as rollout function it is called with (task, "),
+        ("rollout.function=operator:eq", "'operator:eq': it must be a coroutine function: async def rollout(task, "),
+        (
+            "rollout={tools: ['json:loads'], tool_parser: qwen25}",
+            "rollout.tools 'json:loads': a tool needs type hints and a docstring",
+        ),
+        (
+            "rollout={tools: ['grpo_mp.examples.calculator:calculator'], tool_parser: qwen26}",
+            "rollout.tool_parser=qwen26: the installed SGLang has no such parser (did you mean qwen25?)",
+        ),
         ("reward.functions={'os.path:join': 1}", "as reward function it is called with (prompts=, completions=, "),
     ],
 )
