@@ -130,14 +130,11 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
 
     Weights are written first. All is read once more, for its checksums.
     """
-    layout, per_parameter = job.settings.layout, job.per_parameter
-    # Of the model; what tensor-parallel ranks hold alike is counted once for each.
-    parameters = sum(count.dense for count in job.parameter_counts) * layout.tensor
-    parameters += sum(count.expert for count in job.parameter_counts) * layout.expert * layout.expert_tensor
+    per_parameter = job.per_parameter
     nodes = max(1.0, job.train_ranks / job.gpus_per_node)
-    weights = ResourceUse(disk_bytes=parameters * per_parameter.weights / nodes)
+    weights = ResourceUse(disk_bytes=job.parameters * per_parameter.weights / nodes)
     rest = ResourceUse(
-        disk_bytes=parameters * (2 * per_parameter.saved - per_parameter.weights) / nodes,
+        disk_bytes=job.parameters * (2 * per_parameter.saved - per_parameter.weights) / nodes,
         host_copy_bytes=max(map(job.sharded_parameters, job.parameter_counts)) * per_parameter.saved,
     )
     beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)  # a trainer that waits is not slower
