@@ -48,6 +48,7 @@ class Sample:
     reward_terms: dict[str, float] = field(default_factory=dict)  # by reward name, unweighted
     step_rewards: StepRewards = ()  # (index of a step's last token in `tokens`, its reward)
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions gave to `log_extra`, by column
+    verify_steps: int = 0  # steps of speculative decoding in which the response was generated; 0: without
     is_correct: bool | None = None  # whether the answer is right; None: no term of the reward says so
     # Experts that the engine chose, [total tokens - 1, MoE layers, top-k]: the last token was not computed. None: the
     # run does not ask for them, or the engine did not return them.
@@ -98,6 +99,7 @@ class SampleInfo:
     versions_sum: int = 0  # over its response tokens
     is_correct: bool | None = None  # by the term that `reward.correct` names; None: that term says nothing about it
     has_routed_experts: bool = False
+    verify_steps: int = 0  # as in Sample
 
     @property
     def key(self) -> tuple[int, int]:

@@ -121,4 +121,5 @@ def _sample_info(sample: Sample, group: SampleGroup) -> SampleInfo:
         versions_sum=sum(sample.weight_versions),
         is_correct=sample.is_correct,
         has_routed_experts=sample.routed_experts is not None,
+        verify_steps=sample.verify_steps,
     )
