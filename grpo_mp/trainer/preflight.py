@@ -163,7 +163,7 @@ def _make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scor
 
 
 def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
-    """Raise UserError for a precision that weights cannot be synced to, or GPUs or drafting that do not fit the model."""
+    """Raise UserError for precision, GPUs or drafting that do not fit the model."""
     engine_uses_fp8(engine.args, hf, cpu)
     check_speculation(engine, hf, cpu)
     if not cpu:

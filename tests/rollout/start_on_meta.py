@@ -17,7 +17,18 @@ from typing import Any
 from grpo_mp.rollout.engine_args import CUDA_ENVIRONMENT
 from tests.rollout.fake_h100 import cuda_on_meta, disable_other_models, fake_h100, set_groups
 
-MODELS = ("deepseek_v2", "deepseek_nextn", "glm4_moe", "glm4_moe_nextn", "qwen2", "qwen2_moe", "qwen3_moe", "qwen3", "llama", "mixtral")
+MODELS = (
+    "deepseek_v2",
+    "deepseek_nextn",
+    "glm4_moe",
+    "glm4_moe_nextn",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3",
+    "llama",
+    "mixtral",
+)
 ARGUMENTS = (
     *("load_format", "sleep_on_idle", "enable_memory_saver", "max_running_requests"),
     *("speculative_algorithm", "speculative_draft_model_path", "speculative_draft_load_format"),
