@@ -32,6 +32,7 @@ from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.rollout.routed_experts import check_routed_experts
+from grpo_mp.rollout.server import check_temporary_folder
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
     ):
         check_nccl(torch.cuda.nccl.version(), os.environ)
     check_arguments(settings.engine.args, known_arguments())
+    check_temporary_folder()
     check_engine(settings.engine, hf, cpu=not platform.on_cuda())
     if settings.training.router_replay == "R3":
         check_routed_experts(settings.engine.args, known_arguments(), model_shape(hf))

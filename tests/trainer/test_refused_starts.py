@@ -120,6 +120,11 @@ def test_settings(refuse: Refuse, override: str, sentence: str) -> None:
     assert sentence in refuse(override)
 
 
+def test_a_temporary_folder_in_which_sockets_have_no_room(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", f"/tmp/{47 * 'x'}")
+    assert "has 52 characters, and sockets of an engine below it would have more than the 107" in refuse()
+
+
 def test_a_settings_file_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
     assert "none.yaml: No such file or directory: give an existing file" in refuse(config=tmp_path / "none.yaml")
 
