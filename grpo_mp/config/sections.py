@@ -365,7 +365,7 @@ class SyncConfig(Section):
     pause: PauseMode = Field(
         "retract",
         description="how running requests wait for new weights with schedule=async. retract: their cache is computed "
-        "anew by the new weights; in_place: it is kept, and prefixes are shared over versions",
+        "anew by the new weights; in_place: they keep it. Requests that come later read none of it",
     )
     check_tolerance: float | None = Field(
         None, gt=0, description="allowed mean absolute logprob difference of engine and policy, in nats; null: by dtype"

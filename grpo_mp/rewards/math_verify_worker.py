@@ -38,9 +38,15 @@ class MathVerifier:
     def __init__(self, limit_s: float, tolerance: float = TOLERANCE) -> None:
         """Limit a comparison to `limit_s` seconds: slower ones count as different. `tolerance`: see `is_close`."""
         self.limit_s, self.tolerance = limit_s, tolerance
-        self.timeouts = 0  # comparisons that took too long
+        self._timeouts = threading.local()
         self._child: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
+
+    @property
+    def timeouts(self) -> int:
+        """Return how many comparisons of this thread took too long."""
+        count: int = vars(self._timeouts).get("count", 0)
+        return count
 
     def equal(self, expected: str, predicted: str) -> bool:
         """Compare two answers; False also at the limit or if the child dies. Raises UserError if it cannot start."""
@@ -54,7 +60,7 @@ class MathVerifier:
             except BrokenPipeError:
                 reply = None
             if reply is None:
-                self.timeouts += 1
+                self._timeouts.count = self.timeouts + 1
                 self._end()
             return reply == "equal"
 

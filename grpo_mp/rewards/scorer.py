@@ -3,7 +3,9 @@
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -98,7 +100,7 @@ class Scorer:
         self._settings = settings
         self._prompt_column = prompt_column
         self._max_steps = max_steps
-        self._stats, self._timeouts_taken = RewardStats(), 0
+        self._stats = RewardStats()
         self._lock = threading.Lock()
         step_model = settings.steps if isinstance(settings.steps, StepModelConfig) else None
         self._step_model = StepModelClient(step_model, decode) if step_model and decode else None
@@ -128,7 +130,8 @@ class Scorer:
     def answer_numbers(self, group: SampleGroup) -> list[int | None]:
         """Give each sample's answer a number: equal answers have the same number; None: no answer."""
         responses = [sample.text for sample in group.samples]
-        return answer_numbers(responses, self._built_in.verifier, self._settings.boxed_answer)
+        with self._counting_timeouts():
+            return answer_numbers(responses, self._built_in.verifier, self._settings.boxed_answer)
 
     def score_group(self, group: SampleGroup, step: int = 0) -> SampleGroup:
         """Return the group with its rewards: `reward` is the weighted sum of the unweighted `reward_terms` that apply.
@@ -171,9 +174,23 @@ class Scorer:
         """Return this rank's statistics since the last call, and start new ones."""
         with self._lock:
             stats, self._stats = self._stats, RewardStats()
-            timeouts = self._built_in.verifier.timeouts
-            stats.verify_timeouts, self._timeouts_taken = timeouts - self._timeouts_taken, timeouts
         return stats
+
+    def with_own_stats(self) -> "Scorer":
+        """Return this scorer with other statistics: what is scored beside the rollouts does not count among them."""
+        other = copy(self)
+        other._stats = RewardStats()
+        return other
+
+    @contextmanager
+    def _counting_timeouts(self) -> Iterator[None]:
+        """Add the comparisons of this thread that take too long in the body."""
+        before = self._built_in.verifier.timeouts
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stats.verify_timeouts += self._built_in.verifier.timeouts - before
 
     def close(self) -> None:
         """End the process that compares answers, and connections."""
@@ -218,7 +235,8 @@ class Scorer:
         Raises UserError under `on_error: stop`.
         """
         try:
-            return call(), True
+            with self._counting_timeouts():
+                return call(), True
         except RewardError as failure:
             text = group.samples[failure.sample].text
             excerpt = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

@@ -116,6 +116,7 @@ class EngineClient:
             base_url=url, headers=dict(headers), timeout=timeout_s, limits=limits, trust_env=False
         )
         self._capabilities: Capabilities | None = None
+        self._cache_key = "0"  # of prefixes in the radix cache: none is read by other weights than those it is from
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -145,6 +146,7 @@ class EngineClient:
             "sampling_params": sampling.as_json(count),
             "return_logprob": True,
             "return_routed_experts": routing is not None,
+            "extra_key": self._cache_key,
         }
         reply = await self._generate(body)
         outputs = reply if isinstance(reply, list) else [reply]
@@ -240,7 +242,11 @@ class EngineClient:
         await self._post("/update_weights_from_tensor", body)
 
     async def end_weight_update(self, version: int, keep_cache: bool = False) -> None:
-        """End the update, flush prefixes of the old weights unless they are kept, set the version of the new ones."""
+        """End the update and set the version of the new weights; the cache is flushed unless running requests keep it.
+
+        Requests to come never read what is of the old weights.
+        """
+        self._cache_key = str(version)
         if (await self.capabilities()).weight_update_session:
             await self._post("/end_weight_update", {})
         if not keep_cache:

@@ -163,8 +163,8 @@ class Rollout:
         if self.routing:
             self.call(self.client.check_routed_experts(self.routing))
 
-    def begin(self, task: RolloutTask, stream: GroupStream) -> Future[LaunchedGroups]:
-        """Begin to generate and score the groups of a task that this rank's engine takes."""
+    def begin(self, task: RolloutTask, stream: GroupStream, scorer: Scorer | None = None) -> Future[LaunchedGroups]:
+        """Begin to generate and score the groups of a task that this rank's engine takes; `scorer`: None: the run's."""
         if self.client is None:
             launched: Future[LaunchedGroups] = Future()
             launched.set_result(give_back(task, stream) if self.is_lost else task.carried)
@@ -177,7 +177,7 @@ class Rollout:
         if self._episodes:
             slots = settings.rollout.limits.episodes or settings.engine.concurrent_groups * task.group_size
             episodes = EpisodeRunner(self._episodes, self.client, asyncio.Semaphore(slots))
-        worker = RolloutWorker(self.client, self._scorer, self._tokenizer, limit_s, lose_engine, episodes)
+        worker = RolloutWorker(self.client, scorer or self._scorer, self._tokenizer, limit_s, lose_engine, episodes)
         return self._loop.submit(worker.run(task, stream, max_in_flight))
 
     def pause(self, launched: LaunchedGroups) -> Mapping[int, EndedGroup]:
@@ -190,6 +190,7 @@ class Rollout:
     def evaluate(
         self,
         prompts: Sequence[Prompt],
+        scorer: Scorer,
         name: str,
         step: int,
         attempt: int,
@@ -208,7 +209,7 @@ class Rollout:
         stream = GroupStream(store, f"eval/{name}/{step}/{attempt}", rule, len(self.host_ranks))
         stream.check_peers = check_peers
         task = RolloutTask(prompts.__getitem__, eval_set.samples, 0, step, sampling, pauses=False)
-        groups = self.begin(task, stream).result()
+        groups = self.begin(task, stream, scorer).result()
         finished = [group for _, group in sorted(groups.items()) if isinstance(group, SampleGroup)]
         if too_long := [group.prompt.index for group in finished if not group.finished]:
             limit = f"rollout.group_timeout_s={settings.rollout.group_timeout_s:g} s"

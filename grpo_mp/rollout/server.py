@@ -16,6 +16,9 @@ from grpo_mp.errors import EngineError, EngineTimeout, UserError
 from grpo_mp.files import last_lines
 from grpo_mp.rollout.engine_args import EngineSpec, engine_arguments, engine_environment, ports_needed
 
+SCRATCH = "grpo_mp_engine_"  # and eight characters
+# Below an engine's folder Python's multiprocessing has sockets such as pymp-12345678/listener-12345678.
+TEMPORARY_FOLDER_CHARACTERS = 107 - len(f"/{SCRATCH}12345678/pymp-12345678/listener-12345678")
 COMMAND = [sys.executable, "-m", "grpo_mp.rollout.engine_main"]
 POLL_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 5.0
@@ -23,6 +26,16 @@ PORT_ATTEMPTS = 3
 STOP_LIMIT_S = 15.0  # more than the engine's own watcher takes to end the group
 LOG_LINES = 12
 LOG_COLUMNS = 300  # SGLang writes all its arguments into one line
+
+
+def check_temporary_folder() -> None:
+    """Raise UserError where paths of an engine's sockets would be longer than the system allows."""
+    folder = tempfile.gettempdir()
+    if len(folder) > TEMPORARY_FOLDER_CHARACTERS:
+        raise UserError(
+            f"TMPDIR={folder} has {len(folder)} characters, and sockets of an engine below it would have more than the "
+            f"107 that the system allows: set TMPDIR to a folder of at most {TEMPORARY_FOLDER_CHARACTERS}"
+        )
 
 
 class EngineProcess:
@@ -51,7 +64,7 @@ class EngineProcess:
         port = self._claim.port
         self.url = f"http://127.0.0.1:{port}"
         dist_init_addr = f"{host}:{port + 1}" if host else dist_init_addr
-        self._scratch = tempfile.mkdtemp(prefix="grpo_mp_engine_")
+        self._scratch = tempfile.mkdtemp(prefix=SCRATCH)
         arguments = engine_arguments(self.spec, port, self.served_model_name, self.api_key, dist_init_addr)
         environment = engine_environment(self.spec, arguments, self._scratch, os.environ)
         self.log.parent.mkdir(parents=True, exist_ok=True)

@@ -181,6 +181,8 @@ class RolloutCollector:
             lambda index: curriculum.is_skipped(self.prompts[index].index, step),
             rule.launched if rule.lookahead else None,
         )
+        if rule.lookahead:  # which prompts are skipped follows from the step, not from when one is launched
+            self._queue.extend(rule.max_launched + rule.max_aborted + rule.lookahead)
 
         if self._collected is None:
             self._carried = self._take_saved(state.step)

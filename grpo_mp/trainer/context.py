@@ -111,6 +111,7 @@ def open_context(
         weight_sync = build_weight_sync(settings, shards, rollout, job)
         prompts = [prompt.tokens for prompt in inputs.train.prompts]
         group_filter, scorer, vocab_size = inputs.extensions.group_filter, inputs.scorer, inputs.hf.int("vocab_size")
+        eval_scorer = scorer.with_own_stats()
         check = EngineCheck(settings, policy, vocab_size, job, weight_sync, rollout, phases, prompts)
         recovery = EngineRecovery(rollout, job, phases, weight_sync, check, state.optimizer_step)
         shown = settings.monitor.samples_per_step
@@ -120,7 +121,7 @@ def open_context(
             job=job,
             rollout=rollout,
             collector=RolloutCollector(settings, inputs.train, rollout, scorer, job, phases, group_filter, recovery),
-            evaluator=Evaluator(inputs.evals, scorer, rollout, job, phases, progress, shown, recovery),
+            evaluator=Evaluator(inputs.evals, eval_scorer, rollout, job, phases, progress, shown, recovery),
             weight_sync=weight_sync,
             engine_check=check,
             recovery=recovery,

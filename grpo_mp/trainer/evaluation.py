@@ -82,7 +82,9 @@ class Evaluator:
         """Return what this rank's engine answers; all engines answer anew where one was lost."""
         for attempt in count():
             with self.phases.phase(Phase.EVAL, name), watching_peers(self.job.group) as check_peers:
-                groups = self.rollout.evaluate(prompts.prompts, name, step, attempt, self.job.store, check_peers)
+                groups = self.rollout.evaluate(
+                    prompts.prompts, self.scorer, name, step, attempt, self.job.store, check_peers
+                )
             if not self.recovery.run():
                 return groups
             self.scorer.take_stats()

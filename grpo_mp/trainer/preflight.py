@@ -33,6 +33,7 @@ from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.rollout.routed_experts import check_routed_experts
+from grpo_mp.rollout.server import check_temporary_folder
 from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
 
 
@@ -133,6 +134,7 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
     ):
         check_nccl(torch.cuda.nccl.version(), os.environ)
     check_arguments(settings.engine.args, known_arguments())
+    check_temporary_folder()
     check_engine(settings.engine, hf, cpu=not platform.on_cuda())
     if settings.training.router_replay == "R3":
         drafting = speculative_arguments(settings.engine, settings.rollout.group_size)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.errors import PhaseTimeout, UserError
 from grpo_mp.rollout.client import BUSY_POLL_S, IDLE_LIMIT_S, EngineClient, EngineOutput, SamplingParams, token_versions
+from grpo_mp.rollout.packed_tensors import TensorSpec
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.shared_memory import LOADER, export_to_host
 from grpo_mp.weight_sync.transport import serialize
@@ -49,7 +50,9 @@ async def send_weights(client: EngineClient, folder: Path, version: int) -> None
 
 
 async def load_weights(client: EngineClient, folder: Path) -> None:
-    with export_to_host(weights_of(folder)) as export:
+    weights = weights_of(folder)
+    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights]
+    with export_to_host(weights, specs) as export:
         await client.update_weights_from_tensor([serialize([export])], load_format=LOADER)
 
 
@@ -260,3 +263,30 @@ def test_an_engine_that_is_well_says_so(ask: Ask) -> None:
 
     ask(lambda client: client.check_health())
     ask(pause_meanwhile)
+
+
+def test_a_cache_that_is_kept_is_not_read_by_new_weights(
+    engine: EngineProcess, ask: Ask, model_folder: Path, other_folder: Path, expected_logprobs: Logprobs
+) -> None:
+    """The same prompt again: its prefix is taken from the cache until the weights change."""
+
+    async def update(client: EngineClient, folder: Path, version: int) -> None:
+        await client.pause_generation("in_place")
+        await client.begin_weight_update()
+        await load_weights(client, folder)
+        await client.end_weight_update(version, keep_cache=True)
+        await client.continue_generation()
+
+    async def run(client: EngineClient) -> list[EngineOutput]:
+        await client.flush_cache_when_idle()
+        outputs = [output for _ in range(2) for output in await client.generate(PROMPT, LONG)]
+        await update(client, other_folder, 41)
+        outputs += [output for _ in range(2) for output in await client.generate(PROMPT, LONG)]
+        await update(client, model_folder, 0)
+        await client.flush_cache_when_idle()
+        return outputs
+
+    outputs = ask(run)
+    assert [bool(output.cached_tokens) for output in outputs] == [False, True, False, True]
+    assert greatest_difference(outputs[:2], lambda tokens: expected_logprobs(model_folder, tokens)) < TOLERANCE
+    assert greatest_difference(outputs[2:], lambda tokens: expected_logprobs(other_folder, tokens)) < TOLERANCE

@@ -18,6 +18,7 @@ from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.background import EventLoopThread
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config.sections import RolloutConfig
+from grpo_mp.data.prompt_queue import PromptQueue
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
 from grpo_mp.errors import EngineError, UserError
@@ -35,7 +36,11 @@ PROMPTS, LONGEST, GROUP = 400, 60, 3
 class FakeScorer:
     def score_group(self, group: SampleGroup, step: int) -> SampleGroup:
         return replace(
-            group, samples=tuple(replace(sample, reward=float(len(sample.tokens) % 2)) for sample in group.samples)
+            group,
+            samples=tuple(
+                replace(sample, reward=float(len(sample.tokens) % 2), is_correct=group.prompt.index % 3 == 0)
+                for sample in group.samples
+            ),
         )
 
     def take_stats(self) -> RewardStats:
@@ -147,6 +152,7 @@ def collector(
     schedule: str = "colocated",
     steps: int = 100,
     folder: Path = Path("/nowhere"),
+    curriculum: bool = False,
     **rollout: Any,
 ) -> Any:
     config = RolloutConfig.model_validate(
@@ -154,7 +160,7 @@ def collector(
     )
     prompts = PromptSet("test", tuple(Prompt(i, str(i), (i,)) for i in range(PROMPTS)), 0)
     phases: Any = SimpleNamespace(phase=lambda *_: nullcontext())
-    algorithm = AlgorithmConfig.model_validate({"filter": filter_})
+    algorithm = AlgorithmConfig.model_validate({"filter": filter_, "curriculum": {"solved_streak": int(curriculum)}})
     job: Any = SimpleNamespace(group=parallel.group)
     job.store, job.rank, job.world_size, job.engine_ranks = dist.HashStore(), 0, 1, 0  # streams' names are new in each
     settings: Any = SimpleNamespace(rollout=config, algorithm=algorithm, shares_devices=schedule == "colocated")
@@ -336,6 +342,27 @@ def test_what_engines_of_their_own_generate_is_neither_lost_nor_older_than_allow
         collect.synced_step = step
     in_order = [number % PROMPTS for number in range(2 * PROMPTS) if kept(number % PROMPTS)]
     assert trained == in_order[: len(trained)]
+
+
+def test_which_prompts_are_skipped_does_not_depend_on_who_was_faster(parallel: Any) -> None:
+    """Every third prompt is solved at once, and left out of the next epoch."""
+
+    def trained(token_s: float, pause_s: float) -> list[int]:
+        engine = FakeEngine(token_s=token_s)
+        collect = collector(parallel, [engine], 12, {}, schedule="async", max_staleness=2, curriculum=True)
+        collect._queue = PromptQueue(40, shuffle=False)
+        state, prompts = TrainState(), list[int]()
+        for step in range(1, 11):
+            batch = collect.collect(state, step)
+            prompts += [group.prompt.index for group in batch.groups]
+            state = replace(batch.state, step=step)
+            time.sleep(pause_s)
+            engine.version = collect.synced_step = step
+        return prompts
+
+    slow, fast = trained(1e-3, 0.0), trained(2e-5, 0.1)
+    assert slow == fast
+    assert len(set(slow[40:])) < len(set(slow[:40]))
 
 
 @pytest.mark.parametrize("collected", [False, True], ids=["before", "after"])
