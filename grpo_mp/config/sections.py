@@ -31,7 +31,8 @@ class RunConfig(Section):
     piece_bytes: int = Field(
         PIECE_BYTES,
         gt=0,
-        description="host memory of a rank that a save or load takes: tensors are written and read in such pieces",
+        description="host memory of a rank that a save or load takes: tensors are written and read in such pieces, of "
+        "one row at least; an export holds one file of at most 1 GiB and one tensor, whatever this is",
     )
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: resume from the newest checkpoint of the folder; never: refuse a folder that has one"
@@ -328,7 +329,8 @@ class SyncConfig(Section):
     delta: bool = Field(
         True,
         description="send only parameters that changed since the last sync, where engines keep their weights: on a "
-        "CPU, with model.dtype=float32, or with engine.args.enable_weights_cpu_backup",
+        "CPU, with model.dtype=float32, on GPUs of their own, or with engine.args.enable_weights_cpu_backup; otherwise "
+        "they free them while they sleep, and each sync sends all",
     )
     pause: PauseMode = Field(
         "retract",

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +33,15 @@ from grpo_mp.rollout.precision import precision_arguments
 from grpo_mp.rollout.routed_experts import ARGUMENT
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker, give_back
+from grpo_mp.rollout.worker import (
+    EndedGroup,
+    LaunchedGroups,
+    RolloutTask,
+    RolloutWorker,
+    RunningGroup,
+    give_back,
+    pause_running,
+)
 from grpo_mp.types import Prompt, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
@@ -170,6 +178,13 @@ class Rollout:
             episodes = EpisodeRunner(self._episodes, self.client, asyncio.Semaphore(slots))
         worker = RolloutWorker(self.client, self._scorer, self._tokenizer, limit_s, lose_engine, episodes)
         return self._loop.submit(worker.run(task, stream, max_in_flight))
+
+    def pause(self, launched: LaunchedGroups) -> Mapping[int, EndedGroup]:
+        """Break off this rank's groups that still run; return those that have ended."""
+        with self.losing_engine() as client:
+            if client:
+                return self._loop.run(pause_running(client, launched))
+        return {number: group for number, group in launched.items() if not isinstance(group, RunningGroup)}
 
     def evaluate(
         self,

@@ -61,6 +61,7 @@ class RolloutTask:
     carried_by_all: frozenset[int] = frozenset()
     lookahead: Callable[[], int] = lambda: 0  # groups of later steps that may be launched now
     pauses: bool = True  # what is unfinished when the step has its groups is paused; otherwise it goes on
+    stopped: Callable[[], bool] = lambda: False  # whether the job ends: all is paused then
     routing: ModelShape | None = None
 
 
@@ -84,7 +85,7 @@ class RolloutWorker:
         Raises UserError from the engine or a reward; the other groups are dropped then.
         """
         groups = _Groups(task, stream)
-        gate = LaunchGate(stream, task.lookahead)
+        gate = LaunchGate(stream, task.lookahead, task.stopped)
         watch, launch = asyncio.create_task(gate.watch()), None
         try:
             while not gate.done:
@@ -101,7 +102,7 @@ class RolloutWorker:
                     allowed, launch = launch.result(), None
                     if allowed is not None:
                         groups.start(allowed, self._generate_group)
-            while task.pauses and groups.running:  # again: a request may have been on its way
+            while (task.pauses or task.stopped()) and groups.running:  # again: a request may have been on its way
                 await self.client.abort_all()
                 await asyncio.wait(groups.running, timeout=ABORT_EVERY_S)
                 groups.take_finished()
@@ -166,6 +167,17 @@ class RolloutWorker:
 
         resumed = iter(await asyncio.gather(*(rest(output) for output in group.outputs if output.aborted)))
         return [next(resumed) if output.aborted else output for output in group.outputs]
+
+
+async def pause_running(client: EngineClient, launched: LaunchedGroups) -> dict[int, EndedGroup]:
+    """Break off the groups that still run; return those that have ended. What fails is left out."""
+    tasks = {number: group.task for number, group in launched.items() if isinstance(group, RunningGroup)}
+    waiting = set(tasks.values())
+    while waiting:
+        await client.abort_all()
+        _, waiting = await asyncio.wait(waiting, timeout=ABORT_EVERY_S)
+    ended = {number: group for number, group in launched.items() if not isinstance(group, RunningGroup)}
+    return ended | {number: task.result() for number, task in tasks.items() if not task.exception()}
 
 
 def give_back(task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
