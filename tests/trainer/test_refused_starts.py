@@ -458,17 +458,8 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
 def test_what_may_change_between_attempts(
     saved_run: Path, tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    main(
-        [
-            str(tiny_run.config),
-            f"run.folder={saved_run}",
-            "run.steps=9",
-            "run.save_every=5",
-            "--dry-run",
-            "--ranks",
-            "2",
-        ]
-    )
+    changed = ("run.steps=9", "run.save_every=5")
+    main([str(tiny_run.config), f"run.folder={saved_run}", *changed, "--dry-run", "--ranks", "2"])
     assert capfd.readouterr().err == ""
 
 
