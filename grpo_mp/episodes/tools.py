@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import json
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,10 @@ from grpo_mp.errors import UserError, one_line
 from grpo_mp.user_code import load_attribute, no_exit
 
 SETTING = "rollout.tools"
+
+
+class ToolTimeoutError(Exception):
+    """A tool took longer than `rollout.limits.tool_s`."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class EpisodeTools:
         try:
             value = await call_in_time(self.by_name[call.name], call.arguments, self.limit_s)
             text = value if isinstance(value, str) else _as_text(value)
-        except TimeoutError:
+        except ToolTimeoutError:
             return ToolResult(f"Error: {call.name} took longer than {self.limit_s:g} s", "timeout")
         except Exception as error:  # noqa: BLE001 - a tool may raise anything
             return ToolResult(f"Error: {type(error).__name__}: {one_line(error)}"[: self.characters], "raised")
@@ -70,12 +74,23 @@ class EpisodeTools:
 
 
 async def call_in_time(function: Callable[..., Any], arguments: Mapping[str, Any], limit_s: float) -> Any:
-    """Call a function or await a coroutine function. Raises TimeoutError after `limit_s`, and what it raises.
+    """Call a function or await a coroutine function. Raises ToolTimeoutError after `limit_s`, and what it raises.
 
     A function runs in a daemon thread. A thread cannot be killed, so one that hangs is left behind.
     """
-    if inspect.iscoroutinefunction(function):
-        return await asyncio.wait_for(function(**arguments), limit_s)
+    is_coroutine = inspect.iscoroutinefunction(function)
+    running = asyncio.ensure_future(
+        function(**arguments) if is_coroutine else asyncio.wrap_future(_in_thread(function, arguments))
+    )
+    done, _ = await asyncio.wait({running}, timeout=limit_s)
+    if not done:
+        if is_coroutine:
+            running.cancel()
+        raise ToolTimeoutError(f"it took longer than {limit_s:g} s")
+    return running.result()
+
+
+def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Future[Any]:
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -86,11 +101,7 @@ async def call_in_time(function: Callable[..., Any], arguments: Mapping[str, Any
             future.set_exception(error if isinstance(error, Exception) else RuntimeError(f"it raised {error!r}"))
 
     threading.Thread(target=run, name="tool", daemon=True).start()
-    waiting: Awaitable[Any] = asyncio.wrap_future(future)
-    done, _ = await asyncio.wait({asyncio.ensure_future(waiting)}, timeout=limit_s)
-    if not done:
-        raise TimeoutError
-    return done.pop().result()
+    return future
 
 
 def load_tools(paths: Sequence[str]) -> ToolKit:

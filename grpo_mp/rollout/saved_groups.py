@@ -60,9 +60,11 @@ def load_groups(files: Iterable[Path], prompts: PromptSet) -> SavedGroups:
 
 
 def as_paused(group: EndedGroup, group_size: int) -> PausedGroup | None:
-    """Return a group as the engine's outputs; None where it has none."""
+    """Return a group as the engine's outputs; None where it has none, and of episodes, which are more than these."""
     if isinstance(group, PausedGroup):
         return group if group.outputs else None
+    if any(sample.state for sample in group.samples):
+        return None
     samples = {sample.index: sample for sample in group.samples}
     outputs = [as_output(samples[i]) if i in samples else EngineOutput((), (), (), False) for i in range(group_size)]
     return PausedGroup(group.prompt, tuple(outputs)) if samples else None

@@ -42,3 +42,11 @@ def test_a_finished_group_is_loaded_as_its_engine_gave_it(tmp_path: Path) -> Non
 def test_nothing_is_written_where_nothing_was_begun(tmp_path: Path) -> None:
     save_groups(tmp_path / "a", {}, 2)
     assert not list(tmp_path.iterdir())
+
+
+def test_episodes_are_begun_anew(tmp_path: Path) -> None:
+    """A saved response has no mask: tokens that were given would be trained on."""
+    mask = (True, False)
+    sample = Sample(70, 0, PROMPTS[7].tokens, (5, 6), (-0.1, 0.0), (1, 1), False, generated=mask, state="completed")
+    save_groups(tmp_path / "a", {0: SampleGroup(PROMPTS[7], (sample,))}, 1)
+    assert not list(tmp_path.iterdir())
