@@ -1,5 +1,6 @@
 """The rollout of one rank: its engine process, its client, and its share of the prompts."""
 
+import asyncio
 import logging
 import os
 import time
@@ -26,6 +27,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.episodes import EpisodeParts, EpisodeRunner
 from grpo_mp.rollout.placement import EnginePlacement, engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import precision_arguments
 from grpo_mp.rollout.routed_experts import ARGUMENT
@@ -57,12 +59,14 @@ class Rollout:
         rank: int,
         world_size: int,
         load_weights: bool = False,
+        episodes: EpisodeParts | None = None,
     ) -> None:
         """Place the engines; nothing is started. Raises UserError for engines that do not fit.
 
-        `load_weights`: engines read the folder's weights and no weight sync follows; see `engines_can_load_weights`.
+        `load_weights`: engines read the folder's weights and no weight sync follows; see `engines_can_load_weights`;
+        `episodes`: what rolls out more than one answer.
         """
-        self._settings, self._tokenizer, self._scorer = settings, tokenizer, scorer
+        self._settings, self._tokenizer, self._scorer, self._episodes = settings, tokenizer, scorer, episodes
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         placements = engine_placements(settings.engine, world_size, ranks_per_node)
         self.host_ranks = engine_host_ranks(placements)
@@ -168,9 +172,11 @@ class Rollout:
         groups_per_engine = -(-(rule.launched + rule.lookahead) // len(self.host_ranks))
         max_in_flight = max(1, min(settings.engine.concurrent_groups, groups_per_engine))
         limit_s = settings.rollout.group_timeout_s
-        worker = RolloutWorker(
-            self.client, scorer or self._scorer, self._tokenizer, limit_s, partial(self.lose_engine, client=self.client)
-        )
+        lose_engine, episodes = partial(self.lose_engine, client=self.client), None
+        if self._episodes:
+            slots = settings.rollout.limits.episodes or settings.engine.concurrent_groups * task.group_size
+            episodes = EpisodeRunner(self._episodes, self.client, asyncio.Semaphore(slots))
+        worker = RolloutWorker(self.client, scorer or self._scorer, self._tokenizer, limit_s, lose_engine, episodes)
         return self._loop.submit(worker.run(task, stream, max_in_flight))
 
     def pause(self, launched: LaunchedGroups) -> Mapping[int, EndedGroup]:

@@ -63,7 +63,7 @@ def as_paused(group: EndedGroup, group_size: int) -> PausedGroup | None:
     """Return a group as the engine's outputs; None where it has none."""
     if isinstance(group, PausedGroup):
         return group if group.outputs else None
-    samples = {sample.index: sample for sample in group.samples}
+    samples = {sample.index: sample for sample in group.samples if sample.state is None}  # episodes begin anew
     outputs = [as_output(samples[i]) if i in samples else EngineOutput((), (), (), False) for i in range(group_size)]
     return PausedGroup(group.prompt, tuple(outputs)) if samples else None
 

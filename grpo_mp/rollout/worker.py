@@ -12,6 +12,7 @@ from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.errors import EngineError
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
+from grpo_mp.rollout.episodes import EpisodeRunner
 from grpo_mp.rollout.routed_experts import joined_routed_experts
 from grpo_mp.rollout.stream import GroupStream, LaunchGate
 from grpo_mp.types import Prompt, Sample, SampleGroup
@@ -76,6 +77,7 @@ class RolloutWorker:
     tokenizer: PreTrainedTokenizerBase
     group_timeout_s: float
     lose_engine: Callable[[EngineError], None]  # raises where it may not be lost
+    episodes: EpisodeRunner | None = None  # None: a rollout is one answer
 
     async def run(self, task: RolloutTask, stream: GroupStream, max_in_flight: int) -> LaunchedGroups:
         """Launch groups until the step has its groups, at most `max_in_flight` at a time; return all that were.
@@ -123,6 +125,8 @@ class RolloutWorker:
 
         Raises EngineError where the engine is at fault.
         """
+        if self.episodes:
+            return await self._roll_out_group(self.episodes, task, group_id, prompt)
         try:
             async with self.client.limits.limit(self.group_timeout_s):
                 if earlier:
@@ -141,6 +145,15 @@ class RolloutWorker:
         texts = self.tokenizer.batch_decode([output.tokens for output in outputs], skip_special_tokens=True)
         group = SampleGroup(prompt, make_samples(prompt, outputs, texts, group_id))
         return await asyncio.to_thread(self.scorer.score_group, group, task.step)
+
+    async def _roll_out_group(
+        self, episodes: EpisodeRunner, task: RolloutTask, group_id: int, prompt: Prompt
+    ) -> EndedGroup:
+        """Roll out a group of episodes and score it. One that is broken off begins anew."""
+        group = await episodes.run_group(prompt, group_id, task.group_size, task.step, task.sampling, task.routing)
+        if group is None:
+            return PausedGroup(prompt, ())
+        return episodes.with_failures(await asyncio.to_thread(self.scorer.score_group, group, task.step))
 
     async def _resume(self, group: PausedGroup, task: RolloutTask) -> list[EngineOutput]:
         """Generate the rest of each unfinished response, after the tokens that it has."""
