@@ -27,7 +27,7 @@ START = """
 import sys, time
 from pathlib import Path
 from grpo_mp.rollout.engine_args import EngineSpec
-from grpo_mp.rollout.server import EngineProcess, check_temporary_folder
+from grpo_mp.rollout.server import EngineProcess
 spec = EngineSpec(index=0, rank=0, model=Path(sys.argv[1]), dtype="float32", context_tokens=160, cpu=True)
 engine = EngineProcess(spec, Path(sys.argv[2]))
 engine.start()
