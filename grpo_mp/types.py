@@ -53,6 +53,7 @@ class Sample:
     reward_terms: dict[str, float] = field(default_factory=dict)  # by reward name, unweighted
     step_rewards: StepRewards = ()  # (index of a step's last token in `tokens`, its reward)
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions gave to `log_extra`, by column
+    verify_steps: int = 0  # steps of speculative decoding in which the response was generated; 0: without
     is_correct: bool | None = None  # whether the answer is right; None: no term of the reward says so
     # An episode has also tokens that it was given, such as results of tools: its `text` is its last turn's.
     generated: tuple[bool, ...] = ()  # by token of the response, False: given, not trained on; (): all were generated
@@ -120,6 +121,7 @@ class SampleInfo:
     versions_sum: int = 0  # over its response tokens
     is_correct: bool | None = None  # by the term that `reward.correct` names; None: that term says nothing about it
     has_routed_experts: bool = False
+    verify_steps: int = 0  # as in Sample
     given_tokens: int = 0  # of the response, not generated: none trains on them
     has_own_prompt: bool = False  # another than its group's
     state: EpisodeState | None = None

@@ -132,4 +132,5 @@ def _sample_info(sample: Sample, group: SampleGroup) -> SampleInfo:
         has_own_prompt=sample.prompt_tokens != group.prompt.tokens,
         state=sample.state,
         metrics=sample.metrics,
+        verify_steps=sample.verify_steps,
     )

@@ -213,6 +213,35 @@ class RolloutConfig(Section):
         return self.max_prompt_tokens + self.max_response_tokens
 
 
+class SpeculativeConfig(Section):
+    """Speculative decoding: an engine drafts tokens, and one step of the model verifies them. On GPUs only."""
+
+    algorithm: Literal["none", "mtp", "ngram"] = Field(
+        "none",
+        description="mtp: the model's own multi-token-prediction layer drafts, as the folder has it: it is not trained "
+        "(SGLang NEXTN); ngram: what followed the same tokens before in prompts and responses (SGLang NGRAM)",
+    )
+    num_steps: int = Field(3, ge=1, description="tokens that are drafted one after the other (SGLang's argument)")
+    eagle_topk: int = Field(1, ge=1, description="candidates of each of them; above 1 they are a tree (SGLang's)")
+    num_draft_tokens: int | None = Field(
+        None, ge=2, description="tokens that a step verifies (SGLang's); null: num_steps + 1, of which one is no draft"
+    )
+
+    @property
+    def verified_tokens(self) -> int:
+        """Return the tokens of a sequence that a step of the model computes."""
+        return (self.num_draft_tokens or self.num_steps + 1) if self.algorithm != "none" else 1
+
+    @model_validator(mode="after")
+    def _check_chain(self) -> "SpeculativeConfig":
+        if self.algorithm == "mtp" and self.eagle_topk == 1 and self.verified_tokens != self.num_steps + 1:
+            raise ValueError(
+                f"a chain of num_steps={self.num_steps} drafts is verified with num_draft_tokens={self.num_steps + 1}: "
+                "set that, leave num_draft_tokens out, or set eagle_topk above 1"
+            )
+        return self
+
+
 class EngineConfig(Section):
     """The SGLang engines that generate, on the devices of the trainer or on their own."""
 
@@ -237,6 +266,7 @@ class EngineConfig(Section):
     )
     restart_window_s: float = Field(3600.0, gt=0, description="time over which restarts of an engine count, in seconds")
     concurrent_groups: int = Field(64, gt=0, description="groups in flight on one engine; more fill it better")
+    speculative: SpeculativeConfig = Field(SpeculativeConfig(), description="speculative decoding")
     args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
 
 

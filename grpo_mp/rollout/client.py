@@ -22,7 +22,8 @@ IDLE_LIMIT_S = 2.0
 BUSY_LIMIT_S = 60.0  # of an engine whose requests have all been answered
 BUSY_POLL_S = 0.1
 HEALTH_LIMIT_S = 30.0  # the engine itself gives up after 20
-# Updates are not for the model that drafts in speculative decoding: it would load them a second time.
+# Updates are not for the layer that drafts in speculative decoding: its embedding and head are the model's tensors, and
+# the rest of it is not trained.
 TARGET = {"selector": "target"}
 REQUIRED_ROUTES = (
     "/generate",
@@ -95,6 +96,7 @@ class EngineOutput:
     weight_versions: tuple[int, ...]  # of every token; they differ where weights changed under a paused request
     truncated: bool  # the response reached max_response_tokens
     aborted: bool = False  # ended by `abort_all`; may have no tokens
+    verify_steps: int = 0  # of speculative decoding, each of which yields one token or more
     cached_tokens: int = 0  # prompt tokens taken from the radix cache
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)  # as in Sample
 
@@ -290,6 +292,7 @@ class EngineClient:
             weight_versions=token_versions(meta, len(tokens)),
             truncated=reason == "length",
             aborted=reason == "abort",
+            verify_steps=meta.get("spec_verify_ct", 0),
             cached_tokens=meta.get("cached_tokens", 0),
             routed_experts=read_routed_experts(meta, prompt_tokens + len(tokens) - 1, routing) if routing else None,
         )

@@ -39,6 +39,21 @@ RESERVED = {
     "skip_server_warmup": "the run warms its engines up itself",
     "custom_weight_loader": "the weight sync brings its own",
     "enable_return_routed_experts": "set training.router_replay=R3",
+    **dict.fromkeys(
+        (
+            "speculative_algorithm",
+            "speculative_num_steps",
+            "speculative_eagle_topk",
+            "speculative_num_draft_tokens",
+            "speculative_ngram_max_bfs_breadth",
+        ),
+        "set engine.speculative",
+    ),
+    **dict.fromkeys(
+        ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),
+        "tokens would not follow the model's distribution",
+    ),
+    "speculative_draft_load_format": "the layer that drafts is read from the model's folder",
     "load_format": "it follows from what the first synchronization brings",
 }
 

@@ -32,6 +32,7 @@ from grpo_mp.rollout.placement import EnginePlacement, engine_host_ranks, engine
 from grpo_mp.rollout.precision import precision_arguments
 from grpo_mp.rollout.routed_experts import ARGUMENT
 from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.rollout.speculation import speculative_arguments
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import (
     EndedGroup,
@@ -256,6 +257,7 @@ def engine_spec(
     With `load_weights` there is no sync, and it reads them; see `engines_can_load_weights`.
     """
     precision = precision_arguments(settings.engine.args, hf, cpu)
+    drafting = speculative_arguments(settings.engine, settings.rollout.group_size)
     replay = {ARGUMENT: True} if settings.training.router_replay == "R3" and not load_weights else {}
     return EngineSpec(
         index=placement.engine,
@@ -271,7 +273,7 @@ def engine_spec(
         nodes=placement.nodes,
         node_rank=placement.node_rank,
         dummy_weights=not load_weights and (not cpu or bool(precision) or not has_hf_weights(settings.model.path)),
-        args=settings.engine.args | precision | replay,
+        args=settings.engine.args | precision | replay | drafting,
     )
 
 

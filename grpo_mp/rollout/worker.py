@@ -280,6 +280,7 @@ def make_samples(
             weight_versions=output.weight_versions,
             truncated=output.truncated,
             routed_experts=output.routed_experts,
+            verify_steps=output.verify_steps,
             text=text,
         )
         for index, (output, text) in enumerate(zip(outputs, texts, strict=True))
@@ -302,6 +303,7 @@ def joined(output: EngineOutput, more: EngineOutput) -> EngineOutput:
         tokens=output.tokens + more.tokens,
         logprobs=output.logprobs + more.logprobs,
         weight_versions=output.weight_versions + more.weight_versions,
+        verify_steps=output.verify_steps + more.verify_steps,
         cached_tokens=output.cached_tokens + more.cached_tokens,
         routed_experts=joined_routed_experts(output.routed_experts, more.routed_experts, bool(output.tokens)),
     )

@@ -35,6 +35,7 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
             by_answer["correct" if info.is_correct else "incorrect"].append(info.response_tokens)
     right, rates = accuracy(infos), solve_rates(infos)
     solved = {"rollout/solve_all": rates.count(1.0), "rollout/solve_none": rates.count(0.0)}
+    accepted = [info.response_tokens / info.verify_steps for info in infos if info.verify_steps]
     lag = sum(weight_version * info.response_tokens - info.versions_sum for info in infos)
     return {
         "reward/mean": statistics.fmean(rewards),
@@ -55,6 +56,7 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
         "rollout/groups": len(by_group),
         "rollout/weight_version_lag/mean": lag / sum(lengths),
         "rollout/weight_version_lag/max": weight_version - min(info.oldest_version for info in infos),
+        **({"rollout/acceptance_length": statistics.fmean(accepted)} if accepted else {}),
         **({} if right is None else {"rollout/accuracy": right, **solved}),
         **episode_metrics(infos),
     }

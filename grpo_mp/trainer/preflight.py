@@ -34,6 +34,7 @@ from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.rollout.routed_experts import check_routed_experts
 from grpo_mp.rollout.server import check_temporary_folder
+from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
     check_temporary_folder()
     check_engine(settings.engine, hf, cpu=not platform.on_cuda())
     if settings.training.router_replay == "R3":
-        check_routed_experts(settings.engine.args, known_arguments(), model_shape(hf))
+        drafting = speculative_arguments(settings.engine, settings.rollout.group_size)
+        check_routed_experts(settings.engine.args | drafting, known_arguments(), model_shape(hf))
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path))
     except (OSError, ValueError, KeyError) as error:
@@ -180,8 +182,9 @@ def _make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scor
 
 
 def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
-    """Raise UserError for a precision that weights cannot be synced to, or GPUs that do not divide the model."""
+    """Raise UserError for precision, GPUs or drafting that do not fit the model."""
     engine_uses_fp8(engine.args, hf, cpu)
+    check_speculation(engine, hf, cpu)
     if not cpu:
         check_engine_parallelism(engine.gpus_per_engine, engine.args, hf)
 
