@@ -18,7 +18,7 @@ import pytest
 from grpo_mp.errors import PhaseTimeout, UserError
 from grpo_mp.files import last_lines
 from grpo_mp.rollout.engine_args import EngineSpec
-from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.rollout.server import EngineProcess, check_temporary_folder
 from tests.engines import started_engine
 
 START_TIMEOUT_S = 300.0
@@ -182,3 +182,13 @@ def test_replicas_of_attention_answer_control_requests_at_once(make_spec: SpecFa
         with httpx.Client(base_url=engine.url, headers=engine.headers, trust_env=False, timeout=60) as client:
             elapsed = [client.post("/flush_cache").elapsed.total_seconds() for _ in range(5)]
     assert min(elapsed) < 0.5
+
+
+def test_a_temporary_folder_in_which_sockets_have_no_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + 46 * "x")
+    check_temporary_folder()
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + 47 * "x")
+    with pytest.raises(
+        UserError, match=r"has 52 characters, and sockets of an engine below it would have more than the 107"
+    ):
+        check_temporary_folder()

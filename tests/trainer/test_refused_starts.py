@@ -120,18 +120,6 @@ def test_settings(refuse: Refuse, override: str, sentence: str) -> None:
     assert sentence in refuse(override)
 
 
-def test_a_temporary_folder_in_which_sockets_have_no_room(
-    refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / (52 * "x")
-    folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    expected = (
-        f"TMPDIR={folder} has {len(str(folder))} characters, and sockets of an engine below it would have more than"
-    )
-    assert refuse().startswith(expected)
-
-
 def test_a_settings_file_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
     assert "none.yaml: No such file or directory: give an existing file" in refuse(config=tmp_path / "none.yaml")
 
