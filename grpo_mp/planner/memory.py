@@ -204,8 +204,11 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
 
 def _sync_round_bytes(job: PlannedJob) -> float:
     """Return the bytes of the largest round of the weight sync."""
-    vocabulary = job.model.vocab_size * job.model.hidden_size * job.per_parameter.weights  # an engine loads it at once
-    return max(job.settings.sync.bucket_bytes / ROUNDS_IN_MEMORY, vocabulary)
+    row = job.model.hidden_size * job.per_parameter.weights
+    # A slice of an expert has room around it for what the engine takes for the rest.
+    expert = job.model.moe_ffn_hidden_size * row if job.engine_parallelism.expert_tensor > 1 else 0
+    vocabulary = job.model.vocab_size * row  # an engine loads it at once
+    return max(job.settings.sync.bucket_bytes / ROUNDS_IN_MEMORY + expert, vocabulary)
 
 
 def _largest_tensor(model: ModelShape, tensor: int) -> float:

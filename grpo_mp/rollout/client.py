@@ -22,7 +22,8 @@ IDLE_LIMIT_S = 2.0
 BUSY_LIMIT_S = 60.0  # of an engine whose requests have all been answered
 BUSY_POLL_S = 0.1
 HEALTH_LIMIT_S = 30.0  # the engine itself gives up after 20
-# Updates are not for the model that drafts in speculative decoding: it would load them a second time.
+# Updates are not for the layer that drafts in speculative decoding: its embedding and head are the model's tensors, and
+# the rest of it is not trained.
 TARGET = {"selector": "target"}
 REQUIRED_ROUTES = (
     "/generate",
@@ -95,6 +96,7 @@ class EngineOutput:
     weight_versions: tuple[int, ...]  # of every token; they differ where weights changed under a paused request
     truncated: bool  # the response reached max_response_tokens
     aborted: bool = False  # ended by `abort_all`; may have no tokens
+    verify_steps: int = 0  # of speculative decoding, each of which yields one token or more
     cached_tokens: int = 0  # prompt tokens taken from the radix cache
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)  # as in Sample
 
@@ -160,6 +162,14 @@ class EngineClient:
                 f"SGLang {version} does not return the experts that it chooses, with this model and these engine.args: "
                 "set training.router_replay=R2 or none",
             )
+
+    async def parse_tool_calls(
+        self, text: str, tools: Sequence[Mapping[str, Any]], parser: str
+    ) -> tuple[str, list[tuple[str, str]]]:
+        """Let SGLang's `parser` find the tool calls in a text; return the rest of it, and (name, JSON arguments)."""
+        body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
+        reply = _expect_object(await self._call("POST", "/parse_function_call", body))
+        return str(reply["normal_text"]), [(call["name"], call["parameters"]) for call in reply["calls"]]
 
     async def score(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
         """Compute the logprobs of given sequences at temperature 1: entry i of a list belongs to token i + 1.
@@ -276,6 +286,7 @@ class EngineClient:
             weight_versions=token_versions(meta, len(tokens)),
             truncated=reason == "length",
             aborted=reason == "abort",
+            verify_steps=meta.get("spec_verify_ct", 0),
             cached_tokens=meta.get("cached_tokens", 0),
             routed_experts=read_routed_experts(meta, prompt_tokens + len(tokens) - 1, routing) if routing else None,
         )

@@ -39,6 +39,21 @@ RESERVED = {
     "skip_server_warmup": "the run warms its engines up itself",
     "custom_weight_loader": "the weight sync brings its own",
     "enable_return_routed_experts": "set training.router_replay=R3",
+    **dict.fromkeys(
+        (
+            "speculative_algorithm",
+            "speculative_num_steps",
+            "speculative_eagle_topk",
+            "speculative_num_draft_tokens",
+            "speculative_ngram_max_bfs_breadth",
+        ),
+        "set engine.speculative",
+    ),
+    **dict.fromkeys(
+        ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),
+        "tokens would not follow the model's distribution",
+    ),
+    "speculative_draft_load_format": "the layer that drafts is read from the model's folder",
     "load_format": "it follows from what the first synchronization brings",
 }
 
@@ -203,6 +218,22 @@ def known_arguments() -> frozenset[str]:
     if "model_path" not in names:
         raise UserError(f"{source}: this SGLang keeps its arguments elsewhere: install a supported version")
     return frozenset(names)
+
+
+def check_tool_parser(name: str | None) -> None:
+    """Raise UserError for a name that the installed SGLang has no parser of tool calls for: its source says."""
+    package = importlib.util.find_spec("sglang")
+    if package is None or not package.submodule_search_locations:
+        raise UserError("SGLang is not installed here: install the engine as launch/ does")
+    source = Path(package.submodule_search_locations[0], "srt/function_call/function_call_parser.py")
+    tables = [node.value for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.AnnAssign)]
+    keys = [key for table in tables if isinstance(table, ast.Dict) for key in table.keys]
+    known = [str(key.value) for key in keys if isinstance(key, ast.Constant)]
+    if name not in known:
+        hint = did_you_mean(str(name), known)
+        raise UserError(
+            f"rollout.tool_parser={name}: the installed SGLang has no such parser{hint}: {', '.join(known)}"
+        )
 
 
 def _field_names(file: Path) -> Iterator[str]:

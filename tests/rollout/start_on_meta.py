@@ -17,7 +17,24 @@ from typing import Any
 from grpo_mp.rollout.engine_args import CUDA_ENVIRONMENT
 from tests.rollout.fake_h100 import cuda_on_meta, disable_other_models, fake_h100, set_groups
 
-MODELS = ("deepseek_v2", "glm4_moe", "qwen2", "qwen2_moe", "qwen3_moe", "qwen3", "llama", "mixtral")
+MODELS = (
+    "deepseek_v2",
+    "deepseek_nextn",
+    "glm4_moe",
+    "glm4_moe_nextn",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3",
+    "llama",
+    "mixtral",
+)
+ARGUMENTS = (
+    *("load_format", "sleep_on_idle", "enable_memory_saver", "max_running_requests"),
+    *("speculative_algorithm", "speculative_draft_model_path", "speculative_draft_load_format"),
+    *("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
+    *("speculative_accept_threshold_single", "speculative_accept_threshold_acc", "enable_draft_weights_cpu_backup"),
+)
 
 
 def run_cases(function: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -68,7 +85,9 @@ def start_on_meta(arguments: dict[str, Any]) -> dict[str, Any]:
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     set_groups(get_parallel())
     model = build_model(server_args)
-    graphs = get_exec().graph.cuda_graph_config
+    graphs, resolved = get_exec().graph.cuda_graph_config, _resolved_arguments(server_args)
+    drafts = resolved["speculative_algorithm"] == "EAGLE"
+    draft = build_model(server_args, draft=True) if drafts else None
     return {
         "prefill": graphs.prefill.backend,
         "decode": graphs.decode.backend,
@@ -80,7 +99,9 @@ def start_on_meta(arguments: dict[str, Any]) -> dict[str, Any]:
         "fp8_matrices": sum(parameter.element_size() == 1 for parameter in model.parameters()),
         "port": server_args.port,
         "ports": _claimed_ports(server_args),
-        **_resolved_arguments(server_args),
+        "draft": type(draft).__name__,
+        "draft_bytes": sum(parameter.nbytes for parameter in draft.parameters()) if draft else 0,
+        **resolved,
     }
 
 
@@ -101,7 +122,7 @@ def _resolved_arguments(server_args: Any) -> dict[str, Any]:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     resolved = resolving_view(server_args)
-    return {name: getattr(resolved, name) for name in ("load_format", "sleep_on_idle", "enable_memory_saver")}
+    return {name: getattr(resolved, name) for name in ARGUMENTS}
 
 
 def _graph_backends(graphs: Any) -> list[str]:
@@ -114,8 +135,8 @@ def _graph_backends(graphs: Any) -> list[str]:
     return [type(make(runner)).__name__ for make in enabled]  # type: ignore[arg-type]
 
 
-def build_model(server_args: Any) -> Any:
-    """Build the model of this process's rank on meta."""
+def build_model(server_args: Any, draft: bool = False) -> Any:
+    """Build the model of this process's rank on meta, or the one that drafts for it."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.dp_attention import initialize_dp_attention
@@ -124,7 +145,7 @@ def build_model(server_args: Any) -> Any:
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
 
-    model_config = ModelConfig.from_server_args(server_args)
+    model_config = ModelConfig.from_server_args(server_args, is_draft_model=draft)
     initialize_moe_config()
     initialize_fp8_gemm_config()
     initialize_dp_attention(server_args)

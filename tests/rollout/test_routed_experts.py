@@ -124,7 +124,7 @@ def _with_other_layers(shape: ModelShape) -> ModelShape:
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm: accepted tokens"),
+        ({"speculative_algorithm": "NEXTN"}, "engine.speculative: accepted tokens"),
         ({"enable_hierarchical_cache": True}, "enable_hierarchical_cache: SGLang would return"),
         ({"chunked_prefill_size": -1}, "chunked_prefill_size above 0"),
         ({"chunked_prefill_size": 0}, "chunked_prefill_size above 0"),

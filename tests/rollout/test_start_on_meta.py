@@ -55,6 +55,13 @@ PARALLELISMS: list[tuple[str, int, dict[str, Any]]] = [
     ("llama-3.2-1b", 8, {}),
     ("mixtral-8x22b", 8, {"ep_size": 8}),
 ]
+# model, engine.gpus_per_engine and engine.speculative
+DRAFTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("deepseek-r1", 16, {"algorithm": "mtp"}),
+    ("glm-4.5", 8, {"algorithm": "mtp", "num_steps": 4, "eagle_topk": 2, "num_draft_tokens": 6}),
+    ("glm-4.5-air", 8, {"algorithm": "mtp", "num_steps": 1}),
+    ("qwen3-30b-a3b", 8, {"algorithm": "ngram", "num_draft_tokens": 8}),
+]
 
 
 def cuda_arguments(settings: Settings, hf: HfConfig, folder: Path) -> dict[str, Any]:
@@ -100,6 +107,10 @@ def facts_by_case(tmp_path_factory: pytest.TempPathFactory) -> Facts:
         engine = {"gpus_per_engine": gpus, "args": {"quantization": "fp8", **args}}
         name = f"parallelism {number}"
         cases[name] = cuda_arguments(settings_of(engine=engine), published_config(model), folder / name)
+    for number, (model, gpus, speculative) in enumerate(DRAFTS):
+        settings = settings_of(engine={"gpus_per_engine": gpus, "speculative": speculative})
+        name = f"draft {number}"
+        cases[name] = cuda_arguments(settings, published_config(model), folder / name)
     return start_on_meta(cases)
 
 
@@ -134,6 +145,27 @@ def test_a_recipe_is_sharded_and_quantized_as_planned(facts_by_case: Facts, name
     nodes = int(re.findall(r"#SBATCH .*--nodes=(\d+)", batch_script)[0])
     job = make_job(settings, hf, read_cluster("h100-80"), nodes)
     assert facts["bytes"] == pytest.approx(engine_weight_bytes(job), rel=0.01)
+
+
+@pytest.mark.parametrize("number", range(len(DRAFTS)), ids=lambda number: DRAFTS[number][0])
+def test_an_engine_drafts_as_it_is_set(facts_by_case: Facts, number: int) -> None:
+    model, _, speculative = DRAFTS[number]
+    facts = facts_by_case[f"draft {number}"]
+    assert "error" not in facts, facts["error"]
+    settings = settings_of(engine={"speculative": speculative})
+    assert facts["max_running_requests"] == settings.engine.concurrent_groups * settings.rollout.group_size
+    assert facts["speculative_num_draft_tokens"] == settings.engine.speculative.verified_tokens
+    assert facts["speculative_eagle_topk"] == settings.engine.speculative.eagle_topk
+    assert facts["speculative_accept_threshold_single"] == facts["speculative_accept_threshold_acc"] == 1
+    if speculative["algorithm"] == "ngram":
+        assert (facts["speculative_algorithm"], facts["draft"]) == ("NGRAM", "NoneType")
+        return
+    assert (facts["speculative_algorithm"], facts["speculative_draft_load_format"]) == ("EAGLE", "auto")
+    assert facts["draft"].endswith("ForCausalLMNextN")
+    assert facts["speculative_draft_model_path"].endswith(f"draft {number}")
+    assert facts["speculative_num_steps"] == settings.engine.speculative.num_steps
+    assert facts["enable_draft_weights_cpu_backup"]
+    assert 0 < facts["draft_bytes"] < facts["bytes"] / 8
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,13 @@ def test_rewards_and_lengths_of_a_step() -> None:
         assert find_metric(name, "scalar")
 
 
+def test_acceptance_length_is_a_mean_over_samples() -> None:
+    drafted = [replace(info, verify_steps=steps) for info, steps in zip(INFOS, (2, 4, 7, 3, 0), strict=True)]
+    assert rollout_metrics(drafted, 4)["rollout/acceptance_length"] == pytest.approx(np.mean([2, 4, 1, 3]))
+    assert "rollout/acceptance_length" not in rollout_metrics(INFOS, 4)
+    assert find_metric("rollout/acceptance_length", "scalar")
+
+
 def test_solve_rate_uses_is_correct() -> None:
     without = [info(0, 0, -1.0, 4, length=0.2), info(0, 1, 0.3, 6, length=0.4)]
     assert (solve_rates(without), solve_rates(INFOS)) == ([], [1 / 3, 0.0])
