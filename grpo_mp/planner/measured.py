@@ -44,8 +44,8 @@ class MeasuredStep:
     def expected_s(self, phase: str, rates: Efficiency | None = None) -> float:
         """Return the seconds that the planner expects of a phase, or of a step.
 
-        A step has its weight sync, not this trainer's check after it. `rates`: other achievable shares than those of
-        the cluster's profile.
+        A step has its weight sync, not the check after it. `rates`: other achievable shares than those of the
+        cluster's profile.
         """
         cluster = replace(self.job.cluster, achievable=rates or self.job.cluster.achievable)
         plan = make_plan(replace(self.job, cluster=cluster), with_sync=False)

@@ -56,6 +56,21 @@ def test_recipe_fits_the_machines_in_its_comment(path: Path) -> None:
     assert max(total_bytes(sizes) for sizes in plan.memory.host.values()) <= 900e9
 
 
+def test_recipes_are_for_the_machines_that_users_have() -> None:
+    """Model, GPUs and their memory; the test above holds what each leaves free, of hosts of 1 TB too."""
+    machines = {}
+    for path in RECIPES:
+        command = COMMAND.search(path.read_text())
+        assert command
+        cluster, model = read_cluster(command[2]), load_settings(path).model.path.name
+        machines[path.stem] = (model, int(command[3]) * cluster.gpus_per_node, round(cluster.gpu_memory_gib))
+    assert machines["qwen3_30b_a3b"] == ("Qwen3-30B-A3B", 8, 79)
+    assert machines["moe_671b"] == ("DeepSeek-R1", 128, 79)
+    assert machines["moe_671b_64x80"] == ("DeepSeek-R1", 64, 79)
+    assert machines["moe_671b_96x96"] == ("DeepSeek-R1", 96, 95)
+    assert machines["kimi_k2"][1:] == (256, 79)
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_latent_cache_in_fp8_is_read_as_it_is(path: Path) -> None:
     """SGLang's fa3 would copy the whole cache to bfloat16 for each layer of each decode step."""
