@@ -69,6 +69,7 @@ def train(ctx: TrainContext) -> None:
     if saved_step < ctx.state.step:
         save(ctx)
     finish_save(ctx)
+    keep_rollouts(ctx)
     finish(ctx, replace(first, scores=initial_scores), last)
 
 
@@ -85,6 +86,7 @@ def generate(ctx: RolloutContext) -> None:
         sync_weights(ctx)
         if is_due(step, run.eval_every, run.steps):
             ctx.evaluator.evaluate(step)
+    keep_rollouts(ctx)
 
 
 def make_logger(ctx: TrainContext) -> StepLogger:
@@ -170,6 +172,13 @@ def finish_save(ctx: TrainContext) -> None:
     """Wait until the last checkpoint is complete."""
     with ctx.timeline.span(SAVE_WAIT):
         ctx.saver.finish()
+
+
+def keep_rollouts(ctx: RolloutContext) -> None:
+    """Keep what was generated for later steps where the run is stopped before them."""
+    if ctx.state.step < ctx.settings.run.steps:
+        with ctx.phases.phase(Phase.SAVE, "rollouts"):
+            ctx.collector.stop(ctx.state)
 
 
 def export(ctx: TrainContext, folder: Path) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,10 @@ import torch
 PerToken = float | torch.Tensor  # one number for all response tokens of a sample, or [response tokens]
 
 ExpertIds = npt.NDArray[np.integer[Any]]  # uint8 where all experts of a layer fit, else int16
+
+Message = dict[str, Any]  # of a chat: role, content, and what the template reads beside them
+
+EpisodeState = Literal["completed", "truncated", "timeout", "error"]  # how an episode ended
 
 StepRewards = tuple[tuple[int, float], ...]  # (index of a step's last token in the response, its reward), ascending
 
@@ -30,6 +34,7 @@ class Prompt:
     tokens: tuple[int, ...]
     answer: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)  # the full data row, for reward functions
+    messages: tuple[Message, ...] = ()  # as they were rendered
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,13 @@ class Sample:
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions gave to `log_extra`, by column
     verify_steps: int = 0  # steps of speculative decoding in which the response was generated; 0: without
     is_correct: bool | None = None  # whether the answer is right; None: no term of the reward says so
+    # An episode has also tokens that it was given, such as results of tools: its `text` is its last turn's.
+    generated: tuple[bool, ...] = ()  # by token of the response, False: given, not trained on; (): all were generated
+    state: EpisodeState | None = None  # None: no episode, one answer
+    episode_reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # of the episode, by name
+    messages: tuple[Message, ...] = ()  # of the episode, after the prompt
+    error: str = ""  # why the episode failed
     # Experts that the engine chose, [total tokens - 1, MoE layers, top-k]: the last token was not computed. None: the
     # run does not ask for them, or the engine did not return them.
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
@@ -59,12 +71,22 @@ class Sample:
             raise ValueError(f"sample {self.group_id}/{self.index} has no tokens")
         if not len(self.tokens) == len(self.rollout_logprobs) == len(self.weight_versions):
             raise ValueError(f"sample {self.group_id}/{self.index}: tokens, logprobs and versions differ in length")
+        if self.generated and len(self.generated) != len(self.tokens):
+            raise ValueError(f"sample {self.group_id}/{self.index}: tokens and their mask differ in length")
 
     @classmethod
-    def from_tokens(cls, number: int, prompt: Sequence[int], response: Sequence[int]) -> "Sample":
+    def from_tokens(
+        cls, number: int, prompt: Sequence[int], response: Sequence[int], generated: Sequence[bool] = ()
+    ) -> "Sample":
         """Make a sample that no engine generated: its rollout logprobs and weight versions are 0."""
         zeros = (0,) * len(response)
-        return cls(number, 0, tuple(prompt), tuple(response), tuple(map(float, zeros)), zeros, truncated=False)
+        logprobs, mask = tuple(map(float, zeros)), tuple(generated)
+        return cls(number, 0, tuple(prompt), tuple(response), logprobs, zeros, truncated=False, generated=mask)
+
+    @property
+    def given_tokens(self) -> int:
+        """Return the tokens of the response that were given, not generated."""
+        return len(self.generated) - sum(self.generated)
 
     @property
     def total_tokens(self) -> int:
@@ -100,6 +122,15 @@ class SampleInfo:
     is_correct: bool | None = None  # by the term that `reward.correct` names; None: that term says nothing about it
     has_routed_experts: bool = False
     verify_steps: int = 0  # as in Sample
+    given_tokens: int = 0  # of the response, not generated: none trains on them
+    has_own_prompt: bool = False  # another than its group's
+    state: EpisodeState | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Return the tokens of the response that the policy generated."""
+        return self.response_tokens - self.given_tokens
 
     @property
     def key(self) -> tuple[int, int]:
@@ -136,7 +167,7 @@ class MicroBatch:
     """Sequences packed end to end: what one forward of the policy sees. All tensors are [T] unless said.
 
     Position t predicts `targets[t]`; per-token values belong to that target. `mask` is 1 where the
-    target is a response token. Padding (to a multiple the layout needs) is a sequence of its own.
+    target is a generated token of a response. Padding (to a multiple the layout needs) is a sequence of its own.
     """
 
     tokens: torch.Tensor  # int64

@@ -205,6 +205,19 @@ def test_settings_do_not_change(file: Path) -> None:
         ),
         ({"reward": {"answer": 1, "correct": "code"}}, "reward.correct: no term of the reward is named 'code'"),
         (
+            {"rollout": MINIMAL_SETTINGS["rollout"] | {"tools": ["mine.py:add"]}},
+            "rollout.tools needs rollout.tool_parser, the name by which SGLang knows how the model writes calls",
+        ),
+        (
+            {"rollout": MINIMAL_SETTINGS["rollout"] | {"function": "mine.py:play", "max_staleness": 1}},
+            "an episode of several turns cannot be paused: set max_staleness=0, or schedule=async or one_step_off",
+        ),
+        (
+            {"rollout": MINIMAL_SETTINGS["rollout"] | {"function": "mine.py:play", "limits": {"episode_s": 7200}}},
+            "monitor.phase_timeout_s=3600 is shorter than rollout.limits.episode_s=7200, a wait inside it: raise",
+        ),
+        ({"reward": {"episode": 1.0}}, "reward.episode weighs what rollout.function gives, and there is none"),
+        (
             {"rollout": MINIMAL_SETTINGS["rollout"] | {"group_timeout_s": 900}},
             "engine.request_timeout_s=600 is shorter than rollout.group_timeout_s=900, a wait inside it: raise it",
         ),

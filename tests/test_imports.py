@@ -51,6 +51,7 @@ ORDER = (
     "models",
     "config",
     "data",
+    "episodes",
     "platform",
     "distributed",
     "batching",

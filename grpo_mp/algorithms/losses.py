@@ -198,9 +198,9 @@ def _mask_logprobs(batch: MicroBatch) -> MicroBatch:
 
 
 def token_weights(
-    response_tokens: Sequence[int], in_loss: Sequence[bool], algorithm: AlgorithmConfig, max_response_tokens: int
+    generated_tokens: Sequence[int], in_loss: Sequence[bool], algorithm: AlgorithmConfig, max_response_tokens: int
 ) -> list[PerToken]:
-    """Return the weight of each token of each of the update's samples; 0 for a sample that is masked out of the loss.
+    """Return the weight of each generated token of the update's samples; 0 for a sample masked out of the loss.
 
     Weights come from the lengths of the whole update, so the denominator is global before the first backward, whatever
     the layout, micro-batch size or packing.
@@ -212,22 +212,22 @@ def token_weights(
     decoupled: mean over samples of control_token_weight x first token + mean of the others (Thinkless, eq. 5).
     A sample that is masked out of the loss counts as a sample, its tokens do not count as tokens, as in TRL.
     """
-    samples = len(response_tokens)
-    loss_tokens = sum(tokens for tokens, included in zip(response_tokens, in_loss, strict=True) if included)
+    samples = len(generated_tokens)
+    loss_tokens = sum(tokens for tokens, included in zip(generated_tokens, in_loss, strict=True) if included)
 
     def weight(tokens: int) -> PerToken:
         match algorithm.aggregation:
             case "token_mean":
-                return 1.0 / loss_tokens
+                return 1.0 / max(1, loss_tokens)
             case "sequence_sum":
                 return 1.0 / samples
             case "constant":
                 return 1.0 / (samples * max_response_tokens)
             case "decoupled":
                 weights = torch.full((tokens,), 1.0 / max(1, tokens - 1), dtype=torch.float64)
-                weights[0] = algorithm.control_token_weight
+                weights[:1] = algorithm.control_token_weight
                 return weights / samples
             case "sequence_mean":
-                return 1.0 / (samples * tokens)
+                return 1.0 / (samples * max(1, tokens))
 
-    return [weight(tokens) if included else 0.0 for tokens, included in zip(response_tokens, in_loss, strict=True)]
+    return [weight(tokens) if included else 0.0 for tokens, included in zip(generated_tokens, in_loss, strict=True)]

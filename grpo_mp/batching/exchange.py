@@ -79,7 +79,14 @@ def _without_text(sample: Sample) -> Sample:
     """Return what training needs of a sample."""
     tokens, logprobs, versions = sample.tokens, sample.rollout_logprobs, sample.weight_versions
     return Sample(
-        sample.group_id, sample.index, sample.prompt_tokens, tokens, logprobs, versions, truncated=sample.truncated
+        sample.group_id,
+        sample.index,
+        sample.prompt_tokens,
+        tokens,
+        logprobs,
+        versions,
+        truncated=sample.truncated,
+        generated=sample.generated,
     )
 
 
@@ -121,5 +128,9 @@ def _sample_info(sample: Sample, group: SampleGroup) -> SampleInfo:
         versions_sum=sum(sample.weight_versions),
         is_correct=sample.is_correct,
         has_routed_experts=sample.routed_experts is not None,
+        given_tokens=sample.given_tokens,
+        has_own_prompt=sample.prompt_tokens != group.prompt.tokens,
+        state=sample.state,
+        metrics=sample.metrics,
         verify_steps=sample.verify_steps,
     )

@@ -28,9 +28,9 @@ def pack(
 ) -> MicroBatch:
     """Pack the plan's samples end to end; padding up to `pad_to` tokens becomes one last sequence.
 
-    The plan's indices pick the samples, their `advantages` and the `loss_weights` of their tokens: one number, or
-    [response tokens]. A prompt that samples share is packed before them, as a sequence of its own. Without samples the
-    micro-batch is one dummy sequence of padding, `align` tokens or `pad_to`.
+    The plan's indices pick the samples, their `advantages`, one number or [response tokens], and the `loss_weights` of
+    their generated tokens, one number or [generated tokens]. A prompt that samples share is packed before them, as a
+    sequence of its own. Without samples the micro-batch is one dummy sequence of padding, `align` tokens or `pad_to`.
     Raises ValueError for a sample longer than planned or without a prompt.
     """
     sequences = _lay_out_sequences(plan, align, pad_to)
@@ -54,7 +54,8 @@ def pack(
             shared = batch.tokens[sequence.prompt.start :][: sequence.prompt.count]
             response = _write_sample(batch, sequence, samples[index], shared)
             batch.advantages[response] = advantages[index]
-            batch.loss_weights[response] = loss_weights[index]
+            batch.advantages[response] *= batch.mask[response]
+            batch.loss_weights[response][batch.mask[response].bool()] = loss_weights[index]
     return batch
 
 
@@ -120,13 +121,13 @@ def _write_sample(batch: MicroBatch, sequence: _Sequence, sample: Sample, prompt
     batch.tokens[start:end] = tokens
     batch.targets[start : end - 1] = tokens[1:]
     batch.sequence_index[start:end] = sequence.number
-    batch.mask[response] = 1.0
+    batch.mask[response] = torch.tensor(sample.generated, dtype=torch.float32) if sample.generated else 1.0
     batch.rollout_logprobs[response] = torch.tensor(sample.rollout_logprobs)
     return response
 
 
 def gather_responses(values: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-    """Gather per-token values [T] of a full micro-batch as [response tokens] for each of `sample_ids`."""
+    """Gather per-token values [T] of a full micro-batch as [generated tokens] for each of `sample_ids`."""
     counts = torch.bincount(batch.sequence_index[batch.mask.bool()], minlength=len(batch.sample_ids))
     return values[batch.mask.bool()].split(counts.tolist()) if batch.sample_ids else ()
 

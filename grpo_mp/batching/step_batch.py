@@ -52,9 +52,10 @@ def assemble_step_batch(
     moe_layers: of this rank, for routing replay R3, which takes the experts out of `groups`.
     """
     advantages = estimate_advantages(estimator, infos, settings.algorithm.advantage, reward_weights)
+    unlearned = {"error", "timeout"} if settings.rollout.failed == "mask" else set[str]()
     mask_truncated = settings.algorithm.filter.truncated == "mask"
-    in_loss = tuple(not (mask_truncated and info.truncated) for info in infos)
-    prompts = [SamplePrompt(info.group_id, info.prompt_tokens) for info in infos]
+    in_loss = tuple(not ((mask_truncated and info.truncated) or info.state in unlearned) for info in infos)
+    prompts = [SamplePrompt(info.key if info.has_own_prompt else info.group_id, info.prompt_tokens) for info in infos]
     plan = plan_updates(
         [info.total_tokens for info in infos],
         settings.training.updates_per_step,
@@ -76,11 +77,11 @@ def assemble_step_batch(
     local_samples = {index_of[key]: sample for key, sample in samples.items()}
     updates = []
     for update in plan:
-        response_tokens = [infos[i].response_tokens for i in update.samples]
+        generated_tokens = [infos[i].generated_tokens for i in update.samples]
         update_in_loss = [in_loss[i] for i in update.samples]
         max_response_tokens = settings.rollout.max_response_tokens
-        weights = token_weights(response_tokens, update_in_loss, settings.algorithm, max_response_tokens)
-        loss_tokens = sum(tokens for tokens, included in zip(response_tokens, update_in_loss, strict=True) if included)
+        weights = token_weights(generated_tokens, update_in_loss, settings.algorithm, max_response_tokens)
+        loss_tokens = sum(tokens for tokens, included in zip(generated_tokens, update_in_loss, strict=True) if included)
         batches = microbatches(
             update, local_samples, advantages, weights, settings.layout, parallel.coords.data, parallel.coords.context
         )

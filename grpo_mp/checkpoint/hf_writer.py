@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE
@@ -16,7 +17,7 @@ from grpo_mp.files import sync_to_disk
 from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import BLOCK
 
-SHARD_BYTES = 2**30  # that a writer holds at a time
+SHARD_BYTES = 2**30  # that a writer holds at a time, beside the tensor after them
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".incomplete")
 CHECKPOINT_FILES = (".metadata", "metadata.json", "common.pt", "manifest.json", CONVERSION_RECORD)
 QUANTIZATION_CONFIG = "quantization_config"
@@ -53,11 +54,17 @@ def begin_hf(folder: Path) -> None:
 def write_shards(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], writer: int, shard_bytes: int = SHARD_BYTES
 ) -> list[Shard]:
-    """Write one writer's tensors; several may write at the same time."""
+    """Write one writer's tensors; several may write at the same time. Raises OSError where the disk does not take them.
+
+    It holds a shard and the tensor after it: `shard_bytes` and one tensor, or two tensors where they are larger.
+    """
     shards: list[Shard] = []
     for tensors_by_name in _split_by_bytes(tensors, shard_bytes):
         file = f"shard-{writer}-{len(shards)}"
-        save_file(tensors_by_name, _incomplete(folder) / file, metadata={"format": "pt"})
+        try:
+            save_file(tensors_by_name, _incomplete(folder) / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # is no OSError
+            raise OSError(f"{file}: {error}") from error
         sync_to_disk(_incomplete(folder) / file)  # by who wrote it, whose machine has it in memory
         shards.append(Shard(file, tuple(tensors_by_name), sum(tensor.nbytes for tensor in tensors_by_name.values())))
         tensors_by_name.clear()  # free its memory before the next one is collected

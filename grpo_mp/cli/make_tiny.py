@@ -16,7 +16,9 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
+from grpo_mp.examples import calculator
 from grpo_mp.examples.arithmetic import (
     TEMPLATES,
     Problem,
@@ -26,10 +28,11 @@ from grpo_mp.examples.arithmetic import (
     worked_response,
     write_jsonl,
 )
-from grpo_mp.examples.cold_start import ColdStartStep, SftConfig, cold_start
+from grpo_mp.examples.cold_start import ColdStartStep, SftConfig, cold_start, make_example
 from grpo_mp.examples.tiny_models import TINY_CONFIGS, make_tiny, make_tokenizer
 from grpo_mp.log import log_to_terminal
 from grpo_mp.parsers import Parser
+from grpo_mp.types import Sample
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,19 +40,36 @@ def main(arguments: Sequence[str]) -> int:
     args = _parser().parse_args(arguments)
     log_to_terminal()
     torch.set_num_threads(args.threads)
-    train, held_out = make_problems(args.train, args.eval, args.seed, args.largest, tuple(args.kinds))
+    if args.task == "calculator":
+        train, held_out = calculator.make_problems(args.train, args.eval, args.seed)
+        tokenizer, examples = calculator.tokenizer(), calculator.make_examples(train, args.seed, SftConfig().held_out)
+    else:
+        problems, held_out = make_problems(args.train, args.eval, args.seed, args.largest, tuple(args.kinds))
+        train, tokenizer = problems, make_tokenizer(vocabulary_words())
+        examples = _worked_examples(problems, tokenizer, args)
     write_jsonl(train, args.data / "train.jsonl")
     write_jsonl(held_out, args.data / "eval.jsonl")
-    _make_model(args, train)
+    _make_model(args, tokenizer, examples)
     return 0
 
 
-def _make_model(args: argparse.Namespace, train: list[Problem]) -> None:
+def _worked_examples(
+    train: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
+) -> list[Sample]:
+    """Work the problems, some with a slip, and those that are held out of the supervised steps without."""
+    rng, held_out = random.Random(args.seed), len(train) - SftConfig().held_out
+    slips = [draw_slip(rng, args.slips) for _ in train]
+    return [
+        make_example(i, problem.question, worked_response(problem, slips[i] if i < held_out else None), tokenizer)
+        for i, problem in enumerate(train)
+    ]
+
+
+def _make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Sample]) -> None:
     console = Console(highlight=False)
-    tokenizer = make_tokenizer(vocabulary_words())
     random_model = args.out.with_name(args.out.name + "_random") if args.cold_start else args.out
     make_tiny(random_model, args.family, tokenizer, args.seed)
-    console.print(f"{len(train)} problems in {args.data}; a random {args.family} in {random_model}")
+    console.print(f"{args.train} problems in {args.data}; a random {args.family} in {random_model}")
     if not args.cold_start:
         return
     started = time.monotonic()
@@ -59,11 +79,8 @@ def _make_model(args: argparse.Namespace, train: list[Problem]) -> None:
             seconds = time.monotonic() - started
             console.print(f"cold start step {step.step}: loss {step.loss:.3f}, right {step.prob:.1%}, {seconds:.0f} s")
 
-    rng, config = random.Random(args.seed), SftConfig(steps=args.steps)
-    examples = [(problem.question, worked_response(problem, draw_slip(rng, args.slips))) for problem in train]
-    held_out = [(problem.question, worked_response(problem)) for problem in train[-config.held_out :]]
-    problems = examples[: -config.held_out] + held_out
-    cold_start(random_model, args.out, problems, args.seed, args.cold_start, config, print_step)
+    config = SftConfig(steps=args.steps)
+    cold_start(random_model, args.out, examples, args.seed, args.cold_start, config, print_step)
     console.print(f"after the cold start: {args.out}")
 
 
@@ -72,6 +89,9 @@ def _parser() -> Parser:
     parser.add_argument("--family", choices=sorted(TINY_CONFIGS), default="deepseek_v3")
     parser.add_argument("--out", type=Path, default=Path("checkpoints/tiny_deepseek_v3"), help="the model's folder")
     parser.add_argument("--data", type=Path, default=Path("data/arithmetic"), help="folder of train and eval.jsonl")
+    parser.add_argument(
+        "--task", choices=("arithmetic", "calculator"), default="arithmetic", help="calculator: products, by a tool"
+    )
     parser.add_argument("--largest", type=int, default=29, help="largest operand")
     parser.add_argument("--kinds", nargs="+", choices=sorted(TEMPLATES), default=["add"])
     parser.add_argument("--train", type=int, default=6000, help="train problems")

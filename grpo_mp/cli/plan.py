@@ -8,6 +8,7 @@ engines and trainer share their GPUs (schedule colocated) or divide them (one_st
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +18,7 @@ from rich.console import Console
 from grpo_mp.cli.simulation_arguments import add_simulation_arguments
 from grpo_mp.config import load_settings
 from grpo_mp.parsers import Parser, positive_int, settings_parser
-from grpo_mp.planner.clusters import cluster_names, read_cluster
+from grpo_mp.planner.clusters import cluster_names, describe_rates, read_cluster
 from grpo_mp.planner.model_configs import find_config
 
 DOES_NOT_FIT = 1  # exit status
@@ -64,11 +65,16 @@ def _compare(arguments: Sequence[str]) -> int:
     """Print measured steps beside what is expected of them."""
     parser = Parser("grpo-mp plan --against", "Compare measured steps with what the planner expects of their recipes.")
     parser.add_argument("file", type=Path, help="a list of measured steps, as grpo_mp/planner/measured.yaml")
-    from grpo_mp.planner.measured import COLUMNS, compare, read_measured
+    from grpo_mp.planner.measured import COLUMNS, FITTED, compare, read_measured
     from grpo_mp.planner.show import table_of
 
     rows = compare(read_measured(parser.parse_args(arguments).file))
-    Console(highlight=False).print(table_of("Measured and expected, without the weight sync", COLUMNS, rows))
+    console = Console(highlight=False)
+    console.print(table_of("Measured and expected; a step with its weight sync, without the check", COLUMNS, rows))
+    for name, rates in FITTED.items():
+        assumed = read_cluster(name)
+        console.print(f"{name}: plans assume {describe_rates(assumed)}; the fit found", end=" ")
+        console.print(f"{describe_rates(replace(assumed, achievable=rates))}")
     return 0
 
 

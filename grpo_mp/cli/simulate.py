@@ -7,7 +7,6 @@ from rich.console import Console
 
 from grpo_mp.errors import UserError
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.show import table_of
 from grpo_mp.simulation.lengths import lognormal_lengths
@@ -39,7 +38,7 @@ def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, 
 def _simulate(job: PlannedJob, assumed: Assumptions, args: Namespace, console: Console) -> Iterator[Outcome]:
     """Yield what each schedule reaches on each number of GPUs, and print what is left out."""
     schedules = [Schedule(args.schedule)] if args.schedule else list(Schedule)
-    sync_s = make_plan(job).times[SubPhase.SYNC].expected_s
+    sync_s = make_plan(job).sync_s
     for gpus in args.gpus or [job.world_size]:
         engine_gpus = args.engine_gpus or job.settings.engine.ranks * gpus // job.world_size or None
         try:

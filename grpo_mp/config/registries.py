@@ -5,12 +5,19 @@ from typing import Any
 
 from grpo_mp.registry import LazyEntry, Registry
 
-ExtensionFunction = Callable[..., Any]  # DataSource of data/rows.py, MakeLogger of monitor/loggers.py
+ExtensionFunction = Callable[
+    ..., Any
+]  # DataSource of data/rows.py, RolloutFunction of episodes/protocol.py, MakeLogger of monitor/loggers.py
 
 DATA_SOURCES: Registry[ExtensionFunction] = Registry(
     "data source",
     {name: LazyEntry(f"grpo_mp.data.rows:read_{name}") for name in ("jsonl", "parquet", "datasets")},
     parameters=("name",),
+)
+ROLLOUT_FUNCTIONS: Registry[ExtensionFunction] = Registry(
+    "rollout function",
+    {"call_tools": LazyEntry("grpo_mp.episodes.tool_loop:call_tools")},
+    parameters=("task", "policy"),
 )
 LOGGERS: Registry[ExtensionFunction] = Registry(
     "logger",

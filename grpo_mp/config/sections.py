@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from grpo_mp.config.registries import DATA_SOURCES, LOGGERS
+from grpo_mp.config.registries import DATA_SOURCES, LOGGERS, ROLLOUT_FUNCTIONS
 from grpo_mp.evaluation.pass_at_k import MAX_SAMPLES
 from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.section import Section, as_bytes
@@ -13,6 +13,7 @@ from grpo_mp.section import Section, as_bytes
 PIECE_BYTES = 2**30
 PauseMode = Literal["retract", "in_place"]
 SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
+RolloutName = Annotated[str, AfterValidator(ROLLOUT_FUNCTIONS.check_name)]
 
 
 class RunConfig(Section):
@@ -30,7 +31,8 @@ class RunConfig(Section):
     piece_bytes: int = Field(
         PIECE_BYTES,
         gt=0,
-        description="host memory of a rank that a save or load takes: tensors are written and read in such pieces",
+        description="host memory of a rank that a save or load takes: tensors are written and read in such pieces, of "
+        "one row at least; an export holds one file of at most 1 GiB and one tensor, whatever this is",
     )
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: resume from the newest checkpoint of the folder; never: refuse a folder that has one"
@@ -138,6 +140,23 @@ class DataConfig(Section):
         return {name: {"path": item} if isinstance(item, str) else item for name, item in value.items()}
 
 
+class EpisodeLimits(Section):
+    """Limits of an episode: one that reaches them is a sample with the state `truncated` or `timeout`."""
+
+    turns: int = Field(8, ge=1, description="answers of the policy in an episode (verl max_assistant_turns)")
+    turn_tokens: int | None = Field(
+        None, gt=0, description="maximum tokens of one answer; null: what is left of rollout.max_response_tokens"
+    )
+    tool_s: float = Field(10.0, gt=0, description="time limit of one call of a tool, in seconds")
+    tool_characters: int = Field(4096, gt=0, description="characters of a tool's result that the policy is shown")
+    episode_s: float = Field(
+        300.0, gt=0, description="time limit of an episode, in seconds; an answer that is being generated may end later"
+    )
+    episodes: int | None = Field(
+        None, gt=0, description="episodes in flight on one engine; null: those of engine.concurrent_groups groups"
+    )
+
+
 class RolloutConfig(Section):
     """What a step generates: prompts_per_step groups of group_size samples."""
 
@@ -162,6 +181,31 @@ class RolloutConfig(Section):
         description="time limit of a group in seconds, in which pauses for new weights do not count; one that takes "
         "longer is aborted and replaced by the next prompt",
     )
+    tools: tuple[str, ...] = Field(
+        (),
+        description="what the policy may call: typed functions, or classes whose methods are tools, each as "
+        "'module:name' or 'file.py:name' (TRL tools, environment_factory); results count in max_response_tokens",
+    )
+    tool_parser: str | None = Field(
+        None, description="SGLang's parser of the model's tool calls: qwen25, deepseekv3, glm45, kimi_k2, llama3, ..."
+    )
+    function: RolloutName | None = Field(
+        None,
+        description="rolls out one task over several turns: call_tools, or your own 'file.py:function'; null: "
+        "call_tools with rollout.tools, else one answer",
+    )
+    function_args: dict[str, Any] = Field({}, description="arguments of your own function, by name")
+    limits: EpisodeLimits = Field(EpisodeLimits(), description="limits of an episode of several turns")
+    failed: Literal["mask", "score"] | float = Field(
+        "mask",
+        description="episodes that end in an error or by limits.episode_s. mask: they count in their group and train "
+        "nothing; score: as any other; a number: their reward",
+    )
+
+    @property
+    def rollout_function(self) -> str | None:
+        """Return the name of the function that rolls out episodes; None where a rollout is one answer."""
+        return self.function or ("call_tools" if self.tools else None)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -315,7 +359,8 @@ class SyncConfig(Section):
     delta: bool = Field(
         True,
         description="send only parameters that changed since the last sync, where engines keep their weights: on a "
-        "CPU, with model.dtype=float32, or with engine.args.enable_weights_cpu_backup",
+        "CPU, with model.dtype=float32, on GPUs of their own, or with engine.args.enable_weights_cpu_backup; otherwise "
+        "they free them while they sleep, and each sync sends all",
     )
     pause: PauseMode = Field(
         "retract",

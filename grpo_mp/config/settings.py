@@ -101,6 +101,8 @@ class Settings(Section):
             request: self.engine.request_timeout_s,
             phase: self.monitor.phase_timeout_s,
         }
+        if self.rollout.rollout_function:
+            limits["rollout.limits.episode_s"] = self.rollout.limits.episode_s
         for outer, inner in ((request, "rollout.group_timeout_s"), *((phase, name) for name in limits)):
             if limits[outer] < limits[inner]:
                 raise ValueError(
@@ -172,6 +174,25 @@ class Settings(Section):
             raise ValueError(
                 f"rollout.max_staleness={self.rollout.max_staleness} keeps what a step launches for later ones, in "
                 "launch order: set algorithm.filter.select_by=launch and oversample_factor=1, or max_staleness=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_episodes(self) -> "Settings":
+        rollout = self.rollout
+        if rollout.tools and not rollout.tool_parser:
+            raise ValueError(
+                "rollout.tools needs rollout.tool_parser, the name by which SGLang knows how the model writes calls: "
+                "set qwen25, deepseekv3, glm45, kimi_k2, llama3, or what the model's page says"
+            )
+        if rollout.rollout_function and rollout.max_staleness and self.shares_devices:
+            raise ValueError(
+                f"rollout.max_staleness={rollout.max_staleness} with schedule=colocated pauses what is unfinished, and "
+                "an episode of several turns cannot be paused: set max_staleness=0, or schedule=async or one_step_off"
+            )
+        if self.reward.episode and not rollout.rollout_function:
+            raise ValueError(
+                "reward.episode weighs what rollout.function gives, and there is none: set it, or episode=0"
             )
         return self
 

@@ -41,6 +41,12 @@ def take(
     return tuple(taken), cursor
 
 
+def taken_before(cursor: Cursor, size: int, count: int, shuffle: bool) -> tuple[int, ...]:
+    """Return the last `count` indices, or fewer, that were taken before the cursor by takes that knew as many."""
+    order = epoch_order(replace(cursor, position=0), size, shuffle)[: cursor.position]
+    return (*cursor.deferred, *order)[-count:] if count else ()
+
+
 @lru_cache(maxsize=2)
 def epoch_order(cursor: Cursor, size: int, shuffle: bool) -> tuple[int, ...]:
     """Return all prompts in the order of the cursor's epoch: its permutation, then the deferred ones as they are."""

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grpo_mp.data.cursor import Cursor, take
+from grpo_mp.data.cursor import Cursor, take, taken_before
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class PromptQueue:
         """
         self._cursor, self._is_skipped, self._skips_left = cursor, is_skipped, self._size
         if step_size != self._step_size:
-            self._step_size, self._last = step_size, deque(self._last, maxlen=step_size and step_size - 1)
+            count = step_size - 1 if step_size else 0
+            before = taken_before(cursor, self._size, count, self._shuffle)
+            self._step_size, self._last = step_size, deque(before, maxlen=count)
 
     def __len__(self) -> int:
         return len(self._draws)

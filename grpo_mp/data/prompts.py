@@ -1,7 +1,7 @@
 """Prompt sets: rows are read by the column mapping, rendered by the chat template and tokenized."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,11 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     count: int | None = None,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> PromptSet:
     """Read, check and tokenize every row of `source`; `count` keeps only the first that fit.
 
-    Prompts longer than `max_prompt_tokens` are counted and left out, never cut.
+    `tools`: JSON schemas for the template. Prompts longer than `max_prompt_tokens` are counted and left out, never cut.
     Raises UserError: no chat template, column missing, empty or malformed row (file and line), nothing left.
     """
     if not tokenizer.chat_template:
@@ -57,7 +58,7 @@ def load_prompts(
         raise UserError(f"{source}: no rows: give a file with at least one prompt")
     chats = [_read_messages(row, data) for row in rows]
     answers = [_read_answer(row, data) for row in rows]
-    texts = [_apply_chat_template(chat, row, tokenizer) for chat, row in zip(chats, rows, strict=True)]
+    texts = [_apply_chat_template(chat, row, tokenizer, tools) for chat, row in zip(chats, rows, strict=True)]
     # The template has written the special tokens already; adding them here would begin prompts with two.
     tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
     fitting = [i for i in range(len(rows)) if len(tokens[i]) <= max_prompt_tokens]
@@ -67,7 +68,7 @@ def load_prompts(
             "raise it or give shorter prompts"
         )
     prompts = (
-        Prompt(index, chats[i][-1]["content"], tuple(tokens[i]), answers[i], rows[i].columns)
+        Prompt(index, chats[i][-1]["content"], tuple(tokens[i]), answers[i], rows[i].columns, tuple(chats[i]))
         for index, i in enumerate(fitting[:count])
     )
     return PromptSet(source, tuple(prompts), num_too_long=len(rows) - len(fitting))
@@ -128,8 +129,12 @@ def _read_column(row: Row, name: str, setting: str) -> Any:
     )
 
 
-def _apply_chat_template(chat: Messages, row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
+def _apply_chat_template(
+    chat: Messages, row: Row, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
+) -> str:
     try:
-        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+        )
     except TemplateError as error:
         raise UserError(f"{row.location}: the tokenizer's chat template refuses the prompt: {error}") from error

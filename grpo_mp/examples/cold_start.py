@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.batching.updates import microbatches, plan_updates
@@ -44,7 +44,7 @@ class ColdStartStep:
 def cold_start(
     random_model: Path,
     output: Path,
-    problems: Sequence[tuple[str, str]],
+    examples: Sequence[Sample],
     seed: int,
     target: float,
     config: SftConfig,
@@ -52,12 +52,10 @@ def cold_start(
 ) -> ColdStartStep:
     """Train the model of `random_model` on worked examples, in this process, and write it to the folder `output`.
 
-    `problems`: prompts and worked responses; the last `recipe.held_out` are for evaluation only.
+    `examples`: prompts and worked responses; the last `recipe.held_out` are for evaluation only.
     Returns the last step that was evaluated. Raises UserError where `target` is not reached in time.
     """
     settings = _settings(random_model, seed, config)
-    tokenizer = AutoTokenizer.from_pretrained(str(random_model))
-    examples = [make_example(i, prompt, response, tokenizer) for i, (prompt, response) in enumerate(problems)]
     train, held_out = examples[: -config.held_out], examples[-config.held_out :]
     with single_rank_environment():
         parallel = start_parallel(settings.layout, seed, LIMIT_S)
@@ -137,5 +135,5 @@ def _response_probability(policy: Policy, held_out: Sequence[Sample]) -> float:
 def _microbatches(policy: Policy, samples: Sequence[Sample]) -> list[MicroBatch]:
     lengths, layout = [sample.total_tokens for sample in samples], policy.parallel.layout
     (update,) = plan_updates(lengths, 1, layout, 1, MICROBATCH_TOKENS, policy.config.hidden_size)
-    weights = [1.0 / sum(len(sample.tokens) for sample in samples)] * len(samples)
+    weights = [1.0 / sum(len(sample.tokens) - sample.given_tokens for sample in samples)] * len(samples)
     return microbatches(update, dict(enumerate(samples)), [1.0] * len(samples), weights, layout, 0, 0)

@@ -24,13 +24,19 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    words: Sequence[str], chat_template: str = CHAT_TEMPLATE, roles: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """Make a tokenizer of ASCII characters, `words` with and without a blank before, and the chat's special tokens.
+
+    `roles`: special tokens of further roles, for a `chat_template` of its own.
 
     Small on purpose: a tiny policy spends its parameters on layers, not on an embedding of words it never sees.
     Any ASCII text round-trips; other characters become `<|unknown|>`. `save_pretrained` writes an ordinary folder.
     """
-    tokenizer = Tokenizer(models.BPE(vocab=_vocabulary(words), merges=[], ignore_merges=True, unk_token=UNKNOWN))
+    vocabulary = _vocabulary(words)
+    vocabulary |= {role: len(vocabulary) + number for number, role in enumerate(roles)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
@@ -43,8 +49,8 @@ def make_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
         eos_token=END,
         pad_token=PAD,
         unk_token=UNKNOWN,
-        additional_special_tokens=list(ROLES),
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[*ROLES, *roles],
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
 

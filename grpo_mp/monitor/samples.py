@@ -54,6 +54,7 @@ def sample_record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
         "is_correct": sample.is_correct,
         "extra": sample.extra,
         "truncated": sample.truncated,
+        **({"state": sample.state, "messages": sample.messages, "error": sample.error} if sample.state else {}),
         "tokens": len(sample.tokens),
         "prompt_tokens": len(sample.prompt_tokens),
         "weight_version": [sample.weight_versions[0], sample.weight_versions[-1]],

@@ -137,7 +137,10 @@ class Overheads:
     decode_collective_s: float = 20e-6  # one small collective while decoding, in a node or by DeepEP
     network_collective_s: float = 60e-6  # one small all-reduce of NCCL over several nodes
     decode_layer_s: float = 60e-6  # kernel launches of one layer while decoding
-    sync_request_s: float = 0.02  # one request to an engine
+    eager_layer_s: float = 2e-3  # kernel launches of one layer of a forward pass without CUDA graphs
+    engine_request_s: float = 0.02  # one request to an engine, as those of the weight sync
+    engine_memory_s: float = 0.2  # an engine gives up or takes back its weights, or its cache
+    host_collective_s: float = 5e-3  # a small collective of all ranks by gloo
     sync_tensor_s: float = 1e-4  # SGLang's Python for one tensor that it loads
     sync_unevenness: float = 1.75  # bytes of the busiest rank of each round over those of the busiest rank
 

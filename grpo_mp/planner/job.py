@@ -182,6 +182,13 @@ class PlannedJob:
         return count.dense / self.dense_shards + count.expert / self.expert_shards
 
     @property
+    def parameters(self) -> int:
+        """Return the parameters of the model; what tensor-parallel ranks hold alike is counted once for each."""
+        layout = self.settings.layout
+        experts = sum(count.expert for count in self.parameter_counts) * layout.expert * layout.expert_tensor
+        return sum(count.dense for count in self.parameter_counts) * layout.tensor + experts
+
+    @property
     def num_engines(self) -> int:
         """Return the number of engines."""
         engine = self.settings.engine

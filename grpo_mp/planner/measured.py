@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.plan import make_plan
+from grpo_mp.planner.resource_use import ResourceUse, estimate_time
+from grpo_mp.planner.sync_use import sync_use
 
 MEASURED = Path(__file__).with_name("measured.yaml")
 STEP = "step"
@@ -23,7 +26,9 @@ ANY_RUN: dict[str, Any] = {
     "reward": {"answer": 1.0},
     "optimizer": {"lr": 1e-6},
 }
-COLUMNS = ("recipe", "time of", "measured s", "expected s", "error", "the rates are")
+COLUMNS = ("recipe", "time of", "measured s", "expected s", "error", "by fitted rates s", "error", "the fit is")
+# By cluster, what tests/bench/fit_rates.py finds on the rows that are `fitted`.
+FITTED = {"h100-80": Efficiency(matmul=0.35, device_memory=0.75, link=0.70)}
 
 
 @dataclass(frozen=True)
@@ -37,13 +42,21 @@ class MeasuredStep:
     measured: Mapping[str, float]
 
     def expected_s(self, phase: str, rates: Efficiency | None = None) -> float:
-        """Return the seconds that the planner expects of a phase, or of a step without its weight sync.
+        """Return the seconds that the planner expects of a phase, or of a step.
 
-        `rates`: other achievable shares than those of the cluster's profile.
+        A step has its weight sync, not this trainer's check after it. `rates`: other achievable shares than those of the
+        cluster's profile.
         """
         cluster = replace(self.job.cluster, achievable=rates or self.job.cluster.achievable)
         plan = make_plan(replace(self.job, cluster=cluster), with_sync=False)
-        return plan.step_s if phase == STEP else plan.times[SubPhase(phase)].expected_s
+        if phase != STEP:
+            return plan.times[SubPhase(phase)].expected_s
+        return plan.step_s + estimate_time(self._sync_use, cluster).expected_s
+
+    @cached_property
+    def _sync_use(self) -> ResourceUse:
+        """The use of a weight sync, which no rate changes."""
+        return sync_use(self.job)
 
 
 def read_measured(file: Path) -> tuple[MeasuredStep, ...]:
@@ -56,16 +69,21 @@ def read_measured(file: Path) -> tuple[MeasuredStep, ...]:
 
 def compare(steps: tuple[MeasuredStep, ...]) -> list[tuple[str, ...]]:
     """Return the cells of a table, a row for each measured time."""
-    return [
-        (step.name, phase, f"{seconds:,.0f}", f"{expected:,.0f}", f"{expected / seconds - 1:+.0%}", _role(step))
-        for step in steps
-        for phase, seconds in step.measured.items()
-        for expected in (step.expected_s(phase),)
-    ]
+    return [_row(step, phase, seconds) for step in steps for phase, seconds in step.measured.items()]
+
+
+def _row(step: MeasuredStep, phase: str, measured_s: float) -> tuple[str, ...]:
+    def beside(rates: Efficiency | None) -> tuple[str, str]:
+        expected_s = step.expected_s(phase, rates)
+        return f"{expected_s:,.0f}", f"{expected_s / measured_s - 1:+.0%}"
+
+    fitted = FITTED.get(step.job.cluster.name)
+    by_fit = (*beside(fitted), _role(step)) if fitted else ("", "", "of no row of this cluster")
+    return (step.name, phase, f"{measured_s:,.0f}", *beside(None), *by_fit)
 
 
 def _role(step: MeasuredStep) -> str:
-    return "fitted on it" if step.fitted else "checked by it"
+    return "made on it" if step.fitted else "checked by it"
 
 
 def _read_step(file: Path, entry: Any) -> MeasuredStep:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from grpo_mp.checkpoint.hf_writer import SHARD_BYTES
+from grpo_mp.config import Settings
 from grpo_mp.distributed.communicators import PIPELINE, communicators
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.layout import ModelShape
@@ -13,6 +14,7 @@ from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory, engine_memory
 from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.weight_traffic import check_lengths
 from grpo_mp.types import expert_id_bytes
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
 
@@ -31,6 +33,7 @@ class SubPhase(StrEnum):
     OPTIMIZER = "optimizer"
     OFFLOAD = "offload"
     SYNC = "sync"
+    CHECK = "check"
     SAVE = "save"
 
 
@@ -62,6 +65,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
         "float32 gradients",
         "optimizer pieces",
         "sync rounds",
+        "export rounds",
     ),
     "kept by the allocator": ("fragments",),
     "engine, communicators and contexts": (
@@ -187,14 +191,24 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         return {"float32 gradients": sharded * per_parameter.fp32_gradients, "optimizer pieces": 2 * piece}
     if sub_phase is SubPhase.SYNC:
         rounds = ROUNDS_IN_MEMORY if job.settings.shares_devices else ROUNDS_OF_A_TRAINER
-        return {"sync rounds": _sync_round_bytes(job) * (rounds if job.world_size > 1 else 1)}  # one shares, no more
+        staged = _sync_round_bytes(job) * (rounds if job.world_size > 1 else 1)  # one shares, no more
+        # Then the policy scores the sequences of the check; they fill a chunk of logits.
+        share = min(1.0, sum(check_lengths(job)) / job.microbatch_tokens)
+        scored = max(share * forward_bytes(job, stage), logits_bytes(job, stage, backward=False))
+        return {"sync rounds": staged, "activations": max(0.0, scored - staged)}
+    if sub_phase is SubPhase.SAVE and _exports(job.settings):
+        # As the sync's, but no engine reads them; one rank has all that it writes.
+        return {"export rounds": _sync_round_bytes(job) * (ROUNDS_IN_MEMORY - 1) * (job.train_ranks > 1)}
     return {}
 
 
 def _sync_round_bytes(job: PlannedJob) -> float:
     """Return the bytes of the largest round of the weight sync."""
-    vocabulary = job.model.vocab_size * job.model.hidden_size * job.per_parameter.weights  # an engine loads it at once
-    return max(job.settings.sync.bucket_bytes / ROUNDS_IN_MEMORY, vocabulary)
+    row = job.model.hidden_size * job.per_parameter.weights
+    # A slice of an expert has room around it for what the engine takes for the rest.
+    expert = job.model.moe_ffn_hidden_size * row if job.engine_parallelism.expert_tensor > 1 else 0
+    vocabulary = job.model.vocab_size * row  # an engine loads it at once
+    return max(job.settings.sync.bucket_bytes / ROUNDS_IN_MEMORY + expert, vocabulary)
 
 
 def _largest_tensor(model: ModelShape, tensor: int) -> float:
@@ -239,9 +253,7 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         "reference": count.total * per_parameter.weights * job.has_reference,
         "optimizer": sharded * per_parameter.host_optimizer * (sub_phase is not SubPhase.START),
         "checkpoint": _checkpoint_host_bytes(job, sub_phase),
-        # While it is written, at the end or also before.
-        "export": SHARD_BYTES
-        * (sub_phase is SubPhase.SAVE and (job.settings.run.export or job.settings.run.export_every > 0)),
+        "export": _export_host_bytes(job) * (sub_phase is SubPhase.SAVE and _exports(job.settings)),
         "engine weights": _backup_bytes(job, engine) * shared,
     }
     if job.settings.training.router_replay != "none":
@@ -256,6 +268,17 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         in_use, suspended = communicator_bytes(job)
         sizes["communicators"] = in_use - suspended
     return sizes
+
+
+def _exports(settings: Settings) -> bool:
+    return settings.run.export or settings.run.export_every > 0
+
+
+def _export_host_bytes(job: PlannedJob) -> float:
+    """Return what a rank holds of the Hugging Face folder that it writes: a shard and the tensor after it, or less."""
+    weights = job.per_parameter.weights
+    tensor = _largest_tensor(job.model, 1) * weights
+    return min(max(SHARD_BYTES, tensor) + tensor, max(tensor, job.parameters * weights / job.train_ranks))
 
 
 def _engine_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float]:

@@ -5,18 +5,16 @@ from dataclasses import dataclass
 
 from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.phases import GIB
-from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.generation import GenerationPlan, generation_use, plan_generation
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import BESIDE_A_SAVE, BytesByKind, MemoryPlan, SubPhase, plan_memory, total_bytes
-from grpo_mp.planner.resource_use import ResourceUse, TimeEstimate, Wait, estimate_time
+from grpo_mp.planner.resource_use import ResourceUse, TimeEstimate, estimate_time
+from grpo_mp.planner.sync_use import check_use, sleep_use, sync_use
 from grpo_mp.planner.training_use import logprob_use, optimizer_use, train_use
-from grpo_mp.planner.weight_traffic import sync_traffic
 
-SYNC_REQUESTS = 4  # begin and end the update, empty the cache, set the version
 ONCE_PER_RUN = (SubPhase.START, SubPhase.LOAD)
 ON_ENGINES = (SubPhase.GENERATE,)  # what they do on GPUs of their own while the policy trains
-ON_BOTH = (SubPhase.SYNC,)  # neither works meanwhile
+ON_BOTH = (SubPhase.SYNC, SubPhase.CHECK)  # neither works meanwhile
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,11 @@ class Plan:
     def roofline_s(self) -> float:
         """Return the seconds of a step at the roofline, with its share of saving."""
         return sum(self._step_parts(_roofline_s).values())
+
+    @property
+    def sync_s(self) -> float:
+        """Return the expected seconds of the weight sync and the check after it."""
+        return sum(self.times[sub_phase].expected_s for sub_phase in ON_BOTH)
 
     @property
     def sides_s(self) -> tuple[float, float, float]:
@@ -89,9 +92,11 @@ def _roofline_s(time: TimeEstimate) -> float:
 
 
 def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
-    """Plan a job; `with_sync` false leaves out the time of the weight sync, which takes most of a second to plan."""
+    """Plan a job; `with_sync` false leaves out the time of the weight sync, most of a second to plan, and its check."""
     memory = plan_memory(job)
-    uses = _resource_uses(job, memory) | {SubPhase.SYNC: _sync_use(job) if with_sync else ResourceUse()}
+    uses = _resource_uses(job, memory) | dict.fromkeys(ON_BOTH, ResourceUse())
+    if with_sync:
+        uses |= {SubPhase.SYNC: sync_use(job), SubPhase.CHECK: check_use(job, memory.engine)}
     uses[SubPhase.SAVE] = _save_use(job, uses)
     times = {sub_phase: estimate_time(use, job.cluster) for sub_phase, use in uses.items()}
     return Plan(job, memory, uses, times, plan_generation(job, memory.engine))
@@ -116,7 +121,7 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
         SubPhase.LOGPROB: logprob_use(job, passes) + ResourceUse(host_link_bytes=swap),
         SubPhase.TRAIN: train_use(job),
         SubPhase.OPTIMIZER: optimizer_use(job, stage),
-        SubPhase.OFFLOAD: ResourceUse(host_link_bytes=weights + state),
+        SubPhase.OFFLOAD: ResourceUse(host_link_bytes=weights + state) + sleep_use(job),
     }
 
 
@@ -125,34 +130,17 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
 
     Weights are written first. All is read once more, for its checksums.
     """
-    layout, per_parameter = job.settings.layout, job.per_parameter
-    # Of the model; what tensor-parallel ranks hold alike is counted once for each.
-    parameters = sum(count.dense for count in job.parameter_counts) * layout.tensor
-    parameters += sum(count.expert for count in job.parameter_counts) * layout.expert * layout.expert_tensor
+    per_parameter = job.per_parameter
     nodes = max(1.0, job.train_ranks / job.gpus_per_node)
-    weights = ResourceUse(disk_bytes=parameters * per_parameter.weights / nodes)
+    weights = ResourceUse(disk_bytes=job.parameters * per_parameter.weights / nodes)
     rest = ResourceUse(
-        disk_bytes=parameters * (2 * per_parameter.saved - per_parameter.weights) / nodes,
+        disk_bytes=job.parameters * (2 * per_parameter.saved - per_parameter.weights) / nodes,
         host_copy_bytes=max(map(job.sharded_parameters, job.parameter_counts)) * per_parameter.saved,
     )
     beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)  # a trainer that waits is not slower
     hidden_s = sum(estimate_time(uses[sub_phase], job.cluster).expected_s for sub_phase in beside)
     share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s if job.settings.run.async_save else 1.0
     return weights + rest.scaled(max(0.0, share))
-
-
-def _sync_use(job: PlannedJob) -> ResourceUse:
-    """Return the use of one GPU: what the busiest rank sends or receives in rounds that all ranks go through."""
-    traffic, uneven = sync_traffic(job), OVERHEADS.sync_unevenness
-    return ResourceUse(
-        device_bytes=4 * traffic.loaded,  # packed, joined, shared, loaded
-        nvlink_bytes=uneven * traffic.nvlink,
-        network_bytes=uneven * traffic.network,
-        waits=(
-            Wait("requests to an engine", traffic.rounds + SYNC_REQUESTS, OVERHEADS.sync_request_s),
-            Wait("tensors that an engine loads", traffic.tensors, OVERHEADS.sync_tensor_s),
-        ),
-    )
 
 
 @dataclass(frozen=True)

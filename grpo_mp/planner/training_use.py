@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.flops import forward_flops_per_token
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.resource_use import ResourceUse
+from grpo_mp.planner.resource_use import ResourceUse, Wait
 
 ACTIVATION_BYTES = 2  # of an element that is sent
 
@@ -38,6 +39,25 @@ def train_use(job: PlannedJob) -> ResourceUse:
     use = _traffic_use(job, traffic).scaled(forwards) + _traffic_use(job, backward) + between_stages
     use += ResourceUse(flops=_forward_flops(job) * (forwards + 2))
     return replace(use.scaled(training.epochs), bubble=_bubble(job))
+
+
+def lone_pass_use(job: PlannedJob, tokens: float, context_tokens: float) -> ResourceUse:
+    """Return one micro-batch's forward pass, the same on every replica: stages compute it one after the other.
+
+    `context_tokens`: length of a token's sequence. Interleaved stages take as many such micro-batches as they are.
+    """
+    layout = job.settings.layout
+    traffic = _traffic_use(job, _layer_traffic(job)).scaled(
+        tokens * job.dp_size * layout.pipeline / _computed_tokens(job)
+    )
+    per_token = forward_flops_per_token(job.model, job.hf, context_tokens)
+    weights = sum(count.total for count in job.parameter_counts) * job.per_parameter.weights
+    one = traffic + ResourceUse(
+        flops=tokens * per_token / layout.tensor / layout.context,
+        device_bytes=weights,
+        waits=(Wait("layers of the policy", job.model.num_layers, OVERHEADS.eager_layer_s),),
+    )
+    return one.scaled(2 - 1 / layout.pipeline if layout.virtual_pipeline else 1)
 
 
 def optimizer_use(job: PlannedJob, stage: int) -> ResourceUse:

@@ -11,8 +11,11 @@ from grpo_mp.models.mapping import Param
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.rollout.engine_parallelism import expert_alignment
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
+from grpo_mp.weight_sync.compare import comparison_sequences
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, SyncPlan, Transfer, engine_readers, group_params, plan_sync
 from grpo_mp.weight_sync.wire import WireFormat
+
+PROMPTS = 4  # as in weight_sync/engine_check.py, which needs Megatron
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,13 @@ def sync_traffic(job: PlannedJob) -> SyncTraffic:
     round_bytes = job.settings.sync.bucket_bytes // ROUNDS_IN_MEMORY
     rounds = int(-(-max(loaded, shards) // round_bytes))  # no rank loads, sends or receives more in a round
     return SyncTraffic(network, nvlink, loaded, shards, max(tensors.values()), rounds)
+
+
+def check_lengths(job: PlannedJob) -> list[int]:
+    """Return the tokens of the sequences that the check after a sync scores: assumed prompts and random tokens."""
+    prompts = [(0,) * job.prompt_tokens] * PROMPTS
+    longest = job.settings.rollout.max_sequence_tokens
+    return list(map(len, comparison_sequences(job.model.vocab_size, longest, 0, prompts)))
 
 
 def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPlan, WireFormat]:

@@ -59,12 +59,13 @@ def call_arguments(group: SampleGroup, prompt_column: str, **others: Any) -> dic
     row = group.prompt.columns
     prompt = row.get(prompt_column, group.prompt.text)
     texts = [sample.text for sample in group.samples]
+    chats = [list(sample.messages) or [{"role": "assistant", "content": sample.text}] for sample in group.samples]
     is_chat = not isinstance(prompt, str)
     return {
         **{name: [value] * count for name, value in row.items() if name not in RESERVED},
         **others,
         "prompts": [prompt] * count,
-        "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
+        "completions": chats if is_chat else texts,
         "completion_ids": [list(sample.tokens) for sample in group.samples],
     }
 

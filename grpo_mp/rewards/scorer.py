@@ -27,7 +27,7 @@ from grpo_mp.rewards.base import (
 )
 from grpo_mp.rewards.math import answer_numbers
 from grpo_mp.rewards.reward_model import Decode, StepModelClient
-from grpo_mp.rewards.settings import STEPS, RewardConfig, StepModelConfig
+from grpo_mp.rewards.settings import EPISODE, STEPS, RewardConfig, StepModelConfig
 from grpo_mp.rewards.terms import BuiltInTerms
 from grpo_mp.types import SampleGroup, StepRewards
 
@@ -102,8 +102,9 @@ class Scorer:
         self._lock = threading.Lock()
         step_model = settings.steps if isinstance(settings.steps, StepModelConfig) else None
         self._step_model = StepModelClient(step_model, decode) if step_model and decode else None
-        steps = settings.steps
-        self._step_reward = STEP_REWARDS.resolve(steps, "reward.steps") if isinstance(steps, str) else None
+        steps, self._keeps_steps = settings.steps, settings.steps == EPISODE
+        by_function = isinstance(steps, str) and not self._keeps_steps
+        self._step_reward = STEP_REWARDS.resolve(str(steps), "reward.steps") if by_function else None
         self._built_in = BuiltInTerms(settings, max_response_tokens)
         self._terms = {term.name: term.values for term in self._built_in.terms}
         self.term_weights = {term.name: term.weight for term in self._built_in.terms}  # by name
@@ -195,6 +196,8 @@ class Scorer:
         model, reward = self._step_model, self._step_reward
 
         def call() -> list[StepRewards]:
+            if self._keeps_steps:
+                return [sample.step_rewards for sample in group.samples]
             if model:
                 return validate_steps(model.score_steps(group), group)
             if reward is None:

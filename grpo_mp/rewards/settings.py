@@ -9,6 +9,7 @@ from grpo_mp.errors import did_you_mean
 from grpo_mp.section import Section, as_bytes
 
 STEPS = "steps"  # the name under which step rewards are logged; no term of the reward
+EPISODE = "episode"  # as reward.steps: what the rollout function gave
 
 
 class OverlongConfig(Section):
@@ -85,6 +86,7 @@ class RewardConfig(Section):
         0.0,
         description="weight of the math answer: 1 where it equals that of data.answer_column, by math-verify, else 0",
     )
+    episode: float = Field(0.0, description="weight of the reward that rollout.function gives an episode")
     boxed: float = Field(0.0, description="weight of the format: 1 where the response has a \\boxed{} answer, else 0")
     boxed_answer: Literal["last", "first"] = Field("last", description="which \\boxed{} of a response is its answer")
     tolerance: float = Field(
@@ -96,7 +98,8 @@ class RewardConfig(Section):
     range: tuple[float, float] | None = Field(
         None,
         description="lowest and highest reward without penalties, which overlong is measured by; null: from 0 to the "
-        "sum of the weights of answer, boxed, model, code and functions, each of which is taken to be in 0 to 1",
+        "sum of the weights of answer, episode, boxed, model, code and functions, each of which is taken to be in 0 "
+        "to 1",
     )
     overlong: OverlongConfig = Field(OverlongConfig(), description="penalty of responses near the length limit")
     repetition: RepetitionConfig = Field(RepetitionConfig(), description="penalty of repeated n-grams")
@@ -108,7 +111,8 @@ class RewardConfig(Section):
     )
     steps: str | StepModelConfig | None = Field(
         None,
-        description="what rewards single steps: 'module:function', 'file.py:function', or {url} of a served model; "
+        description="what rewards single steps: 'module:function', 'file.py:function', {url} of a served model, or "
+        "episode: the rewards that rollout.function gives segments; "
         "needs algorithm.advantage.level=process",
     )
     correct: CorrectnessRule | None = Field(
@@ -137,6 +141,7 @@ class RewardConfig(Section):
         """Return the built-in terms by name: those with a weight, and the one that says what is correct."""
         weights = {
             "answer": self.answer,
+            "episode": self.episode,
             "boxed": self.boxed,
             "length": self.length,
             "overlong": self.overlong.weight * self.span / 2,
@@ -159,7 +164,7 @@ class RewardConfig(Section):
         """Return whether anything rewards complete responses."""
         sections = (self.overlong, self.repetition, self.model, self.code)
         weights = [section.weight for section in sections if section]
-        return any((self.answer, self.boxed, self.length, *weights, self.functions))
+        return any((self.answer, self.episode, self.boxed, self.length, *weights, self.functions))
 
     @property
     def span(self) -> float:
@@ -167,7 +172,7 @@ class RewardConfig(Section):
         if self.range is not None:
             return self.range[1] - self.range[0]
         weights = [section.weight for section in (self.model, self.code) if section]
-        return sum(map(abs, (self.answer, self.boxed, *weights, *self.functions.values())))
+        return sum(map(abs, (self.answer, self.episode, self.boxed, *weights, *self.functions.values())))
 
     @field_validator("range")
     @classmethod

@@ -61,6 +61,7 @@ class BuiltInTerms:
 def _rules(settings: RewardConfig, max_response_tokens: int) -> dict[str, GroupValues]:
     ngram, buffer = settings.repetition.ngram, settings.overlong.buffer_tokens or max(1, max_response_tokens // 5)
     return {
+        "episode": _by_sample(lambda sample: sample.episode_reward),
         "boxed": _by_sample(lambda sample: float(boxed_answer(sample.text) is not None)),
         "length": _by_sample(lambda sample: min(1.0, len(sample.tokens) / max_response_tokens)),
         "overlong": _by_sample(lambda sample: overlong_penalty(len(sample.tokens), max_response_tokens, buffer)),
@@ -68,7 +69,7 @@ def _rules(settings: RewardConfig, max_response_tokens: int) -> dict[str, GroupV
     }
 
 
-def _by_sample(value: Callable[[Sample], float]) -> GroupValues:
+def _by_sample(value: Callable[[Sample], float | None]) -> GroupValues:
     """Score a group by a function that scores one sample."""
     return lambda group: [value(sample) for sample in group.samples]
 

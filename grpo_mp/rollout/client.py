@@ -163,6 +163,14 @@ class EngineClient:
                 "set training.router_replay=R2 or none",
             )
 
+    async def parse_tool_calls(
+        self, text: str, tools: Sequence[Mapping[str, Any]], parser: str
+    ) -> tuple[str, list[tuple[str, str]]]:
+        """Let SGLang's `parser` find the tool calls in a text; return the rest of it, and (name, JSON arguments)."""
+        body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
+        reply = _expect_object(await self._call("POST", "/parse_function_call", body))
+        return str(reply["normal_text"]), [(call["name"], call["parameters"]) for call in reply["calls"]]
+
     async def score(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
         """Compute the logprobs of given sequences at temperature 1: entry i of a list belongs to token i + 1.
 

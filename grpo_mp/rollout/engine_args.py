@@ -220,6 +220,22 @@ def known_arguments() -> frozenset[str]:
     return frozenset(names)
 
 
+def check_tool_parser(name: str | None) -> None:
+    """Raise UserError for a name that the installed SGLang has no parser of tool calls for: its source says."""
+    package = importlib.util.find_spec("sglang")
+    if package is None or not package.submodule_search_locations:
+        raise UserError("SGLang is not installed here: install the engine as launch/ does")
+    source = Path(package.submodule_search_locations[0], "srt/function_call/function_call_parser.py")
+    tables = [node.value for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.AnnAssign)]
+    keys = [key for table in tables if isinstance(table, ast.Dict) for key in table.keys]
+    known = [str(key.value) for key in keys if isinstance(key, ast.Constant)]
+    if name not in known:
+        hint = did_you_mean(str(name), known)
+        raise UserError(
+            f"rollout.tool_parser={name}: the installed SGLang has no such parser{hint}: {', '.join(known)}"
+        )
+
+
 def _field_names(file: Path) -> Iterator[str]:
     # Before 0.5.20 all fields are in class ServerArgs; since then in one class per namespace.
     for node in ast.parse(file.read_text()).body:

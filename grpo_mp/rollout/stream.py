@@ -93,25 +93,30 @@ class GroupStream:
 class LaunchGate:
     """Lets one engine wait until a number may be launched, or the step has its groups."""
 
-    def __init__(self, stream: GroupStream, lookahead: Callable[[], int]) -> None:
-        """Read the stream; `watch` keeps reading it. `lookahead`: groups of later steps that may be launched now."""
-        self._stream, self._changed, self._lookahead = stream, asyncio.Condition(), lookahead
+    def __init__(
+        self, stream: GroupStream, lookahead: Callable[[], int], stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Read the stream; `watch` keeps reading it. `lookahead`: groups of later steps that may be launched now.
+
+        `stopped`: whether the job ends, and with it all waits.
+        """
+        self._stream, self._changed, self._lookahead, self._stopped = stream, asyncio.Condition(), lookahead, stopped
         self._ahead = lookahead()
         self._reported = stream.reported()
         self._admission, self._all_lost = stream.admission(), stream.all_lost()
 
     @property
     def done(self) -> bool:
-        """Return whether the step has its groups, or no engine is left to launch more."""
-        return self._admission.done or self._all_lost
+        """Return whether the step has its groups, no engine is left to launch more, or the job ends."""
+        return self._admission.done or self._all_lost or self._stopped()
 
     async def watch(self) -> None:
         """Read the stream until the step has its groups."""
         while not self.done:
             await asyncio.sleep(POLL_S)
-            if self._stream.all_lost():
+            if self._stream.all_lost() or self._stopped():
                 async with self._changed:
-                    self._all_lost = True
+                    self._all_lost = self._stream.all_lost()
                     self._changed.notify_all()
             reported, ahead = self._stream.reported(), self._lookahead()
             if (reported, ahead) == (self._reported, self._ahead):

@@ -12,6 +12,7 @@ from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.errors import EngineError
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
+from grpo_mp.rollout.episodes import EpisodeRunner
 from grpo_mp.rollout.routed_experts import joined_routed_experts
 from grpo_mp.rollout.stream import GroupStream, LaunchGate
 from grpo_mp.types import Prompt, Sample, SampleGroup
@@ -60,6 +61,7 @@ class RolloutTask:
     carried_by_all: frozenset[int] = frozenset()
     lookahead: Callable[[], int] = lambda: 0  # groups of later steps that may be launched now
     pauses: bool = True  # what is unfinished when the step has its groups is paused; otherwise it goes on
+    stopped: Callable[[], bool] = lambda: False  # whether the job ends: all is paused then
     routing: ModelShape | None = None
 
 
@@ -75,6 +77,7 @@ class RolloutWorker:
     tokenizer: PreTrainedTokenizerBase
     group_timeout_s: float
     lose_engine: Callable[[EngineError], None]  # raises where it may not be lost
+    episodes: EpisodeRunner | None = None  # None: a rollout is one answer
 
     async def run(self, task: RolloutTask, stream: GroupStream, max_in_flight: int) -> LaunchedGroups:
         """Launch groups until the step has its groups, at most `max_in_flight` at a time; return all that were.
@@ -82,7 +85,7 @@ class RolloutWorker:
         Raises UserError from the engine or a reward; the other groups are dropped then.
         """
         groups = _Groups(task, stream)
-        gate = LaunchGate(stream, task.lookahead)
+        gate = LaunchGate(stream, task.lookahead, task.stopped)
         watch, launch = asyncio.create_task(gate.watch()), None
         try:
             while not gate.done:
@@ -99,7 +102,7 @@ class RolloutWorker:
                     allowed, launch = launch.result(), None
                     if allowed is not None:
                         groups.start(allowed, self._generate_group)
-            while task.pauses and groups.running:  # again: a request may have been on its way
+            while (task.pauses or task.stopped()) and groups.running:  # again: a request may have been on its way
                 await self.client.abort_all()
                 await asyncio.wait(groups.running, timeout=ABORT_EVERY_S)
                 groups.take_finished()
@@ -122,6 +125,8 @@ class RolloutWorker:
 
         Raises EngineError where the engine is at fault.
         """
+        if self.episodes:
+            return await self._roll_out_group(self.episodes, task, group_id, prompt)
         try:
             async with self.client.limits.limit(self.group_timeout_s):
                 if earlier:
@@ -141,6 +146,15 @@ class RolloutWorker:
         group = SampleGroup(prompt, make_samples(prompt, outputs, texts, group_id))
         return await asyncio.to_thread(self.scorer.score_group, group, task.step)
 
+    async def _roll_out_group(
+        self, episodes: EpisodeRunner, task: RolloutTask, group_id: int, prompt: Prompt
+    ) -> EndedGroup:
+        """Roll out a group of episodes and score it. One that is broken off begins anew."""
+        group = await episodes.run_group(prompt, group_id, task.group_size, task.step, task.sampling, task.routing)
+        if group is None:
+            return PausedGroup(prompt, ())
+        return episodes.with_failures(await asyncio.to_thread(self.scorer.score_group, group, task.step))
+
     async def _resume(self, group: PausedGroup, task: RolloutTask) -> list[EngineOutput]:
         """Generate the rest of each unfinished response, after the tokens that it has."""
 
@@ -153,6 +167,17 @@ class RolloutWorker:
 
         resumed = iter(await asyncio.gather(*(rest(output) for output in group.outputs if output.aborted)))
         return [next(resumed) if output.aborted else output for output in group.outputs]
+
+
+async def pause_running(client: EngineClient, launched: LaunchedGroups) -> dict[int, EndedGroup]:
+    """Break off the groups that still run; return those that have ended. What fails is left out."""
+    tasks = {number: group.task for number, group in launched.items() if isinstance(group, RunningGroup)}
+    waiting = set(tasks.values())
+    while waiting:
+        await client.abort_all()
+        _, waiting = await asyncio.wait(waiting, timeout=ABORT_EVERY_S)
+    ended = {number: group for number, group in launched.items() if not isinstance(group, RunningGroup)}
+    return ended | {number: task.result() for number, task in tasks.items() if not task.exception()}
 
 
 def give_back(task: RolloutTask, stream: GroupStream) -> LaunchedGroups:

@@ -161,7 +161,7 @@ def planned_rates(plan: Plan) -> Rates:
             ResourceUse(flops=prefill_flops(job, 1), fp8=job.engine_uses_fp8), job.cluster
         ).expected_s,
         update_s=expected[SubPhase.OPTIMIZER] + expected[SubPhase.SCORE] + save_s,
-        sync_s=plan.times[SubPhase.SYNC].expected_s,
+        sync_s=plan.sync_s,
         switch_s=expected[SubPhase.OFFLOAD],
     )
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from grpo_mp.config import load_settings
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
-from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.plan import make_plan
 from grpo_mp.simulation.planned import Assumptions, on_gpus, simulate_job
@@ -24,6 +23,6 @@ def simulate_recipes() -> Iterator[Outcome]:
     for file, cluster, nodes in RECIPES:
         settings = load_settings(CONFIGS / file, OVERRIDES)
         job = make_job(settings, find_config(settings.model.path)[0], read_cluster(cluster), nodes)
-        sync_s = make_plan(job).times[SubPhase.SYNC].expected_s
+        sync_s = make_plan(job).sync_s
         for gpus in GPUS:
             yield from simulate_job(on_gpus(job, gpus), sync_s, Assumptions(steps=STEPS))

@@ -19,6 +19,8 @@ COLUMNS = (
     "of bound",
 )
 
+NEAR_BOUND = 0.9  # share of the speed without bubbles
+
 
 def row_of(outcome: Outcome) -> tuple[str, ...]:
     """Return the cells of a run."""
@@ -40,7 +42,7 @@ def row_of(outcome: Outcome) -> tuple[str, ...]:
 
 
 def describe_best(outcomes: Sequence[Outcome]) -> str:
-    """Return a sentence for each number of GPUs: which schedule trains most samples, at which ages."""
+    """Return sentences for each number of GPUs: the schedule that trains most samples, and those near the bound."""
     sentences = []
     for gpus in dict.fromkeys(outcome.scenario.gpus for outcome in outcomes):
         alike = [outcome for outcome in outcomes if outcome.scenario.gpus == gpus]
@@ -48,9 +50,17 @@ def describe_best(outcomes: Sequence[Outcome]) -> str:
         sentences.append(
             f"{gpus:,} GPUs: {best.scenario.schedule} with max_staleness {best.scenario.max_staleness} is fastest, "
             f"{best.samples_per_s / plain.samples_per_s:.2f} times {plain.scenario.schedule} with "
-            f"{plain.scenario.max_staleness}; samples by age in versions: {describe_staleness(best)}."
+            f"{plain.scenario.max_staleness}; samples by age in versions: {describe_staleness(best)}. "
+            f"{NEAR_BOUND:.0%} of the bound: {_describe_near_bound(alike)}."
         )
     return "\n".join(sentences)
+
+
+def _describe_near_bound(outcomes: Sequence[Outcome]) -> str:
+    """Return the schedules that reach it, each with its lowest staleness."""
+    near = [outcome.scenario for outcome in outcomes if outcome.share_of_bound >= NEAR_BOUND]
+    lowest = {scenario.schedule: scenario for scenario in sorted(near, key=lambda one: -one.max_staleness)}
+    return ", ".join(f"{name} from {one.max_staleness} on" for name, one in sorted(lowest.items())) or "none"
 
 
 def describe_staleness(outcome: Outcome) -> str:

@@ -1,10 +1,14 @@
 """Collect the groups of a step: launch prompts, generate and score until the step has its groups."""
 
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch.distributed as dist
 
 from grpo_mp.algorithms.group_filters import GroupFilter
 from grpo_mp.algorithms.settings import FilterConfig
@@ -21,6 +25,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.phases import Phase
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rollout.rollout import Rollout, rollout_sampling
+from grpo_mp.rollout.saved_groups import load_groups, save_groups
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RunningGroup, as_unfinished
 from grpo_mp.scheduler.phase_manager import PhaseManager
@@ -62,13 +67,21 @@ class Generation:
             return self.launched.result()
 
 
+@dataclass(frozen=True)
+class Collected:
+    """What this rank launched for a step, by number in its launch order; the next one begins with `consumed`."""
+
+    step: int
+    launched: LaunchedGroups
+    consumed: int
+
+
 @dataclass
 class RolloutCollector:
     """Generates the groups of each step from the train prompts.
 
     Where engines have ranks of their own, those begin a step's groups as soon as the step before has its own. What is
-    begun for later steps stays on its rank, and is lost when the job ends: a resumed run begins anew. Where an
-    epoch ends meanwhile, it may take the prompts of that time in another order.
+    begun for later steps stays on its rank; where a job is stopped, the one that resumes the run goes on with it.
     """
 
     settings: Settings
@@ -83,6 +96,8 @@ class RolloutCollector:
     _queue: PromptQueue = field(init=False)
     _carried: LaunchedGroups = field(default_factory=dict, init=False)  # by number in the next step's launch order
     _next: Generation | None = field(default=None, init=False)
+    _collected: Collected | None = field(default=None, init=False)
+    _stopped: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._queue = PromptQueue(len(self.prompts), self.settings.data.shuffle)
@@ -105,6 +120,7 @@ class RolloutCollector:
                     f"step {step}: {aborted} groups took longer than rollout.group_timeout_s={limit_s:g} s: raise it"
                 )
             batch = self._make_batch(state, step, launched, admission, kept)
+            self._collected = Collected(step, launched, admission.consumed)
             if ahead:
                 self._next = self._begin(batch.state, step + 1) if step < self.settings.run.steps else None
                 batch = replace(batch, groups=send_groups(batch.groups, self._trainer_of, group))
@@ -130,6 +146,31 @@ class RolloutCollector:
         if self._next:
             self._next.wait()
 
+    def stop(self, state: TrainState) -> None:
+        """End what was begun behind `state`, and keep it for a job that resumes there. Every rank must call this."""
+        self._stopped = True
+        begun = self._next.wait() if self._next else self._carried
+        if (last := self._collected) and last.step > state.step:  # the resumed job repeats the step
+            begun = {**last.launched, **{last.consumed + number: group for number, group in begun.items()}}
+        if self.job.rank == 0:
+            shutil.rmtree(self._folder(state.step).parent, ignore_errors=True)
+        dist.barrier(group=self.job.group)
+        file = self._folder(state.step) / f"rank_{self.job.rank}.safetensors"
+        save_groups(file, self.rollout.pause(begun), self.settings.rollout.group_size)
+
+    def _folder(self, step: int) -> Path:
+        """Return where groups are kept that a job began behind this step."""
+        return self.settings.run.folder / "rollouts" / f"step_{step:06d}"
+
+    def _take_saved(self, step: int) -> LaunchedGroups:
+        """Return this engine's share of what the job before began behind a step."""
+        hosts, rank = self.rollout.host_ranks, self.job.rank
+        if rank not in hosts:
+            return {}
+        saved = load_groups(sorted(self._folder(step).glob("*.safetensors")), self.prompts)
+        own = {number: group for number, group in saved.items() if number % len(hosts) == hosts.index(rank)}
+        return {number: group for number, group in own.items() if self._queue[number] == group.prompt.index}
+
     def _begin(self, state: TrainState, step: int) -> Generation:
         """Begin to generate a step's groups, on the ranks that host engines. Every rank must call this."""
         config, job, colocated = self.settings.rollout, self.job, self.settings.shares_devices
@@ -140,6 +181,9 @@ class RolloutCollector:
             lambda index: curriculum.is_skipped(self.prompts[index].index, step),
             rule.launched if rule.lookahead else None,
         )
+
+        if self._collected is None:
+            self._carried = self._take_saved(state.step)
 
         def lookahead() -> int:
             synced = step - 1 if colocated else self.synced_step
@@ -154,9 +198,10 @@ class RolloutCollector:
             rollout_sampling(config),
             self._keeps,
             self._carried,
-            frozenset().union(*all_gather(set(self._carried), job.group)) if rule.lookahead else frozenset(),
+            frozenset().union(*all_gather(set(self._carried), job.group)),
             lookahead,
             pauses=colocated,
+            stopped=lambda: self._stopped,
             routing=self.rollout.routing,
         )
         return self._launch(GroupStream(job.store, f"step/{step}", rule, len(self.rollout.host_ranks)), task)

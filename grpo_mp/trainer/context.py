@@ -193,7 +193,9 @@ def _open_job(
             claim_run_folder(folder, dump_settings(settings))
         dist.barrier(group=job.group)
         state = read_manifest(checkpoint) if checkpoint else TrainState()
-        rollout = Rollout(settings, inputs.hf, inputs.tokenizer, inputs.scorer, rank, job.world_size, load_weights)
+        rollout = Rollout(
+            settings, inputs.hf, inputs.tokenizer, inputs.scorer, rank, job.world_size, load_weights, inputs.episodes
+        )
         stack.enter_context(logging_to(log_file(folder, rank), settings.monitor.log_level))
         stack.enter_context(rollout)
         progress = stack.enter_context(Progress(folder, steps, done=state.step, rank=rank))

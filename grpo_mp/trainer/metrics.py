@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import cycle
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.scheduler.memory import MemoryUsage, max_usage
 from grpo_mp.trainer.collect import RolloutBatch
-from grpo_mp.types import MicroBatch, PerToken, SampleInfo
+from grpo_mp.types import EpisodeState, MicroBatch, PerToken, SampleInfo
 
 
 def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
@@ -58,6 +58,25 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
         "rollout/weight_version_lag/max": weight_version - min(info.oldest_version for info in infos),
         **({"rollout/acceptance_length": statistics.fmean(accepted)} if accepted else {}),
         **({} if right is None else {"rollout/accuracy": right, **solved}),
+        **episode_metrics(infos),
+    }
+
+
+def episode_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
+    """Return how the episodes of a step ended, and the means of what they count; nothing where there are none."""
+    episodes, values = [info for info in infos if info.state], defaultdict[str, list[float]](list)
+    for info in episodes:
+        for name, value in info.metrics.items():
+            values[name].append(value)
+    if not episodes:
+        return {}
+    return {
+        **{
+            metric_name("rollout/episodes/{state}", state=state): statistics.fmean(e.state == state for e in episodes)
+            for state in get_args(EpisodeState)
+        },
+        "rollout/given_tokens/mean": statistics.fmean(info.given_tokens for info in episodes),
+        **{metric_name("rollout/episode/{name}", name=name): statistics.fmean(v) for name, v in values.items()},
     }
 
 
@@ -110,7 +129,7 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
         "train/skipped_updates": sum(report.skipped for report in reports),
         "train/early_stopped_updates": planned - len(reports),
         "train/tokens": sum(
-            batch.infos[i].response_tokens
+            batch.infos[i].generated_tokens
             for update, report in zip(cycle(batch.plan), reports, strict=False)
             for i in update.samples
             if batch.in_loss[i] and not report.skipped

@@ -1,7 +1,7 @@
 """Check and read everything that needs no process group, model or engine: settings, files, data."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,9 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.scorer import Scorer
-from grpo_mp.rollout.engine_args import check_arguments, known_arguments
+from grpo_mp.rollout.engine_args import check_arguments, check_tool_parser, known_arguments
 from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
+from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.rollout.routed_experts import check_routed_experts
@@ -66,6 +67,7 @@ class RunInputs:
     scorer: Scorer
     extensions: Extensions
     warnings: tuple[str, ...] = ()  # sentences that the start of the run shows
+    episodes: EpisodeParts | None = None  # None: a rollout is one answer
 
     def overlaps(self) -> Iterator[str]:
         """Yield a sentence for each eval set that shares problems with the train data."""
@@ -86,7 +88,10 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
             f"{final}: the export would take the place of model.path: choose another run.folder, or set "
             "run.export=false"
         )
-    train = load_prompts(settings.data.train, settings.data, tokenizer, settings.rollout.max_prompt_tokens)
+    episodes = load_episodes(settings, tokenizer)
+    tools = episodes.tools.schemas if episodes else ()
+    longest = settings.rollout.max_prompt_tokens
+    train = load_prompts(settings.data.train, settings.data, tokenizer, longest, tools=tools)
     if len(train) < settings.rollout.prompts_per_step:
         raise UserError(
             f"{settings.data.train}: {len(train)} prompts fit, a step takes "
@@ -95,7 +100,8 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     scorer = _make_scorer(settings, tokenizer)
     fp8 = engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
     warnings = (*scorer.warnings, *start_warnings(settings, fp8))
-    return RunInputs(hf, tokenizer, train, _read_evals(settings, tokenizer), scorer, extensions, warnings)
+    evals = _read_evals(settings, tokenizer, tools)
+    return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes)
 
 
 def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
@@ -108,9 +114,10 @@ def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node
     if with_policy:
         check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
-    evals = _read_evals(settings, tokenizer)
-    scorer = _make_scorer(settings, tokenizer)
-    return RunInputs(hf, tokenizer, next(iter(evals.values())), evals, scorer, extensions, scorer.warnings)
+    episodes = load_episodes(settings, tokenizer)
+    evals = _read_evals(settings, tokenizer, episodes.tools.schemas if episodes else ())
+    scorer, first = _make_scorer(settings, tokenizer), next(iter(evals.values()))
+    return RunInputs(hf, tokenizer, first, evals, scorer, extensions, scorer.warnings, episodes)
 
 
 def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
@@ -138,7 +145,16 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
     return tokenizer
 
 
-def _read_evals(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptSet]:
+def load_episodes(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> EpisodeParts | None:
+    """Load what rolls out more than one answer. Raises UserError where it cannot be used."""
+    if settings.rollout.tools:
+        check_tool_parser(settings.rollout.tool_parser)
+    return load_episode_parts(settings.rollout, tokenizer)
+
+
+def _read_evals(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
+) -> dict[str, PromptSet]:
     data, longest = settings.data, settings.rollout.max_prompt_tokens
     return {
         name: load_prompts(
@@ -147,6 +163,7 @@ def _read_evals(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[
             tokenizer,
             longest,
             settings.eval_set(name).max_prompts,
+            tools,
         )
         for name, eval_set in data.eval.items()
     }

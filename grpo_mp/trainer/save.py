@@ -1,6 +1,7 @@
 """Save checkpoints and the final Hugging Face folder."""
 
 import logging
+from collections import deque
 from collections.abc import Iterable
 from copy import deepcopy
 from functools import partial
@@ -14,7 +15,7 @@ from grpo_mp.background import BackgroundTask
 from grpo_mp.checkpoint.chunk_files import ChunkWriter
 from grpo_mp.checkpoint.describe import TORCH_DIST
 from grpo_mp.checkpoint.hf_reader import read_non_policy_tensors
-from grpo_mp.checkpoint.hf_writer import begin_hf, complete_hf, write_shards
+from grpo_mp.checkpoint.hf_writer import Shard, begin_hf, complete_hf, write_shards
 from grpo_mp.checkpoint.manifest import Files, checksums
 from grpo_mp.checkpoint.run_state import (
     TrainState,
@@ -146,7 +147,8 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int, f
     """Write a policy as a Hugging Face folder: config, tokenizer, template and what is no part of the policy
     (multi-token prediction) from `like`, new weights, as blockwise FP8 with `fp8`.
 
-    Every rank must call this, and writes its share.
+    Every rank must call this, and writes its share. A round of `bucket_bytes` is on the device at a time, a shard of
+    the folder and one tensor on the host. Raises UserError, on every rank, where one cannot write.
     """
     parallel, group = policy.parallel, policy.parallel.cpu_group
     wire = WireFormat(policy.params, policy.tp_sizes(), policy.config.params_dtype, fp8)
@@ -157,11 +159,16 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int, f
         (name, tensor.to("cpu", copy=True)) for round_ in rounds for name, tensor in resharder.stage(round_)
     )
     others = read_non_policy_tensors(like, policy.hf, fp8, parallel.rank, parallel.world_size)
+
+    def write() -> list[Shard]:
+        try:
+            return write_shards(folder, chain(tensors, others), parallel.rank)
+        finally:
+            deque(tensors, maxlen=0)  # the other ranks exchange all rounds with one that cannot write
+
     on_all_ranks(lambda: begin_hf(folder) if parallel.rank == 0 else None, folder, group)
-    shards = all_gather(write_shards(folder, chain(tensors, others), parallel.rank), group)
-    if parallel.rank == 0:
-        complete_hf(folder, list(chain.from_iterable(shards)), like, fp8)
-    dist.barrier(group=group)
+    shards = list(chain.from_iterable(all_gather(on_all_ranks(write, folder, group), group)))
+    on_all_ranks(lambda: complete_hf(folder, shards, like, fp8) if parallel.rank == 0 else None, folder, group)
 
 
 def export_writers(wire: WireFormat, world_size: int) -> Readers:

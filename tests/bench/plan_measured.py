@@ -1,11 +1,11 @@
 """What the planner says of one CPU rank beside what is measured: python -m tests.bench.plan_measured
 
-A float32 policy of 46 million parameters goes through the phases of a step that a rank computes in, a save and a resume
-in the same layout and in another. Each line: the planned bytes of its weights, gradients and moments with what the
-phase allocates beside them, the peak of resident memory above what the process held before there was a policy, and
-their ratio. Gloo, unlike NCCL, copies what it gathers: the weights, after an update. glibc gives back at once what is
-freed: what it would keep, the plan has as `fragments`, which are not compared. Exit status 1 where one is off by more
-than a twentieth.
+A float32 policy of 46 million parameters goes through the phases of a step that a rank computes in, a save, an export
+and a resume in the same layout and in another. Each line: the planned bytes of its weights, gradients and moments with
+what the phase allocates beside them, the peak of resident memory above what the process held before there was a policy,
+and their ratio. Gloo, unlike NCCL, copies what it gathers: the weights, after an update. glibc gives back at once what
+is freed: what it would keep, the plan has as `fragments`, which are not compared. Exit status 1 where one is off by
+more than a twentieth.
 """
 
 import asyncio
@@ -13,8 +13,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from grpo_mp.checkpoint.chunk_files import TensorChunk, read_chunks
 from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
@@ -28,13 +26,16 @@ from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory, total_byte
 from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
+from grpo_mp.trainer.save import export_policy
+from grpo_mp.weight_sync.compare import comparison_sequences
+from grpo_mp.weight_sync.engine_check import PROMPTS, sequence_logprobs
 from grpo_mp.weight_sync.update import PolicyShards, build_weight_sync
 from tests.bench.small_policy import MIB, TOKENS, padding, peak_bytes, settled_bytes, start_small_policy
-from tests.bench.sync_memory import StandIn
+from tests.bench.sync_memory import StandIn, rollout_with
 from tests.save_policy import save_policy
 
 REACH = 0.05
-OTHER_LAYOUT = "load, other layout"
+OTHER_LAYOUT, EXPORT = "load, other layout", "export"
 # Not in this process, or there before the policy is.
 OTHERS = {"contexts", "communication", "fragments", "engine weights", "KV cache", "CUDA graphs"}
 
@@ -57,11 +58,11 @@ def _plan(settings: Settings) -> MemoryPlan:
 
 
 def _planned(memory: MemoryPlan, name: str) -> float:
-    sub_phase = SubPhase.LOAD if name == OTHER_LAYOUT else SubPhase(name)
+    sub_phase = {OTHER_LAYOUT: SubPhase.LOAD, EXPORT: SubPhase.SAVE}.get(name) or SubPhase(name)
     device = {kind: size for kind, size in memory.device[0][sub_phase].items() if kind not in OTHERS}
     gathered = device["weights"] if sub_phase is SubPhase.OPTIMIZER else 0.0
     # On a CPU, what the same layout saved is read straight into its place.
-    piece = 0.0 if name == SubPhase.LOAD else memory.host[sub_phase]["checkpoint"]
+    piece = 0.0 if name == SubPhase.LOAD else memory.host[sub_phase]["export" if name == EXPORT else "checkpoint"]
     return total_bytes(device) + piece + gathered
 
 
@@ -76,9 +77,11 @@ def _measure(settings: Settings, parallel: Parallel) -> Mapping[str, float]:
 
 def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> dict[str, int]:
     policy = Policy(settings, parallel, with_reference=False)
+    sequences = comparison_sequences(TOKENS, TOKENS, 0, [(0,) * (settings.rollout.max_prompt_tokens // 2)] * PROMPTS)
+    model, sync_bytes = settings.model, settings.sync.bucket_bytes
     batch = [padding(TOKENS)]
     policy.update(batch, negative_log_likelihood)  # moments are there from the first update on
-    rollout: Any = SimpleNamespace(host_ranks=(0,), client=StandIn(), call=runner.run)
+    rollout = rollout_with(StandIn(), 1, runner)
     sync = build_weight_sync(settings, PolicyShards.of_policy(policy), rollout, parallel.job)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -86,8 +89,9 @@ def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> d
             SubPhase.LOGPROB: peak_bytes(lambda: policy.logprobs(batch)),
             SubPhase.TRAIN: peak_bytes(lambda: policy.compute_gradients(batch, negative_log_likelihood)),
             SubPhase.OPTIMIZER: peak_bytes(policy.optimizer.step),
-            SubPhase.SYNC: peak_bytes(lambda: sync.update_weights(1)),
+            SubPhase.SYNC: peak_bytes(lambda: (sync.update_weights(1), sequence_logprobs(policy, sequences))),
             SubPhase.SAVE: peak_bytes(lambda: save_policy(policy, folder)),
+            EXPORT: peak_bytes(lambda: export_policy(policy, folder / EXPORT, model.path, sync_bytes)),
             SubPhase.LOAD: peak_bytes(lambda: load_policy(policy, folder)),
             OTHER_LAYOUT: peak_bytes(lambda: _load_half(policy, folder)),
         }

@@ -1,6 +1,6 @@
 """One rank of our side: `grpo_mp.train` as it is, with an engine client that asks for responses of given lengths.
 
-Started by compare_trl.py under torchrun; the times are read from the run's trace.
+Started by compare_trl.py and simulated_schedules.py under torchrun; the times are read from the run's trace.
 """
 
 import argparse
@@ -12,8 +12,8 @@ from grpo_mp.checkpoint.run_state import latest_checkpoint
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
-from grpo_mp.train import train
-from grpo_mp.trainer.context import local_ranks, open_context
+from grpo_mp.train import generate, train
+from grpo_mp.trainer.context import TrainContext, local_ranks, open_context
 from grpo_mp.trainer.preflight import run_preflight
 from tests.bench import workload as w
 
@@ -39,8 +39,10 @@ class ExactLengths(EngineClient):
         ]
 
 
-def make_settings(folder: Path, run_folder: Path, steps: int) -> Settings:
+def make_settings(folder: Path, run_folder: Path, steps: int, schedule: str) -> Settings:
     tree = {
+        "schedule": schedule,
+        "engine": {"ranks": int(schedule != "colocated"), "args": {"decode_log_interval": 5}},
         "run": {"folder": str(run_folder), "steps": steps, "save_every": 0, "eval_every": 0, "export": False},
         "model": {"path": str(folder / w.MODEL), "dtype": "float32"},
         "data": {"train": str(folder / w.PROMPT_FILE), "shuffle": False},
@@ -68,15 +70,19 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--schedule", default="colocated")
     given = parser.parse_args()
-    settings = make_settings(given.folder, given.run_folder, given.steps)
+    settings = make_settings(given.folder, given.run_folder, given.steps, given.schedule)
     inputs = run_preflight(settings, *local_ranks())
     lengths = w.read_lengths(given.folder)
     with open_context(settings, inputs, latest_checkpoint(settings.run.folder)) as ctx:
         if ctx.rollout.client:
             by_tokens = {prompt.tokens: lengths[prompt.text] for prompt in inputs.train}
             ctx.rollout.client = ExactLengths(ctx.rollout.client, by_tokens)
-        train(ctx)
+        if isinstance(ctx, TrainContext):
+            train(ctx)
+        else:
+            generate(ctx)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.data.prompts import PromptSet
+from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
@@ -56,7 +57,7 @@ class ExactLengths(EngineClient):
         self._left, self.generated = left, 0
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1, routing: None = None
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1, routing: ModelShape | None = None
     ) -> list[EngineOutput]:
         prompt = tuple(prompt_tokens)
         waiting = self._left.get(prompt)
@@ -83,10 +84,9 @@ class Side:
     generated: int = 0
 
     def show(self, name: str) -> None:
-        print(
-            f"{name:7} {self.samples:5} samples in {self.seconds:6.1f} s: {self.samples / self.seconds:6.2f} samples/s, "
-            f"{self.useful / self.generated:.1%} of {self.generated:,} tokens useful"
-        )
+        speed, share = self.samples / self.seconds, self.useful / self.generated
+        print(f"{name:7} {self.samples:5} samples in {self.seconds:6.1f} s: {speed:6.2f} samples/s", end=", ")
+        print(f"{share:.1%} of {self.generated:,} tokens useful")
 
 
 @dataclass
@@ -108,7 +108,8 @@ class Rounds:
             count, first = ceil(missing / max(share, MIN_KEPT_SHARE)), self.next
             self.next, rounds = first + count, rounds + 1
             sampling = SamplingParams(LONGEST)
-            task = RolloutTask(lambda number, first=first: self.prompts[first + number], GROUP, first, step, sampling)
+            batch = self.prompts.prompts[first : first + count]
+            task = RolloutTask(batch.__getitem__, GROUP, first, step, sampling)
             stream = GroupStream(store, f"rounds/{step}/{rounds}", AdmissionRule(count, count, count), ENGINES)
             for group in self.rollout.begin(task, stream).result().values():
                 assert isinstance(group, SampleGroup)
@@ -133,7 +134,7 @@ def compare(clients: list[ExactLengths], steps: int, needed: int, slots: int, st
     engines: Any = clients
     group: Any = SimpleNamespace(group=dist.group.WORLD)
     rule = {"zero_std": "refill"}
-    sizes = {"prompts_per_step": needed, "group_size": GROUP, "max_response_tokens": LONGEST}
+    sizes: dict[str, Any] = {"prompts_per_step": needed, "group_size": GROUP, "max_response_tokens": LONGEST}
     stub = collector(group, engines, slots, rule, steps=steps, max_staleness=staleness, **sizes)
     stream: RolloutCollector = replace(stub, prompts=prompts, group_filter=filter_half)
     rollout: Any = stream.rollout

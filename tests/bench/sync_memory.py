@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +76,7 @@ def run_rank(folder: Path, layout: str, engines: bool) -> None:
         if engines:
             scheduler, client = stack.enter_context(running_engine(folder, parallel.rank))
             watched[f"engine {parallel.rank}"] = scheduler
-        rollout: Any = SimpleNamespace(host_ranks=range(parallel.world_size), client=client, call=runner.run)
+        rollout = rollout_with(client, parallel.world_size, runner)
         sync = build_weight_sync(settings, PolicyShards.of_policy(policy), rollout, parallel.job)
         for version in range(PUSHES):
             dist.barrier(group=parallel.cpu_group)
@@ -123,6 +124,8 @@ class StandIn:
     An engine reads them in its own process; here the rank's memory would count twice what it reads.
     """
 
+    index = 0
+
     async def begin_weight_update(self) -> None: ...
 
     async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
@@ -131,6 +134,12 @@ class StandIn:
             dict(open_exports(note))
 
     async def end_weight_update(self, version: int, keep_cache: bool = False) -> None: ...
+
+
+def rollout_with(client: Any, ranks: int, runner: asyncio.Runner) -> Any:
+    """What a weight sync asks of a Rollout: an engine on each rank, of which none is lost."""
+    keeps = partial(nullcontext, client)
+    return SimpleNamespace(host_ranks=range(ranks), client=client, call=runner.run, losing_engine=keeps)
 
 
 @contextmanager

@@ -76,3 +76,21 @@ def test_prompts_do_not_depend_on_how_far_ahead_they_were_drawn(steps: list[tupl
         early.extend(count + more)
         assert [early[number] for number in range(count)] == [late[number] for number in range(count)]
         cursors = [queue.use_up(count) for queue in (early, late)]
+
+
+@given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 8), st.booleans(), st.lists(st.integers(0, 6), max_size=9))
+def test_a_resumed_run_draws_what_the_stopped_one_had_drawn_ahead(
+    step_size: int, more: int, ahead: int, shuffle: bool, steps: list[int]
+) -> None:
+    """At every saved position, ends of epochs among them."""
+    size = step_size + more
+    queue, cursor = PromptQueue(size, shuffle), Cursor(seed=5)
+    for count in steps:
+        queue.begin_step(cursor, none_skipped, step_size)
+        queue.extend(count + ahead)
+        resumed = PromptQueue(size, shuffle)
+        resumed.begin_step(cursor, none_skipped, step_size)
+        assert [resumed[number] for number in range(count + ahead)] == [
+            queue[number] for number in range(count + ahead)
+        ]
+        cursor = queue.use_up(count)

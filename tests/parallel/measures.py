@@ -1,5 +1,6 @@
 """What is measured in a layout. Each function runs on every rank and returns this rank's part."""
 
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +26,7 @@ from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import Parallel, context_reduction
 from grpo_mp.distributed.shards import shard_holders
+from grpo_mp.errors import UserError
 from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.pipeline_layout import layers_of_stages
@@ -96,7 +98,8 @@ class Bench:
 def export(bench: Bench) -> Result:
     """Names of exported tensors, and of those that are not bit for bit in the folder the policy was read from."""
     targets = {"first": (0,), "all": tuple(_ranks(bench))}
-    return {name: _export(bench, ranks) for name, ranks in targets.items()} | {"folders": _exported_folders(bench)}
+    folders = {"folders": _exported_folders(bench), "full disk": _export_to_a_full_disk(bench)}
+    return {name: _export(bench, ranks) for name, ranks in targets.items()} | folders
 
 
 def _exported_folders(bench: Bench) -> list[str]:
@@ -108,6 +111,21 @@ def _exported_folders(bench: Bench) -> list[str]:
         if bench.parallel.rank == 0:
             wrong += compare_folders(folder, bench.settings.model.path, fp8, bench.policy.params)
     return wrong
+
+
+def _export_to_a_full_disk(bench: Bench) -> str:
+    """Return what an export raises on this rank when the last one may write no file of more than a few bytes."""
+    settings, limits = bench.settings, resource.getrlimit(resource.RLIMIT_FSIZE)
+    folder = bench.checkpoints / f"{bench.case.name}_export_failed"
+    if bench.parallel.rank == bench.parallel.world_size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        export_policy(bench.policy, folder, settings.model.path, settings.sync.bucket_bytes)
+    except UserError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ""
 
 
 def compare_folders(folder: Path, model: Path, fp8: bool, params: Mapping[str, Param]) -> list[str]:

@@ -115,9 +115,10 @@ def test_a_step_takes_the_slower_side_and_the_sync(prompts: int, slower: str) ->
     times = {sub_phase: time.expected_s for sub_phase, time in plan.times.items()}
     trained = (SubPhase.LOGPROB, SubPhase.TRAIN, SubPhase.OPTIMIZER)
     training_s = sum(times[sub_phase] for sub_phase in trained) + times[SubPhase.SAVE] / 4
-    assert plan.sides_s == pytest.approx((times[SubPhase.GENERATE], training_s, times[SubPhase.SYNC]))
+    sync_s = times[SubPhase.SYNC] + times[SubPhase.CHECK]
+    assert plan.sides_s == pytest.approx((times[SubPhase.GENERATE], training_s, sync_s))
     assert (times[SubPhase.GENERATE] > training_s) == (slower == "generation")
-    assert plan.step_s == pytest.approx(max(times[SubPhase.GENERATE], training_s) + times[SubPhase.SYNC])
+    assert plan.step_s == pytest.approx(max(times[SubPhase.GENERATE], training_s) + sync_s)
     assert times[SubPhase.OFFLOAD] == 0
     assert plan.bottleneck[0] in ((SubPhase.GENERATE,) if slower == "generation" else (*trained, SubPhase.SAVE))
 

@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+import pytest
+
 from grpo_mp.config import load_settings
-from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.clusters import OVERHEADS, read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.plan import Plan, make_plan
+from grpo_mp.planner.weight_traffic import PROMPTS, check_lengths
+from grpo_mp.weight_sync import engine_check
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -19,9 +23,26 @@ def plan_recipe(name: str, nodes: int, *overrides: str) -> Plan:
 
 
 def test_long_answers_on_128_gpus() -> None:
+    """A sync under 3 s: engines that fall asleep and wake, new weights, an empty cache and the check included."""
     plan = plan_recipe("moe_671b", 16)
     assert plan.step_s < 1100
-    assert plan.times[SubPhase.SYNC].expected_s < 3
+    sleep_s = plan.times[SubPhase.OFFLOAD].parts["latency"]
+    assert sleep_s > 0
+    assert plan.sync_s + sleep_s < 3
+
+
+def test_the_check_counts_its_sequences_layers_and_requests() -> None:
+    """61 layers one after the other, in the policy and then in the engine; four prompts and four random sequences."""
+    plan = plan_recipe("moe_671b", 16)
+    assert PROMPTS == engine_check.PROMPTS
+    assert check_lengths(plan.job) == [1024] * 4 + [64] * 4
+    use, time = plan.uses[SubPhase.CHECK], plan.times[SubPhase.CHECK]
+    counts = {wait.name: wait.count for wait in use.waits}
+    assert counts["layers of the policy"] == counts["layers of an engine"] == 61
+    assert counts["requests to an engine"] == 2
+    # Eight GPUs share a sequence of the policy; 37 billion parameters of a token, and little attention.
+    assert use.flops == pytest.approx(2 * 37e9 * 4352 * (1 / 8 + 1 / 32), rel=0.15)
+    assert 2 * 61 * OVERHEADS.eager_layer_s < time.expected_s < 2
 
 
 def test_short_answers_on_256_gpus() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,9 @@ from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
 from grpo_mp.errors import EngineError, UserError
 from grpo_mp.rewards.scorer import RewardStats
+from grpo_mp.rollout.saved_groups import load_groups
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker, give_back
+from grpo_mp.rollout.worker import EndedGroup, LaunchedGroups, RolloutTask, RolloutWorker, give_back, pause_running
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 from tests.rollout.fake_engine import FakeEngine, draw_length, token_of
@@ -86,6 +88,14 @@ class OneRankRollout:
     def host_ranks(self) -> tuple[int, ...]:
         return tuple(range(len(self.engines)))
 
+    def pause(self, launched: LaunchedGroups) -> dict[int, EndedGroup]:
+        everywhere: Any = SimpleNamespace(abort_all=self._abort_all)
+        return self.loop.run(pause_running(everywhere, launched))
+
+    async def _abort_all(self) -> None:
+        for engine in self.engines:
+            await engine.abort_all()
+
     def lose(self, error: EngineError) -> None:
         if not any(isinstance(engine, MortalEngine) for engine in self.engines):
             raise error
@@ -136,6 +146,7 @@ def collector(
     filter_: dict[str, Any],
     schedule: str = "colocated",
     steps: int = 100,
+    folder: Path = Path("/nowhere"),
     **rollout: Any,
 ) -> Any:
     config = RolloutConfig.model_validate(
@@ -145,9 +156,9 @@ def collector(
     phases: Any = SimpleNamespace(phase=lambda *_: nullcontext())
     algorithm = AlgorithmConfig.model_validate({"filter": filter_})
     job: Any = SimpleNamespace(group=parallel.group)
-    job.store, job.world_size, job.engine_ranks = dist.HashStore(), 1, 0  # streams' names are new in each
+    job.store, job.rank, job.world_size, job.engine_ranks = dist.HashStore(), 0, 1, 0  # streams' names are new in each
     settings: Any = SimpleNamespace(rollout=config, algorithm=algorithm, shares_devices=schedule == "colocated")
-    settings.data, settings.run = SimpleNamespace(shuffle=False), SimpleNamespace(seed=0, steps=steps)
+    settings.data, settings.run = SimpleNamespace(shuffle=False), SimpleNamespace(seed=0, steps=steps, folder=folder)
     rollouts: Any = OneRankRollout(engines, slots)
     scorer: Any = FakeScorer()
     recovery: Any = SimpleNamespace(run=lambda: None)
@@ -325,6 +336,42 @@ def test_what_engines_of_their_own_generate_is_neither_lost_nor_older_than_allow
         collect.synced_step = step
     in_order = [number % PROMPTS for number in range(2 * PROMPTS) if kept(number % PROMPTS)]
     assert trained == in_order[: len(trained)]
+
+
+@pytest.mark.parametrize("collected", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("schedule", "max_staleness"), [("colocated", 0), ("colocated", 2), ("one_step_off", 1), ("async", 2)]
+)
+def test_a_stopped_job_goes_on_with_what_it_had_begun(
+    parallel: Any, tmp_path: Path, schedule: str, max_staleness: int, collected: bool
+) -> None:
+    """It is stopped several times, before or after a step's groups are collected, which the next job repeats."""
+    engine, state, trained, tokens = FakeEngine(token_s=5e-4), TrainState(), list[int](), 0
+    for job in range(4):
+        collect = collector(
+            *(parallel, [engine], 12, {"zero_std": "refill"}),
+            schedule=schedule,
+            folder=tmp_path,
+            max_staleness=max_staleness,
+        )
+        collect.synced_step = state.step
+        for step in range(2 * job + 1, 2 * job + 3):
+            batch = collect.collect(state, step)
+            check_samples(batch)
+            assert step - 1 - min(info.oldest_version for info in batch.infos) <= max_staleness
+            trained += [group.prompt.index for group in batch.groups]
+            tokens += sum(info.response_tokens for info in batch.launched)
+            state = replace(batch.state, step=step)
+            if schedule == "one_step_off":
+                collect.finish_generation()
+            engine.version = collect.synced_step = step
+        if collected:
+            collect.collect(state, 2 * job + 3)
+        collect.stop(state)
+    assert trained == [prompt for prompt in range(PROMPTS) if kept(prompt)][: len(trained)]
+    assert len(trained) == 8 * 8
+    saved = load_groups(tmp_path.glob("rollouts/step_000008/*"), collect.prompts)
+    assert tokens + sum(len(output.tokens) for group in saved.values() for output in group.outputs) == engine.generated
 
 
 @pytest.mark.parametrize(("schedule", "max_staleness"), [("colocated", 0), ("colocated", 2), ("async", 2)])

@@ -362,11 +362,21 @@ def test_a_reward_that_cannot_be_imported(refuse: Refuse, spec: str, sentence: s
             "model.family=json:loads",
             "model.family 'json:loads': as model family it must be a grpo_mp.models.",
         ),
+        ("rollout.function=cal_tools", "unknown rollout function 'cal_tools' (did you mean call_tools?)"),
+        ("rollout.function=json:loads", "rollout.function 'json:loads': as rollout function it is called with (task, "),
+        ("rollout.function=operator:eq", "'operator:eq': it must be a coroutine function: async def rollout(task, "),
         ("reward.functions={'os.path:join': 1}", "as reward function it is called with (prompts=, completions=, "),
     ],
 )
 def test_an_extension_that_is_not_there_or_does_not_fit(refuse: Refuse, override: str, sentence: str) -> None:
     assert sentence in refuse(override)
+
+
+def test_tools_that_do_not_fit(refuse: Refuse) -> None:
+    calculator, parser = "rollout.tools=['grpo_mp.examples.calculator:calculator']", "rollout.tool_parser=qwen26"
+    assert f"{parser}: the installed SGLang has no such parser (did you mean qwen25?)" in refuse(calculator, parser)
+    no_tool = refuse("rollout.tools=['json:loads']", "rollout.tool_parser=qwen25")
+    assert "rollout.tools 'json:loads': a tool needs type hints and a docstring with `Args:`" in no_tool
 
 
 # -- run folder ----------------------------------------------------------------------------------------------
@@ -448,17 +458,8 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
 def test_what_may_change_between_attempts(
     saved_run: Path, tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    main(
-        [
-            str(tiny_run.config),
-            f"run.folder={saved_run}",
-            "run.steps=9",
-            "run.save_every=5",
-            "--dry-run",
-            "--ranks",
-            "2",
-        ]
-    )
+    changed = ("run.steps=9", "run.save_every=5")
+    main([str(tiny_run.config), f"run.folder={saved_run}", *changed, "--dry-run", "--ranks", "2"])
     assert capfd.readouterr().err == ""
 
 

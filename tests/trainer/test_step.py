@@ -57,13 +57,19 @@ def make_step(tiny_run: TinyRun, parallel: Parallel) -> Callable[..., Step]:
 
 
 def make_samples(random: np.random.Generator, vocabulary: int, model: Path) -> list[Sample]:
-    """Random tokens; the engine's logprobs are those of transformers and a little noise."""
+    """Random tokens; the engine's logprobs are those of transformers and a little noise.
+
+    Every third sample is an episode: some of its tokens were given, with logprobs that show where one is counted.
+    """
     reference = load(model)
     samples = []
     for number in range(GROUPS * SIZE):
         prompt, response = (random.integers(1, vocabulary, count).tolist() for count in random.integers(2, 15, 2))
         logprobs, _ = scored(reference, prompt, response)
         noisy = np.minimum(logprobs + random.normal(0, 0.05, len(response)), 0.0).astype(np.float32)
+        is_generated = random.random(len(response)) < (0.6 if number % 3 == 1 else 2.0)
+        is_generated[-1] = True
+        noisy[~is_generated] = -5.0
         samples.append(
             Sample(
                 group_id=number // SIZE,
@@ -74,6 +80,7 @@ def make_samples(random: np.random.Generator, vocabulary: int, model: Path) -> l
                 weight_versions=(0,) * len(response),
                 truncated=number in (2, 9),
                 reward=float(random.integers(0, 3)),
+                generated=tuple(is_generated.tolist()) if number % 3 == 1 else (),
             )
         )
     return samples
@@ -99,8 +106,14 @@ def scored(model: torch.nn.Module, prompt: Sequence[int], response: Sequence[int
 
 
 def scored_all(folder: Path, samples: Sequence[Sample]) -> list[tuple[Values, Values]]:
+    """Logprob and entropy at each generated token."""
     model = load(folder)
-    return [scored(model, sample.prompt_tokens, sample.tokens) for sample in samples]
+    of_all = [scored(model, sample.prompt_tokens, sample.tokens) for sample in samples]
+    return [(logprobs[mask(s)], entropy[mask(s)]) for s, (logprobs, entropy) in zip(samples, of_all, strict=True)]
+
+
+def mask(sample: Sample) -> NDArray[np.bool_]:
+    return np.array(sample.generated or (True,) * len(sample.tokens))
 
 
 def advantages(samples: Sequence[Sample]) -> Values:
@@ -135,8 +148,8 @@ def expected(
             [logprobs for logprobs, _ in now],
             [logprobs for logprobs, _ in first],
             [entropies for _, entropies in now],
-            [np.array(sample.rollout_logprobs, np.float64) for sample in samples],
-            [np.full(len(sample.tokens), gain) for sample, gain in zip(samples, gains, strict=True)],
+            [np.array(sample.rollout_logprobs, np.float64)[mask(sample)] for sample in samples],
+            [np.full(mask(sample).sum(), gain) for sample, gain in zip(samples, gains, strict=True)],
         )
     )
     ratio, apart = np.exp(new - old), np.abs(new - engine)
@@ -174,7 +187,7 @@ def grad_norm(folder: Path, samples: Sequence[Sample], gains: Values) -> float:
         if not sample.truncated:
             log_distribution = distribution(model, sample.prompt_tokens, sample.tokens)
             chosen = log_distribution.gather(1, torch.tensor(sample.tokens)[:, None])
-            (-float(gain) / len(samples) * chosen.mean()).backward()
+            (-float(gain) / len(samples) * chosen[mask(sample)].mean()).backward()
     norms = [param.grad.double().norm() for param in model.parameters() if param.grad is not None]
     return float(torch.stack(norms).norm())
 
@@ -205,7 +218,7 @@ def test_every_training_metric_of_a_step(make_step: Callable[..., Step], tiny_ru
         "train/updates": 2,
         "train/skipped_updates": 0,
         "train/early_stopped_updates": 0,
-        "train/tokens": sum(len(sample.tokens) for sample in step.samples if not sample.truncated),
+        "train/tokens": sum(int(mask(sample).sum()) for sample in step.samples if not sample.truncated),
         "train/padding_ratio": 0.0,
     }
     metrics = update_metrics(reports, step.batch, planned=len(step.batch.plan))
@@ -281,7 +294,7 @@ def test_monitored_kl_has_no_gradient(make_step: Callable[..., Step], tiny_run: 
     for update, plan in zip(prepared, step.batch.plan, strict=True):
         for batch in (batch for batch in update if batch.reference_logprobs is not None):
             samples = [step.samples[plan.samples[i]] for i in batch.sample_ids]
-            logprobs = [scored(reference, sample.prompt_tokens, sample.tokens)[0] for sample in samples]
+            logprobs = [scored(reference, s.prompt_tokens, s.tokens)[0][mask(s)] for s in samples]
             logprobs_of_batch = batch.reference_logprobs[batch.mask.bool()]  # type: ignore[index]
             assert logprobs_of_batch.numpy() == pytest.approx(np.concatenate(logprobs), abs=2e-5)
 

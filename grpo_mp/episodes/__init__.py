@@ -1,0 +1,1 @@
+"""Rollouts of more than one answer: what a user's rollout function gets and returns, chat templates, tools."""

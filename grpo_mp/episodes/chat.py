@@ -1,0 +1,63 @@
+"""Chat messages as tokens: a prompt in full, later messages by themselves, behind tokens that were sampled.
+
+Rendering a conversation again would change what was sampled: templates strip thinking, and text does not encode to the
+ids it came from. So only what is new is rendered, after a fixed conversation (as in TRL, verl and SkyRL), and sampled
+ids stay in their place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from grpo_mp.errors import UserError
+from grpo_mp.types import Message
+
+MARK = "ANSWER7F3A"  # the answer of the fixed conversation: what follows it is the rendering of what is new
+FIXED: tuple[Message, ...] = ({"role": "user", "content": "question"}, {"role": "assistant", "content": MARK})
+
+
+@dataclass(frozen=True)
+class ChatRenderer:
+    """Renders messages by the tokenizer's chat template. `tools`: their JSON schemas."""
+
+    tokenizer: PreTrainedTokenizerBase
+    tools: tuple[dict[str, Any], ...] = ()
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Render a conversation up to where the policy answers."""
+        return self._encode(self._render(messages))
+
+    def continuation(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens between an answer that ends with `sampled` and the next: its end if cut, and `messages`.
+
+        Raises UserError where the template does not show the answer of the fixed conversation.
+        """
+        _, mark, rest = self._render((*FIXED, *messages)).rpartition(MARK)
+        if not mark:
+            raise UserError("the chat template leaves answers out: no turn can follow one; use another template")
+        tokens = self._encode(rest)
+        # The sampled stop token is the first of what the template writes after an answer.
+        return tokens[1:] if sampled and tokens[:1] == tuple(sampled[-1:]) else tokens
+
+    def clean(self, text: str) -> str:
+        """Take the special tokens out of a text that is not the policy's: it must not begin or end a message."""
+        for token in self.tokenizer.all_special_tokens:
+            text = text.replace(token, "")
+        return text.encode("utf-8", "replace").decode()
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages), tools=list(self.tools) or None, tokenize=False, add_generation_prompt=True
+                )
+            )
+        except TemplateError as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise UserError(f"the chat template refuses messages of {roles}: {error}") from error
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])

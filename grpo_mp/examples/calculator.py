@@ -1,0 +1,103 @@
+"""Products that a tiny policy cannot compute, and a calculator that it can learn to call."""
+
+import ast
+import operator
+import random
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
+
+from grpo_mp.episodes.chat import ChatRenderer
+from grpo_mp.errors import UserError
+from grpo_mp.examples.arithmetic import Problem
+from grpo_mp.examples.tiny_models import make_tokenizer
+from grpo_mp.types import Message, Sample
+
+SMALLEST, LARGEST = 11, 99
+EXAMPLES_WITH_TOOL, EXAMPLES_THAT_CALL = 0.8, 0.4  # shares: of examples, and of those with the tool
+WORDS = ("How", "much", "is", "times", "calculator", "expression")
+# Tools are named in a system message, calls are written as Llama 4 writes them, results are messages of their own.
+CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|system|>' + tools | map(attribute='function.name') | join(' ') + '<|im_end|>' }}{% endif %}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+
+def calculator(expression: str) -> str:
+    """Compute a sum, a difference or a product.
+
+    Args:
+        expression: two whole numbers with +, - or * between them, such as 12*34
+
+    """
+    node = ast.parse(expression, mode="eval").body
+    if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
+        raise ValueError(f"{expression!r} is no sum, difference or product of two numbers")
+    left, right = ast.literal_eval(node.left), ast.literal_eval(node.right)
+    if not (isinstance(left, int) and isinstance(right, int)):
+        raise ValueError("the numbers must be whole")
+    return str(OPERATORS[type(node.op)](left, right))
+
+
+class Product(Problem):
+    """How much a times b is."""
+
+    @property
+    def answer(self) -> str:
+        """Return the product."""
+        return str(self.operands[0] * self.operands[1])
+
+
+def make_problems(count_train: int, count_eval: int, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """Draw products of two numbers of two digits, all different; those of eval never occur in train.
+
+    Raises UserError where there are not so many.
+    """
+    pairs = [(a, b) for a in range(SMALLEST, LARGEST + 1) for b in range(SMALLEST, LARGEST + 1)]
+    if count_train + count_eval > len(pairs):
+        raise UserError(f"there are only {len(pairs)} products: ask for fewer problems by --train and --eval")
+    random.Random(seed).shuffle(pairs)
+    problems: list[Problem] = [Product(f"How much is {a} times {b}?", "multiply", (a, b)) for a, b in pairs]
+    return problems[:count_train], problems[count_train : count_train + count_eval]
+
+
+def tokenizer() -> PreTrainedTokenizerBase:
+    """Make the tokenizer of the task, whose template knows tools."""
+    return make_tokenizer(WORDS, CHAT_TEMPLATE, roles=("<|tool|>",))
+
+
+def make_examples(problems: Sequence[Problem], seed: int, held_out: int) -> list[Sample]:
+    """Make supervised examples: answers out of the head, and some that call the calculator, as the last `held_out` do.
+
+    What the calculator says is given, not learned.
+    """
+    words, rng = tokenizer(), random.Random(seed)
+    with_tool, without = ChatRenderer(words, (get_json_schema(calculator),)), ChatRenderer(words)
+    samples = []
+    for number, problem in enumerate(problems):
+        is_held_out = number >= len(problems) - held_out
+        has_tool = is_held_out or rng.random() < EXAMPLES_WITH_TOOL
+        calls = is_held_out or (has_tool and rng.random() < EXAMPLES_THAT_CALL)
+        samples.append(_example(number, problem, with_tool if has_tool else without, calls))
+    return samples
+
+
+def _example(number: int, problem: Problem, renderer: ChatRenderer, calls: bool) -> Sample:
+    words = renderer.tokenizer
+
+    def said(text: str) -> list[int]:
+        return [*words.encode(text, add_special_tokens=False), words.eos_token_id]
+
+    question: Message = {"role": "user", "content": problem.question}
+    final = said(f"\\boxed{{{problem.answer}}}")
+    prompt = renderer.prompt([question])
+    if not calls:
+        return Sample.from_tokens(number, prompt, final)
+    expression = "{}*{}".format(*problem.operands)
+    call = said(f'[calculator(expression="{expression}")]')
+    result = renderer.continuation(call, [{"role": "tool", "content": calculator(expression)}])
+    mask = [True] * len(call) + [False] * len(result) + [True] * len(final)
+    return Sample.from_tokens(number, prompt, [*call, *result, *final], mask)

@@ -1,0 +1,60 @@
+"""What one GPU moves and waits for while engines get new weights, are checked, and sleep and wake."""
+
+from grpo_mp.planner.clusters import OVERHEADS
+from grpo_mp.planner.engine_memory import EngineMemory
+from grpo_mp.planner.generation import prefill_flops
+from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.resource_use import ResourceUse, Wait
+from grpo_mp.planner.training_use import lone_pass_use
+from grpo_mp.planner.weight_traffic import check_lengths, sync_traffic
+
+SYNC_REQUESTS = 4  # begin and end the update, empty the cache, set the version
+PAUSE_REQUESTS = 2  # pause and continue what engines of their own are at
+SLEEP_REQUESTS = 4  # empty the cache and give up memory, of weights and of the cache
+CHECK_COLLECTIVES = 6  # gather, broadcast (twice) and compare logprobs; barriers before and after the engine wakes
+
+
+def sync_use(job: PlannedJob) -> ResourceUse:
+    """Return the use of one GPU: what the busiest rank sends or receives in rounds that all ranks go through."""
+    traffic, uneven, shared = sync_traffic(job), OVERHEADS.sync_unevenness, job.settings.shares_devices
+    requests = SYNC_REQUESTS + traffic.rounds + (1 if shared else PAUSE_REQUESTS)
+    return ResourceUse(
+        device_bytes=4 * traffic.loaded,  # packed, joined, shared, loaded
+        nvlink_bytes=uneven * traffic.nvlink,
+        network_bytes=uneven * traffic.network,
+        waits=(
+            Wait("requests to an engine", requests, OVERHEADS.engine_request_s),
+            Wait("tensors that an engine loads", traffic.tensors, OVERHEADS.sync_tensor_s),
+            Wait("wakes of an engine's weights", float(shared), OVERHEADS.engine_memory_s),
+        ),
+    )
+
+
+def check_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
+    """Return the use of one GPU in the check after a sync: a few sequences, scored by the policy and then by engines.
+
+    The engine's products count at the policy's rate.
+    """
+    lengths, shared = check_lengths(job), job.settings.shares_devices
+    tokens, idle_replicas = sum(lengths), max(1.0, job.engine_parallelism.replicas / len(lengths))
+    scored = ResourceUse(
+        flops=prefill_flops(job, tokens) * idle_replicas,
+        device_bytes=engine.weights,
+        waits=(
+            Wait("layers of an engine", job.model.num_layers, OVERHEADS.eager_layer_s),
+            Wait("requests to an engine", 1 + shared, OVERHEADS.engine_request_s),
+            Wait("wakes of an engine's cache", float(shared), OVERHEADS.engine_memory_s),
+            Wait("collectives between hosts", CHECK_COLLECTIVES, OVERHEADS.host_collective_s),
+        ),
+    )
+    return lone_pass_use(job, tokens, job.prompt_tokens) + scored
+
+
+def sleep_use(job: PlannedJob) -> ResourceUse:
+    """Return what it takes engines to give up their weights and caches, where the policy shares their devices."""
+    return ResourceUse(
+        waits=(
+            Wait("requests to an engine", SLEEP_REQUESTS * job.offloads, OVERHEADS.engine_request_s),
+            Wait("moves of an engine's memory", 2.0 * job.offloads, OVERHEADS.engine_memory_s),
+        )
+    )

@@ -1,0 +1,188 @@
+"""Rolls out groups of episodes on one engine: limits, failures, and samples of what was recorded."""
+
+import asyncio
+import inspect
+import logging
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
+from grpo_mp.config.sections import RolloutConfig
+from grpo_mp.distributed.layout import ModelShape
+from grpo_mp.episodes.chat import ChatRenderer
+from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, RolloutFunction, Segment, Task
+from grpo_mp.episodes.tools import EpisodeTools, ToolKit, load_tools
+from grpo_mp.errors import UserError, one_line
+from grpo_mp.rollout.client import EngineClient, SamplingParams
+from grpo_mp.rollout.episode_policy import EpisodeAbortedError, EpisodeContext, EpisodePolicy
+from grpo_mp.types import EpisodeState, Message, Prompt, Sample, SampleGroup
+
+LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EpisodeParts:
+    """What `rollout` names: the function, the tools, and the renderer of their messages."""
+
+    config: RolloutConfig
+    function: RolloutFunction
+    tools: ToolKit
+    renderer: ChatRenderer
+
+
+def load_episode_parts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> EpisodeParts | None:
+    """Load the parts; None where a rollout is one answer. Raises UserError where one cannot be loaded or used."""
+    name = config.rollout_function
+    if name is None:
+        return None
+    function: RolloutFunction = ROLLOUT_FUNCTIONS.resolve(name, "rollout.function", config.function_args)
+    if not inspect.iscoroutinefunction(function):
+        raise UserError(f"rollout.function {name!r}: it must be a coroutine function: async def rollout(task, policy)")
+    tools = load_tools(config.tools)
+    renderer = ChatRenderer(tokenizer, tools.schemas)
+    renderer.continuation(
+        (), ({"role": "tool", "content": "0"} if tools.schemas else {"role": "user", "content": "0"},)
+    )
+    return EpisodeParts(config, function, tools, renderer)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an episode ended. `error`: why it failed, or ""."""
+
+    episode: Episode
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class EpisodeRunner:
+    """Rolls out groups on one engine, at most so many episodes at a time as `slots` lets through."""
+
+    parts: EpisodeParts
+    client: EngineClient
+    slots: asyncio.Semaphore
+
+    async def run_group(
+        self, prompt: Prompt, group_id: int, count: int, step: int, sampling: SamplingParams, routing: ModelShape | None
+    ) -> SampleGroup | None:
+        """Roll out `count` episodes of a prompt; None where the engine was told to end them.
+
+        Raises EngineError from the engine.
+        """
+        config = self.parts.config
+        context = EpisodeContext(
+            self.client,
+            self.parts.renderer,
+            config.limits,
+            sampling,
+            config.group_timeout_s,
+            config.tool_parser,
+            routing,
+        )
+        running = [asyncio.create_task(self._run(context, prompt, index, step)) for index in range(count)]
+        try:
+            outcomes = await asyncio.gather(*running)
+        except EpisodeAbortedError:
+            return None
+        finally:
+            for other in running:
+                other.cancel()
+        end = self.parts.renderer.tokenizer.eos_token_id
+        samples = tuple(as_sample(outcome, group_id, index, end) for index, outcome in enumerate(outcomes))
+        return SampleGroup(prompt, samples)
+
+    def with_failures(self, group: SampleGroup) -> SampleGroup:
+        """Give episodes that failed the reward of the settings, if these name one."""
+        failed = self.parts.config.failed
+        if isinstance(failed, str):
+            return group
+        samples = (
+            replace(sample, reward=failed) if sample.state in ("error", "timeout") else sample
+            for sample in group.samples
+        )
+        return replace(group, samples=tuple(samples))
+
+    async def _run(self, context: EpisodeContext, prompt: Prompt, index: int, step: int) -> Outcome:
+        """Roll out one episode, however it ends. Raises EngineError, EpisodeAbortedError."""
+        async with self.slots:
+            outcome, policy = await self._roll_out(context, prompt, index, step)
+        if policy.stopped_by:
+            raise policy.stopped_by
+        if outcome.error:
+            LOGGER.info("step %d: %s", step, outcome.error)
+        return outcome
+
+    async def _roll_out(
+        self, context: EpisodeContext, prompt: Prompt, index: int, step: int
+    ) -> tuple[Outcome, EpisodePolicy]:
+        clock = asyncio.timeout(context.limits.episode_s)
+        policy = EpisodePolicy(context, prompt, clock)
+        label = f"prompt {prompt.index}, sample {index}"
+        try:
+            async with clock:
+                tools, messages = await self._open_tools(prompt)
+                returned = await self.parts.function(Task(prompt, index, step, tools, messages), policy)
+            if not isinstance(returned, Episode):
+                raise TypeError(f"it returned {type(returned).__name__}, no Episode")
+        except EpisodeLimitError:
+            return Outcome(policy.episode(state=policy.limit)), policy
+        except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+            if clock.expired():
+                sentence = f"it took longer than rollout.limits.episode_s={context.limits.episode_s:g} s"
+                state: EpisodeState = "timeout"
+            else:
+                sentence, state = f"it raised {type(error).__name__}: {one_line(error)}", "error"
+            episode = policy.episode(state=state)
+            return Outcome(episode, f"{label}, turn {episode.turns}: {sentence}"), policy
+        state = policy.limit if policy.limit and returned.state in ("completed", "truncated") else returned.state
+        return Outcome(replace(returned, state=state)), policy
+
+    async def _open_tools(self, prompt: Prompt) -> tuple[EpisodeTools, tuple[Message, ...]]:
+        """Make the tools of an episode, and the messages that it begins with."""
+        limits, messages = self.parts.config.limits, prompt.messages
+        tools = self.parts.tools.open(limits.tool_s, limits.tool_characters)
+        said = self.parts.renderer.clean(await tools.reset(prompt.columns))
+        if said:
+            messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + said})
+        return tools, messages
+
+
+def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sample:
+    """Make a sample of an episode: the prompt is what stands before the first generated token.
+
+    What was given after the last one is left out: nothing is trained on it. An episode without a generated token gets
+    `end_token` as a given one, so that it counts.
+    """
+    episode = outcome.episode
+    numbers = [number for number, segment in enumerate(episode.segments) if segment.generated]
+    first, last = (numbers[0], numbers[-1] + 1) if numbers else (len(episode.segments), 0)
+    prompt = tuple(token for segment in episode.segments[:first] for token in segment.tokens)
+    response = episode.segments[first:last] or (Segment((end_token,), generated=False),)
+    versions, rewards, end = list[int](), list[tuple[int, float]](), 0
+    for segment in response:
+        before = versions[-1] if versions else 0
+        versions += segment.weight_versions if segment.generated else (before,) * len(segment.tokens)
+        end += len(segment.tokens)
+        if segment.reward is not None:
+            rewards.append((end - 1, segment.reward))
+    return Sample(
+        group_id=group_id,
+        index=index,
+        prompt_tokens=prompt or (end_token,),
+        tokens=tuple(token for segment in response for token in segment.tokens),
+        rollout_logprobs=tuple(
+            value for segment in response for value in (segment.logprobs or (0.0,) * len(segment.tokens))
+        ),
+        weight_versions=tuple(versions),
+        truncated=episode.state == "truncated",
+        routed_experts=episode.routed_experts if numbers else None,
+        text=episode.answer,
+        step_rewards=tuple(rewards),
+        generated=tuple(segment.generated for segment in response for _ in segment.tokens),
+        state=episode.state,
+        episode_reward=episode.reward,
+        metrics={**episode.metrics, "turns": episode.turns, "forks": episode.forks},
+        messages=episode.messages,
+        error=outcome.error,
+    )

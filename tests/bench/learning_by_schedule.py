@@ -1,0 +1,113 @@
+"""Schedules on the quickstart task: `python -m tests.bench.learning_by_schedule [--cells async_4/0 ...] [--steps 40]`.
+
+A cell is a schedule and a seed, of the seed's own cold start (made where it is missing, as launch/quickstart.sh does).
+All train on the same number of samples, by the settings of configs/tiny_moe.yaml; with one_step_off and async one rank
+trains and one has the engine. A cell's held-out accuracies are appended to OUT/cells.jsonl when it ends, and a cell
+that stands there is not run again: the bench can be broken off, and run in parts. Prints a table of what stands there.
+
+Reach: up to staleness 1 the band of the last accuracy (mean, twice its standard error over seeds) overlaps colocated's.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+DIVIDED = ["engine.ranks=1", "layout={}"]
+SCHEDULES = {
+    "colocated": ["schedule=colocated"],
+    "partial": ["schedule=colocated", "rollout.max_staleness=1"],
+    "one_step_off": ["schedule=one_step_off", *DIVIDED],
+    "async_1": ["schedule=async", "rollout.max_staleness=1", *DIVIDED],
+    "async_4": ["schedule=async", "rollout.max_staleness=4", *DIVIDED],
+}
+SEEDS = (0, 1, 2)
+ACCURACY = "eval/arithmetic/accuracy"
+LAG = "rollout/weight_version_lag/mean"
+EVAL_EVERY = 10
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cells = [f"{schedule}/{seed}" for seed in SEEDS for schedule in SCHEDULES]
+    parser.add_argument("--cells", nargs="*", choices=cells, default=cells, metavar="SCHEDULE/SEED")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("runs/learning_by_schedule"))
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    results = given.out / "cells.jsonl"
+    for cell in given.cells:
+        if not any(done["cell"] == cell and done["steps"] == given.steps for done in read(results)):
+            done = run(cell, given.steps, given.out)
+            with results.open("a") as file:
+                file.write(json.dumps(done) + "\n")
+    show([done for done in read(results) if done["steps"] == given.steps])
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def run(cell: str, steps: int, out: Path) -> dict[str, Any]:
+    """Train a cell to its end, from its last checkpoint where it was broken off; return what it learned."""
+    schedule, seed = cell.split("/")
+    model, data = Path(f"checkpoints/tiny_deepseek_v3_seed{seed}"), Path(f"data/arithmetic_seed{seed}")
+    if not (model / "config.json").exists():
+        made = ["--family", "deepseek_v3", "--out", str(model), "--data", str(data), "--seed", seed]
+        grpo_mp("make-tiny", *made, "--cold-start", "0.4")
+    folder = out / f"{schedule}_seed{seed}_{steps}"
+    evaluation = f"data.eval={{arithmetic: {{path: {data}/eval.jsonl, samples: 4}}}}"
+    settings = [f"run.folder={folder}", f"run.seed={seed}", f"run.steps={steps}", f"run.eval_every={EVAL_EVERY}"]
+    settings += ["run.export=false", f"model.path={model}", f"data.train={data}/train.jsonl", evaluation]
+    grpo_mp("train", "configs/tiny_moe.yaml", "--ranks", "2", *settings, *SCHEDULES[schedule])
+    metrics = read(folder / "metrics.jsonl")
+    ages = [line[LAG] for line in metrics if LAG in line]
+    curve = {str(int(line["step"])): line[ACCURACY] for line in metrics if ACCURACY in line}
+    return {"cell": cell, "steps": steps, "accuracy": curve, "lag": statistics.fmean(ages)}
+
+
+def grpo_mp(*arguments: str) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", "grpo_mp", *arguments], env=environment, check=True)
+
+
+def show(cells: list[dict[str, Any]]) -> None:
+    """Print the accuracies of every schedule by step: mean, and in brackets the seeds'."""
+    if not cells:
+        return
+    steps = list(cells[0]["accuracy"])
+    curves = defaultdict[str, list[list[float]]](list)
+    for cell in cells:
+        curves[cell["cell"].split("/")[0]].append(list(cell["accuracy"].values()))
+    lags = defaultdict[str, list[float]](list)
+    for cell in cells:
+        lags[cell["cell"].split("/")[0]].append(cell["lag"])
+    table = Table(
+        "schedule", "seeds", "lag", *(f"step {step}" for step in steps), "twice the standard error of the last"
+    )
+    for schedule, runs in curves.items():
+        columns = list(zip(*runs, strict=True))
+        last = columns[-1]
+        error = 2 * statistics.stdev(last) / len(last) ** 0.5 if len(last) > 1 else None
+        texts = [f"{statistics.fmean(c):.1%} ({min(c):.1%} to {max(c):.1%})" for c in columns]
+        table.add_row(
+            schedule,
+            str(len(runs)),
+            f"{statistics.fmean(lags[schedule]):.2f}",
+            *texts,
+            "-" if error is None else f"{error:.1%}",
+        )
+    Console(width=180).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Simulated steps beside real ones: `python -m tests.bench.simulated_schedules [--steps 8] [--schedules async ...]`.
+
+Two cores, the tiny mixture and the lengths of compare_trl.py (16 to 512 tokens). Each schedule runs under torchrun:
+colocated with two engines on two ranks that train; one_step_off and async with one rank that trains and one with the
+engine. Of a run are measured: the seconds of logprobs, training, weight sync and scores (its trace), and of a decode
+step by running sequences and cached tokens (its engines' logs; least squares). A prompt's token takes an engine what a
+logprob takes the policy. The simulation gets these rates and the lengths; who waits for whom, and how long, is its
+own. Reach: a step within 15 % of the real one.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import tempfile
+from collections.abc import Iterable
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import numpy as np
+
+from grpo_mp.monitor.timeline import read_trace, trace_path
+from grpo_mp.simulation.loop import simulate
+from grpo_mp.simulation.scenario import Rates, Scenario, Schedule
+from tests.bench import workload as w
+from tests.bench.compare_trl import CORES, run
+
+FAMILY = "qwen3_moe"
+SLOTS, CONCURRENT_GROUPS = 128, 64  # defaults of a CPU engine, and of the settings
+SETTLED = 2  # steps that are not timed
+DECODE = re.compile(r"Decode batch, #running-req: (\d+), #token: (\d+),.* gen throughput \(token/s\): ([\d.]+)")
+
+
+def decode_rates(logs: Iterable[Path]) -> tuple[float, float, float]:
+    """Return the seconds of a decode step, and in it of a sequence and of a cached token.
+
+    A line is of the steps since the one before: those that waited or had a prefill in between are left out.
+    """
+    rows, seconds = [], []
+    for log in logs:
+        before = ""
+        for line in log.read_text(errors="replace").splitlines():
+            found = DECODE.search(line)
+            last = DECODE.search(before)
+            if found and last and int(found[1]) <= int(last[1]):
+                batch = (int(found[1]) + int(last[1])) / 2
+                rows.append((1.0, batch, (int(found[2]) + int(last[2])) / 2))
+                seconds.append(batch / float(found[3]))
+            before = line if found or "Prefill batch" in line else before
+    return _fit(np.array(rows), np.array(seconds))
+
+
+def _fit(rows: np.ndarray, values: np.ndarray) -> tuple[float, float, float]:
+    """Return the factors of the columns, none below 0, by least squares: of three columns all subsets are tried."""
+    best, best_error = np.zeros(3), float("inf")
+    for columns in (columns for size in range(1, 4) for columns in combinations(range(3), size)):
+        factors = np.zeros(3)
+        factors[list(columns)] = np.linalg.lstsq(rows[:, columns], values, rcond=None)[0]
+        error = float(np.square(rows @ factors - values).sum())
+        if error < best_error and (factors >= 0).all():
+            best, best_error = factors, error
+    return float(best[0]), float(best[1]), float(best[2])
+
+
+def phase_seconds(trace: Path) -> tuple[float, dict[str, float]]:
+    """Return the mean seconds of a step, from one update's end to the next, and of rank 0's phases in it."""
+    events = [event for event in read_trace(trace) if event["ph"] in "BE"]
+    trained = [event["ts"] / 1e6 for event in events if (event["ph"], event["name"]) == ("E", "TRAIN")][SETTLED - 1 :]
+    phases = {}
+    for name in {event["name"] for event in events}:
+        edges = [event["ts"] / 1e6 for event in events if event["name"] == name]
+        spans = [end - start for start, end in zip(edges[::2], edges[1::2], strict=True) if start > trained[0]]
+        phases[name] = statistics.fmean(spans) if spans else 0.0
+    return statistics.fmean(end - start for start, end in pairwise(trained)), phases
+
+
+def simulated_s(schedule: Schedule, lengths: w.Lengths, rates: Rates) -> float:
+    """Simulate a step, many times: the order of the lengths is not that of the run."""
+    colocated = schedule is Schedule.COLOCATED
+    scenario = Scenario(
+        schedule,
+        rates,
+        tuple(length for group in lengths.values() for length in group),
+        engines=CORES if colocated else 1,
+        engine_gpus=CORES if colocated else 1,
+        trainer_gpus=CORES if colocated else 1,
+        slots=SLOTS,
+        concurrent_groups=CONCURRENT_GROUPS,
+        prompts_per_step=w.PROMPTS,
+        group_size=w.GROUP_SIZE,
+        prompt_tokens=w.PROMPT_TOKENS,
+        max_staleness=0 if colocated else 1,
+        steps=64,
+    )
+    return simulate(scenario).step_s
+
+
+def measured_rates(run_folder: Path, phases: dict[str, float], tokens: int, ranks: int) -> Rates:
+    """Return what a run says of itself; `tokens` of a step, on so many ranks that train."""
+    metrics = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()][SETTLED:]
+    # The phase is also that in which ranks wait for engines.
+    sync_s = statistics.median(line["sync/bytes"] / line["sync/bytes_per_s"] for line in metrics)
+    step, sequence, cached = decode_rates(sorted(run_folder.glob("logs/engine_*.log")))
+    print(
+        f"    decode step {step * 1e3:.2f} ms, {sequence * 1e6:.0f} us a sequence, {cached * 1e9:.0f} ns a cached token"
+    )
+    return Rates(
+        step,
+        (phases["LOGPROB"] + phases["TRAIN"]) / tokens,
+        sequence_s=sequence,
+        cached_token_s=cached,
+        prefill_token_s=phases["LOGPROB"] * ranks / tokens,
+        update_s=phases["SCORE"],
+        sync_s=sync_s + phases["CHECK"],
+    )
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--schedules", nargs="+", type=Schedule, choices=list(Schedule), default=list(Schedule))
+    parser.add_argument("--folder", type=Path, help="keep the runs there")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = given.folder or Path(name)
+        lengths = w.make_workload(folder, FAMILY, 0)
+        print(w.describe(lengths))
+        tokens = sum(sum(group) for group in lengths.values()) + w.PROMPTS * w.GROUP_SIZE * w.PROMPT_TOKENS
+        for schedule in given.schedules:
+            run_folder, ranks = folder / schedule, CORES if schedule is Schedule.COLOCATED else 1
+            sizes = ["--steps", str(given.steps), "--schedule", schedule]
+            run("tests.bench.run_grpo_mp", [str(folder), str(run_folder), *sizes], CORES, 1)
+            real, phases = phase_seconds(trace_path(run_folder, 0))
+            simulated = simulated_s(schedule, lengths, measured_rates(run_folder, phases, tokens, ranks))
+            print(
+                f"{schedule:12} real {real:6.2f} s, simulated {simulated:6.2f} s: {simulated / real - 1:+.1%}; rank 0:"
+            )
+            print("    " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in sorted(phases.items())), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Prompts of later turns, over the chat templates of the supported families: sampled ids stay.
+
+The templates are the published ones as TRL keeps them, and two that it lacks. The rest is as transformers renders it in
+the full conversation.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from grpo_mp.episodes.chat import MARK, ChatRenderer
+from grpo_mp.errors import UserError
+from grpo_mp.types import Message
+
+KIMI_K2 = (
+    "{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}"
+    "{% for message in messages %}{% if loop.first and message.role != 'system' %}"
+    "<|im_system|>system<|im_middle|>You are a helpful assistant<|im_end|>{% endif %}"
+    "{% if message.role == 'system' %}<|im_system|>system<|im_middle|>{% elif message.role == 'user' %}"
+    "<|im_user|>user<|im_middle|>{% elif message.role == 'assistant' %}<|im_assistant|>assistant<|im_middle|>"
+    "{% elif message.role == 'tool' %}<|im_system|>tool<|im_middle|>{% endif %}"
+    "{% if message.role == 'assistant' and message.get('tool_calls') %}{{ message.content or '' }}"
+    "<|tool_calls_section_begin|>{% for call in message.tool_calls %}<|tool_call_begin|>{{ call.id }}"
+    "<|tool_call_argument_begin|>{{ call.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
+    "<|tool_calls_section_end|>{% elif message.role == 'tool' %}## Return of {{ message.tool_call_id }}\n"
+    "{{ message.content }}{% else %}{{ message.content }}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
+MIXTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% if message.role == 'user' %}"
+    "{{ ' [INST] ' + message.content + ' [/INST]' }}{% else %}{{ ' ' + message.content + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+DEEPSEEK = "<｜end▁of▁sentence｜>"
+ENDS = {  # the stop token of an answer, and of a call: what the model samples last
+    "qwen2_5": ("<|im_end|>", "<|im_end|>"),
+    "qwen3": ("<|im_end|>", "<|im_end|>"),
+    "qwen3_instruct_2507": ("<|im_end|>", "<|im_end|>"),
+    "deepseekv3": (DEEPSEEK, DEEPSEEK),
+    "deepseek_r1_distill": (DEEPSEEK, None),  # the template leaves the end of a single call out
+    "glm4moe": ("<|user|>", "<|observation|>"),
+    "llama3": ("<|eot_id|>", None),
+    "llama3_1": ("<|eot_id|>", "<|eot_id|>"),
+    "kimi_k2": ("<|im_end|>", "<|im_end|>"),
+    "mixtral": ("</s>", None),
+}
+CALLING = [name for name, (_, end) in ENDS.items() if end]
+STRIPPING = ["qwen3", "deepseekv3", "deepseek_r1_distill", "glm4moe"]
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
+}
+ASK: Message = {"role": "user", "content": "How many?"}
+MORE: Message = {"role": "user", "content": "And now?"}
+ANSWER: Message = {"role": "assistant", "content": "Seven."}
+RESULT: Message = {"role": "tool", "tool_call_id": "functions.add:0", "name": "add", "content": "4"}
+
+
+def call_of(name: str) -> Message:
+    arguments: Any = '{"a": 1}' if name.startswith("deepseek") else {"a": 1}
+    call = {"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def make_renderer(name: str, tools: bool) -> ChatRenderer:
+    special = {end for ends in ENDS.values() for end in ends if end} | {"<s>", "<|im_start|>", "<|assistant|>"}
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    eos = ENDS[name][0]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token=eos, additional_special_tokens=sorted(special - {eos})
+    )
+    fast.chat_template = {"kimi_k2": KIMI_K2, "mixtral": MIXTRAL}.get(name) or published(name)
+    return ChatRenderer(fast, (TOOL,) if tools else ())
+
+
+def published(name: str) -> str:
+    package = importlib.util.find_spec("trl")
+    if package is None or not package.origin:
+        pytest.skip("TRL is not installed")
+    return (Path(package.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def rendered(renderer: ChatRenderer, *messages: Message) -> str:
+    text = renderer.tokenizer.apply_chat_template(
+        list(messages), tools=list(renderer.tools) or None, tokenize=False, add_generation_prompt=True
+    )
+    assert isinstance(text, str)
+    return text
+
+
+def sequence(renderer: ChatRenderer, prompt: str, sampled: str, *new: Message) -> str:
+    """The text of prompt, sampled ids and what follows them; the sampled ids are kept."""
+    ids = renderer.tokenizer.encode(sampled, add_special_tokens=False)
+    return prompt + sampled + renderer.tokenizer.decode(renderer.continuation(ids, new))
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_next_question_is_rendered_as_in_the_full_conversation(name: str) -> None:
+    renderer = make_renderer(name, tools=False)
+    full, prompt = rendered(renderer, ASK, ANSWER, MORE), rendered(renderer, ASK)
+    opening = full[: full.index("Seven.")]
+    sampled = f"Seven.{ENDS[name][0]}"
+    # What the template writes before an answer, such as an empty <think>, is the policy's to sample, or not.
+    assert sequence(renderer, opening, sampled, MORE) == full
+    assert renderer.tokenizer.decode(renderer.prompt([ASK])) == prompt
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_the_result_of_a_tool_is_rendered_as_in_the_full_conversation(name: str) -> None:
+    renderer = make_renderer(name, tools=True)
+    full, prompt = rendered(renderer, ASK, call_of(name), RESULT), rendered(renderer, ASK)
+    end = ENDS[name][1] or ""
+    start = len(prompt) if full.startswith(prompt) else len(prompt.removesuffix("<think>\n"))
+    sampled = full[start : full.index(end, start) + len(end)]
+    assert "add" in sampled
+    assert sequence(renderer, full[:start], sampled, RESULT) == full
+
+
+@pytest.mark.parametrize("name", STRIPPING)
+def test_templates_that_strip_thinking_change_nothing_that_was_sampled(name: str) -> None:
+    renderer = make_renderer(name, tools=False)
+    end = ENDS[name][0]
+    thought = f"<think>\nThree and four.\n</think>\n\nSeven.{end}"
+    answered: Message = {"role": "assistant", "content": thought.removesuffix(end)}
+    assert "Three" not in rendered(renderer, ASK, answered, MORE)  # why the conversation is not rendered again
+    prompt = rendered(renderer, ASK)
+    full = rendered(renderer, ASK, ANSWER, MORE)
+    assert (
+        sequence(renderer, prompt, thought, MORE)
+        == prompt + thought + full[full.index("Seven.") + len(f"Seven.{end}") :]
+    )
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_answer_that_was_cut_is_ended(name: str) -> None:
+    renderer = make_renderer(name, tools=False)
+    whole, cut = (sequence(renderer, "", text, MORE) for text in (f"Sev{ENDS[name][0]}", "Sev"))
+    assert whole == cut
+
+
+def test_special_tokens_of_others_are_taken_out() -> None:
+    renderer = make_renderer("qwen3", tools=False)
+    assert renderer.clean("a<|im_end|>\n<|im_start|>b\ud800") == "a\nb?"
+
+
+def test_a_template_without_answers_is_refused() -> None:
+    renderer = make_renderer("qwen3", tools=False)
+    renderer.tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    assert MARK not in rendered(renderer, ASK, ANSWER)
+    with pytest.raises(UserError, match="leaves answers out"):
+        renderer.continuation((), [MORE])
+    strict = make_renderer("mixtral", tools=False)
+    with pytest.raises(UserError, match="refuses messages of user, assistant, tool: roles must alternate"):
+        strict.continuation((), [RESULT])

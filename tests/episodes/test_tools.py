@@ -1,0 +1,165 @@
+"""Tools as users write them: what a bad one does is told to the model, and ends in time."""
+
+import asyncio
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import grpo_mp
+from grpo_mp.episodes.protocol import ToolCall, ToolResult
+from grpo_mp.episodes.tools import EpisodeTools, ToolKit, load_tools
+from grpo_mp.errors import UserError
+
+TOOLS = '''
+import asyncio, os, time
+
+def add(a: int, b: int = 1) -> int:
+    """
+    Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+async def slow_add(a: int) -> int:
+    """
+    Add one, later.
+
+    Args:
+        a: a number
+    """
+    await asyncio.sleep(a)
+    return a + 1
+
+def bad(how: str) -> str:
+    """
+    Do something bad.
+
+    Args:
+        how: what to do
+    """
+    return {
+        "hang": lambda: time.sleep(3600),
+        "exit": lambda: os._exit(3),
+        "raise": lambda: 1 / 0,
+        "system_exit": lambda: exit(1),
+        "bytes": lambda: b"a\\xff\\xfeb",
+        "megabyte": lambda: "x" * 2**20,
+        "table": lambda: {"é": [1, None]},
+    }[how]()
+
+def untyped(a):
+    return a
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    def reset(self, start: int = 0, **columns) -> str:
+        self.count = start
+        return f" It begins at {start}."
+
+    def increase(self, by: int) -> int:
+        """
+        Increase the counter.
+
+        Args:
+            by: how much
+        """
+        self.count += by
+        return self.count
+
+WORD = "no tool"
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("tools") / "user_tools.py"
+    path.write_text(TOOLS)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def kit(file: str) -> ToolKit:
+    return load_tools([f"{file}:{name}" for name in ("add", "slow_add", "bad", "Counter")])
+
+
+def call(tools: EpisodeTools, name: str, **arguments: Any) -> ToolResult:
+    return asyncio.run(tools.call(ToolCall(name, arguments)))
+
+
+def test_schemas_and_results(kit: ToolKit) -> None:
+    assert [schema["function"]["name"] for schema in kit.schemas] == ["add", "slow_add", "bad", "increase"]
+    parameters = kit.schemas[0]["function"]["parameters"]
+    assert parameters["properties"]["a"] == {"type": "integer", "description": "the first"}
+    assert parameters["required"] == ["a"]
+    tools = kit.open(5.0, 100)
+    assert call(tools, "add", a=2) == ToolResult("3")
+    assert call(tools, "slow_add", a=0) == ToolResult("1")
+    assert call(tools, "bad", how="table") == ToolResult('{"é": [1, null]}')
+
+
+def test_each_episode_has_its_own_environment(kit: ToolKit) -> None:
+    first, second = kit.open(5.0, 100), kit.open(5.0, 100)
+    assert asyncio.run(first.reset({"start": 3, "question": "?"})) == " It begins at 3."
+    assert [call(first, "increase", by=2).text, call(first, "increase", by=2).text] == ["5", "7"]
+    assert call(second, "increase", by=1).text == "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text", "error"),
+    [
+        ("bad", {"how": "raise"}, "Error: ZeroDivisionError: division by zero", "raised"),
+        ("bad", {"how": "exit"}, "Error: ExitCallError: it called os._exit(3): return, or raise an error", "raised"),
+        ("bad", {"how": "system_exit"}, "Error: RuntimeError: it raised SystemExit(1)", "raised"),
+        ("bad", {"how": "hang"}, "Error: bad took longer than 0.2 s", "timeout"),
+        ("slow_add", {"a": 60}, "Error: slow_add took longer than 0.2 s", "timeout"),
+        ("bad", {"how": "bytes"}, "a\ufffd\ufffdb", None),
+        ("bad", {"how": "megabyte"}, "x" * 100 + "... (1048476 characters left out)", None),
+        ("add", {"a": 1, "c": 2}, "Error: TypeError: add() got an unexpected keyword argument 'c'", "raised"),
+        ("minus", {}, "Error: there is no tool minus", "raised"),
+    ],
+)
+def test_a_bad_call_is_a_result(
+    kit: ToolKit, name: str, arguments: dict[str, Any], text: str, error: str | None
+) -> None:
+    began = time.monotonic()
+    assert call(kit.open(0.2, 100), name, **arguments) == ToolResult(text, error)
+    assert time.monotonic() - began < 5
+
+
+def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(grpo_mp.__file__).parent / "episodes" / "README.md"
+    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    (settings,) = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_tools.py").write_text(code)
+    (tmp_path / "notes.txt").write_text("a rose\na tree\nanother rose\n")
+    monkeypatch.chdir(tmp_path)
+    kit = load_tools(yaml.safe_load(settings)["rollout"]["tools"])
+    tools = kit.open(5.0, 100)
+    asyncio.run(tools.reset({"question": "?"}))
+    assert call(tools, "search", query="rose") == ToolResult('["a rose\\n", "another rose\\n"]')
+    assert [call(tools, "note", line="x").text for _ in range(2)] == ["1 lines", "2 lines"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["untyped"], "a tool needs type hints and a docstring with `Args:`"),
+        (["WORD"], "a tool is a function or a class, not str"),
+        (["ad"], "has no ad (did you mean bad?)"),
+        (["add", "add"], "two tools have the name add: rename one"),
+    ],
+)
+def test_what_is_no_tool_is_refused(file: str, names: list[str], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load_tools([f"{file}:{name}" for name in names])
+    assert message in str(refused.value)
+    assert str(refused.value).startswith("rollout.tools")
