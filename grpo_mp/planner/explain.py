@@ -91,7 +91,9 @@ def _numerics(job: PlannedJob) -> Iterator[str]:
     reference = f"kept on the host, KL weight {kl.coef:g}{monitor_share}"
     yield f"reference: {reference if job.has_reference else 'none, the KL weight is 0'}"
     if job.hf.get("num_nextn_predict_layers"):
-        yield "the multi-token-prediction layer of the model is neither trained nor served"
+        drafts = settings.engine.speculative.algorithm == "mtp"
+        served = "drafts for the engines and is not trained" if drafts else "is neither trained nor served"
+        yield f"the multi-token-prediction layer of the model {served}"
     yield (
         f"algorithm: {settings.algorithm.preset}; {settings.model.dtype} weights, "
         f"recompute {settings.training.recompute}, "

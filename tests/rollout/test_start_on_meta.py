@@ -149,7 +149,7 @@ def test_a_recipe_is_sharded_and_quantized_as_planned(facts_by_case: Facts, name
 
 @pytest.mark.parametrize("number", range(len(DRAFTS)), ids=lambda number: DRAFTS[number][0])
 def test_an_engine_drafts_as_it_is_set(facts_by_case: Facts, number: int) -> None:
-    *_, speculative = DRAFTS[number]
+    speculative = DRAFTS[number][2]
     facts = facts_by_case[f"draft {number}"]
     assert "error" not in facts, facts["error"]
     settings = settings_of(engine={"speculative": speculative})
