@@ -266,7 +266,10 @@ class EngineConfig(Section):
     )
     restart_window_s: float = Field(3600.0, gt=0, description="time over which restarts of an engine count, in seconds")
     concurrent_groups: int = Field(64, gt=0, description="groups in flight on one engine; more fill it better")
-    speculative: SpeculativeConfig = Field(SpeculativeConfig(), description="speculative decoding")
+    speculative: SpeculativeConfig = Field(
+        SpeculativeConfig(),
+        description="drafts that one step of the model verifies (SGLang speculative_algorithm); GPUs only",
+    )
     args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
 
 

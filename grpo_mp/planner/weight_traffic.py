@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -12,7 +13,15 @@ from grpo_mp.planner.job import PlannedJob
 from grpo_mp.rollout.engine_parallelism import expert_alignment
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.weight_sync.compare import comparison_sequences
-from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, SyncPlan, Transfer, engine_readers, group_params, plan_sync
+from grpo_mp.weight_sync.plan import (
+    ROUNDS_IN_MEMORY,
+    Piece,
+    SyncPlan,
+    Transfer,
+    engine_readers,
+    group_params,
+    plan_sync,
+)
 from grpo_mp.weight_sync.wire import WireFormat
 
 PROMPTS = 4  # as in weight_sync/engine_check.py, which needs Megatron
@@ -40,8 +49,9 @@ def sync_traffic(job: PlannedJob) -> SyncTraffic:
     weights = [counts.get(_layer(params[transfer.names[0]]), 1) for transfer in transfers]
     network, nvlink, loaded, shards = busiest(transfers, weights, wire, job.gpus_per_node)
     tensors: dict[int, int] = {}
+    tensors_of = cache(lambda name: len(wire.specs(Piece(name))))
     for transfer, weight in zip(transfers, weights, strict=True):
-        count = weight * len(wire.all_specs(transfer.pieces()))
+        count = weight * sum(map(tensors_of, transfer.names))
         tensors |= {reader: tensors.get(reader, 0) + count for reader in transfer.readers}
     round_bytes = job.settings.sync.bucket_bytes // ROUNDS_IN_MEMORY
     rounds = int(-(-max(loaded, shards) // round_bytes))  # no rank loads, sends or receives more in a round

@@ -8,7 +8,7 @@ ranks of an engine divide an expert, each gets its slice.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import NamedTuple, TypeVar
@@ -17,6 +17,7 @@ from grpo_mp.models.mapping import Param
 from grpo_mp.rollout.engine_parallelism import EngineParallelism
 
 ROUNDS_IN_MEMORY = 4  # sent, received, joined, and read by the engine: at most so many rounds' bytes at a time
+SLICED_GROUPS_PER_ROUND = 8
 GOLDEN_RATIO = 0.618034
 SEND_SLACK = 1.25  # what a rank may send in a round, over its share of a round
 
@@ -131,7 +132,8 @@ def plan_sync(
 
     No rank sends, receives, stages or loads more than that in a round, unless one group alone is larger.
     """
-    return SyncPlan(_fill_rounds(_transfers(groups, holders, readers, ranks_per_node, sizes), sizes, round_bytes))
+    merged = _merge_sliced(groups, holders, readers, sizes, round_bytes // SLICED_GROUPS_PER_ROUND)
+    return SyncPlan(_fill_rounds(_transfers(merged, holders, readers, ranks_per_node, sizes), sizes, round_bytes))
 
 
 def engine_readers(host_ranks: Sequence[int], parallelism: EngineParallelism, alignment: int = 1) -> Readers:
@@ -192,6 +194,29 @@ def find_holders(params: Mapping[str, Param], shards_by_rank: Sequence[Mapping[s
         if sorted(ranks_by_part) != list(range(len(ranks_by_part))):
             raise ValueError(f"{name}: parts {sorted(ranks_by_part)} are held, one is missing")
     return holders
+
+
+def _merge_sliced(
+    groups: Sequence[ParamGroup], holders: Holders, readers: Readers, sizes: ShardSizes, most_bytes: int
+) -> list[ParamGroup]:
+    """Merge experts next to each other that the same ranks hold and load in slices, up to `most_bytes` a slice.
+
+    There are as many transfers of an expert as slices and nodes: without it large jobs would have millions.
+    """
+    merged: list[ParamGroup] = []
+    size = 0
+    for group in groups:
+        by_slice = readers(group)
+        added = sum(sizes.staged(Piece(name, next(iter(by_slice)))) for name in group.names)
+        held = [holders[name] for name in group.names]
+        last = merged[-1] if merged and len(by_slice) > 1 and size + added <= most_bytes else None
+        if last and readers(last) == by_slice and [holders[name] for name in last.names[-len(held) :]] == held:
+            merged[-1] = replace(last, names=last.names + group.names)
+            size += added
+        else:
+            merged.append(group)
+            size = added
+    return merged
 
 
 def _transfers(

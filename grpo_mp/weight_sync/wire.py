@@ -33,7 +33,8 @@ class WireFormat:
     def sizes(self) -> ShardSizes:
         """Return the bytes of shards and of full tensors."""
         sent = cache(lambda shard: packed_bytes(self.shard_specs(shard)))
-        return ShardSizes(sent, cache(lambda piece: packed_bytes(self.specs(piece))))
+        staged = cache(lambda name, total: packed_bytes(self.specs(Piece(name, Slice(0, total)))))  # slices are equal
+        return ShardSizes(sent, lambda piece: staged(piece.name, piece.slice.total))
 
     def parts(self, name: str) -> int:
         """Return into how many parts a parameter is divided."""

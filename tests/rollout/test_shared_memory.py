@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_mp.rollout.packed_tensors import specs_of
 from grpo_mp.rollout.shared_memory import as_tensor, export_to_host
 
 READER = """
@@ -35,7 +36,7 @@ def make_bucket() -> list[tuple[str, torch.Tensor]]:
 
 def test_another_process_opens_exported_tensors() -> None:
     bucket = make_bucket()
-    with export_to_host(list(bucket)) as export:
+    with export_to_host(list(bucket), specs_of(bucket)) as export:
         reader = subprocess.run(
             [sys.executable, "-c", READER],
             input=json.dumps(as_tensor([export]).tolist()),
@@ -50,7 +51,7 @@ def test_another_process_opens_exported_tensors() -> None:
 
 
 def test_export_closes_its_file_descriptor() -> None:
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(ZeroDivisionError), export_to_host(make_bucket()):
+    before, bucket = os.listdir("/proc/self/fd"), make_bucket()
+    with pytest.raises(ZeroDivisionError), export_to_host(list(bucket), specs_of(bucket)):
         raise ZeroDivisionError
     assert os.listdir("/proc/self/fd") == before
