@@ -11,15 +11,17 @@ own. Reach: a step within 15 % of the real one.
 import argparse
 import json
 import re
-import statistics
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable
-from itertools import combinations, pairwise
+from datetime import datetime
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 
 from grpo_mp.monitor.timeline import read_trace, trace_path
+from grpo_mp.phases import Phase
 from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.scenario import Rates, Scenario, Schedule
 from tests.bench import workload as w
@@ -28,26 +30,37 @@ from tests.bench.compare_trl import CORES, run
 FAMILY = "qwen3_moe"
 SLOTS, CONCURRENT_GROUPS = 128, 64  # defaults of a CPU engine, and of the settings
 SETTLED = 2  # steps that are not timed
-DECODE = re.compile(r"Decode batch, #running-req: (\d+), #token: (\d+),.* gen throughput \(token/s\): ([\d.]+)")
+DECODE = re.compile(
+    r"^\[(.{19})\] Decode batch, #running-req: (\d+), #token: (\d+),.* gen throughput \(token/s\): ([\d.]+)"
+)
 
 
-def decode_rates(logs: Iterable[Path]) -> tuple[float, float, float]:
-    """Return the seconds of a decode step, and in it of a sequence and of a cached token.
+def decode_rates(logs: Iterable[Path], begin: float, end: float) -> tuple[float, float, float]:
+    """Return the seconds of a decode step, and in it of a sequence and of a cached token, between two times.
 
-    A line is of the steps since the one before: those that waited or had a prefill in between are left out.
+    A line is of the steps since the one before: those that waited or had a prefill in between are left out. Other steps
+    than the timed ones say nothing: a machine that is shared is not always as fast.
     """
     rows, seconds = [], []
     for log in logs:
         before = ""
         for line in log.read_text(errors="replace").splitlines():
-            found = DECODE.search(line)
-            last = DECODE.search(before)
-            if found and last and int(found[1]) <= int(last[1]):
-                batch = (int(found[1]) + int(last[1])) / 2
-                rows.append((1.0, batch, (int(found[2]) + int(last[2])) / 2))
-                seconds.append(batch / float(found[3]))
+            found, last = DECODE.search(line), DECODE.search(before)
+            if (
+                found
+                and last
+                and int(found[2]) <= int(last[2])
+                and begin <= _epoch_s(last[1]) <= _epoch_s(found[1]) <= end
+            ):
+                batch = (int(found[2]) + int(last[2])) / 2
+                rows.append((1.0, batch, (int(found[3]) + int(last[3])) / 2))
+                seconds.append(batch / float(found[4]))
             before = line if found or "Prefill batch" in line else before
     return _fit(np.array(rows), np.array(seconds))
+
+
+def _epoch_s(written: str) -> float:
+    return datetime.fromisoformat(written).timestamp()
 
 
 def _fit(rows: np.ndarray, values: np.ndarray) -> tuple[float, float, float]:
@@ -62,16 +75,21 @@ def _fit(rows: np.ndarray, values: np.ndarray) -> tuple[float, float, float]:
     return float(best[0]), float(best[1]), float(best[2])
 
 
-def phase_seconds(trace: Path) -> tuple[float, dict[str, float]]:
-    """Return the mean seconds of a step, from one update's end to the next, and of rank 0's phases in it."""
-    events = [event for event in read_trace(trace) if event["ph"] in "BE"]
-    trained = [event["ts"] / 1e6 for event in events if (event["ph"], event["name"]) == ("E", "TRAIN")][SETTLED - 1 :]
-    phases = {}
-    for name in {event["name"] for event in events}:
-        edges = [event["ts"] / 1e6 for event in events if event["name"] == name]
-        spans = [end - start for start, end in zip(edges[::2], edges[1::2], strict=True) if start > trained[0]]
-        phases[name] = statistics.fmean(spans) if spans else 0.0
-    return statistics.fmean(end - start for start, end in pairwise(trained)), phases
+def phase_seconds(trace: Path) -> tuple[list[float], dict[str, float]]:
+    """Return when the timed steps were trained, and the mean seconds of rank 0's phases in them; both in seconds.
+
+    The second SYNC in a row computes what CHECK compares.
+    """
+    events = [event for event in read_trace(trace) if event["ph"] in "BE" and event["name"] in Phase.__members__]
+    pairs = zip(events[::2], events[1::2], strict=True)
+    spans = [(begin["name"], begin["ts"] / 1e6, end["ts"] / 1e6) for begin, end in pairs]
+    trained = [end for name, _, end in spans if name == "TRAIN"][SETTLED - 1 :]
+    totals, before = defaultdict[str, float](float), ""
+    for name, begin, end in spans:
+        if trained[0] <= begin and end <= trained[-1]:
+            totals["CHECK" if name == before == "SYNC" else name] += end - begin
+        before = name
+    return trained, {name: total / (len(trained) - 1) for name, total in totals.items()}
 
 
 def simulated_s(schedule: Schedule, lengths: w.Lengths, rates: Rates) -> float:
@@ -95,16 +113,15 @@ def simulated_s(schedule: Schedule, lengths: w.Lengths, rates: Rates) -> float:
     return simulate(scenario).step_s
 
 
-def measured_rates(run_folder: Path, phases: dict[str, float], tokens: int, ranks: int) -> Rates:
-    """Return what a run says of itself; `tokens` of a step, on so many ranks that train."""
+def measured_rates(run_folder: Path, tokens: int, ranks: int) -> tuple[float, dict[str, float], Rates]:
+    """Return seconds of a step, of its phases, and rates; `tokens` of a step, on so many ranks that train."""
+    trained, phases = phase_seconds(trace_path(run_folder, 0))
     metrics = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()][SETTLED:]
-    # The phase is also that in which ranks wait for engines.
-    sync_s = statistics.median(line["sync/bytes"] / line["sync/bytes_per_s"] for line in metrics)
-    step, sequence, cached = decode_rates(sorted(run_folder.glob("logs/engine_*.log")))
-    print(
-        f"    decode step {step * 1e3:.2f} ms, {sequence * 1e6:.0f} us a sequence, {cached * 1e9:.0f} ns a cached token"
-    )
-    return Rates(
+    # With one_step_off its time is also that in which ranks wait for engines; after the last step nothing is generated.
+    sync_s = min(line["sync/bytes"] / line["sync/bytes_per_s"] for line in metrics)
+    logs = sorted(run_folder.glob("logs/engine_*.log"))
+    step, sequence, cached = decode_rates(logs, trained[0], trained[-1])
+    rates = Rates(
         step,
         (phases["LOGPROB"] + phases["TRAIN"]) / tokens,
         sequence_s=sequence,
@@ -113,6 +130,7 @@ def measured_rates(run_folder: Path, phases: dict[str, float], tokens: int, rank
         update_s=phases["SCORE"],
         sync_s=sync_s + phases["CHECK"],
     )
+    return (trained[-1] - trained[0]) / (len(trained) - 1), phases, rates
 
 
 def main() -> None:
@@ -120,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--schedules", nargs="+", type=Schedule, choices=list(Schedule), default=list(Schedule))
-    parser.add_argument("--folder", type=Path, help="keep the runs there")
+    parser.add_argument("--folder", type=Path, help="keep the runs there; what is there is not run again")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = given.folder or Path(name)
@@ -129,13 +147,14 @@ def main() -> None:
         tokens = sum(sum(group) for group in lengths.values()) + w.PROMPTS * w.GROUP_SIZE * w.PROMPT_TOKENS
         for schedule in given.schedules:
             run_folder, ranks = folder / schedule, CORES if schedule is Schedule.COLOCATED else 1
-            sizes = ["--steps", str(given.steps), "--schedule", schedule]
-            run("tests.bench.run_grpo_mp", [str(folder), str(run_folder), *sizes], CORES, 1)
-            real, phases = phase_seconds(trace_path(run_folder, 0))
-            simulated = simulated_s(schedule, lengths, measured_rates(run_folder, phases, tokens, ranks))
-            print(
-                f"{schedule:12} real {real:6.2f} s, simulated {simulated:6.2f} s: {simulated / real - 1:+.1%}; rank 0:"
-            )
+            if not (run_folder / "metrics.jsonl").exists():
+                sizes = ["--steps", str(given.steps), "--schedule", schedule]
+                run("tests.bench.run_grpo_mp", [str(folder), str(run_folder), *sizes], CORES, 1)
+            real, phases, rates = measured_rates(run_folder, tokens, ranks)
+            simulated = simulated_s(schedule, lengths, rates)
+            print(f"{schedule:12} real {real:6.2f} s, simulated {simulated:6.2f} s: {simulated / real - 1:+.1%}")
+            decode = f"{rates.decode_step_s * 1e3:.2f} ms + {rates.sequence_s * 1e3:.3f} ms a sequence"
+            print(f"    decode step {decode} + {rates.cached_token_s * 1e6:.2f} us a cached token; rank 0:")
             print("    " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in sorted(phases.items())), flush=True)
 
 
