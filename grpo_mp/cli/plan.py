@@ -22,6 +22,7 @@ from grpo_mp.planner.clusters import cluster_names, describe_rates, read_cluster
 from grpo_mp.planner.model_configs import find_config
 
 DOES_NOT_FIT = 1  # exit status
+TABLE_WIDTH = 130  # of measured steps: a narrower terminal breaks its lines, and nothing is left out
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -70,6 +71,7 @@ def _compare(arguments: Sequence[str]) -> int:
 
     rows = compare(read_measured(parser.parse_args(arguments).file))
     console = Console(highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)
     console.print(table_of("Measured and expected; a step with its weight sync, without the check", COLUMNS, rows))
     for name, rates in FITTED.items():
         assumed = read_cluster(name)

@@ -150,7 +150,7 @@ def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) 
     """Align the first column left, the others, which hold numbers, right."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1), header_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=not index)
+        table.add_column(column, justify="right" if index else "left")
     for row in rows:
         table.add_row(*row)
     return table
