@@ -11,7 +11,7 @@ from grpo_mp.planner.clusters import Efficiency
 from grpo_mp.planner.measured import MEASURED, STEP, MeasuredStep, read_measured
 
 MATMUL = [0.05 * number for number in range(4, 11)]
-DEVICE_MEMORY = [0.05 * number for number in range(6, 17)]
+DEVICE_MEMORY = [0.05 * number for number in range(6, 19)]
 
 
 def log_error(step: MeasuredStep, rates: Efficiency) -> float:
