@@ -88,6 +88,19 @@ def test_rewards_and_lengths_of_a_step() -> None:
         assert find_metric(name, "scalar")
 
 
+def test_episodes_are_counted_by_state() -> None:
+    one = replace(INFOS[0], state="completed", given_tokens=2, metrics={"turns": 3.0})
+    metrics = rollout_metrics([one, replace(one, state="timeout", given_tokens=4, metrics={"turns": 1.0})], 4)
+    found = {name: value for name, value in metrics.items() if "episode" in name or "given" in name}
+    assert found == {
+        **{f"rollout/episodes/{state}": 0.0 for state in ("truncated", "error")},
+        **{f"rollout/episodes/{state}": 0.5 for state in ("completed", "timeout")},
+        "rollout/episode/turns": 2.0,
+        "rollout/given_tokens/mean": 3.0,
+    }
+    assert all(find_metric(name, "scalar") for name in found)
+
+
 def test_acceptance_length_is_a_mean_over_samples() -> None:
     drafted = [replace(info, verify_steps=steps) for info, steps in zip(INFOS, (2, 4, 7, 3, 0), strict=True)]
     assert rollout_metrics(drafted, 4)["rollout/acceptance_length"] == pytest.approx(np.mean([2, 4, 1, 3]))
