@@ -40,11 +40,13 @@ start() {
     return
   fi
   [ -n "${SLURM_JOB_ID:-}" ] || fail "this is a batch script: sbatch $0, or --dry-run to see what it would do"
+  again=no
+  trap 'again=yes' USR1 # the time limit is near before training has begun
   show
   mkdir -p "$attempt"
   echo "restarts so far: ${SLURM_RESTART_COUNT:-0}; logs of ranks: $attempt"
   check_nodes
-  train
+  if [ "$again" = no ]; then train; else requeue; fi
 }
 
 # Nodes and ranks on each: of the allocation, or NODES, or as the script's own #SBATCH lines ask for.
@@ -152,10 +154,11 @@ script_path() {
 }
 
 train() {
-  local again=no follower
+  local follower
   GRPO_MP_FINISHED_DIR=$(realpath "$attempt") # where a rank that comes to its end leaves a marker
   export GRPO_MP_FINISHED_DIR
-  trap 'again=yes; kill -USR1 "$step" || true' USR1 # the time limit is near: save, exit, and resume in a new attempt
+  # The time limit is near: save, exit, and resume in a new attempt.
+  trap 'again=yes; kill -USR1 "$step" 2>/dev/null || true' USR1
   trap 'echo "told to end"; kill -TERM "$step" 2>/dev/null || true' TERM
   tail -n +1 --retry -f "$attempt/$first_log" 2>/dev/null &
   follower=$!
@@ -163,12 +166,16 @@ train() {
   sleep 1
   kill "$follower"
   if [ "$again" = yes ] && "$python" -m grpo_mp.launch.job has-steps-left "$config" "${arguments[@]}"; then
-    echo "saved before the time limit: resumes in a new attempt"
-    scontrol requeue "$SLURM_JOB_ID"
+    requeue
   elif [ "$status" != 0 ]; then
     "$python" -m grpo_mp.launch.job failure "$attempt"
     exit "$status"
   else
     "$python" -m grpo_mp.launch.job check-finished "$attempt" $((SLURM_JOB_NUM_NODES * per_node))
   fi
+}
+
+requeue() {
+  echo "saved before the time limit: resumes in a new attempt"
+  scontrol requeue "$SLURM_JOB_ID"
 }

@@ -21,6 +21,7 @@ class BatchJob:
 
     def __init__(self, cluster: Cluster, folder: Path, settings: list[str], **environment: str) -> None:
         self._cluster, self._mark = cluster, uuid.uuid4().hex
+        self._attempts = folder / "run" / "attempts"
         self._log_file = folder / "job.out"
         variables = {MARK: self._mark, "VENV": str(VENV), **environment}
         output = subprocess.run(
@@ -56,6 +57,12 @@ class BatchJob:
             lambda: text in self.log or self.state in ("FAILED", "COMPLETED"), f"{text!r} in\n{self.log}", TIMEOUT_S
         )
         assert text in self.log, self.log
+
+    def wait_for_a_step_of_attempt(self, restart: int) -> None:
+        """Return when this attempt, not one before it whose lines the job's output keeps, has trained a step."""
+        log = self._attempts / f"{self.id}.{restart}" / "rank_0.log"
+        name = f"a step in {log}"
+        wait_until(lambda: log.exists() and "  reward " in log.read_text(), name, TIMEOUT_S)
 
     def wait_end(self) -> None:
         """Return when the job has ended for good."""
