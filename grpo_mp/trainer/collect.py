@@ -142,9 +142,10 @@ class RolloutCollector:
             generation = self._launch(generation.stream.try_again(), replace(generation.task, carried=launched))
 
     def finish_generation(self) -> None:
-        """Wait until no group runs any more that was begun with the present weights."""
+        """Wait until no group runs any more that was begun with the present weights. Every rank must call this."""
         if self._next:
             self._next.wait()
+        dist.barrier(group=self.job.group)  # the seconds of the weight sync are not those of this wait
 
     def stop(self, state: TrainState) -> None:
         """End what was begun behind `state`, and keep it for a job that resumes there. Every rank must call this."""
