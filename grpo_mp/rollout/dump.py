@@ -51,17 +51,7 @@ SCHEMA = pa.schema(
     }
 )
 LISTS = ("prompt_tokens", "tokens", "generated", "rollout_logprobs", "weight_versions")
-AS_THEY_ARE = (
-    *LISTS,
-    "group_id",
-    "index",
-    "truncated",
-    "state",
-    "reward",
-    "is_correct",
-    "episode_reward",
-    "verify_steps",
-)
+OTHERS = ("group_id", "index", "truncated", "state", "reward", "is_correct", "episode_reward", "verify_steps")
 Row = dict[str, Any]
 
 
@@ -108,7 +98,7 @@ def _damaged(file: Path, error: Exception) -> UserError:
 
 def _row(group: SampleGroup, sample: Sample, selected: bool) -> Row:
     prompt, experts = group.prompt, sample.routed_experts
-    return {name: vars(sample)[name] for name in AS_THEY_ARE} | {
+    return {name: vars(sample)[name] for name in (*LISTS, *OTHERS)} | {
         "selected": selected,
         "finished": group.finished,
         "prompt_index": prompt.index,
@@ -136,8 +126,9 @@ def _group(rows: list[Row]) -> SampleGroup:
 
 def _sample(row: Row) -> Sample:
     messages: list[Message] = json.loads(row["messages"])
+    same: Row = {name: row[name] for name in OTHERS} | {name: tuple(row[name]) for name in LISTS}
     return Sample(
-        **{name: tuple(row[name]) if name in LISTS else row[name] for name in AS_THEY_ARE},
+        **same,
         text=row["text"],
         error=row["error"],
         reward_terms=dict(row["reward_terms"]),
@@ -154,7 +145,8 @@ def _experts(content: bytes | None, shape: list[int] | None) -> ExpertIds | None
     if content is None or shape is None:
         return None
     dtype = np.uint8 if len(content) == math.prod(shape) else np.int16
-    return np.frombuffer(content, dtype).reshape(shape).copy()  # what is read from bytes cannot be written to
+    experts: ExpertIds = np.frombuffer(content, dtype).reshape(shape)
+    return experts.copy()  # what is read from bytes cannot be written to
 
 
 def _encodable(text: str) -> str:

@@ -104,7 +104,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
 
 
 def run_replay_preflight(folder: Path, settings: Settings, world_size: int, ranks_per_node: int) -> RunInputs:
-    """Check and read what a replay of dumped rollouts needs, which has neither engines nor prompts. Raises UserError."""
+    """Check and read what a replay of dumped rollouts needs: neither engines nor prompts. Raises UserError."""
     extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
     hf = HfConfig.read(settings.model.path, settings.model.family)
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
@@ -158,7 +158,7 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
 
 
 def _read_tokenizer(settings: Settings, hf: HfConfig) -> PreTrainedTokenizerBase:
-    """Read the model's tokenizer. Raises UserError where it is not readable, or the model too small for the settings."""
+    """Read the model's tokenizer. Raises UserError where it cannot be read, or the model is too small for the run."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path))
     except (OSError, ValueError, KeyError) as error:

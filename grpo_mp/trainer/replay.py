@@ -107,7 +107,7 @@ class ReplayedRollouts:
 
 
 def open_replay(folder: Path, settings: Settings, hf: HfConfig, first: int) -> ReplayedRollouts:
-    """Check that a folder has the run's steps from `first` on. Raises UserError where one is missing or does not fit."""
+    """Check that a folder has a run's steps from `first` on. Raises UserError where one is missing or does not fit."""
     expected, facts = RolloutShape.of(settings, hf), dict[int, StepFacts]()
     for step in range(first, settings.run.steps + 1):
         if not step_file(folder, step, 0).is_file():
@@ -191,4 +191,4 @@ class ReplayCollector:
 
 def _digest(infos: Sequence[SampleInfo]) -> str:
     rows = [(*info.key, info.prompt_tokens, info.response_tokens, info.reward) for info in infos]
-    return xxhash.xxh3_128_hexdigest(json.dumps(rows))
+    return xxhash.xxh3_128_hexdigest(json.dumps(rows).encode())
