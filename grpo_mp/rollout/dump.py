@@ -144,9 +144,8 @@ def _experts(content: bytes | None, shape: list[int] | None) -> ExpertIds | None
     """Return expert numbers in the type that they were written in, which their size says."""
     if content is None or shape is None:
         return None
-    dtype = np.uint8 if len(content) == math.prod(shape) else np.int16
-    experts: ExpertIds = np.frombuffer(content, dtype).reshape(shape)
-    return experts.copy()  # what is read from bytes cannot be written to
+    dtype: type[np.integer[Any]] = np.uint8 if len(content) == math.prod(shape) else np.int16
+    return np.frombuffer(content, dtype).reshape(shape).copy()  # what is read from bytes cannot be written to
 
 
 def _encodable(text: str) -> str:
