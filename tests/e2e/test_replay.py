@@ -1,5 +1,6 @@
-"""A run of two jobs, trained once more from what it dumped: no engine, the same weights bit for bit."""
+"""The steps of a run's second job, trained once more from what it dumped: no engine, the same weights bit for bit."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,8 +16,13 @@ OF_ROLLOUTS = ("train/", "reward/", "rollout/", "mismatch/")
 
 
 def replay(run: FinishedRun, start_job: StartJob, folder: Path, *overrides: str, ranks: int = 2) -> Path:
+    """Go on from the checkpoint that the first job left."""
+    first, checkpoint = run.folder / "run", f"checkpoints/step_{run.stopped_after:06d}"
+    shutil.copytree(first / checkpoint, folder / checkpoint)
+    written = (first / "settings.yaml").read_text()
+    (folder / "settings.yaml").write_text(written.replace(f"folder: {first}\n", f"folder: {folder}\n"))
     settings = (*finished_settings(run.folder), f"run.steps={LAST_STEP}", f"run.folder={folder}", *overrides)
-    arguments = (*settings, "--replay", str(run.folder / "run" / "rollouts_dump"))
+    arguments = (*settings, "--replay", str(first / "rollouts_dump"))
     result = outcome(start_job(*arguments, command=LAUNCH if ranks == 2 else ALONE))
     assert (result.status, result.err, result.left) == (0, "", [])
     assert not list(folder.glob("logs/engine_*"))
@@ -24,9 +30,10 @@ def replay(run: FinishedRun, start_job: StartJob, folder: Path, *overrides: str,
     return folder
 
 
-def values(folder: Path) -> list[Mapping[str, float]]:
+def values(folder: Path, after: int) -> list[Mapping[str, float]]:
     """What each step says of its rollouts and updates, but for seconds and memory."""
-    lines = read_jsonl(folder / "metrics.jsonl")[1:]
+    lines = [line for line in read_jsonl(folder / "metrics.jsonl") if line["step"] > after]
+    assert len(lines) == LAST_STEP - after
     return [{name: value for name, value in line.items() if name.startswith(OF_ROLLOUTS)} for line in lines]
 
 
@@ -35,10 +42,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_replay_makes_the_same_updates(finished_run: FinishedRun, start_job: StartJob, tmp_path: Path) -> None:
-    """Routed experts, adaptive KL and what a stopped job repeated among them."""
-    replayed, run = replay(finished_run, start_job, tmp_path / "replayed"), finished_run.folder / "run"
-    assert len(values(replayed)) == LAST_STEP
-    assert values(replayed) == values(run)
+    """Among them routed experts, adaptive KL, and the step that the stopped job had begun."""
+    replayed = replay(finished_run, start_job, tmp_path / "replayed")
+    run, stopped = finished_run.folder / "run", finished_run.stopped_after
+    assert values(replayed, stopped) == values(run, stopped)
     before, after = weights(run), weights(replayed)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -47,8 +54,8 @@ def test_a_replay_makes_the_same_updates(finished_run: FinishedRun, start_job: S
 def test_another_layout_makes_them_to_rounding(finished_run: FinishedRun, start_job: StartJob, tmp_path: Path) -> None:
     """One rank reads the files of two."""
     replayed = replay(finished_run, start_job, tmp_path / "alone", "layout.expert=1", ranks=1)
-    run = finished_run.folder / "run"
-    for again, first in zip(values(replayed), values(run), strict=True):
+    run, stopped = finished_run.folder / "run", finished_run.stopped_after
+    for again, first in zip(values(replayed, stopped), values(run, stopped), strict=True):
         for name in ("train/loss", "train/grad_norm", "reward/mean"):
             assert again[name] == pytest.approx(first[name], rel=1e-3, abs=1e-6), name
     assert all(torch.allclose(tensor, weights(run)[name], atol=1e-4) for name, tensor in weights(replayed).items())
