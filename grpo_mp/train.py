@@ -116,7 +116,7 @@ def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> Non
     if ctx.settings.rollout.dump and not ctx.inputs.replay:
         with ctx.phases.phase(Phase.SCORE, "dump"):
             folder, shape = ctx.settings.run.folder / FOLDER, RolloutShape.of(ctx.settings, ctx.inputs.hf)
-            dump_step(folder, step, rollouts, shape, ctx.job)
+            dump_step(folder, step, rollouts, shape, ctx.job.rank, ctx.job.world_size)
 
 
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:

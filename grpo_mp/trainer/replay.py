@@ -75,11 +75,11 @@ def step_file(folder: Path, step: int, rank: int) -> Path:
     return folder / f"step_{step:06d}" / f"rank_{rank}.parquet"
 
 
-def dump_step(folder: Path, step: int, batch: RolloutBatch, shape: RolloutShape, job: Job) -> None:
-    """Write this rank's samples of a step, those that it does not train on, too. Every rank must call this."""
+def dump_step(folder: Path, step: int, batch: RolloutBatch, shape: RolloutShape, rank: int, ranks: int) -> None:
+    """Write what this rank has of a step's samples, those that none trains on, too; every one of `ranks` must."""
     facts = StepFacts(
         step,
-        job.world_size,
+        ranks,
         shape,
         _digest(batch.infos),
         any(info.has_routed_experts for info in batch.infos),
@@ -90,8 +90,9 @@ def dump_step(folder: Path, step: int, batch: RolloutBatch, shape: RolloutShape,
         batch.length_bias,
     )
     selected = {info.group_id for info in batch.infos}
-    file = step_file(folder, step, job.rank)
-    write_groups(file, [*batch.groups, *batch.unselected], selected, FACTS.dump_json(facts).decode())
+    write_groups(
+        step_file(folder, step, rank), [*batch.groups, *batch.unselected], selected, FACTS.dump_json(facts).decode()
+    )
 
 
 @dataclass(frozen=True)
