@@ -76,6 +76,7 @@ class EpisodeRunner:
             self.parts.renderer,
             config.limits,
             sampling,
+            config.max_prompt_tokens,
             config.group_timeout_s,
             config.tool_parser,
             routing,
