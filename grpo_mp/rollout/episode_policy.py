@@ -161,7 +161,9 @@ class EpisodePolicy:
         if tools is None or tuple(tools) == self.context.renderer.tools:
             return self.context.renderer
         if tools and not self.context.tool_parser:
-            raise ValueError("tools need rollout.tool_parser, the name by which SGLang knows how the model writes calls")
+            raise ValueError(
+                "tools need rollout.tool_parser, the name by which SGLang knows how the model writes calls"
+            )
         return replace(self.context.renderer, tools=tuple(map(dict, tools)))
 
     def _after_tokens(self, tokens: tuple[int, ...]) -> TokenSequence:

@@ -37,7 +37,7 @@ def load_episode_parts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase
     if name is None:
         return None
     function: RolloutFunction = ROLLOUT_FUNCTIONS.resolve(name, "rollout.function", config.function_args)
-    if not inspect.iscoroutinefunction(function):
+    if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
         raise UserError(f"rollout.function {name!r}: it must be a coroutine function: async def rollout(task, policy)")
     tools = load_tools(config.tools)
     renderer = ChatRenderer(tokenizer, tools.schemas)

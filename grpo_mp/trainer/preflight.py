@@ -149,7 +149,7 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
 
 def load_episodes(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> EpisodeParts | None:
     """Load what rolls out more than one answer. Raises UserError where it cannot be used."""
-    if settings.rollout.tools:
+    if settings.rollout.tool_parser:
         check_tool_parser(settings.rollout.tool_parser)
     return load_episode_parts(settings.rollout, tokenizer)
 

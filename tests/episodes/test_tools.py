@@ -1,18 +1,16 @@
 """Tools as users write them: what a bad one does is told to the model, and ends in time."""
 
 import asyncio
-import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-import grpo_mp
 from grpo_mp.episodes.protocol import ToolCall, ToolResult
 from grpo_mp.episodes.tools import EpisodeTools, ToolKit, load_tools
 from grpo_mp.errors import UserError
+from tests.episode_page import read_example
 
 TOOLS = '''
 import asyncio, os, time
@@ -136,13 +134,10 @@ def test_a_bad_call_is_a_result(
 
 
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path(grpo_mp.__file__).parent / "episodes" / "README.md"
-    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    (settings,) = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    (tmp_path / "my_tools.py").write_text(code)
+    settings = read_example("Tools", tmp_path)
     (tmp_path / "notes.txt").write_text("a rose\na tree\nanother rose\n")
     monkeypatch.chdir(tmp_path)
-    kit = load_tools(yaml.safe_load(settings)["rollout"]["tools"])
+    kit = load_tools(settings["rollout"]["tools"])
     tools = kit.open(5.0, 100)
     asyncio.run(tools.reset({"question": "?"}))
     assert call(tools, "search", query="rose") == ToolResult('["a rose\\n", "another rose\\n"]')
