@@ -150,6 +150,9 @@ class Policy(Protocol):
     ) -> Episode:
         """Return what was recorded as an episode; without `state` it is truncated where its last turn was cut."""
 
+    def unrecorded(self) -> "Policy":
+        """Return a second handle, with turns and limits of its own, which nothing is trained on: an opponent, a judge."""
+
 
 class RolloutFunction(Protocol):
     """A user's rollout; `rollout.function_args` come by name. It must not block: await, or use `task.tools`.

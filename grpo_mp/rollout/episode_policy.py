@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -33,6 +34,33 @@ class EpisodeContext:
     generate_timeout_s: float
     tool_parser: str | None
     routing: ModelShape | None
+
+
+@dataclass
+class EpisodeWatch:
+    """What all handles of an episode share. `clock` runs while none of them generates."""
+
+    clock: asyncio.Timeout
+    stopped_by: EngineError | EpisodeAbortedError | None = None  # whatever the rollout function made of it
+    _generating: int = 0
+    _deadline: float | None = None
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Let the clock stand still: a hanging engine is no slow episode."""
+        if not self._generating:
+            self._deadline = self.clock.when()
+            self.clock.reschedule(None)
+        self._generating += 1
+        try:
+            yield
+        except (EngineError, EpisodeAbortedError) as error:
+            self.stopped_by = error
+            raise
+        finally:
+            self._generating -= 1
+            if not self._generating:
+                self.clock.reschedule(self._deadline)
 
 
 @dataclass(frozen=True)
@@ -72,12 +100,11 @@ class TokenSequence:
 
 @dataclass
 class EpisodePolicy:
-    """Implements `Policy`. `clock` runs while the policy does not generate."""
+    """Implements `Policy`."""
 
     context: EpisodeContext
     prompt: Prompt
-    clock: asyncio.Timeout
-    stopped_by: EngineError | EpisodeAbortedError | None = None  # whatever the rollout function made of it
+    watch: EpisodeWatch
     limit: EpisodeState | None = None  # which was reached
     _sequence: TokenSequence = field(init=False)
     _generates: bool = False
@@ -143,6 +170,10 @@ class EpisodePolicy:
             self._sequence.experts,
         )
 
+    def unrecorded(self) -> "EpisodePolicy":
+        """Return a second handle, see `Policy`."""
+        return EpisodePolicy(self.context, self.prompt, self.watch)
+
     def _after(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> TokenSequence:
         """Return the sequence of a conversation; only what follows the last turn is rendered, where it goes on."""
         before, renderer = self._sequence, self._renderer(tools)
@@ -188,33 +219,19 @@ class EpisodePolicy:
         return min(bound for bound in (left, context.limits.turn_tokens, max_tokens) if bound is not None)
 
     async def _sample(self, tokens: tuple[int, ...], max_tokens: int) -> EngineOutput:
-        """Generate after `tokens`; the episode's clock stands still: a hanging engine is no slow episode."""
-        context, deadline = self.context, self.clock.when()
+        context = self.context
         sampling = replace(context.sampling, max_response_tokens=max_tokens)
-        self.clock.reschedule(None)
-        try:
-            async with context.client.limits.limit(context.generate_timeout_s):
-                (output,) = await context.client.generate(tokens, sampling, routing=context.routing)
-        except TimeoutError:
-            await self._check_health()
-            self.limit = "timeout"
-            raise EpisodeLimitError("a turn took longer than rollout.group_timeout_s") from None
-        except EngineError as error:
-            self.stopped_by = error
-            raise
-        finally:
-            self.clock.reschedule(deadline)
-        if output.aborted:
-            self.stopped_by = EpisodeAbortedError()
-            raise self.stopped_by
+        with self.watch.generating():
+            try:
+                async with context.client.limits.limit(context.generate_timeout_s):
+                    (output,) = await context.client.generate(tokens, sampling, routing=context.routing)
+            except TimeoutError:
+                await context.client.check_health()
+                self.limit = "timeout"
+                raise EpisodeLimitError("a turn took longer than rollout.group_timeout_s") from None
+            if output.aborted:
+                raise EpisodeAbortedError
         return output
-
-    async def _check_health(self) -> None:
-        try:
-            await self.context.client.check_health()
-        except EngineError as error:
-            self.stopped_by = error
-            raise
 
     async def _as_turn(self, output: EngineOutput, renderer: ChatRenderer) -> Turn:
         decode, tools = renderer.tokenizer.decode, renderer.tools

@@ -15,7 +15,7 @@ from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, RolloutFunctio
 from grpo_mp.episodes.tools import EpisodeTools, ToolKit, load_tools
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.rollout.client import EngineClient, SamplingParams
-from grpo_mp.rollout.episode_policy import EpisodeAbortedError, EpisodeContext, EpisodePolicy
+from grpo_mp.rollout.episode_policy import EpisodeAbortedError, EpisodeContext, EpisodePolicy, EpisodeWatch
 from grpo_mp.types import EpisodeState, Message, Prompt, Sample, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
@@ -108,8 +108,8 @@ class EpisodeRunner:
         """Roll out one episode, however it ends. Raises EngineError, EpisodeAbortedError."""
         async with self.slots:
             outcome, policy = await self._roll_out(context, prompt, index, step)
-        if policy.stopped_by:
-            raise policy.stopped_by
+        if policy.watch.stopped_by:
+            raise policy.watch.stopped_by
         if outcome.error:
             LOGGER.info("step %d: %s", step, outcome.error)
         return outcome
@@ -118,7 +118,7 @@ class EpisodeRunner:
         self, context: EpisodeContext, prompt: Prompt, index: int, step: int
     ) -> tuple[Outcome, EpisodePolicy]:
         clock = asyncio.timeout(context.limits.episode_s)
-        policy = EpisodePolicy(context, prompt, clock)
+        policy = EpisodePolicy(context, prompt, EpisodeWatch(clock))
         label = f"prompt {prompt.index}, sample {index}"
         try:
             async with clock:
@@ -127,7 +127,7 @@ class EpisodeRunner:
             if not isinstance(returned, Episode):
                 raise TypeError(f"it returned {type(returned).__name__}, no Episode")
         except EpisodeLimitError:
-            return Outcome(policy.episode(state=policy.limit)), policy
+            return Outcome(policy.episode(state=policy.limit or "truncated")), policy
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything
             if clock.expired():
                 sentence = f"it took longer than rollout.limits.episode_s={context.limits.episode_s:g} s"

@@ -104,6 +104,27 @@ def test_a_conversation_that_does_not_go_on_is_a_fork(roll_out: Callable[..., An
     assert all(sample.prompt_tokens != prompt.tokens and len(sample.tokens) <= 4 for sample in group.samples)
 
 
+async def self_play(task: Task, policy: Policy) -> Episode:
+    other, messages = policy.unrecorded(), [*task.messages]
+    for _ in range(2):
+        mine, _ = await asyncio.gather(
+            policy.generate(messages, max_tokens=4), other.generate([{"role": "user", "content": "more"}], max_tokens=4)
+        )
+        messages += [mine.message, {"role": "user", "content": "Again."}]
+    if task.index == 1:
+        await asyncio.sleep(60)
+    return policy.episode(metrics={"others": other.episode().turns})
+
+
+def test_turns_of_a_second_handle_are_not_recorded(roll_out: Callable[..., Any]) -> None:
+    prompt, group = roll_out(f"{HERE}:self_play", limits={"episode_s": 1.0, "turns": 2})
+    played, slow = group.samples
+    assert played.metrics == {"others": 2, "turns": 2, "forks": 0}
+    assert played.prompt_tokens == prompt.tokens
+    assert sum(played.generated) <= 8
+    assert slow.state == "timeout"  # the clock runs again after turns of both at a time
+
+
 def test_an_episode_that_fails_is_a_sample_with_a_state(roll_out: Callable[..., Any]) -> None:
     _, group = roll_out(f"{HERE}:raising", count=3, limits={"episode_s": 2.0, "turns": 2})
     failed, slow, long = group.samples

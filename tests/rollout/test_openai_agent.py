@@ -95,23 +95,26 @@ async def careful(task: Task, base_url: str, api_key: str) -> float:
     return 0.5
 
 
+LEFT: dict[str, Any] = {}
+
+
 async def left_open(task: Task, base_url: str, api_key: str) -> None:
-    """Ends while a request of its own is being answered, or with the error of a limit."""
+    """Ends while a request of its own is being answered; index 1 sees what came of it, and then passes its limit."""
     client = make_client(base_url, api_key)
+    create = client.chat.completions.create
     if task.index == 0:
-        request = client.chat.completions.create(model="m", messages=[*task.messages])  # type: ignore[list-item]
-        asyncio.get_running_loop().create_task(closed_later(client, request))
+        LEFT["client"], LEFT["request"] = client, asyncio.ensure_future(create(model="m", messages=[*task.messages]))  # type: ignore[list-item]
         await asyncio.sleep(0.05)
         return
+    await asyncio.sleep(0.5)
+    with pytest.raises(openai.APIConnectionError):
+        await LEFT["request"]
+    with pytest.raises(openai.AuthenticationError, match="has ended"):
+        await LEFT["client"].models.list()
+    await LEFT["client"].close()
     async with client:
         while True:
-            await client.chat.completions.create(model="m", messages=[*task.messages], max_tokens=2)  # type: ignore[list-item]
-
-
-async def closed_later(client: AsyncOpenAI, request: Any) -> None:
-    async with client:
-        with pytest.raises(openai.APIError):
-            await request
+            await create(model="m", messages=[*task.messages], max_tokens=2)  # type: ignore[list-item]
 
 
 def test_an_agents_turns_are_an_episode(roll_out: RollOut, model_folder: Path, expected_logprobs: Logprobs) -> None:
@@ -133,8 +136,9 @@ def test_an_agents_turns_are_an_episode(roll_out: RollOut, model_folder: Path, e
 
 def test_an_agent_that_does_not_wait_or_stop_ends_its_episode(roll_out: RollOut) -> None:
     _, group = roll_out("openai_agent", function_args={"agent": f"{HERE}:left_open"}, limits={"turns": 2})
-    assert [(sample.state, sample.metrics["turns"]) for sample in group.samples][1] == ("truncated", 2)
-    assert group.samples[0].state == "completed"
+    ended, limited = group.samples
+    assert (ended.state, ended.metrics["turns"]) == ("completed", 0)
+    assert (limited.state, limited.metrics["turns"], limited.error) == ("truncated", 2, "")
 
 
 def test_a_command_is_an_agent(roll_out: RollOut, tmp_path: Path) -> None:
