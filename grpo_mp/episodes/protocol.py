@@ -151,7 +151,7 @@ class Policy(Protocol):
         """Return what was recorded as an episode; without `state` it is truncated where its last turn was cut."""
 
     def unrecorded(self) -> "Policy":
-        """Return a second handle, with turns and limits of its own, which nothing is trained on: an opponent, a judge."""
+        """Return a second handle, with turns and limits of its own, which nothing is trained on, as an opponent has."""
 
 
 class RolloutFunction(Protocol):
