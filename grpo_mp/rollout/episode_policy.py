@@ -110,7 +110,7 @@ class EpisodePolicy:
     _generates: bool = False
     _answer: str = ""
     _cut: bool = False
-    _turns: int = 0
+    turns: int = 0  # so far
     _forks: int = 0
     _calls: int = 0
 
@@ -147,7 +147,7 @@ class EpisodePolicy:
         finally:
             self._generates = False
         self._forks += self._sequence.has_turns and not given.has_turns
-        self._turns += 1
+        self.turns += 1
         self._sequence, self._answer, self._cut = given.answered_by(turn), turn.text, not turn.finished
         return turn
 
@@ -165,7 +165,7 @@ class EpisodePolicy:
             state or ("truncated" if self._cut else "completed"),
             self._answer,
             self._sequence.messages[self._sequence.prompt_messages :],
-            self._turns,
+            self.turns,
             self._forks,
             self._sequence.experts,
         )
@@ -209,10 +209,10 @@ class EpisodePolicy:
         longest = context.sampling.max_response_tokens
         after_prompt = longest - (length - len(given.segments[0].tokens))
         left = min(after_prompt, context.max_prompt_tokens + longest - length)
-        if self._turns >= context.limits.turns or left <= 0:
+        if self.turns >= context.limits.turns or left <= 0:
             self.limit = "truncated"
             raise EpisodeLimitError(
-                f"the episode has no turn or no token left: {self._turns} turns of rollout.limits.turns="
+                f"the episode has no turn or no token left: {self.turns} turns of rollout.limits.turns="
                 f"{context.limits.turns}, {length} tokens of rollout.max_prompt_tokens + max_response_tokens="
                 f"{context.max_prompt_tokens + longest}"
             )

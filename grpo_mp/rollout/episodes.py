@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -122,7 +123,7 @@ class EpisodeRunner:
         label = f"prompt {prompt.index}, sample {index}"
         try:
             async with clock:
-                tools, messages = await self._open_tools(prompt)
+                tools, messages = await self._open_tools(prompt, lambda: f"step {step}: {label}, turn {policy.turns}")
                 returned = await self.parts.function(Task(prompt, index, step, tools, messages), policy)
             if not isinstance(returned, Episode):
                 raise TypeError(f"it returned {type(returned).__name__}, no Episode")
@@ -139,10 +140,10 @@ class EpisodeRunner:
         state = policy.limit if policy.limit and returned.state in ("completed", "truncated") else returned.state
         return Outcome(replace(returned, state=state)), policy
 
-    async def _open_tools(self, prompt: Prompt) -> tuple[EpisodeTools, tuple[Message, ...]]:
+    async def _open_tools(self, prompt: Prompt, where: Callable[[], str]) -> tuple[EpisodeTools, tuple[Message, ...]]:
         """Make the tools of an episode, and the messages that it begins with."""
         limits, messages = self.parts.config.limits, prompt.messages
-        tools = self.parts.tools.open(limits.tool_s, limits.tool_characters)
+        tools = self.parts.tools.open(limits.tool_s, limits.tool_characters, where)
         said = self.parts.renderer.clean(await tools.reset(prompt.columns))
         if said:
             messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + said})

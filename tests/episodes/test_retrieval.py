@@ -67,7 +67,9 @@ def test_the_index_is_read_only_and_follows_the_file(tmp_path: Path) -> None:
 
 
 def test_a_bad_document_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"docs\.jsonl, line 2: the column text of a document must be text, not NoneType"):
+    with pytest.raises(
+        UserError, match=r"docs\.jsonl, line 2: the column text of a document must be text, not NoneType"
+    ):
         SearchIndex(write(tmp_path, [DOCUMENTS[0], {"title": "x"}]))
     assert [file.name for file in tmp_path.iterdir()] == ["docs.jsonl"]
     with pytest.raises(UserError, match="no such file of documents"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from openai import AsyncOpenAI
 
-from grpo_mp.episodes.openai_agent import OpenAIAgent
+from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
 from grpo_mp.episodes.protocol import Task
 from grpo_mp.errors import UserError
 from tests.episode_page import read_example
@@ -166,6 +166,7 @@ def test_the_agent_of_the_page(roll_out: RollOut, tmp_path: Path, monkeypatch: p
     ("args", "message"),
     [
         ({}, "openai_agent takes either agent, 'file.py:function', or command"),
+        ({"agnt": "x"}, "rollout.function 'openai_agent': its arguments: got an unexpected keyword argument 'agnt'"),
         ({"agent": f"{HERE}:carefull"}, "has no carefull (did you mean careful?)"),
         ({"agent": f"{HERE}:make_client"}, "it must be a coroutine function"),
         ({"agent": f"{HERE}:refusals"}, "it is called with (task, base_url, api_key)"),
@@ -173,5 +174,5 @@ def test_the_agent_of_the_page(roll_out: RollOut, tmp_path: Path, monkeypatch: p
 )
 def test_what_is_no_agent_is_refused(args: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as refused:
-        OpenAIAgent(**args)
+        ROLLOUT_FUNCTIONS.resolve("openai_agent", "rollout.function", args)
     assert message in str(refused.value)
