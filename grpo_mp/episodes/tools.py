@@ -32,7 +32,7 @@ class ToolHangsError(ToolTimeoutError):
 
 @dataclass(frozen=True)
 class ToolThreads:
-    """Threads of a rank's tools. One that hangs cannot be ended: `MOST_HANGING` of each tool are left behind, no more."""
+    """Threads of a rank's tools. One that hangs cannot be ended: `MOST_HANGING` of each tool are left, no more."""
 
     hanging: Counter[str] = field(default_factory=Counter)  # by qualified name
 
