@@ -35,15 +35,18 @@ def ended_well(job: Job) -> bool:
 
 
 def test_the_next_step_is_generated_while_one_trains(start: Callable[..., Job], tmp_path: Path) -> None:
-    """Each step but the first trains on what the weights before the last update wrote, also after a stop."""
-    settings = ("schedule=one_step_off", "layout={}", "data.eval={}", "run.export=false")
-    job = start(*settings, "run.steps=20")
+    """Each step but the first trains on what the weights before the last update wrote, also after a stop.
+
+    Two ranks have an engine each; the signal reaches one of them.
+    """
+    settings = ("schedule=one_step_off", "engine.ranks=2", "layout={}", "data.eval={}", "run.export=false")
+    job = start(*settings, "run.steps=20", command=THREE_RANKS)
     job.wait_until(lambda: spans(tmp_path / "run", 0, "TRAIN") == 3)
     job.signal(signal.SIGUSR1, rank=1)
     assert ended_well(job)
     done = len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) - 1
     assert 2 <= done < 20
-    assert ended_well(start(*settings, f"run.steps={done + 2}"))
+    assert ended_well(start(*settings, f"run.steps={done + 2}", command=THREE_RANKS))
     steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
     assert [step["step"] for step in steps] == list(range(1, done + 3))
     for step in steps:
