@@ -363,8 +363,9 @@ class SyncConfig(Section):
     bucket_bytes: int = Field(
         2**30,
         gt=0,
-        description="memory of a rank for weights on their way; a quarter of it is one round of the sync. More makes "
-        "fewer rounds; lower it if memory is short",
+        description="memory of a rank for weights on their way; a quarter of it is one round of the sync, or the "
+        "embedding, which an engine loads at once, where that is larger. More makes fewer rounds; lower it if memory "
+        "is short",
     )
     delta: bool = Field(
         True,
