@@ -104,14 +104,20 @@ def roll_out(ask: Callable[..., Any], model_folder: Path) -> Callable[..., tuple
     """Rolls out a group of episodes of one prompt by a rollout function."""
 
     def run(
-        name: str, count: int = 2, sampling: SamplingParams | None = None, answer: str | None = None, **config: Any
+        name: str,
+        count: int = 2,
+        sampling: SamplingParams | None = None,
+        answer: str | None = None,
+        columns: dict[str, Any] | None = None,
+        **config: Any,
     ) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(model_folder))
         sizes = {"prompts_per_step": 1, "group_size": count, "max_prompt_tokens": 20, "max_response_tokens": 60}
         parts = load_episode_parts(RolloutConfig(**sizes | {"function": name} | config), tokenizer)
         assert parts
         message = {"role": "user", "content": "How many?"}
-        prompt = Prompt(4, "How many?", parts.renderer.prompt([message]), answer=answer, messages=(message,))
+        tokens = parts.renderer.prompt([message])
+        prompt = Prompt(4, "How many?", tokens, answer=answer, columns=columns or {}, messages=(message,))
         shape = model_shape(HfConfig.read(model_folder))
 
         async def group(client: EngineClient) -> SampleGroup | None:
