@@ -6,7 +6,6 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from importlib import metadata
 from typing import Any
 
 import httpx
@@ -71,12 +70,11 @@ def read_environment(name: str) -> Iterator[dict[str, Any]]:
 def load_environment(name: str, args: str) -> Any:
     """Load an environment, once in a process; `args`: JSON. Raises UserError where that fails."""
     try:
-        library: Any = importlib.import_module("verifiers")
+        library: Any = importlib.import_module("verifiers.utils.env_utils")
     except ImportError as error:
-        raise UserError(f"{_label(name)}: the package verifiers is missing here: pip install {VERSIONS!r}") from error
-    if "load_environment" not in dir(library):
-        version = metadata.version("verifiers")
-        raise UserError(f"{_label(name)}: verifiers {version} has another interface: pip install {VERSIONS!r}")
+        raise UserError(
+            f"{_label(name)}: the library is missing here, or of another version ({error}): pip install {VERSIONS!r}"
+        ) from error
     try:
         with _own_signals():
             return library.load_environment(name, **json.loads(args))

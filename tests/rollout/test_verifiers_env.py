@@ -2,6 +2,7 @@
 
 import importlib.util
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,12 @@ def load_environment(rows=2, groups=False):
 
 
 def test_a_missing_library_is_named_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "verifiers", None)
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    monkeypatch.delitem(sys.modules, "verifiers.utils.env_utils", raising=False)
     load_environment.cache_clear()
-    with pytest.raises(UserError, match=r"environment 'x' of verifiers: the package verifiers is missing here: pip"):
+    with pytest.raises(
+        UserError, match=r"environment 'x' of verifiers: the library is missing here, or of another version"
+    ):
         ROLLOUT_FUNCTIONS.resolve("verifiers", "rollout.function", {"environment": "x"})
     with pytest.raises(UserError, match="no JSON"):
         list(read_rows("x:train:{", "verifiers"))
