@@ -201,9 +201,18 @@ def test_a_command_is_an_agent(roll_out: RollOut, tmp_path: Path) -> None:
     assert (good.error, good.episode_reward, good.metrics["turns"]) == ("", 0.25, 1)
     assert (bad.state, bad.metrics["turns"]) == ("error", 1)
     assert bad.error.endswith("turn 1: it raised RuntimeError: the command ended with status 1: no use")
-    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+    pids = tmp_path / "pids"
+    sleeping = ["sh", "-c", f"sleep 600 & echo $$ $! >> {pids}; wait"]
     _, group = roll_out("openai_agent", function_args={"command": sleeping}, limits={"episode_s": 0.5})
     assert [sample.state for sample in group.samples] == ["timeout"] * 2
+    started = pids.read_text().split()
+    assert len(started) == 4
+    assert not [pid for pid in started if is_running(pid)]
+
+
+def is_running(pid: str) -> bool:
+    status = Path("/proc", pid, "stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_the_agent_of_the_page(roll_out: RollOut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
