@@ -200,6 +200,11 @@ class RolloutConfig(Section):
         "verifiers",
     )
     limits: EpisodeLimits = Field(EpisodeLimits(), description="limits of an episode of several turns")
+    dump: bool = Field(
+        False,
+        description="write all samples of each step into RUN/rollouts_dump, one Parquet file a rank: tokens, mask, "
+        "logprobs, rewards, routed experts; `train --replay` trains from it without engines",
+    )
     failed: Literal["mask", "score"] | float = Field(
         "mask",
         description="episodes that end in an error or by limits.episode_s. mask: they count in their group and train "
