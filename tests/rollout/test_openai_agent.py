@@ -56,6 +56,7 @@ async def refusals(client: AsyncOpenAI, messages: Any) -> list[str]:
         {"n": 2},
         {"max_tokens": 0},
         {"tools": [TOOL]},
+        {"tools": [{"type": "function", "function": {"name": "add", "parameters": "none"}}]},
         {"messages": []},
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     ]
@@ -76,6 +77,8 @@ async def careful(task: Task, base_url: str, api_key: str) -> float:
         assert sentences[0] == "temperature=0.5: all turns are sampled as the run says: leave it out or set 1.0"
         assert sentences[1] == "n=2: all turns are sampled as the run says: leave it out or set 1"
         assert "rollout.tool_parser" in sentences[3]
+        assert "tools must be a list of functions" in sentences[4]
+        assert "must be text" in sentences[-1]
         with pytest.raises(openai.AuthenticationError):
             await client.with_options(api_key=api_key[:-1]).models.list()
         first, second = await asyncio.gather(
