@@ -121,8 +121,8 @@ class DataConfig(Section):
     )
     source: SourceName | None = Field(
         None,
-        description="reader of `train` and `eval`: jsonl, parquet, datasets, or your own 'file.py:function', which is "
-        "called with their value; null: by the file's suffix",
+        description="reader of `train` and `eval`: jsonl, parquet, datasets, verifiers, or your own "
+        "'file.py:function', which is called with their value; null: by the file's suffix",
     )
     prompt_column: str = Field("question", description="column of the prompt: text, or a list of chat messages")
     answer_column: str | None = Field("answer", description="column of the expected answer; null: none")
@@ -191,11 +191,13 @@ class RolloutConfig(Section):
     )
     function: RolloutName | None = Field(
         None,
-        description="rolls out one task over several turns: call_tools, openai_agent, or your own 'file.py:function'; "
-        "null: call_tools with rollout.tools, else one answer",
+        description="rolls out one task over several turns: call_tools, openai_agent, verifiers, or your own "
+        "'file.py:function'; null: call_tools with rollout.tools, else one answer",
     )
     function_args: dict[str, Any] = Field(
-        {}, description="arguments of the function, by name; of openai_agent agent, 'file.py:function', or command"
+        {},
+        description="arguments of the function, by name: agent or command of openai_agent, environment and args of "
+        "verifiers",
     )
     limits: EpisodeLimits = Field(EpisodeLimits(), description="limits of an episode of several turns")
     dump: bool = Field(
