@@ -388,8 +388,8 @@ class MonitorConfig(Section):
 
     loggers: dict[str, dict[str, Any]] = Field(
         {"tensorboard": {}, "jsonl": {}},
-        description="writers of the metrics: built-in names, or your own 'file.py:Class', each with its arguments; "
-        "also one name, or a list (TRL report_to, verl trainer.logger)",
+        description="writers of the metrics: tensorboard, jsonl, wandb, mlflow, trackio, or your own 'file.py:Class', "
+        "each with its arguments; also one name, or a list (TRL report_to, verl trainer.logger)",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="level of RUN/logs/rank_N.log; warnings go to the terminal, too"
