@@ -169,7 +169,7 @@ def _read_tokenizer(settings: Settings, hf: HfConfig) -> PreTrainedTokenizerBase
 
 def load_episodes(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> EpisodeParts | None:
     """Load what rolls out more than one answer. Raises UserError where it cannot be used."""
-    if settings.rollout.tools:
+    if settings.rollout.tool_parser:
         check_tool_parser(settings.rollout.tool_parser)
     return load_episode_parts(settings.rollout, tokenizer)
 
