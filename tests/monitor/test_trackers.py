@@ -66,9 +66,9 @@ def test_a_package_that_is_missing_is_named_at_the_start(
 @pytest.mark.parametrize("name", PACKAGES)
 def test_an_installed_tracker_writes_two_attempts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a server; all kinds of metrics are taken, one that is not finite among them."""
-    pytest.importorskip(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported
+    pytest.importorskip(name)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     args = {"mlflow": {"tracking_uri": f"file:{tmp_path / 'mlruns'}"}}.get(name, {})
     for first_step in (0, 2):
