@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_serializer, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_serializer, field_validator, model_validator
 
 from grpo_mp.config.registries import DATA_SOURCES, LOGGERS, ROLLOUT_FUNCTIONS
 from grpo_mp.evaluation.pass_at_k import MAX_SAMPLES
@@ -158,14 +158,11 @@ class DataConfig(Section):
         None, gt=0, description="use only the first prompts of each set, up to this number; null: all"
     )
 
-    @field_validator("train", mode="before")
-    @classmethod
-    def _name_train_set(cls, value: Any) -> Any:
-        return {"train": value} if isinstance(value, str) else value
-
     @field_validator("train", "eval", mode="before")
     @classmethod
-    def _expand_path(cls, value: Any) -> Any:
+    def _expand_path(cls, value: Any, field: ValidationInfo) -> Any:
+        if isinstance(value, str) and field.field_name == "train":
+            return {"train": {"path": value}}
         if not isinstance(value, dict):
             return value
         return {name: {"path": item} if isinstance(item, str) else item for name, item in value.items()}

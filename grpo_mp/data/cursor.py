@@ -48,9 +48,9 @@ def take(
 ) -> tuple[tuple[int, ...], Cursor]:
     """Take the next `count` indices out of the `size` prompts of an epoch; return them and the cursor after them.
 
-    Every epoch holds every prompt once, of a `mixture` some of each set. A take that runs over the end of an epoch continues in the next one and
-    repeats no prompt, neither its own nor `recent` ones, unless they are more than `size`. Raises ValueError for a
-    cursor of a larger set.
+    Every epoch holds every prompt once, or of a `mixture` some of each set. A take that runs over the end of an epoch
+    continues in the next one and repeats no prompt, neither its own nor `recent` ones, unless they are more than
+    `size`. Raises ValueError for a cursor of a larger set.
     """
     if size <= 0 or count < 0 or not 0 <= cursor.position <= size:
         raise ValueError(f"cannot take {count} of {size} prompts at position {cursor.position}")
@@ -67,9 +67,7 @@ def take(
     return tuple(taken), cursor
 
 
-def taken_before(
-    cursor: Cursor, size: int, count: int, shuffle: bool, mixture: Mixture = ()
-) -> tuple[int, ...]:
+def taken_before(cursor: Cursor, size: int, count: int, shuffle: bool, mixture: Mixture = ()) -> tuple[int, ...]:
     """Return the last `count` indices, or fewer, that were taken before the cursor by takes that knew as many."""
     order = epoch_order(replace(cursor, position=0), size, shuffle, mixture)[: cursor.position]
     return (*cursor.deferred, *order)[-count:] if count else ()

@@ -291,7 +291,9 @@ def _warn_without_effect(algorithm: AlgorithmConfig, updates: int) -> Iterator[s
 def _describe_prompts(train: PromptSet) -> str:
     left_out = [f"{train.num_too_long} longer than the limit"]
     left_out += [f"{train.num_filtered} for their pass rate"] if train.num_filtered else []
-    mixed = f", of which an epoch has {' + '.join(str(share.count) for share in train.mixture)}" if train.mixture else ""
+    mixed = (
+        f", of which an epoch has {' + '.join(str(share.count) for share in train.mixture)}" if train.mixture else ""
+    )
     return f"{len(train)} ({', '.join(left_out)} left out){mixed}"
 
 
