@@ -27,7 +27,6 @@ class EpisodeContext:
     renderer: ChatRenderer
     limits: EpisodeLimits
     sampling: SamplingParams  # `max_response_tokens`: of all turns, what is given between them included
-    generate_timeout_s: float
     tool_parser: str | None
     routing: ModelShape | None
 
@@ -135,12 +134,7 @@ class EpisodePolicy:
         sampling = replace(context.sampling, max_response_tokens=max_tokens)
         self.clock.reschedule(None)
         try:
-            async with context.client.limits.limit(context.generate_timeout_s):
-                (output,) = await context.client.generate(self._tokens, sampling, routing=context.routing)
-        except TimeoutError:
-            await self._check_health()
-            self.limit = "timeout"
-            raise EpisodeLimitError("a turn took longer than rollout.group_timeout_s") from None
+            (output,) = await context.client.generate(self._tokens, sampling, routing=context.routing)
         except EngineError as error:
             self.stopped_by = error
             raise
@@ -150,13 +144,6 @@ class EpisodePolicy:
             self.stopped_by = EpisodeAbortedError()
             raise self.stopped_by
         return output
-
-    async def _check_health(self) -> None:
-        try:
-            await self.context.client.check_health()
-        except EngineError as error:
-            self.stopped_by = error
-            raise
 
     async def _as_turn(self, output: EngineOutput) -> Turn:
         decode, tools = self.context.renderer.tokenizer.decode, self.context.renderer.tools

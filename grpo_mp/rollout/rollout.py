@@ -18,7 +18,7 @@ from grpo_mp.checkpoint.hf_reader import has_hf_weights
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
 from grpo_mp.distributed.layout import model_shape
-from grpo_mp.errors import EngineError, UserError
+from grpo_mp.errors import EngineError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineClient, SamplingParams
@@ -39,6 +39,7 @@ from grpo_mp.rollout.worker import (
     RunningGroup,
     give_back,
     pause_running,
+    unanswered,
 )
 from grpo_mp.types import Prompt, SampleGroup
 
@@ -173,10 +174,11 @@ class Rollout:
         attempt: int,
         store: dist.Store,
         check_peers: Callable[[], None],
-    ) -> list[SampleGroup]:
+    ) -> list[SampleGroup] | None:
         """Generate and score the prompts of an eval set that this rank's engine takes, with the set's sampling.
 
-        `check_peers` as in `GroupStream`; `attempt`: counts those in which an engine was lost.
+        A group past its limit is one of samples that say nothing. Returns None where no engine was left for the others.
+        `check_peers` as in `GroupStream`; `attempt`: counts those in which no engine was left.
         """
         settings, eval_set = self._settings, self._settings.eval_set(name)
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
@@ -187,10 +189,16 @@ class Rollout:
         stream.check_peers = check_peers
         task = RolloutTask(prompts.__getitem__, eval_set.samples, 0, step, sampling, pauses=False)
         groups = self.begin(task, stream, scorer).result()
-        finished = [group for _, group in sorted(groups.items()) if isinstance(group, SampleGroup)]
-        if too_long := [group.prompt.index for group in finished if not group.finished]:
-            limit = f"rollout.group_timeout_s={settings.rollout.group_timeout_s:g} s"
-            raise UserError(f"data.eval.{name}: prompt {too_long[0]} took longer than {limit}: raise it")
+        if not stream.admission().done:
+            return None
+        end_token = self._tokenizer.eos_token_id
+        finished = [
+            group
+            if group.finished
+            else scorer.score_group(unanswered(group.prompt, number, eval_set.samples, end_token), step)
+            for number, group in sorted(groups.items())
+            if isinstance(group, SampleGroup)
+        ]
         return [group for group in finished if group.samples]
 
     def call(self, coroutine):  # type: ignore[no-untyped-def]

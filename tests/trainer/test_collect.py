@@ -167,7 +167,7 @@ def collector(
     settings.data, settings.run = SimpleNamespace(shuffle=False), SimpleNamespace(seed=0, steps=steps, folder=folder)
     rollouts: Any = OneRankRollout(engines, slots)
     scorer: Any = FakeScorer()
-    recovery: Any = SimpleNamespace(run=lambda: None)
+    recovery: Any = SimpleNamespace(run=lambda: None, begin_step=lambda: None, end_generation=lambda: None)
     return RolloutCollector(settings, prompts, rollouts, scorer, job, phases, lengths_differ, recovery)
 
 
@@ -420,7 +420,7 @@ def test_groups_of_lost_engines_are_generated_once_by_others(
             lost += engine.is_lost
             engine.is_lost, engine.lives = False, engine.lives if engine.lives > 0 else random.randint(1, 25)
 
-    collect.recovery.run = revive
+    collect.recovery.run = collect.recovery.begin_step = revive
     state, trained = TrainState(), []
     for step in range(1, steps + 1):
         batch = collect.collect(state, step)
