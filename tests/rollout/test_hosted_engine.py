@@ -174,7 +174,8 @@ def test_the_nodes_of_an_engine_start_and_end_together(
     store: dist.Store,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
     placement = EnginePlacement(0, 2, 1, 2)
     node_process = process(placement)
     node, engine = EngineNode(placement, node_process), host(nodes=2)
