@@ -179,7 +179,7 @@ class RolloutConfig(Section):
         600.0,
         gt=0,
         description="time limit of a group in seconds, in which pauses for new weights do not count; one that takes "
-        "longer is aborted and replaced by the next prompt",
+        "longer is aborted and replaced by the next prompt, or in an evaluation counts as empty answers",
     )
     tools: tuple[str, ...] = Field(
         (),

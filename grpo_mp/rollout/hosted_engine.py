@@ -98,14 +98,14 @@ class HostedEngine:
         if wait and self._restart:
             self._restart.wait(self._placement.rank, "an engine's start", None)  # each start and the phase have limits
         self.check()
+        if self._ready is None:
+            return False
         with self._losing:
-            client, self._ready = self._ready, None
-            if client is None:
-                return False
             if self.has_left:
                 LOGGER.warning("engine %d joins again", self._placement.engine)
                 self._count_left(-1)
-            self.client, self.is_lost, self.has_left, self._restart = client, False, False, None
+            self.client, self.is_lost, self.has_left = self._ready, False, False
+            self._ready = self._restart = None
         return True
 
     def check(self) -> None:
@@ -115,8 +115,10 @@ class HostedEngine:
 
     def try_again(self) -> None:
         """Let an engine that has left start again, if `engine.restart_window_s` allows it."""
-        with self._losing:
-            if self.has_left and not self.is_lost and self._may_restart():
+        if not self.has_left or self.is_lost:
+            return
+        with self._losing:  # it may still be ending
+            if self._may_restart():
                 self._losses.append(time.monotonic())
                 self.is_lost, self._restart = True, None
         if self._owns_devices:
@@ -128,8 +130,8 @@ class HostedEngine:
             self._stopped.set()  # what still runs need not say that it is lost
         self._process.stop()
         for task in filter(None, (self._watch, self._restart)):
-            while not task.has_ended(POLL_S):
-                self._process.stop()  # it looked for another port meanwhile
+            task.has_ended(STOP_LIMIT_S)
+        self._process.stop()  # it may have looked for another port meanwhile
         for client in filter(None, (self.client, self._ready)):
             self._loop.run(client.aclose())
         self.client = self._ready = None

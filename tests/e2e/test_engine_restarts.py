@@ -61,8 +61,8 @@ def test_the_only_engine_comes_back(start: Callable[..., Job], tmp_path: Path) -
 
 
 def test_engines_leave_and_join_while_others_generate(start: Callable[..., Job], tmp_path: Path) -> None:
-    """One is killed in generation: it starts again beside the steps. Killed once more, it leaves, and joins later."""
-    elastic = ("engine.min_engines=1", "engine.max_restarts=1", "engine.restart_window_s=25", "data.eval={}")
+    """One starts again beside the steps, is killed meanwhile, and leaves; it is tried again later, and joins."""
+    elastic = ("engine.min_engines=1", "engine.max_restarts=1", "engine.restart_window_s=20", "data.eval={}")
     own = ("schedule=async", "engine.ranks=2", "layout={}", "run.steps=1000")
     job, run = start(*own, *elastic, command=THREE_RANKS), tmp_path / "run"
 
@@ -73,15 +73,12 @@ def test_engines_leave_and_join_while_others_generate(start: Callable[..., Job],
     job.kill_engine(1)
     job.wait_until(lambda: "it is started again" in job.err)
     job.wait_until((run / "logs" / "engine_1.log").exists)  # the new one's
-    started = len(working())
-    job.wait_until(lambda: 1 in working() and working()[-1] == 2)
-    assert len(working()) > started + 2  # the steps did not wait for it
     job.kill_engine(1)
     job.wait_until(lambda: "the job goes on without it" in job.err)
     job.wait_until(lambda: "engine 1 joins again" in job.err and working()[-1] == 2)
     job.signal(signal.SIGTERM, rank=0)
     assert outcome(job) == Outcome(0, job.out, job.err, [])
-    assert len([count for count in working() if count == 1]) > 2
+    assert working().count(1) > 5  # the steps did not wait for it
     steps = read_jsonl(run / "metrics.jsonl")
     assert [step["train/samples_seen"] for step in steps[1:]] == [16 * step["step"] for step in steps[1:]]
     assert all(step["sync/check/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
