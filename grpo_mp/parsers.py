@@ -50,6 +50,8 @@ def train_parser() -> Parser:
     parser = settings_parser("train", TRAIN)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     parser.add_argument("--ranks", type=positive_int, help="ranks to start on this machine, or to check")
+    replay = "train without engines from RUN/rollouts_dump, which a run with rollout.dump=true wrote"
+    parser.add_argument("--replay", type=Path, metavar="FOLDER", help=replay)
     parser.add_argument("--ranks-per-node", type=positive_int, help="with --dry-run: ranks on one node (default: all)")
     return parser
 

@@ -24,7 +24,8 @@ class Registry(Generic[T]):
     """The extensions of one kind: built-in ones by name, a user's by 'module:attribute' or 'file.py:attribute'.
 
     An extension is called with `parameters` by position and a user's `args` by name. One with `keywords` is called by
-    name, with these and with others that are known later. Where `instance` is set, it is an object of that class.
+    name, with these and with others that are known later. Where `instance` is set, it is an object of that class. Where
+    `makes` is set, a class is made with `args` when it is resolved, and its object is what is called.
     """
 
     kind: str  # in messages: "policy loss"
@@ -32,6 +33,7 @@ class Registry(Generic[T]):
     parameters: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
     instance: type | None = None
+    makes: bool = False
 
     def check_name(self, name: str) -> str:
         """Return the name. Raises ValueError, with the nearest name, for one that is neither built in nor a path."""
@@ -56,8 +58,17 @@ class Registry(Generic[T]):
         label = f"{setting} {name!r}"
         if isinstance(extension, LazyEntry):
             extension = load_attribute(extension.path, label)
+        if self.makes and isinstance(extension, type):
+            extension, args = self._make(extension, label, args or {}), None
         self._check(extension, label, args or {})
         return cast(T, partial(extension, **args) if args else extension)
+
+    def _make(self, extension: type, label: str, args: Mapping[str, Any]) -> Any:
+        try:
+            inspect.signature(extension).bind(**args)
+        except TypeError as error:
+            raise UserError(f"{label}: its arguments: {error}") from error
+        return extension(**args)
 
     def _check(self, extension: Any, label: str, args: Mapping[str, Any]) -> None:
         if self.instance:

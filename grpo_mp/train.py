@@ -23,21 +23,21 @@ from grpo_mp.trainer.context import RolloutContext, TrainContext, open_context
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, scores_before_training
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.preflight import RunInputs
+from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, sync_metrics
 from grpo_mp.trainer.update import train_step, update_reference
-from grpo_mp.weight_sync.compare import CheckReport
-from grpo_mp.weight_sync.update import SyncReport, largest_report
+from grpo_mp.weight_sync.update import largest_report
 
 
 def train(ctx: TrainContext) -> None:
     """Run GRPO: generate groups, score them, turn rewards into advantages, update the policy, sync the engines."""
     run, logger = ctx.settings.run, make_logger(ctx)
-    sync, check = sync_weights(ctx)
+    synced = sync_weights(ctx)
     first = last = ctx.evaluator.evaluate(ctx.state.step)
     initial_scores = scores_before_training(run.folder, ctx.state.step, first)
     if ctx.state.step == 0:
-        logger.write(0, StepRecord(first.metrics | sync_metrics(sync, check), texts=first.texts))
+        logger.write(0, StepRecord(first.metrics | synced, texts=first.texts))
     logger.write_scores(ctx.state.step, initial_scores, first.scores)
     saved_step = ctx.state.step
     while ctx.state.step < run.steps and not ctx.should_stop():
@@ -47,12 +47,13 @@ def train(ctx: TrainContext) -> None:
         rollouts = ctx.collector.collect(ctx.state, step)  # generate and score
         if ctx.should_stop():
             break  # the step is repeated after a restart
+        dump_rollouts(ctx, rollouts, step)
         batch = compute_advantages(ctx, rollouts, step)
         updates = compute_old_and_reference_logprobs(ctx, batch)
         reports = update_policy(ctx, rollouts, updates, step)
-        sync, check = sync_weights(ctx)
+        synced = sync_weights(ctx)
 
-        record = logger.step_record(ctx.state, rollouts, batch, updates, reports, sync, check)
+        record = logger.step_record(ctx.state, rollouts, batch, updates, reports, synced)
         if is_due(step, run.eval_every, run.steps):
             last = ctx.evaluator.evaluate(step)
             record.scalars.update(last.metrics)
@@ -80,9 +81,10 @@ def generate(ctx: RolloutContext) -> None:
     ctx.evaluator.evaluate(ctx.state.step)
     while ctx.state.step < run.steps and not ctx.should_stop():
         step = ctx.state.step + 1
-        ctx.collector.collect(ctx.state, step)
+        rollouts = ctx.collector.collect(ctx.state, step)
         if ctx.should_stop():
             break
+        dump_rollouts(ctx, rollouts, step)
         sync_weights(ctx)
         if is_due(step, run.eval_every, run.steps):
             ctx.evaluator.evaluate(step)
@@ -107,6 +109,14 @@ def make_logger(ctx: TrainContext) -> StepLogger:
         ctx.phases.memory_tracker,
         ctx.policy.expert_load,
     )
+
+
+def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:
+    """Write what the step trains on where `rollout.dump` says so."""
+    if ctx.settings.rollout.dump and not ctx.inputs.replay:
+        with ctx.phases.phase(Phase.SCORE, "dump"):
+            folder, shape = ctx.settings.run.folder / FOLDER, RolloutShape.of(ctx.settings, ctx.inputs.hf)
+            dump_step(folder, step, rollouts, shape, ctx.job.rank, ctx.job.world_size)
 
 
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:
@@ -151,15 +161,17 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
     return reports
 
 
-def sync_weights(ctx: RolloutContext) -> tuple[SyncReport, CheckReport]:
-    """Push the policy's weights into every engine and check that the engines hold them."""
+def sync_weights(ctx: RolloutContext) -> dict[str, float]:
+    """Push the policy's weights into every engine and check that they hold them; return metrics, none in a replay."""
+    if not (ctx.weight_sync and ctx.engine_check):
+        return {}
     with ctx.phases.phase(Phase.SYNC):
         ctx.state = broadcast(ctx.state, ctx.job.group)  # to ranks that do not train
         if ctx.settings.schedule == "one_step_off":
             ctx.collector.finish_generation()
         reports = ctx.recovery.update_weights(ctx.weight_sync, ctx.state.optimizer_step)
         ctx.collector.synced_step = ctx.state.step
-    return largest_report(reports), ctx.engine_check.run(ctx.state.optimizer_step)
+    return sync_metrics(largest_report(reports), ctx.engine_check.run(ctx.state.optimizer_step))
 
 
 def save(ctx: TrainContext) -> None:

@@ -16,8 +16,12 @@ DATA_SOURCES: Registry[ExtensionFunction] = Registry(
 )
 ROLLOUT_FUNCTIONS: Registry[ExtensionFunction] = Registry(
     "rollout function",
-    {"call_tools": LazyEntry("grpo_mp.episodes.tool_loop:call_tools")},
+    {
+        "call_tools": LazyEntry("grpo_mp.episodes.tool_loop:call_tools"),
+        "openai_agent": LazyEntry("grpo_mp.episodes.openai_agent:OpenAIAgent"),
+    },
     parameters=("task", "policy"),
+    makes=True,
 )
 LOGGERS: Registry[ExtensionFunction] = Registry(
     "logger",

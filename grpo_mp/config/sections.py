@@ -191,11 +191,18 @@ class RolloutConfig(Section):
     )
     function: RolloutName | None = Field(
         None,
-        description="rolls out one task over several turns: call_tools, or your own 'file.py:function'; null: "
-        "call_tools with rollout.tools, else one answer",
+        description="rolls out one task over several turns: call_tools, openai_agent, or your own 'file.py:function'; "
+        "null: call_tools with rollout.tools, else one answer",
     )
-    function_args: dict[str, Any] = Field({}, description="arguments of your own function, by name")
+    function_args: dict[str, Any] = Field(
+        {}, description="arguments of the function, by name; of openai_agent agent, 'file.py:function', or command"
+    )
     limits: EpisodeLimits = Field(EpisodeLimits(), description="limits of an episode of several turns")
+    dump: bool = Field(
+        False,
+        description="write all samples of each step into RUN/rollouts_dump, one Parquet file a rank: tokens, mask, "
+        "logprobs, rewards, routed experts; `train --replay` trains from it without engines",
+    )
     failed: Literal["mask", "score"] | float = Field(
         "mask",
         description="episodes that end in an error or by limits.episode_s. mask: they count in their group and train "

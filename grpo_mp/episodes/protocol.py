@@ -118,17 +118,28 @@ class Task:
 class Policy(Protocol):
     """The handle of one episode: generates on the engine that holds its prefix, and records every token."""
 
+    @property
+    def temperature(self) -> float:
+        """Return the temperature that all turns are sampled with."""
+
+    @property
+    def top_p(self) -> float:
+        """Return the mass of nucleus sampling of all turns."""
+
     async def generate(
         self,
         messages: Sequence[Message] | None = None,
         tokens: Sequence[int] | None = None,
         max_tokens: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Turn:
         """Generate one turn after `messages`, the full conversation so far, or after `tokens`, all its ids.
 
+        `tools`: JSON schemas of those that the policy may call in it; None: those of `rollout.tools`.
+
         Sampled tokens are kept as they are: only messages after the last turn are rendered. Where the conversation
         does not go on from the one before, a new sequence begins and is counted as a fork.
-        Raises EpisodeLimitError where turns, tokens or time are used up.
+        Raises EpisodeLimitError where turns, tokens or time are used up, ValueError where another turn is generated.
         """
 
     def episode(
@@ -138,6 +149,9 @@ class Policy(Protocol):
         state: EpisodeState | None = None,
     ) -> Episode:
         """Return what was recorded as an episode; without `state` it is truncated where its last turn was cut."""
+
+    def unrecorded(self) -> "Policy":
+        """Return a second handle, with turns and limits of its own, which nothing is trained on, as an opponent has."""
 
 
 class RolloutFunction(Protocol):

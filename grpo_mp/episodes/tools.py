@@ -3,10 +3,12 @@
 import asyncio
 import inspect
 import json
+import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -15,11 +17,45 @@ from grpo_mp.episodes.protocol import ToolCall, ToolResult
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.user_code import load_attribute, no_exit
 
+LOGGER = logging.getLogger(__name__)
 SETTING = "rollout.tools"
+MOST_HANGING = 16
 
 
 class ToolTimeoutError(Exception):
     """A tool took longer than `rollout.limits.tool_s`."""
+
+
+class ToolHangsError(ToolTimeoutError):
+    """A tool is not called, because too many of its earlier calls still hang."""
+
+
+@dataclass(frozen=True)
+class ToolThreads:
+    """Threads of a rank's tools. One that hangs cannot be ended: `MOST_HANGING` of each tool are left, no more."""
+
+    hanging: Counter[str] = field(default_factory=Counter)  # by qualified name
+
+    async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], limit_s: float) -> Any:
+        """Await a coroutine function, or call a function in a daemon thread.
+
+        Raises ToolTimeoutError after `limit_s`, ToolHangsError, and what the tool raises.
+        """
+        name, is_coroutine = function.__qualname__, inspect.iscoroutinefunction(function)
+        if self.hanging[name] >= MOST_HANGING:
+            raise ToolHangsError(f"is not called: {MOST_HANGING} of its calls still hang")
+        running = asyncio.ensure_future(
+            function(**arguments) if is_coroutine else asyncio.wrap_future(_in_thread(function, arguments))
+        )
+        done, _ = await asyncio.wait({running}, timeout=limit_s)
+        if done:
+            return running.result()
+        if is_coroutine:
+            running.cancel()
+        else:
+            self.hanging[name] += 1
+            running.add_done_callback(lambda _: self.hanging.subtract([name]))
+        raise ToolTimeoutError(f"took longer than {limit_s:g} s")
 
 
 @dataclass(frozen=True)
@@ -33,13 +69,19 @@ class ToolKit:
     functions: tuple[Callable[..., Any], ...] = ()
     classes: tuple[type, ...] = ()
     schemas: tuple[dict[str, Any], ...] = ()
+    threads: ToolThreads = field(default_factory=ToolThreads)
 
-    def open(self, limit_s: float, characters: int) -> "EpisodeTools":
-        """Make the tools of one episode: `limit_s` bounds a call, `characters` its result."""
+    def open(self, limit_s: float, characters: int, where: Callable[[], str] = str) -> "EpisodeTools":
+        """Make the tools of one episode: `limit_s` bounds a call, `characters` its result; `where`: task and turn."""
         environments = tuple(make() for make in self.classes)
         methods = [tool for environment in environments for tool in _methods(environment)]
         return EpisodeTools(
-            {tool.__name__: tool for tool in (*self.functions, *methods)}, environments, limit_s, characters
+            {tool.__name__: tool for tool in (*self.functions, *methods)},
+            environments,
+            limit_s,
+            characters,
+            self.threads,
+            where,
         )
 
 
@@ -51,11 +93,13 @@ class EpisodeTools:
     environments: tuple[Any, ...]
     limit_s: float
     characters: int
+    threads: ToolThreads
+    where: Callable[[], str]
 
     async def reset(self, columns: Mapping[str, Any]) -> str:
         """Begin the episode in its environments; return what they say."""
         resets = [environment.reset for environment in self.environments if hasattr(environment, "reset")]
-        said = [await call_in_time(reset, columns, self.limit_s) for reset in resets]
+        said = [await self.threads.call(reset, columns, self.limit_s) for reset in resets]
         return "".join(text for text in said if text is not None)
 
     async def call(self, call: ToolCall) -> ToolResult:
@@ -63,31 +107,18 @@ class EpisodeTools:
         if call.name not in self.by_name:
             return ToolResult(f"Error: there is no tool {call.name}", "raised")
         try:
-            value = await call_in_time(self.by_name[call.name], call.arguments, self.limit_s)
+            value = await self.threads.call(self.by_name[call.name], call.arguments, self.limit_s)
             text = value if isinstance(value, str) else _as_text(value)
-        except ToolTimeoutError:
-            return ToolResult(f"Error: {call.name} took longer than {self.limit_s:g} s", "timeout")
+        except ToolTimeoutError as error:
+            level = logging.INFO if isinstance(error, ToolHangsError) else logging.WARNING
+            LOGGER.log(level, "%s: the tool %s %s (rollout.limits.tool_s)", self.where(), call.name, error)
+            return ToolResult(f"Error: {call.name} {error}", "timeout")
         except Exception as error:  # noqa: BLE001 - a tool may raise anything
-            return ToolResult(f"Error: {type(error).__name__}: {one_line(error)}"[: self.characters], "raised")
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            LOGGER.info("%s: the tool %s raised %s", self.where(), call.name, reason)
+            return ToolResult(f"Error: {reason}"[: self.characters], "raised")
         left_out = len(text) - self.characters
         return ToolResult(f"{text[: self.characters]}... ({left_out} characters left out)" if left_out > 0 else text)
-
-
-async def call_in_time(function: Callable[..., Any], arguments: Mapping[str, Any], limit_s: float) -> Any:
-    """Call a function or await a coroutine function. Raises ToolTimeoutError after `limit_s`, and what it raises.
-
-    A function runs in a daemon thread. A thread cannot be killed, so one that hangs is left behind.
-    """
-    is_coroutine = inspect.iscoroutinefunction(function)
-    running = asyncio.ensure_future(
-        function(**arguments) if is_coroutine else asyncio.wrap_future(_in_thread(function, arguments))
-    )
-    done, _ = await asyncio.wait({running}, timeout=limit_s)
-    if not done:
-        if is_coroutine:
-            running.cancel()
-        raise ToolTimeoutError(f"it took longer than {limit_s:g} s")
-    return running.result()
 
 
 def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Future[Any]:

@@ -220,7 +220,7 @@ def known_arguments() -> frozenset[str]:
     return frozenset(names)
 
 
-def check_tool_parser(name: str | None) -> None:
+def check_tool_parser(name: str) -> None:
     """Raise UserError for a name that the installed SGLang has no parser of tool calls for: its source says."""
     package = importlib.util.find_spec("sglang")
     if package is None or not package.submodule_search_locations:
@@ -230,7 +230,7 @@ def check_tool_parser(name: str | None) -> None:
     keys = [key for table in tables if isinstance(table, ast.Dict) for key in table.keys]
     known = [str(key.value) for key in keys if isinstance(key, ast.Constant)]
     if name not in known:
-        hint = did_you_mean(str(name), known)
+        hint = did_you_mean(name, known)
         raise UserError(
             f"rollout.tool_parser={name}: the installed SGLang has no such parser{hint}: {', '.join(known)}"
         )

@@ -3,7 +3,10 @@
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
 
 from grpo_mp.config.sections import EpisodeLimits
 from grpo_mp.distributed.layout import ModelShape
@@ -27,51 +30,124 @@ class EpisodeContext:
     renderer: ChatRenderer
     limits: EpisodeLimits
     sampling: SamplingParams  # `max_response_tokens`: of all turns, what is given between them included
+    max_prompt_tokens: int
     tool_parser: str | None
     routing: ModelShape | None
 
 
 @dataclass
+class EpisodeWatch:
+    """What all handles of an episode share. `clock` runs while none of them generates."""
+
+    clock: asyncio.Timeout
+    stopped_by: EngineError | EpisodeAbortedError | None = None  # whatever the rollout function made of it
+    _generating: int = 0
+    _deadline: float | None = None
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Let the clock stand still: a hanging engine is no slow episode."""
+        if not self._generating:
+            self._deadline = self.clock.when()
+            self.clock.reschedule(None)
+        self._generating += 1
+        try:
+            yield
+        except (EngineError, EpisodeAbortedError) as error:
+            self.stopped_by = error
+            raise
+        finally:
+            self._generating -= 1
+            if not self._generating:
+                self.clock.reschedule(self._deadline)
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """What a turn is generated after: segments, and the messages and tools that they are of."""
+
+    segments: tuple[Segment, ...]
+    messages: tuple[Message, ...] = ()
+    prompt_messages: int = 0
+    renderer: ChatRenderer | None = None  # of the messages
+    experts: ExpertIds | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Return the tokens of all segments."""
+        return tuple(chain.from_iterable(segment.tokens for segment in self.segments))
+
+    @property
+    def has_turns(self) -> bool:
+        """Return whether the policy generated any of it."""
+        return any(segment.generated for segment in self.segments)
+
+    def followed_by(self, given: tuple[int, ...], messages: Sequence[Message] = ()) -> "TokenSequence":
+        """Return the sequence with tokens that the policy is given, and the conversation that it is then of."""
+        added = (Segment(given, generated=False),) if given else ()
+        return replace(self, segments=(*self.segments, *added), messages=tuple(messages))
+
+    def answered_by(self, turn: Turn) -> "TokenSequence":
+        """Return the sequence with a turn of the policy."""
+        return replace(
+            self,
+            segments=(*self.segments, Segment(turn.tokens, True, turn.logprobs, turn.weight_versions)),
+            messages=(*self.messages, turn.message),
+            experts=joined_routed_experts(self.experts, turn.routed_experts, self.has_turns),
+        )
+
+
+@dataclass
 class EpisodePolicy:
-    """Implements `Policy`. `clock` runs while the policy does not generate."""
+    """Implements `Policy`."""
 
     context: EpisodeContext
     prompt: Prompt
-    clock: asyncio.Timeout
-    stopped_by: EngineError | EpisodeAbortedError | None = None  # whatever the rollout function made of it
+    watch: EpisodeWatch
     limit: EpisodeState | None = None  # which was reached
-    _segments: list[Segment] = field(default_factory=list)
-    _messages: list[Message] = field(default_factory=list)  # that the segments are of
-    _prompt_messages: int = 0
-    _tokens: tuple[int, ...] = ()
-    _experts: ExpertIds | None = field(default=None, repr=False)
+    _sequence: TokenSequence = field(init=False)
+    _generates: bool = False
     _answer: str = ""
     _cut: bool = False
-    _turns: int = 0
+    turns: int = 0  # so far
     _forks: int = 0
     _calls: int = 0
+
+    def __post_init__(self) -> None:
+        self._sequence = TokenSequence((Segment(self.prompt.tokens, generated=False),))
+
+    @property
+    def temperature(self) -> float:
+        """Return the temperature that all turns are sampled with."""
+        return self.context.sampling.temperature
+
+    @property
+    def top_p(self) -> float:
+        """Return the mass of nucleus sampling of all turns."""
+        return self.context.sampling.top_p
 
     async def generate(
         self,
         messages: Sequence[Message] | None = None,
         tokens: Sequence[int] | None = None,
         max_tokens: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Turn:
-        """Generate one turn, see `Policy`."""
+        """Generate one turn, see `Policy`. One that fails leaves the episode as it was."""
         if (messages is None) == (tokens is None):
             raise ValueError("generate takes either messages or tokens")
-        if messages is not None:
-            self._give_messages(messages)
-        else:
-            self._give(tuple(tokens or ()))
-        left = self._tokens_left()
-        if self._turns >= self.context.limits.turns or left <= 0:
-            self.limit = "truncated"
-            raise EpisodeLimitError("the episode has no turn or no token left")
-        bounds = (left, self.context.limits.turn_tokens, max_tokens)
-        output = await self._sample(min(bound for bound in bounds if bound is not None))
-        turn = await self._as_turn(output)
-        self._record(output, turn)
+        if self._generates:
+            raise ValueError("an episode generates one turn at a time: await the one before, or begin another episode")
+        self._generates = True
+        try:
+            given = self._after_tokens(tuple(tokens)) if tokens is not None else self._after(messages or (), tools)
+            output = await self._sample(given.tokens, self._bound(given, max_tokens))
+            turn = await self._as_turn(output, given.renderer or self.context.renderer)
+        finally:
+            self._generates = False
+        self._forks += self._sequence.has_turns and not given.has_turns
+        self.turns += 1
+        self._sequence, self._answer, self._cut = given.answered_by(turn), turn.text, not turn.finished
         return turn
 
     def episode(
@@ -82,76 +158,81 @@ class EpisodePolicy:
     ) -> Episode:
         """Return what was recorded as an episode; without `state` it is truncated where its last turn was cut."""
         return Episode(
-            tuple(self._segments),
+            self._sequence.segments,
             reward,
             dict(metrics or {}),
             state or ("truncated" if self._cut else "completed"),
             self._answer,
-            tuple(self._messages[self._prompt_messages :]),
-            self._turns,
+            self._sequence.messages[self._sequence.prompt_messages :],
+            self.turns,
             self._forks,
-            self._experts,
+            self._sequence.experts,
         )
 
-    def _give_messages(self, messages: Sequence[Message]) -> None:
-        """Take a conversation over; render only what follows the last turn, where it goes on from there."""
-        known = len(self._messages)
+    def unrecorded(self) -> "EpisodePolicy":
+        """Return a second handle, see `Policy`."""
+        return EpisodePolicy(self.context, self.prompt, self.watch)
+
+    def _after(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> TokenSequence:
+        """Return the sequence of a conversation; only what follows the last turn is rendered, where it goes on."""
+        before, renderer = self._sequence, self._renderer(tools)
+        known = len(before.messages)
         new = messages[known:]
-        goes_on = known > 0 and [*map(_said, messages[:known])] == [*map(_said, self._messages)]
+        goes_on = before.has_turns and renderer == before.renderer
+        goes_on = goes_on and [*map(_said, messages[:known])] == [*map(_said, before.messages)]
         if goes_on and not any(message["role"] == "assistant" for message in new):
-            renderer = self.context.renderer
             given = [{**message, "content": renderer.clean(str(message["content"]))} for message in new]
-            self._append(renderer.continuation(self._tokens, given))
-        else:
-            is_task = tuple(messages) == self.prompt.messages
-            self._begin(self.prompt.tokens if is_task else self.context.renderer.prompt(messages))
-            self._prompt_messages = len(messages)
-        self._messages = list(messages)
+            return before.followed_by(renderer.continuation(before.tokens, given), messages)
+        is_task = renderer is self.context.renderer and tuple(messages) == self.prompt.messages
+        prompt = self.prompt.tokens if is_task else renderer.prompt(messages)
+        return TokenSequence((Segment(prompt, generated=False),), tuple(messages), len(messages), renderer)
 
-    def _give(self, tokens: tuple[int, ...]) -> None:
-        known = len(self._tokens)
-        if known and tokens[:known] == self._tokens:
-            self._append(tokens[known:])
-        else:
-            self._begin(tokens)
+    def _renderer(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatRenderer:
+        if tools is None or tuple(tools) == self.context.renderer.tools:
+            return self.context.renderer
+        if tools and not self.context.tool_parser:
+            raise ValueError(
+                "tools need rollout.tool_parser, the name by which SGLang knows how the model writes calls"
+            )
+        return replace(self.context.renderer, tools=tuple(map(dict, tools)))
 
-    def _begin(self, prompt: tuple[int, ...]) -> None:
-        """Begin a sequence; the one before, if any, is dropped."""
-        self._forks += bool(self._segments)
-        self._segments, self._tokens, self._experts = [Segment(prompt, generated=False)], prompt, None
+    def _after_tokens(self, tokens: tuple[int, ...]) -> TokenSequence:
+        before = self._sequence.tokens
+        if self._sequence.has_turns and tokens[: len(before)] == before:
+            return self._sequence.followed_by(tokens[len(before) :], self._sequence.messages)
+        return TokenSequence((Segment(tokens, generated=False),))
 
-    def _append(self, tokens: tuple[int, ...]) -> None:
-        if tokens:
-            self._segments.append(Segment(tokens, generated=False))
-            self._tokens += tokens
+    def _bound(self, given: TokenSequence, max_tokens: int | None) -> int:
+        """Return how many tokens the next turn may have. Raises EpisodeLimitError where no turn or no token is left."""
+        context, length = self.context, len(given.tokens)
+        longest = context.sampling.max_response_tokens
+        after_prompt = longest - (length - len(given.segments[0].tokens))
+        left = min(after_prompt, context.max_prompt_tokens + longest - length)
+        if self.turns >= context.limits.turns or left <= 0:
+            self.limit = "truncated"
+            raise EpisodeLimitError(
+                f"the episode has no turn or no token left: {self.turns} turns of rollout.limits.turns="
+                f"{context.limits.turns}, {length} tokens of rollout.max_prompt_tokens + max_response_tokens="
+                f"{context.max_prompt_tokens + longest}"
+            )
+        return min(bound for bound in (left, context.limits.turn_tokens, max_tokens) if bound is not None)
 
-    def _tokens_left(self) -> int:
-        return self.context.sampling.max_response_tokens - (len(self._tokens) - len(self._segments[0].tokens))
-
-    async def _sample(self, max_tokens: int) -> EngineOutput:
-        """Generate after the tokens so far; the episode's clock stands still: a hanging engine is no slow episode."""
-        context, deadline = self.context, self.clock.when()
+    async def _sample(self, tokens: tuple[int, ...], max_tokens: int) -> EngineOutput:
+        context = self.context
         sampling = replace(context.sampling, max_response_tokens=max_tokens)
-        self.clock.reschedule(None)
-        try:
-            (output,) = await context.client.generate(self._tokens, sampling, routing=context.routing)
-        except EngineError as error:
-            self.stopped_by = error
-            raise
-        finally:
-            self.clock.reschedule(deadline)
-        if output.aborted:
-            self.stopped_by = EpisodeAbortedError()
-            raise self.stopped_by
+        with self.watch.generating():
+            (output,) = await context.client.generate(tokens, sampling, routing=context.routing)
+            if output.aborted:
+                raise EpisodeAbortedError
         return output
 
-    async def _as_turn(self, output: EngineOutput) -> Turn:
-        decode, tools = self.context.renderer.tokenizer.decode, self.context.renderer.tools
+    async def _as_turn(self, output: EngineOutput, renderer: ChatRenderer) -> Turn:
+        decode, tools = renderer.tokenizer.decode, renderer.tools
         text, calls = decode(output.tokens, skip_special_tokens=True), list[tuple[str, str]]()
         if tools and self.context.tool_parser and not output.truncated:
             raw = decode(output.tokens)  # calls of many models are written in special tokens
             rest, calls = await self.context.client.parse_tool_calls(raw, tools, self.context.tool_parser)
-            text = self.context.renderer.clean(rest).strip() if calls else text
+            text = renderer.clean(rest).strip() if calls else text
         return Turn(
             output.tokens,
             output.logprobs,
@@ -169,18 +250,10 @@ class EpisodePolicy:
                 yield ToolCall(name, arguments, f"functions.{name}:{self._calls}")  # as Kimi-K2 numbers them
                 self._calls += 1
 
-    def _record(self, output: EngineOutput, turn: Turn) -> None:
-        goes_on = any(segment.generated for segment in self._segments)
-        self._experts = joined_routed_experts(self._experts, output.routed_experts, goes_on)
-        self._segments.append(Segment(output.tokens, True, output.logprobs, output.weight_versions))
-        self._tokens += output.tokens
-        self._turns += 1
-        self._answer, self._cut = turn.text, not turn.finished
-        self._messages.append(turn.message)
 
-
-def _said(message: Message) -> tuple[object, object]:
-    return message["role"], message["content"]
+def _said(message: Message) -> tuple[object, ...]:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return message["role"], message["content"], [(call["name"], call["arguments"]) for call in calls]
 
 
 def _arguments(text: str) -> dict[str, object] | None:

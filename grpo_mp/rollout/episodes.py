@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +16,7 @@ from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, RolloutFunctio
 from grpo_mp.episodes.tools import EpisodeTools, ToolKit, load_tools
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.rollout.client import EngineClient, SamplingParams
-from grpo_mp.rollout.episode_policy import EpisodeAbortedError, EpisodeContext, EpisodePolicy
+from grpo_mp.rollout.episode_policy import EpisodeAbortedError, EpisodeContext, EpisodePolicy, EpisodeWatch
 from grpo_mp.types import EpisodeState, Message, Prompt, Sample, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def load_episode_parts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase
     if name is None:
         return None
     function: RolloutFunction = ROLLOUT_FUNCTIONS.resolve(name, "rollout.function", config.function_args)
-    if not inspect.iscoroutinefunction(function):
+    if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
         raise UserError(f"rollout.function {name!r}: it must be a coroutine function: async def rollout(task, policy)")
     tools = load_tools(config.tools)
     renderer = ChatRenderer(tokenizer, tools.schemas)
@@ -76,6 +77,7 @@ class EpisodeRunner:
             self.parts.renderer,
             config.limits,
             sampling,
+            config.max_prompt_tokens,
             config.tool_parser,
             routing,
         )
@@ -111,8 +113,8 @@ class EpisodeRunner:
         async with self.slots:
             begun.set()
             outcome, policy = await self._roll_out(context, prompt, index, step)
-        if policy.stopped_by:
-            raise policy.stopped_by
+        if policy.watch.stopped_by:
+            raise policy.watch.stopped_by
         if outcome.error:
             LOGGER.info("step %d: %s", step, outcome.error)
         return outcome
@@ -121,16 +123,16 @@ class EpisodeRunner:
         self, context: EpisodeContext, prompt: Prompt, index: int, step: int
     ) -> tuple[Outcome, EpisodePolicy]:
         clock = asyncio.timeout(context.limits.episode_s)
-        policy = EpisodePolicy(context, prompt, clock)
+        policy = EpisodePolicy(context, prompt, EpisodeWatch(clock))
         label = f"prompt {prompt.index}, sample {index}"
         try:
             async with clock:
-                tools, messages = await self._open_tools(prompt)
+                tools, messages = await self._open_tools(prompt, lambda: f"step {step}: {label}, turn {policy.turns}")
                 returned = await self.parts.function(Task(prompt, index, step, tools, messages), policy)
             if not isinstance(returned, Episode):
                 raise TypeError(f"it returned {type(returned).__name__}, no Episode")
         except EpisodeLimitError:
-            return Outcome(policy.episode(state=policy.limit)), policy
+            return Outcome(policy.episode(state=policy.limit or "truncated")), policy
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything
             if clock.expired():
                 sentence = f"it took longer than rollout.limits.episode_s={context.limits.episode_s:g} s"
@@ -142,10 +144,10 @@ class EpisodeRunner:
         state = policy.limit if policy.limit and returned.state in ("completed", "truncated") else returned.state
         return Outcome(replace(returned, state=state)), policy
 
-    async def _open_tools(self, prompt: Prompt) -> tuple[EpisodeTools, tuple[Message, ...]]:
+    async def _open_tools(self, prompt: Prompt, where: Callable[[], str]) -> tuple[EpisodeTools, tuple[Message, ...]]:
         """Make the tools of an episode, and the messages that it begins with."""
         limits, messages = self.parts.config.limits, prompt.messages
-        tools = self.parts.tools.open(limits.tool_s, limits.tool_characters)
+        tools = self.parts.tools.open(limits.tool_s, limits.tool_characters, where)
         said = self.parts.renderer.clean(await tools.reset(prompt.columns))
         if said:
             messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + said})

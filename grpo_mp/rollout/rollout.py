@@ -57,15 +57,16 @@ class Rollout:
         world_size: int,
         load_weights: bool = False,
         episodes: EpisodeParts | None = None,
+        has_engines: bool = True,
     ) -> None:
         """Place the engines; nothing is started. Raises UserError for engines that do not fit.
 
         `load_weights`: engines read the folder's weights and no weight sync follows; see `engines_can_load_weights`;
-        `episodes`: what rolls out more than one answer.
+        `episodes`: what rolls out more than one answer; `has_engines` False: no rank has an engine.
         """
         self._settings, self._tokenizer, self._scorer, self._episodes = settings, tokenizer, scorer, episodes
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        placements = engine_placements(settings.engine, world_size, ranks_per_node)
+        placements = engine_placements(settings.engine, world_size, ranks_per_node) if has_engines else ()
         self.host_ranks = engine_host_ranks(placements)
         replays = settings.training.router_replay == "R3" and not load_weights
         self.routing = model_shape(hf) if replays else None  # the model's, where samples keep their experts

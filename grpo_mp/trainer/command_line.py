@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.process_groups import single_rank_environment
@@ -13,7 +14,8 @@ from grpo_mp.parsers import train_parser
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.trainer.context import local_ranks
 from grpo_mp.trainer.exit import exit_on_error
-from grpo_mp.trainer.preflight import RunInputs, describe_run, run_preflight
+from grpo_mp.trainer.preflight import RunInputs, describe_run, run_preflight, run_replay_preflight
+from grpo_mp.trainer.replay import replay_settings
 
 
 def run_command(train: Callable[[Settings, RunInputs], None], arguments: Sequence[str] | None = None) -> None:
@@ -23,16 +25,19 @@ def run_command(train: Callable[[Settings, RunInputs], None], arguments: Sequenc
         log_to_terminal()
         args = train_parser().parse_intermixed_args(arguments)
         settings = load_settings(args.config, args.overrides)
+        preflight = run_preflight
+        if args.replay:
+            settings, preflight = replay_settings(settings), partial(run_replay_preflight, args.replay)
         if args.dry_run:
             sizes = (args.ranks, args.ranks_per_node or args.ranks) if args.ranks else local_ranks()
-            inputs = run_preflight(settings, *sizes)
+            inputs = preflight(settings, *sizes)
             if int(os.environ.get("RANK", 0)) == 0:
                 print(describe_run(settings, inputs, *sizes))
         elif args.ranks_per_node:
             raise UserError("--ranks-per-node is for --dry-run: a launcher says how many ranks a node has")
         else:
             with started_job(args.ranks) as (world_size, ranks_per_node):
-                train(settings, run_preflight(settings, world_size, ranks_per_node))
+                train(settings, preflight(settings, world_size, ranks_per_node))
 
 
 @contextmanager

@@ -29,12 +29,13 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.memory import explain_out_of_memory
 from grpo_mp.scheduler.phase_manager import PhaseManager
-from grpo_mp.trainer.collect import RolloutCollector
+from grpo_mp.trainer.collect import Collector, RolloutCollector
 from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
 from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.recover import EngineRecovery
+from grpo_mp.trainer.replay import ReplayCollector
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.weight_sync.engine_check import EngineCheck
 from grpo_mp.weight_sync.update import PolicyShards, WeightSync, build_weight_sync
@@ -42,16 +43,19 @@ from grpo_mp.weight_sync.update import PolicyShards, WeightSync, build_weight_sy
 
 @dataclass
 class RolloutContext:
-    """The parts of a training job that every rank has. `state` is that of the run."""
+    """The parts of a training job that every rank has. `state` is that of the run.
+
+    `weight_sync` and `engine_check` are None in a replay, whose rollout has no engine.
+    """
 
     settings: Settings
     inputs: RunInputs
     job: Job
     rollout: Rollout
-    collector: RolloutCollector
+    collector: Collector
     evaluator: Evaluator
-    weight_sync: WeightSync
-    engine_check: EngineCheck
+    weight_sync: WeightSync | None
+    engine_check: EngineCheck | None
     recovery: EngineRecovery
     phases: PhaseManager
     timeline: Timeline
@@ -97,9 +101,9 @@ def open_context(
         job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
         preemption = PreemptionHandler()
         overlaps = () if greeting else inputs.overlaps()
-        greeting = greeting or _greeting(settings, job, state)
+        greeting = greeting or _greeting(settings, inputs, job, state)
         _show_notes(progress, job.rank, greeting, overlaps, inputs.warnings)
-        offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads
+        offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads and not inputs.replay
         limit_s = settings.monitor.phase_timeout_s
         parallel = make_parallel(job, settings.layout, settings.run.seed, limit_s) if job.trains else None
         build = partial(build_policy, settings, parallel, state, checkpoint) if parallel else None
@@ -107,12 +111,8 @@ def open_context(
         if rollout.client:
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
         phases = _make_phases(settings, runtime, policy, offload)
-        shards = PolicyShards.of_policy(policy) if policy else PolicyShards.none(inputs.hf, settings.layout)
-        weight_sync = build_weight_sync(settings, shards, rollout, job)
-        prompts = [prompt.tokens for prompt in inputs.train.prompts]
-        group_filter, scorer, vocab_size = inputs.extensions.group_filter, inputs.scorer, inputs.hf.int("vocab_size")
-        eval_scorer = scorer.with_own_stats()
-        check = EngineCheck(settings, policy, vocab_size, job, weight_sync, rollout, phases, prompts)
+        eval_scorer = inputs.scorer.with_own_stats()
+        weight_sync, check = (None, None) if inputs.replay else _make_sync(settings, inputs, policy, runtime, phases)
         recovery = EngineRecovery(rollout, job, phases, weight_sync, check, state.optimizer_step)
         shown = settings.monitor.samples_per_step
         common = RolloutContext(
@@ -120,7 +120,7 @@ def open_context(
             inputs=inputs,
             job=job,
             rollout=rollout,
-            collector=RolloutCollector(settings, inputs.train, rollout, scorer, job, phases, group_filter, recovery),
+            collector=_make_collector(settings, inputs, runtime, phases, recovery),
             evaluator=Evaluator(inputs.evals, eval_scorer, rollout, job, phases, progress, shown, recovery),
             weight_sync=weight_sync,
             engine_check=check,
@@ -138,6 +138,29 @@ def open_context(
         else:
             yield common
         phases.end()
+
+
+def _make_collector(
+    settings: Settings, inputs: RunInputs, runtime: RankRuntime, phases: PhaseManager, recovery: EngineRecovery
+) -> Collector:
+    """Make what gives the steps their groups."""
+    if inputs.replay:
+        return ReplayCollector(inputs.replay, runtime.job, phases)
+    keeps = inputs.extensions.group_filter
+    return RolloutCollector(
+        settings, inputs.train, runtime.rollout, inputs.scorer, runtime.job, phases, keeps, recovery
+    )
+
+
+def _make_sync(
+    settings: Settings, inputs: RunInputs, policy: Policy | None, runtime: RankRuntime, phases: PhaseManager
+) -> tuple[WeightSync, EngineCheck]:
+    """Plan the weight sync, and make the check after it."""
+    shards = PolicyShards.of_policy(policy) if policy else PolicyShards.none(inputs.hf, settings.layout)
+    weight_sync = build_weight_sync(settings, shards, runtime.rollout, runtime.job)
+    prompts, vocab_size = [prompt.tokens for prompt in inputs.train.prompts], inputs.hf.int("vocab_size")
+    check = EngineCheck(settings, policy, vocab_size, runtime.job, weight_sync, runtime.rollout, phases, prompts)
+    return weight_sync, check
 
 
 def _make_phases(settings: Settings, runtime: RankRuntime, policy: Policy | None, offload: bool) -> PhaseManager:
@@ -195,7 +218,15 @@ def _open_job(
         dist.barrier(group=job.group)
         state = read_manifest(checkpoint) if checkpoint else TrainState()
         rollout = Rollout(
-            settings, inputs.hf, inputs.tokenizer, inputs.scorer, rank, job.world_size, load_weights, inputs.episodes
+            settings,
+            inputs.hf,
+            inputs.tokenizer,
+            inputs.scorer,
+            rank,
+            job.world_size,
+            load_weights,
+            inputs.episodes,
+            has_engines=inputs.replay is None,
         )
         stack.enter_context(logging_to(log_file(folder, rank), settings.monitor.log_level))
         stack.enter_context(rollout)
@@ -244,13 +275,14 @@ def build_policy(settings: Settings, parallel: Parallel, state: TrainState, chec
     return policy
 
 
-def _greeting(settings: Settings, job: Job, state: TrainState) -> str:
+def _greeting(settings: Settings, inputs: RunInputs, job: Job, state: TrainState) -> str:
     rollout, engine_ranks = settings.rollout, f", {job.engine_ranks} of them for engines" if job.engine_ranks else ""
     start = f"resumes after step {state.step}" if state.step else "starts"
     return (
         f"{settings.run.folder}: {start}; {settings.model.path} on {job.world_size} ranks{engine_ranks}, "
         f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples a step, "
-        f"{settings.optimizer_steps_per_step} update(s) a step; starting the engines"
+        f"{settings.optimizer_steps_per_step} update(s) a step; "
+        f"{f'replaying {inputs.replay.folder}' if inputs.replay else 'starting the engines'}"
     )
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.registries import policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig
-from grpo_mp.checkpoint.run_state import FINAL, check_run_folder
+from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, latest_checkpoint, read_manifest
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.config.sections import EngineConfig
 from grpo_mp.data.overlap import find_overlaps
@@ -35,6 +36,7 @@ from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.rollout.routed_experts import check_routed_experts
 from grpo_mp.rollout.server import check_temporary_folder
 from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
+from grpo_mp.trainer.replay import ReplayedRollouts, open_replay
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class RunInputs:
     extensions: Extensions
     warnings: tuple[str, ...] = ()  # sentences that the start of the run shows
     episodes: EpisodeParts | None = None  # None: a rollout is one answer
+    replay: ReplayedRollouts | None = None  # None: engines generate
 
     def overlaps(self) -> Iterator[str]:
         """Yield a sentence for each eval set that shares problems with the train data."""
@@ -83,12 +86,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     hf = HfConfig.read(settings.model.path, settings.model.family)
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     check_policy(hf, settings.model, settings.layout, settings.training, world_size - settings.engine.ranks)
-    final = settings.run.folder / FINAL
-    if settings.run.export and final.resolve() == settings.model.path.resolve():
-        raise UserError(
-            f"{final}: the export would take the place of model.path: choose another run.folder, or set "
-            "run.export=false"
-        )
+    _check_export(settings)
     episodes = load_episodes(settings, tokenizer)
     tools = episodes.tools.schemas if episodes else ()
     longest = settings.rollout.max_prompt_tokens
@@ -103,6 +101,23 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     warnings = (*scorer.warnings, *start_warnings(settings, fp8))
     evals = _read_evals(settings, tokenizer, tools)
     return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes)
+
+
+def run_replay_preflight(folder: Path, settings: Settings, world_size: int, ranks_per_node: int) -> RunInputs:
+    """Check and read what a replay of dumped rollouts needs: neither engines nor prompts. Raises UserError."""
+    extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
+    hf = HfConfig.read(settings.model.path, settings.model.family)
+    check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
+    if folder.resolve().is_relative_to(settings.run.folder.resolve()):
+        raise UserError(f"{folder} is of the run in {settings.run.folder} itself: choose another run.folder")
+    _check_device(settings.sync.transport, settings.model.dtype, settings.layout.context)
+    check_policy(hf, settings.model, settings.layout, settings.training, world_size)
+    _check_export(settings)
+    checkpoint = latest_checkpoint(settings.run.folder)
+    replay = open_replay(folder, settings, hf, first=(read_manifest(checkpoint).step if checkpoint else 0) + 1)
+    tokenizer = _read_tokenizer(settings, hf)
+    scorer = _make_scorer(settings, tokenizer)
+    return RunInputs(hf, tokenizer, PromptSet(str(folder), (), 0), {}, scorer, extensions, replay=replay)
 
 
 def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
@@ -139,6 +154,11 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
     if settings.training.router_replay == "R3":
         drafting = speculative_arguments(settings.engine, settings.rollout.group_size)
         check_routed_experts(settings.engine.args | drafting, known_arguments(), model_shape(hf))
+    return _read_tokenizer(settings, hf)
+
+
+def _read_tokenizer(settings: Settings, hf: HfConfig) -> PreTrainedTokenizerBase:
+    """Read the model's tokenizer. Raises UserError where it cannot be read, or the model is too small for the run."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path))
     except (OSError, ValueError, KeyError) as error:
@@ -149,7 +169,7 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
 
 def load_episodes(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> EpisodeParts | None:
     """Load what rolls out more than one answer. Raises UserError where it cannot be used."""
-    if settings.rollout.tools:
+    if settings.rollout.tool_parser:
         check_tool_parser(settings.rollout.tool_parser)
     return load_episode_parts(settings.rollout, tokenizer)
 
@@ -197,6 +217,16 @@ def _check_device(transport: str, dtype: str, context: int) -> None:
         raise UserError(
             f"layout.context={context}: no attention kernel divides float32 sequences on a GPU: set "
             "model.dtype=bfloat16 or layout.context=1"
+        )
+
+
+def _check_export(settings: Settings) -> None:
+    """Raise UserError where the exported folder would overwrite the model that the run starts from."""
+    final = settings.run.folder / FINAL
+    if settings.run.export and final.resolve() == settings.model.path.resolve():
+        raise UserError(
+            f"{final}: the export would take the place of model.path: choose another run.folder, or set "
+            "run.export=false"
         )
 
 
@@ -261,18 +291,23 @@ def _warn_without_effect(algorithm: AlgorithmConfig, updates: int) -> Iterator[s
 def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_per_node: int) -> str:
     """Return the resolved settings as YAML, then the facts that follow from them, for a dry run."""
     rollout, training = settings.rollout, settings.training
-    hosts = engine_host_ranks(engine_placements(settings.engine, world_size, ranks_per_node))
     layout = describe_parallelism(settings.layout, world_size - settings.engine.ranks)
     samples = {name: eval_set.samples for name, eval_set in settings.data.eval.items()}
     evals = [
         f"{len(prompts)} of {name}" + (f" x {samples[name]} samples" if samples[name] > 1 else "")
         for name, prompts in inputs.evals.items()
     ]
+    source = [f"rollouts: those of {inputs.replay.folder}"] if inputs.replay else []
+    if not inputs.replay:
+        hosts = engine_host_ranks(engine_placements(settings.engine, world_size, ranks_per_node))
+        source = [
+            f"engines: {len(hosts)} x {settings.engine.gpus_per_engine} rank(s), hosted by ranks {hosts}",
+            f"train prompts: {len(inputs.train)} ({inputs.train.num_too_long} longer than the limit left out); eval: "
+            f"{', '.join(evals) or 'none'}",
+        ]
     facts = [
         f"ranks: {world_size}, {ranks_per_node} on each node; layout: {layout}",
-        f"engines: {len(hosts)} x {settings.engine.gpus_per_engine} rank(s), hosted by ranks {hosts}",
-        f"train prompts: {len(inputs.train)} ({inputs.train.num_too_long} longer than the limit left out); eval: "
-        f"{', '.join(evals) or 'none'}",
+        *source,
         *inputs.overlaps(),
         settings.step_summary,
         f"longest sequence: {rollout.max_prompt_tokens} + {rollout.max_response_tokens} tokens; "

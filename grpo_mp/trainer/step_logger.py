@@ -83,10 +83,12 @@ class StepLogger:
         batch: StepBatch,
         updates: Sequence[Sequence[MicroBatch]],
         reports: Sequence[UpdateReport],
-        sync: SyncReport,
-        check: CheckReport,
+        synced: Mapping[str, float],
     ) -> StepRecord:
-        """Collect all of the step but its evaluation; `state` is that after the step. Every rank must call this."""
+        """Collect all of the step but its evaluation. Every rank must call this.
+
+        `state` is that after the step; `synced`: metrics of the weight sync.
+        """
         own_summary = summarize(self._timeline.take(), self._start_ns, self._timeline.now_ns())
         summary = reduce_over_ranks(all_gather(own_summary, self._parallel.cpu_group))
         stats = rollouts.reward_stats
@@ -96,7 +98,7 @@ class StepLogger:
         self._reported_failures |= stats.first_errors.keys()
         scalars = {
             # The samples were drawn before this step's updates, each of which raises the version by 1.
-            **rollout_metrics(rollouts.scored, sync.version - len(reports)),
+            **rollout_metrics(rollouts.scored, state.optimizer_step - len(reports)),
             **reward_metrics(stats),
             **collect_metrics(rollouts),
             **update_metrics(reports, batch, len(batch.plan) * self._epochs),
@@ -109,7 +111,7 @@ class StepLogger:
             **memory_metrics(self._memory_tracker.take(), self._parallel),
             **step_scalars(summary),
             **self._speed_metrics(rollouts, batch, summary, logprob_tokens(updates, self._parallel)),
-            **sync_metrics(sync, check),
+            **synced,
         }
         histograms: dict[str, Sequence[float] | torch.Tensor] = {**distributions(rollouts.scored, batch.advantages)}
         texts: dict[str, str] = {}
@@ -156,10 +158,10 @@ class StepLogger:
     ) -> dict[str, float]:
         tokens, seconds = sum(info.total_tokens for info in batch.infos), summary.seconds
         response_tokens = sum(info.response_tokens for info in rollouts.launched)
+        # Where engines have ranks of their own, they generate all the time; in a replay none does.
+        generate_s = summary.wall_s if self._parallel.job.engine_ranks else seconds.get("GENERATE")
         return {
-            # Where engines have ranks of their own, they generate all the time.
-            "speed/generate_tokens_per_s": response_tokens
-            / (summary.wall_s if self._parallel.job.engine_ranks else seconds["GENERATE"]),
+            **({"speed/generate_tokens_per_s": response_tokens / generate_s} if generate_s else {}),
             "speed/train_tokens_per_s": packed_tokens(batch) / seconds["TRAIN"],
             **({"speed/logprob_tokens_per_s": logprob_token_count / seconds["LOGPROB"]} if logprob_token_count else {}),
             "speed/samples_per_s": len(rollouts.launched) / summary.wall_s,

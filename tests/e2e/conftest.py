@@ -75,7 +75,14 @@ def finished_settings(folder: Path) -> tuple[str, ...]:
     reward = f"reward.functions={{{folder / 'reward.py'}:letters: 1.0}}"
     exports = ("run.export_every=2", "run.export_fp8=false")
     sampling = ("algorithm.kl.target=0.05", "data.eval.arithmetic.samples=2")
-    return (f"run.folder={folder / 'run'}", reward, *sampling, *exports, "training.router_replay=R3")
+    return (
+        f"run.folder={folder / 'run'}",
+        reward,
+        *sampling,
+        *exports,
+        "training.router_replay=R3",
+        "rollout.dump=true",
+    )
 
 
 def outcome(job: Job) -> Outcome:

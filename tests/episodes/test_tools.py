@@ -1,18 +1,18 @@
 """Tools as users write them: what a bad one does is told to the model, and ends in time."""
 
 import asyncio
-import re
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-import grpo_mp
 from grpo_mp.episodes.protocol import ToolCall, ToolResult
-from grpo_mp.episodes.tools import EpisodeTools, ToolKit, load_tools
+from grpo_mp.episodes.tools import MOST_HANGING, EpisodeTools, ToolKit, ToolThreads, load_tools
 from grpo_mp.errors import UserError
+from tests.episode_page import read_example
 
 TOOLS = '''
 import asyncio, os, time
@@ -54,6 +54,16 @@ def bad(how: str) -> str:
         "table": lambda: {"é": [1, None]},
     }[how]()
 
+def late(seconds: float) -> str:
+    """
+    Take some time.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return "late"
+
 def untyped(a):
     return a
 
@@ -88,7 +98,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def kit(file: str) -> ToolKit:
-    return load_tools([f"{file}:{name}" for name in ("add", "slow_add", "bad", "Counter")])
+    return load_tools([f"{file}:{name}" for name in ("add", "slow_add", "bad", "late", "Counter")])
 
 
 def call(tools: EpisodeTools, name: str, **arguments: Any) -> ToolResult:
@@ -96,7 +106,7 @@ def call(tools: EpisodeTools, name: str, **arguments: Any) -> ToolResult:
 
 
 def test_schemas_and_results(kit: ToolKit) -> None:
-    assert [schema["function"]["name"] for schema in kit.schemas] == ["add", "slow_add", "bad", "increase"]
+    assert [schema["function"]["name"] for schema in kit.schemas] == ["add", "slow_add", "bad", "late", "increase"]
     parameters = kit.schemas[0]["function"]["parameters"]
     assert parameters["properties"]["a"] == {"type": "integer", "description": "the first"}
     assert parameters["required"] == ["a"]
@@ -135,14 +145,31 @@ def test_a_bad_call_is_a_result(
     assert time.monotonic() - began < 5
 
 
+def test_calls_that_hang_are_named_and_bounded(kit: ToolKit, caplog: pytest.LogCaptureFixture) -> None:
+    threads = threading.active_count()
+
+    async def many() -> list[ToolResult]:
+        tools = replace(kit, threads=ToolThreads()).open(0.05, 100, lambda: "prompt 4, sample 0, turn 2")
+        await tools.call(ToolCall("late", {"seconds": 0.3}))
+        hanging = [await tools.call(ToolCall("bad", {"how": "hang"})) for _ in range(MOST_HANGING + 3)]
+        await asyncio.sleep(0.3)
+        assert tools.threads.hanging == {"late": 0, "bad": MOST_HANGING}
+        return [*hanging, await tools.call(ToolCall("add", {"a": 1}))]
+
+    *hanging, added = asyncio.run(many())
+    assert threading.active_count() == threads + MOST_HANGING
+    assert hanging[0] == ToolResult("Error: bad took longer than 0.05 s", "timeout")
+    assert hanging[-3:] == [ToolResult("Error: bad is not called: 16 of its calls still hang", "timeout")] * 3
+    assert added == ToolResult("2")
+    warning = "prompt 4, sample 0, turn 2: the tool bad took longer than 0.05 s (rollout.limits.tool_s)"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"].count(warning) == 16
+
+
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path(grpo_mp.__file__).parent / "episodes" / "README.md"
-    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    (settings,) = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    (tmp_path / "my_tools.py").write_text(code)
+    settings = read_example("Tools", tmp_path)
     (tmp_path / "notes.txt").write_text("a rose\na tree\nanother rose\n")
     monkeypatch.chdir(tmp_path)
-    kit = load_tools(yaml.safe_load(settings)["rollout"]["tools"])
+    kit = load_tools(settings["rollout"]["tools"])
     tools = kit.open(5.0, 100)
     asyncio.run(tools.reset({"question": "?"}))
     assert call(tools, "search", query="rose") == ToolResult('["a rose\\n", "another rose\\n"]')

@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_mp.config.sections import RolloutConfig
+from grpo_mp.distributed.layout import model_shape
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
-from grpo_mp.rollout.client import EngineClient
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.episodes import EpisodeRunner, load_episode_parts
 from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.types import Prompt, SampleGroup
 from tests.engines import started_engine
 
 START_TIMEOUT_S = 300.0  # a limit for a busy machine: alone it takes ten seconds
@@ -92,3 +97,27 @@ def expected_logprobs() -> Logprobs:
         return (models[folder](torch.tensor([tokens])).logits[0] / temperature).log_softmax(-1)
 
     return compute
+
+
+@pytest.fixture
+def roll_out(ask: Callable[..., Any], model_folder: Path) -> Callable[..., tuple[Prompt, SampleGroup]]:
+    """Rolls out a group of episodes of one prompt by a rollout function."""
+
+    def run(
+        name: str, count: int = 2, sampling: SamplingParams | None = None, answer: str | None = None, **config: Any
+    ) -> Any:
+        tokenizer = AutoTokenizer.from_pretrained(str(model_folder))
+        sizes = {"prompts_per_step": 1, "group_size": count, "max_prompt_tokens": 20, "max_response_tokens": 60}
+        parts = load_episode_parts(RolloutConfig(**sizes | {"function": name} | config), tokenizer)
+        assert parts
+        message = {"role": "user", "content": "How many?"}
+        prompt = Prompt(4, "How many?", parts.renderer.prompt([message]), answer=answer, messages=(message,))
+        shape = model_shape(HfConfig.read(model_folder))
+
+        async def group(client: EngineClient) -> SampleGroup | None:
+            runner = EpisodeRunner(parts, client, asyncio.Semaphore(2))
+            return await runner.run_group(prompt, 7, count, 1, sampling or SamplingParams(60), shape)
+
+        return prompt, ask(group)
+
+    return run

@@ -7,15 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from grpo_mp.config.sections import RolloutConfig
-from grpo_mp.distributed.layout import model_shape
 from grpo_mp.episodes.protocol import Episode, Policy, Task
-from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.client import EngineClient, SamplingParams
-from grpo_mp.rollout.episodes import EpisodeRunner, load_episode_parts
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.types import Sample
 from tests.rollout.conftest import Logprobs
 from tests.test_extending import EXAMPLES
 
@@ -53,28 +48,6 @@ async def raising(task: Task, policy: Policy) -> Episode:
         await policy.generate(tokens=(*task.prompt.tokens, 1, 2, 3), max_tokens=4)
 
 
-@pytest.fixture
-def roll_out(ask: Ask, model_folder: Path) -> Callable[..., tuple[Prompt, SampleGroup]]:
-    def run(
-        name: str, count: int = 2, sampling: SamplingParams | None = None, answer: str | None = None, **config: Any
-    ) -> Any:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_folder))
-        sizes = {"prompts_per_step": 1, "group_size": count, "max_prompt_tokens": 20, "max_response_tokens": 60}
-        parts = load_episode_parts(RolloutConfig(**sizes | {"function": f"{HERE}:{name}"} | config), tokenizer)
-        assert parts
-        message = {"role": "user", "content": "How many?"}
-        prompt = Prompt(4, "How many?", parts.renderer.prompt([message]), answer=answer, messages=(message,))
-        shape = model_shape(HfConfig.read(model_folder))
-
-        async def group(client: EngineClient) -> SampleGroup | None:
-            runner = EpisodeRunner(parts, client, asyncio.Semaphore(2))
-            return await runner.run_group(prompt, 7, count, 1, sampling or SamplingParams(60), shape)
-
-        return prompt, ask(group)
-
-    return run
-
-
 def generated(sample: Sample) -> list[int]:
     return [number for number, is_generated in enumerate(sample.generated) if is_generated]
 
@@ -82,7 +55,7 @@ def generated(sample: Sample) -> list[int]:
 def test_tokens_of_all_turns_have_the_logprobs_of_the_policy(
     roll_out: Callable[..., Any], model_folder: Path, expected_logprobs: Logprobs
 ) -> None:
-    prompt, group = roll_out("three_turns")
+    prompt, group = roll_out(f"{HERE}:three_turns")
     for sample in group.samples:
         assert sample.prompt_tokens == prompt.tokens
         sequence = [*sample.prompt_tokens, *sample.tokens]
@@ -116,7 +89,7 @@ def test_the_example_of_the_page(roll_out: Callable[..., Any], tmp_path: Path, m
 
 def test_one_answer_is_what_the_engine_gives(roll_out: Callable[..., Any], ask: Ask) -> None:
     greedy = SamplingParams(12, temperature=0.0)
-    prompt, group = roll_out("one_answer", sampling=greedy)
+    prompt, group = roll_out(f"{HERE}:one_answer", sampling=greedy)
     (output,) = ask(lambda client: client.generate(prompt.tokens, greedy))
     for sample in group.samples:
         assert (sample.prompt_tokens, sample.tokens) == (prompt.tokens, output.tokens)
@@ -126,13 +99,34 @@ def test_one_answer_is_what_the_engine_gives(roll_out: Callable[..., Any], ask: 
 
 
 def test_a_conversation_that_does_not_go_on_is_a_fork(roll_out: Callable[..., Any]) -> None:
-    prompt, group = roll_out("forgetful")
+    prompt, group = roll_out(f"{HERE}:forgetful")
     assert [sample.metrics["forks"] for sample in group.samples] == [1, 1]
     assert all(sample.prompt_tokens != prompt.tokens and len(sample.tokens) <= 4 for sample in group.samples)
 
 
+async def self_play(task: Task, policy: Policy) -> Episode:
+    other, messages = policy.unrecorded(), [*task.messages]
+    for _ in range(2):
+        mine, _ = await asyncio.gather(
+            policy.generate(messages, max_tokens=4), other.generate([{"role": "user", "content": "more"}], max_tokens=4)
+        )
+        messages += [mine.message, {"role": "user", "content": "Again."}]
+    if task.index == 1:
+        await asyncio.sleep(60)
+    return policy.episode(metrics={"others": other.episode().turns})
+
+
+def test_turns_of_a_second_handle_are_not_recorded(roll_out: Callable[..., Any]) -> None:
+    prompt, group = roll_out(f"{HERE}:self_play", limits={"episode_s": 1.0, "turns": 2})
+    played, slow = group.samples
+    assert played.metrics == {"others": 2, "turns": 2, "forks": 0}
+    assert played.prompt_tokens == prompt.tokens
+    assert sum(played.generated) <= 8
+    assert slow.state == "timeout"  # the clock runs again after turns of both at a time
+
+
 def test_an_episode_that_fails_is_a_sample_with_a_state(roll_out: Callable[..., Any]) -> None:
-    _, group = roll_out("raising", count=3, limits={"episode_s": 2.0, "turns": 2})
+    _, group = roll_out(f"{HERE}:raising", count=3, limits={"episode_s": 2.0, "turns": 2})
     failed, slow, long = group.samples
     assert [sample.state for sample in group.samples] == ["error", "timeout", "truncated"]
     assert (failed.generated, len(failed.tokens)) == ((False,), 1)

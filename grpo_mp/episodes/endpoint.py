@@ -1,0 +1,135 @@
+"""An OpenAI endpoint on loopback: each episode has a key of its own, behind which its policy answers."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from aiohttp import web
+
+from grpo_mp.episodes.openai_requests import MODEL, RequestError, as_stream, completion, error_body, read_request
+from grpo_mp.episodes.protocol import EpisodeLimitError, Policy, Turn
+from grpo_mp.errors import EngineError, UserError
+
+LOOPBACK = "127.0.0.1"
+MAX_BODY = 16 * 2**20  # bytes
+INVALID = "invalid_request_error"
+
+
+@dataclass
+class Session:
+    """The endpoint as one episode sees it. `failure` gets what ended the episode, which no answer can say."""
+
+    policy: Policy
+    base_url: str
+    api_key: str
+    failure: "asyncio.Future[None]"
+    reached_limit: bool = False
+    turns: set["asyncio.Task[Turn]"] = field(default_factory=set)  # that are being generated
+
+
+@dataclass
+class Endpoint:
+    """One server for all episodes of a rank: it listens while there are any."""
+
+    sessions: dict[str, Session] = field(default_factory=dict)  # by key
+    _server: "asyncio.Task[tuple[web.AppRunner, str]] | None" = None
+
+    @asynccontextmanager
+    async def open(self, policy: Policy) -> AsyncIterator[Session]:
+        """Give an episode its URL and key, which end with the block, as do turns that are being generated."""
+        if self._server is None:
+            self._server = asyncio.create_task(_listen(self.sessions))
+        key, server = f"sk-{secrets.token_urlsafe(24)}", self._server
+        failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        session = self.sessions[key] = Session(policy, "", key, failure)
+        try:
+            _, session.base_url = await asyncio.shield(server)
+            yield session
+        finally:
+            del self.sessions[key]
+            failure.cancel()
+            if not self.sessions:
+                self._server = None
+            await _end(session.turns)
+            if self._server is not server:
+                await (await server)[0].cleanup()
+
+
+async def _end(turns: set["asyncio.Task[Turn]"]) -> None:
+    for turn in turns:
+        turn.cancel()
+    await asyncio.gather(*turns, return_exceptions=True)
+
+
+async def _listen(sessions: Mapping[str, Session]) -> tuple[web.AppRunner, str]:
+    """Serve on a free port; return the server and the URL of its API."""
+    app = web.Application(client_max_size=MAX_BODY)
+    app.router.add_post("/v1/chat/completions", partial(_chat, sessions))
+    app.router.add_get("/v1/models", partial(_models, sessions))
+    # A client that hangs up ends its turn: it will ask again, or not at all.
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, LOOPBACK, 0).start()
+    return runner, f"http://{LOOPBACK}:{runner.addresses[0][1]}/v1"
+
+
+async def _models(sessions: Mapping[str, Session], request: web.Request) -> web.Response:
+    _session(sessions, request)
+    return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "grpo_mp"}]})
+
+
+async def _chat(sessions: Mapping[str, Session], request: web.Request) -> web.Response:
+    """Answer with the next turn of the episode that the key is of."""
+    session = _session(sessions, request)
+    try:
+        wanted = read_request(json.loads(await request.read()), session.policy)
+        policy = session.policy
+        generate = policy.generate(wanted.messages, max_tokens=wanted.max_tokens, tools=wanted.tools)
+        turn = await _generate(session, asyncio.ensure_future(generate))
+    except EpisodeLimitError as error:
+        session.reached_limit = True
+        return _error(400, str(error), INVALID, "context_length_exceeded")
+    except EngineError as error:
+        return _fail(session, error)
+    except (RequestError, UserError, ValueError) as error:  # ValueError: no JSON, or what the policy refuses
+        return _error(400, str(error), INVALID)
+    except Exception as error:  # noqa: BLE001 - handed to the episode
+        return _fail(session, error)
+    prompt_tokens = sum(len(part.tokens) for part in policy.episode().segments) - len(turn.tokens)
+    answer = completion(turn, prompt_tokens)
+    if wanted.stream:
+        return web.Response(text=as_stream(answer), content_type="text/event-stream")
+    return web.json_response(answer)
+
+
+async def _generate(session: Session, turn: "asyncio.Task[Turn]") -> Turn:
+    session.turns.add(turn)
+    try:
+        return await turn
+    finally:
+        turn.cancel()
+        session.turns.discard(turn)
+
+
+def _session(sessions: Mapping[str, Session], request: web.Request) -> Session:
+    """Return the episode that a request belongs to. Raises HTTPUnauthorized."""
+    kind, _, key = request.headers.get("Authorization", "").partition(" ")
+    if kind != "Bearer" or key not in sessions:
+        body = error_body("the key is of no episode, or of one that has ended", INVALID, "invalid_api_key")
+        raise web.HTTPUnauthorized(text=json.dumps(body), content_type="application/json")
+    return sessions[key]
+
+
+def _fail(session: Session, error: Exception) -> web.Response:
+    """End the episode: whatever its agent makes of the answer."""
+    if not session.failure.done():
+        session.failure.set_exception(error)
+    return _error(500, "the episode has ended", "server_error")
+
+
+def _error(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
+    return web.json_response(error_body(message, kind, code), status=status)

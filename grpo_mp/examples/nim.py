@@ -1,0 +1,74 @@
+"""A game with an opponent: Nim, whose rows have `stones`. Who takes the last stone wins.
+
+The opponent is scripted, or the policy itself, whose moves for the other side are not trained on.
+"""
+
+import random
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from grpo_mp.episodes.protocol import Episode, Policy, Task
+from grpo_mp.types import Message
+
+MOST = 3  # stones of a move
+RULES = "Take 1, 2 or 3 stones. Who takes the last one wins. Answer with a number."
+Opponent = Literal["perfect", "random", "self"]
+Side = Callable[[int], Awaitable[int | None]]  # takes stones away; None: it said no legal move
+
+
+async def play_nim(task: Task, policy: Policy, opponent: Opponent = "perfect") -> Episode:
+    """Play one game, in which the policy moves first. The reward is 1 for a win; an illegal move loses."""
+    rng = random.Random(f"{task.step}/{task.prompt.index}/{task.index}")
+    others: dict[Opponent, Side] = {
+        "perfect": scripted(perfect_move),
+        "random": scripted(lambda stones: rng.randint(1, min(MOST, stones))),
+        "self": Player(policy.unrecorded()).move,
+    }
+    sides: tuple[Side, Side] = (Player(policy).move, others[opponent])
+    stones, moves = int(task.prompt.columns["stones"]), 0
+    while stones:
+        taken = await sides[moves % 2](stones)
+        if taken is None:
+            break
+        stones, moves = stones - taken, moves + 1
+    # Whoever moved last has won: by the last stone, or because the other's next move was illegal.
+    won = moves % 2 == 1
+    return policy.episode(reward=float(won), metrics={"won": won, "moves": moves, "illegal": stones > 0 and not won})
+
+
+def scripted(choose: Callable[[int], int]) -> Side:
+    """Make a side of a function from the stones that are left to those that it takes."""
+
+    async def move(stones: int) -> int:
+        return choose(stones)
+
+    return move
+
+
+def perfect_move(stones: int) -> int:
+    """Return the move that leaves a multiple of four; one stone where there is none."""
+    return stones % (MOST + 1) or 1
+
+
+@dataclass
+class Player:
+    """A side that a policy plays, in a conversation of its own."""
+
+    policy: Policy
+    messages: tuple[Message, ...] = ()
+
+    async def move(self, stones: int) -> int | None:
+        """Ask for the next move; return it, or None where it is not legal."""
+        asked: Message = {"role": "user", "content": f"{RULES} Stones: {stones}"}
+        turn = await self.policy.generate([*self.messages, asked])
+        self.messages = (*self.messages, asked, turn.message)
+        return read_move(turn.text, stones)
+
+
+def read_move(text: str, stones: int) -> int | None:
+    """Return the last number of an answer if it is a legal move."""
+    numbers = re.findall(r"[0-9]+", text)
+    legal = [str(number) for number in range(1, min(MOST, stones) + 1)]
+    return int(numbers[-1]) if numbers and numbers[-1] in legal else None

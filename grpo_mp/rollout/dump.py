@@ -1,0 +1,153 @@
+"""Groups in a Parquet file, a row a sample and a row group a group: all that a step trains on, bit for bit."""
+
+import json
+import math
+import os
+from collections.abc import Collection, Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from grpo_mp.errors import UserError, one_line
+from grpo_mp.files import sync_to_disk
+from grpo_mp.types import ExpertIds, Message, Prompt, Sample, SampleGroup
+
+FACTS = b"grpo_mp"  # key of the file's own metadata
+TOKENS, NUMBERS = pa.list_(pa.int32()), pa.map_(pa.string(), pa.float64())
+SCHEMA = pa.schema(
+    {
+        "group_id": pa.int64(),
+        "index": pa.int32(),
+        "selected": pa.bool_(),  # the step trains on it
+        "finished": pa.bool_(),
+        "prompt_index": pa.int64(),
+        "prompt": pa.string(),
+        "answer": pa.string(),
+        "prompt_tokens": TOKENS,
+        "group_prompt_tokens": TOKENS,  # null: the same
+        "tokens": TOKENS,
+        "generated": pa.list_(pa.bool_()),  # empty: all
+        "rollout_logprobs": pa.list_(pa.float32()),  # as the trainer takes them
+        "weight_versions": TOKENS,
+        "text": pa.string(),
+        "truncated": pa.bool_(),
+        "state": pa.string(),
+        "error": pa.string(),
+        "reward": pa.float64(),
+        "reward_terms": NUMBERS,
+        "step_rewards": pa.list_(pa.struct({"token": pa.int32(), "reward": pa.float64()})),
+        "is_correct": pa.bool_(),
+        "episode_reward": pa.float64(),
+        "metrics": NUMBERS,
+        "messages": pa.string(),  # JSON
+        "extra": pa.string(),  # JSON
+        "verify_steps": pa.int32(),
+        "routed_experts": pa.large_binary(),
+        "routed_experts_shape": pa.list_(pa.int32()),
+    }
+)
+LISTS = ("prompt_tokens", "tokens", "generated", "rollout_logprobs", "weight_versions")
+OTHERS = ("group_id", "index", "truncated", "state", "reward", "is_correct", "episode_reward", "verify_steps")
+Row = dict[str, Any]
+
+
+def write_groups(file: Path, groups: Iterable[SampleGroup], selected: Collection[int], facts: str) -> None:
+    """Write groups and a text of facts; `selected`: ids of those that the step trains on. The file is whole or absent.
+
+    Holds one group at a time in memory.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.incomplete")
+    schema = SCHEMA.with_metadata({FACTS: facts.encode()})
+    with parquet.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer:
+        for group in groups:
+            rows = [_row(group, sample, sample.group_id in selected) for sample in group.samples]
+            if rows:
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+    sync_to_disk(temporary)
+    temporary.replace(file)
+
+
+def read_facts(file: Path) -> bytes:
+    """Read the facts of a file, of which this reads no more than the end. Raises UserError for what is no such file."""
+    try:
+        metadata = parquet.read_schema(file).metadata or {}
+        return bytes(metadata[FACTS])
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise _damaged(file, error) from error
+
+
+def read_groups(file: Path) -> list[tuple[SampleGroup, bool]]:
+    """Read the groups of a file, and whether its step trains on each. Raises UserError for a damaged file."""
+    try:
+        with parquet.ParquetFile(file, page_checksum_verification=True) as content:
+            rows: list[Row] = content.read().to_pylist()
+        by_group = [list(of_group) for _, of_group in groupby(rows, lambda row: row["group_id"])]
+        return [(_group(of_group), bool(of_group[0]["selected"])) for of_group in by_group]
+    except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> UserError:
+    return UserError(f"{file}: damaged, or no rollouts that rollout.dump wrote ({one_line(error, 200)}): copy it again")
+
+
+def _row(group: SampleGroup, sample: Sample, selected: bool) -> Row:
+    prompt, experts = group.prompt, sample.routed_experts
+    return {name: vars(sample)[name] for name in (*LISTS, *OTHERS)} | {
+        "selected": selected,
+        "finished": group.finished,
+        "prompt_index": prompt.index,
+        "prompt": _encodable(prompt.text),
+        "answer": None if prompt.answer is None else _encodable(prompt.answer),
+        "group_prompt_tokens": None if prompt.tokens == sample.prompt_tokens else prompt.tokens,
+        "text": _encodable(sample.text),
+        "error": _encodable(sample.error),
+        "reward_terms": list(sample.reward_terms.items()),
+        "metrics": list(sample.metrics.items()),
+        "step_rewards": [{"token": token, "reward": reward} for token, reward in sample.step_rewards],
+        "messages": json.dumps(sample.messages, default=str),
+        "extra": json.dumps(sample.extra, default=str),
+        "routed_experts": None if experts is None else experts.tobytes(),
+        "routed_experts_shape": None if experts is None else experts.shape,
+    }
+
+
+def _group(rows: list[Row]) -> SampleGroup:
+    first = rows[0]
+    tokens = tuple(first["group_prompt_tokens"] or first["prompt_tokens"])
+    prompt = Prompt(first["prompt_index"], first["prompt"], tokens, first["answer"])
+    return SampleGroup(prompt, tuple(map(_sample, rows)), first["finished"])
+
+
+def _sample(row: Row) -> Sample:
+    messages: list[Message] = json.loads(row["messages"])
+    same: Row = {name: row[name] for name in OTHERS} | {name: tuple(row[name]) for name in LISTS}
+    return Sample(
+        **same,
+        text=row["text"],
+        error=row["error"],
+        reward_terms=dict(row["reward_terms"]),
+        metrics=dict(row["metrics"]),
+        step_rewards=tuple((step["token"], step["reward"]) for step in row["step_rewards"]),
+        messages=tuple(messages),
+        extra=json.loads(row["extra"]),
+        routed_experts=_experts(row["routed_experts"], row["routed_experts_shape"]),
+    )
+
+
+def _experts(content: bytes | None, shape: list[int] | None) -> ExpertIds | None:
+    """Return expert numbers in the type that they were written in, which their size says."""
+    if content is None or shape is None:
+        return None
+    dtype: type[np.integer[Any]] = np.uint8 if len(content) == math.prod(shape) else np.int16
+    return np.frombuffer(content, dtype).reshape(shape).copy()  # what is read from bytes cannot be written to
+
+
+def _encodable(text: str) -> str:
+    """Return a text without the half surrogates that a tool or an error may leave in it."""
+    return text.encode("utf-8", "replace").decode()

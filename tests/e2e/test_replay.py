@@ -1,0 +1,61 @@
+"""The steps of a run's second job, trained once more from what it dumped: no engine, the same weights bit for bit."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.conftest import LAST_STEP, FinishedRun, StartJob, finished_settings, outcome
+from tests.e2e.jobs import ALONE, LAUNCH, read_jsonl, spans
+
+pytestmark = pytest.mark.slow
+OF_ROLLOUTS = ("train/", "reward/", "rollout/", "mismatch/")
+
+
+def replay(run: FinishedRun, start_job: StartJob, folder: Path, *overrides: str, ranks: int = 2) -> Path:
+    """Go on from the checkpoint that the first job left."""
+    first, checkpoint = run.folder / "run", f"checkpoints/step_{run.stopped_after:06d}"
+    shutil.copytree(first / checkpoint, folder / checkpoint)
+    written = (first / "settings.yaml").read_text()
+    (folder / "settings.yaml").write_text(written.replace(f"folder: {first}\n", f"folder: {folder}\n"))
+    settings = (*finished_settings(run.folder), f"run.steps={LAST_STEP}", f"run.folder={folder}", *overrides)
+    arguments = (*settings, "--replay", str(first / "rollouts_dump"))
+    result = outcome(start_job(*arguments, command=LAUNCH if ranks == 2 else ALONE))
+    assert (result.status, result.err, result.left) == (0, "", [])
+    assert not list(folder.glob("logs/engine_*"))
+    assert not any(spans(folder, 0, name) for name in ("GENERATE", "SYNC", "CHECK", "EVAL"))
+    return folder
+
+
+def values(folder: Path, after: int) -> list[Mapping[str, float]]:
+    """What each step says of its rollouts and updates, but for seconds and memory."""
+    lines = [line for line in read_jsonl(folder / "metrics.jsonl") if line["step"] > after]
+    assert len(lines) == LAST_STEP - after
+    return [{name: value for name, value in line.items() if name.startswith(OF_ROLLOUTS)} for line in lines]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("final/*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_a_replay_makes_the_same_updates(finished_run: FinishedRun, start_job: StartJob, tmp_path: Path) -> None:
+    """Among them routed experts, adaptive KL, and the step that the stopped job had begun."""
+    replayed = replay(finished_run, start_job, tmp_path / "replayed")
+    run, stopped = finished_run.folder / "run", finished_run.stopped_after
+    assert values(replayed, stopped) == values(run, stopped)
+    before, after = weights(run), weights(replayed)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_another_layout_makes_them_to_rounding(finished_run: FinishedRun, start_job: StartJob, tmp_path: Path) -> None:
+    """One rank reads the files of two."""
+    replayed = replay(finished_run, start_job, tmp_path / "alone", "layout.expert=1", ranks=1)
+    run, stopped = finished_run.folder / "run", finished_run.stopped_after
+    for again, first in zip(values(replayed, stopped), values(run, stopped), strict=True):
+        for name in ("train/loss", "train/grad_norm", "reward/mean"):
+            assert again[name] == pytest.approx(first[name], rel=1e-3, abs=1e-6), name
+    assert all(torch.allclose(tensor, weights(run)[name], atol=1e-4) for name, tensor in weights(replayed).items())

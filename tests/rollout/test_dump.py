@@ -1,0 +1,93 @@
+"""A file of dumped groups: what was written comes back, and what was damaged is named."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_mp.errors import UserError
+from grpo_mp.rollout.dump import read_facts, read_groups, write_groups
+from grpo_mp.types import Prompt, Sample, SampleGroup
+
+PROMPT = Prompt(7, "How much?", (1, 2), "3")
+LOGPROB = float(np.float32(-0.1))
+PLAIN = Sample(70, 0, PROMPT.tokens, (5, 6), (LOGPROB, -2.0), (1, 2), truncated=True, reward=0.1 + 0.2)
+EPISODE = Sample(
+    group_id=70,
+    index=1,
+    prompt_tokens=(1, 2, 9),  # not the group's: the episode was forked
+    tokens=(5, 6, 7),
+    rollout_logprobs=(LOGPROB, 0.0, -3.0),
+    weight_versions=(1, 1, 2),
+    truncated=False,
+    text="\udc80 half a surrogate",
+    reward=-1.0,
+    reward_terms={"boxed": 1.0, "answer": 0.0},
+    step_rewards=((0, 0.5), (2, -0.25)),
+    extra={"first": ["word"]},
+    verify_steps=2,
+    is_correct=False,
+    generated=(True, False, True),
+    state="error",
+    episode_reward=0.5,
+    metrics={"guesses": 2.0},
+    messages=({"role": "tool", "content": "\udc80"},),
+    error="the tool \udc80 raised",
+)
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    groups = [
+        SampleGroup(PROMPT, (PLAIN, EPISODE)),
+        SampleGroup(PROMPT, (replace(PLAIN, group_id=71),), finished=False),
+    ]
+    write_groups(tmp_path / "a" / "x", groups, {70}, "facts")
+    (first, selected), (second, unselected) = read_groups(tmp_path / "a" / "x")
+    assert (selected, unselected, read_facts(tmp_path / "a" / "x")) == (True, False, b"facts")
+    episode = replace(EPISODE, text="? half a surrogate", error="the tool ? raised")
+    assert [first, second] == [SampleGroup(PROMPT, (PLAIN, episode)), groups[1]]
+    assert [file.name for file in (tmp_path / "a").iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_routed_experts_come_back_in_their_type(dtype: type, tmp_path: Path) -> None:
+    experts = np.arange(12, dtype=dtype).reshape(3, 2, 2)
+    write_groups(tmp_path / "x", [SampleGroup(PROMPT, (replace(PLAIN, routed_experts=experts),))], {}, "")
+    ((group, _),) = read_groups(tmp_path / "x")
+    read = group.samples[0].routed_experts
+    assert read is not None
+    assert read.dtype == dtype
+    assert np.array_equal(read, experts)
+
+
+def test_a_logprob_that_is_not_finite_stays_so(tmp_path: Path) -> None:
+    write_groups(
+        tmp_path / "x", [SampleGroup(PROMPT, (replace(PLAIN, rollout_logprobs=(math.nan, -math.inf)),))], {}, ""
+    )
+    ((group, _),) = read_groups(tmp_path / "x")
+    assert math.isnan(group.samples[0].rollout_logprobs[0])
+    assert group.samples[0].rollout_logprobs[1] == -math.inf
+
+
+@pytest.mark.parametrize("where", [20, 400])
+def test_a_changed_byte_is_noticed(where: int, tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    samples = tuple(replace(PLAIN, index=index, tokens=(index * 37, index * 91)) for index in range(40))
+    write_groups(file, [SampleGroup(PROMPT, samples)], {}, "")
+    content = bytearray(file.read_bytes())
+    content[where] ^= 0x10
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=f"^{file}: damaged"):
+        read_groups(file)
+
+
+def test_a_file_that_is_cut_or_of_something_else_is_refused(tmp_path: Path) -> None:
+    write_groups(tmp_path / "x", [SampleGroup(PROMPT, (PLAIN,))], {}, "")
+    (tmp_path / "cut").write_bytes((tmp_path / "x").read_bytes()[:-40])
+    (tmp_path / "text").write_text("no Parquet")
+    for file in (tmp_path / "cut", tmp_path / "text", tmp_path / "missing"):
+        for read in (read_facts, read_groups):
+            with pytest.raises(UserError, match=f"^{file}: damaged"):
+                read(file)

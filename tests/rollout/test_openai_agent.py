@@ -1,0 +1,178 @@
+"""Agents that speak to an OpenAI endpoint by the openai package: their turns are episodes of the real engine."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from openai import AsyncOpenAI
+
+from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
+from grpo_mp.episodes.protocol import Task
+from grpo_mp.errors import UserError
+from tests.episode_page import read_example
+from tests.rollout.conftest import Logprobs
+
+HERE = str(Path(__file__))
+BOUND = 1e-4
+RollOut = Callable[..., Any]
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
+}
+COMMAND = """
+import json, os, sys, urllib.request
+task = json.loads(sys.stdin.readline())
+body = json.dumps({"model": "any", "messages": task["messages"], "max_tokens": 5}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+answer = json.load(urllib.request.urlopen(request))
+assert answer["usage"]["completion_tokens"] <= 5
+if task["index"] == 1:
+    sys.exit("no use")
+print("done", task["answer"])
+print(0.25)
+"""
+
+
+def make_client(base_url: str, api_key: str) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+async def refusals(client: AsyncOpenAI, messages: Any) -> list[str]:
+    """The sentences of requests that no turn comes of."""
+    wanted: list[dict[str, Any]] = [
+        {"temperature": 0.5},
+        {"n": 2},
+        {"max_tokens": 0},
+        {"tools": [TOOL]},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    ]
+    sentences = []
+    for fields in wanted:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(**{"model": "m", "messages": messages} | fields)
+        sentences.append(refused.value.body["message"])  # type: ignore[index]
+    return sentences
+
+
+async def careful(task: Task, base_url: str, api_key: str) -> float:
+    """Uses all of the endpoint; index 1 changes what it was answered."""
+    async with make_client(base_url, api_key) as client:
+        messages: list[Any] = [*task.messages]
+        assert (await client.models.list()).data[0].id == "policy"
+        sentences = await refusals(client, messages)
+        assert sentences[0] == "temperature=0.5: all turns are sampled as the run says: leave it out or set 1.0"
+        assert sentences[1] == "n=2: all turns are sampled as the run says: leave it out or set 1"
+        assert "rollout.tool_parser" in sentences[3]
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key=api_key[:-1]).models.list()
+        first, second = await asyncio.gather(
+            client.chat.completions.create(model="m", messages=messages, max_tokens=6, temperature=1.0),
+            client.chat.completions.create(model="m", messages=messages, max_tokens=6),
+            return_exceptions=True,
+        )
+        if isinstance(first, BaseException):
+            first, second = second, first
+        assert "one turn at a time" in str(second)
+        assert not isinstance(first, BaseException)
+        said = first.choices[0].message.content
+        assert first.choices[0].finish_reason == ("length" if first.usage.completion_tokens == 6 else "stop")
+        answer = {"role": "assistant", "content": said + "!" if task.index == 1 else said}
+        again = [*messages, answer, {"role": "user", "content": [{"type": "text", "text": "more"}]}]
+        chunks = await client.chat.completions.create(model="m", messages=again, max_tokens=6, stream=True)
+        (chunk,) = [chunk async for chunk in chunks]
+        assert chunk.choices[0].finish_reason
+        assert isinstance(chunk.choices[0].delta.content, str)
+        with pytest.raises(openai.BadRequestError) as ended:
+            await client.chat.completions.create(model="m", messages=messages)
+        assert ended.value.code == "context_length_exceeded"
+    return 0.5
+
+
+LEFT: dict[str, Any] = {}
+
+
+async def left_open(task: Task, base_url: str, api_key: str) -> None:
+    """Ends while a request of its own is being answered; index 1 sees what came of it, and then passes its limit."""
+    client = make_client(base_url, api_key)
+    create = client.chat.completions.create
+    if task.index == 0:
+        LEFT["client"], LEFT["request"] = client, asyncio.ensure_future(create(model="m", messages=[*task.messages]))  # type: ignore[list-item]
+        await asyncio.sleep(0.05)
+        return
+    await asyncio.sleep(0.5)
+    with pytest.raises(openai.APIError):  # whether it had arrived or not
+        await LEFT["request"]
+    with pytest.raises(openai.AuthenticationError, match="has ended"):
+        await LEFT["client"].models.list()
+    await LEFT["client"].close()
+    async with client:
+        while True:
+            await create(model="m", messages=[*task.messages], max_tokens=2)  # type: ignore[list-item]
+
+
+def test_an_agents_turns_are_an_episode(roll_out: RollOut, model_folder: Path, expected_logprobs: Logprobs) -> None:
+    args = {"agent": f"{HERE}:careful"}
+    prompt, group = roll_out("openai_agent", function_args=args, limits={"turns": 2})
+    assert [(sample.state, sample.error) for sample in group.samples] == [("truncated", "")] * 2
+    assert [sample.episode_reward for sample in group.samples] == [0.5, 0.5]
+    assert [sample.metrics for sample in group.samples] == [{"turns": 2, "forks": 0}, {"turns": 2, "forks": 1}]
+    kept, forked = group.samples
+    assert kept.prompt_tokens == prompt.tokens != forked.prompt_tokens
+    assert kept.given_tokens > 0 == forked.given_tokens
+    for sample in group.samples:
+        sequence = [*sample.prompt_tokens, *sample.tokens]
+        of_next = expected_logprobs(model_folder, sequence)[len(sample.prompt_tokens) - 1 : -1]
+        expected = of_next.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+        differences = (torch.tensor(sample.rollout_logprobs) - expected).abs()
+        assert differences[torch.tensor(sample.generated)].max() < BOUND
+
+
+def test_an_agent_that_does_not_wait_or_stop_ends_its_episode(roll_out: RollOut) -> None:
+    _, group = roll_out("openai_agent", function_args={"agent": f"{HERE}:left_open"}, limits={"turns": 2})
+    ended, limited = group.samples
+    assert (ended.state, ended.metrics["turns"]) == ("completed", 0)
+    assert (limited.state, limited.metrics["turns"], limited.error) == ("truncated", 2, "")
+
+
+def test_a_command_is_an_agent(roll_out: RollOut, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(COMMAND)
+    command = [sys.executable, str(tmp_path / "agent.py")]
+    _, group = roll_out("openai_agent", function_args={"command": command}, answer="12")
+    good, bad = group.samples
+    assert (good.error, good.episode_reward, good.metrics["turns"]) == ("", 0.25, 1)
+    assert (bad.state, bad.metrics["turns"]) == ("error", 1)
+    assert bad.error.endswith("turn 1: it raised RuntimeError: the command ended with status 1: no use")
+    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+    _, group = roll_out("openai_agent", function_args={"command": sleeping}, limits={"episode_s": 0.5})
+    assert [sample.state for sample in group.samples] == ["timeout"] * 2
+
+
+def test_the_agent_of_the_page(roll_out: RollOut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = read_example("An agent that speaks to an OpenAI endpoint", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    _, group = roll_out("", answer="", limits={"turn_tokens": 6}, **settings["rollout"])
+    assert [(sample.error, sample.metrics["turns"]) for sample in group.samples] == [("", 2)] * 2
+    assert [sample.episode_reward for sample in group.samples] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({}, "openai_agent takes either agent, 'file.py:function', or command"),
+        ({"agnt": "x"}, "rollout.function 'openai_agent': its arguments: got an unexpected keyword argument 'agnt'"),
+        ({"agent": f"{HERE}:carefull"}, "has no carefull (did you mean careful?)"),
+        ({"agent": f"{HERE}:make_client"}, "it must be a coroutine function"),
+        ({"agent": f"{HERE}:refusals"}, "it is called with (task, base_url, api_key)"),
+    ],
+)
+def test_what_is_no_agent_is_refused(args: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        ROLLOUT_FUNCTIONS.resolve("openai_agent", "rollout.function", args)
+    assert message in str(refused.value)

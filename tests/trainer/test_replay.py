@@ -1,0 +1,145 @@
+"""Which folders of dumped rollouts a run may train from; that it does, tests/e2e shows."""
+
+import shutil
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from grpo_mp.batching.exchange import sample_infos
+from grpo_mp.checkpoint.run_state import TrainState
+from grpo_mp.config import Settings, load_settings
+from grpo_mp.data.cursor import Cursor
+from grpo_mp.errors import UserError
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.rewards.scorer import RewardStats
+from grpo_mp.train import main
+from grpo_mp.trainer.collect import RolloutBatch
+from grpo_mp.trainer.replay import (
+    ReplayCollector,
+    ReplayedRollouts,
+    RolloutShape,
+    dump_step,
+    open_replay,
+    step_file,
+)
+from grpo_mp.types import Prompt, Sample, SampleGroup
+from tests.conftest import TinyRun
+
+STATE = TrainState(1, cursor=Cursor(1, 2, 3, (4, 5)), groups_launched=8, solved_streak={3: 1}, skipped_until={4: 9})
+STATS = RewardStats(Counter(a=1), {"a": "why"}, sums={"most": float("inf")}, counts=Counter(most=2))
+
+
+@pytest.fixture
+def settings(tiny_run: TinyRun) -> Settings:
+    return load_settings(tiny_run.config, ["run.steps=2"])
+
+
+@pytest.fixture
+def hf(settings: Settings) -> HfConfig:
+    return HfConfig.read(settings.model.path)
+
+
+@pytest.fixture
+def folder(settings: Settings, hf: HfConfig, tmp_path: Path) -> Path:
+    """Two steps of two ranks."""
+    for step in (1, 2):
+        write(tmp_path / "dump", step, RolloutShape.of(settings, hf))
+    return tmp_path / "dump"
+
+
+def write(folder: Path, step: int, shape: RolloutShape) -> None:
+    prompt = Prompt(0, "?", (1,))
+    groups = [
+        SampleGroup(prompt, (Sample(10 * step + rank, 0, (1,), (2,), (-1.0,), (0,), False),)) for rank in range(2)
+    ]
+    infos = tuple(info for group in groups for info in sample_infos(group))
+    for rank, group in enumerate(groups):
+        batch = RolloutBatch([group], infos, infos, Counter(surplus=1), STATS, 0, 1.0, STATE)
+        dump_step(folder, step, batch, shape, rank, ranks=2)
+
+
+def test_what_the_trainer_needs_to_know_comes_back(folder: Path, settings: Settings, hf: HfConfig) -> None:
+    facts = open_replay(folder, settings, hf, first=1).facts
+    assert list(facts) == [1, 2]
+    assert facts[2].state == STATE
+    assert (facts[2].dropped, facts[2].reward_stats) == (Counter(surplus=1), STATS)
+
+
+def test_one_rank_reads_what_two_wrote(
+    folder: Path, settings: Settings, hf: HfConfig, one_rank_group: dist.ProcessGroup
+) -> None:
+    """Only cursor and counters are those of the run that wrote; a step with another's samples is refused."""
+    job: Any = SimpleNamespace(rank=0, world_size=1, group=one_rank_group)
+    phases: Any = SimpleNamespace(phase=lambda *_: nullcontext())
+    collector = ReplayCollector(open_replay(folder, settings, hf, first=1), job, phases)
+    batch = collector.collect(TrainState(step=1, optimizer_step=7), 2)
+    assert [group.samples[0].group_id for group in batch.groups] == [20, 21]
+    assert [info.group_id for info in batch.infos] == [20, 21]
+    assert batch.state == replace(STATE, step=1, optimizer_step=7)
+    assert (batch.dropped, batch.reward_stats) == (Counter(surplus=1), STATS)
+    shutil.copy(step_file(folder, 1, 1), step_file(folder, 2, 1))  # while the replay runs
+    with pytest.raises(UserError, match="lengths or rewards are not those that were written"):
+        collector.collect(TrainState(step=1), 2)
+
+
+def refusal(folder: Path, settings: Settings, hf: HfConfig) -> str:
+    with pytest.raises(UserError) as raised:
+        open_replay(folder, settings, hf, first=1)
+    return str(raised.value)
+
+
+def test_missing_steps_and_files_are_refused(folder: Path, settings: Settings, hf: HfConfig) -> None:
+    longer = settings.model_copy(update={"run": settings.run.model_copy(update={"steps": 3})})
+    assert refusal(folder, longer, hf).startswith(f"{folder} has no step 3 of the run's 3: ")
+    step_file(folder, 2, 1).unlink()
+    assert refusal(folder, settings, hf).startswith(f"{step_file(folder, 2, 1)}: no such file")
+    assert isinstance(open_replay(folder, settings, hf, first=3), ReplayedRollouts)  # resumed behind it
+
+
+def test_another_run_is_refused(folder: Path, settings: Settings, hf: HfConfig) -> None:
+    shape = RolloutShape.of(settings, hf)
+    for name in vars(shape):
+        other = "llama" if name == "model_type" else 99
+        write(folder, 1, replace(shape, **{name: other}))
+        assert f"written with {name} {other}, and this run has {vars(shape)[name]}" in refusal(folder, settings, hf)
+
+
+def test_files_of_other_steps_or_runs_and_damaged_ones_are_refused(
+    folder: Path, settings: Settings, hf: HfConfig
+) -> None:
+    file = step_file(folder, 2, 1)
+    shutil.copy(step_file(folder, 1, 1), file)
+    assert refusal(folder, settings, hf).startswith(f"{file}: not of the same step of the same run")
+    file.write_bytes(file.read_bytes()[:100])
+    assert refusal(folder, settings, hf).startswith(f"{file}: damaged")
+
+
+def test_experts_that_were_not_written_cannot_be_replayed(folder: Path, settings: Settings, hf: HfConfig) -> None:
+    training = settings.training.model_copy(update={"router_replay": "R3"})
+    assert "set training.router_replay=none" in refusal(folder, settings.model_copy(update={"training": training}), hf)
+
+
+def test_the_command_refuses_before_anything_starts(
+    folder: Path, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the model and layout of two ranks, and without engines or data; then the same with one step too many."""
+    run = tmp_path / "run"
+    start = [str(tiny_run.config), f"run.folder={run}", "data.train=nowhere.jsonl", "--dry-run", "--ranks", "2"]
+    main([*start, "run.steps=2", "--replay", str(folder)])
+    out, _ = capfd.readouterr()
+    assert f"rollouts: those of {folder}\n" in out
+    assert "hosted by ranks" not in out
+    for arguments, message in (
+        (["run.steps=3", "--replay", str(folder)], f"error: {folder} has no step 3"),
+        (["run.steps=2", "--replay", str(run / "rollouts_dump")], f"error: {run / 'rollouts_dump'} is of the run in"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*start, *arguments])
+        assert capfd.readouterr().err.startswith(message)
+    assert not run.exists()
