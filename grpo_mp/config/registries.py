@@ -11,7 +11,10 @@ ExtensionFunction = Callable[
 
 DATA_SOURCES: Registry[ExtensionFunction] = Registry(
     "data source",
-    {name: LazyEntry(f"grpo_mp.data.rows:read_{name}") for name in ("jsonl", "parquet", "datasets")},
+    {
+        **{name: LazyEntry(f"grpo_mp.data.rows:read_{name}") for name in ("jsonl", "parquet", "datasets")},
+        "verifiers": LazyEntry("grpo_mp.episodes.verifiers_env:read_environment"),
+    },
     parameters=("name",),
 )
 ROLLOUT_FUNCTIONS: Registry[ExtensionFunction] = Registry(
@@ -19,6 +22,7 @@ ROLLOUT_FUNCTIONS: Registry[ExtensionFunction] = Registry(
     {
         "call_tools": LazyEntry("grpo_mp.episodes.tool_loop:call_tools"),
         "openai_agent": LazyEntry("grpo_mp.episodes.openai_agent:OpenAIAgent"),
+        "verifiers": LazyEntry("grpo_mp.episodes.verifiers_env:VerifiersRollout"),
     },
     parameters=("task", "policy"),
     makes=True,
@@ -28,6 +32,9 @@ LOGGERS: Registry[ExtensionFunction] = Registry(
     {
         "tensorboard": LazyEntry("grpo_mp.monitor.loggers:TensorBoardLogger"),
         "jsonl": LazyEntry("grpo_mp.monitor.loggers:JsonLinesLogger"),
+        "wandb": LazyEntry("grpo_mp.monitor.trackers:WandbLogger"),
+        "mlflow": LazyEntry("grpo_mp.monitor.trackers:MlflowLogger"),
+        "trackio": LazyEntry("grpo_mp.monitor.trackers:TrackioLogger"),
     },
     parameters=("run_folder", "first_step", "settings"),
 )

@@ -52,10 +52,10 @@ class Endpoint:
         finally:
             del self.sessions[key]
             failure.cancel()
-            if not self.sessions:
+            if is_last := not self.sessions:
                 self._server = None
             await _end(session.turns)
-            if self._server is not server:
+            if is_last:
                 await (await server)[0].cleanup()
 
 
@@ -90,6 +90,8 @@ async def _chat(sessions: Mapping[str, Session], request: web.Request) -> web.Re
         policy = session.policy
         generate = policy.generate(wanted.messages, max_tokens=wanted.max_tokens, tools=wanted.tools)
         turn = await _generate(session, asyncio.ensure_future(generate))
+    except web.HTTPException:  # a body that is too long
+        raise
     except EpisodeLimitError as error:
         session.reached_limit = True
         return _error(400, str(error), INVALID, "context_length_exceeded")

@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -44,14 +44,10 @@ class OpenAIAgent:
 
     async def __call__(self, task: Task, policy: Policy) -> Episode:
         """Roll out one task: the agent's requests are the policy's turns."""
-        async with self._endpoint.open(policy) as session:
-            agent = asyncio.ensure_future(self._agent(task, session.base_url, session.api_key))
-            try:
-                reward = await _result(agent, session)
-            finally:
-                agent.cancel()
-                await asyncio.wait({agent}, timeout=CANCEL_LIMIT_S)
-        return policy.episode(reward)
+        returned = await run_agent(
+            self._endpoint, policy, lambda session: self._agent(task, session.base_url, session.api_key)
+        )
+        return policy.episode(_as_reward(returned))
 
     async def _run_command(self, task: Task, base_url: str, api_key: str) -> float | None:
         """Run the command with the task on its standard input; return the last line of its output if it is a number.
@@ -92,25 +88,30 @@ def _load_agent(path: str) -> Any:
     return agent
 
 
-async def _result(agent: "asyncio.Future[float | None]", session: Session) -> float | None:
-    """Wait for the agent. Raises what ended its episode, or the agent."""
-    first: set[asyncio.Future[Any]] = {agent, session.failure}
-    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-    if session.failure.done():
-        session.failure.result()
-    try:
-        reward = agent.result()
-    except Exception:
-        if session.reached_limit:  # the agent had no use for the answer which said so
-            raise EpisodeLimitError("a request passed a limit of the episode") from None
-        raise
-    if reward is None:
+async def run_agent(endpoint: Endpoint, policy: Policy, work: Callable[[Session], Coroutine[Any, Any, Any]]) -> Any:
+    """Return what the work of an agent on one episode returns. Raises what ended the episode, or the agent."""
+    async with endpoint.open(policy) as session:
+        agent = asyncio.ensure_future(work(session))
+        try:
+            await asyncio.wait({agent, session.failure}, return_when=asyncio.FIRST_COMPLETED)
+            if session.failure.done():
+                session.failure.result()
+            return agent.result()
+        except Exception:
+            if session.reached_limit:  # the agent had no use for the answer which said so
+                raise EpisodeLimitError("a request passed a limit of the episode") from None
+            raise
+        finally:
+            agent.cancel()
+            await asyncio.wait({agent}, timeout=CANCEL_LIMIT_S)
+
+
+def _as_reward(returned: Any) -> float | None:
+    if returned is None:
         return None
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise TypeError(
-            f"the agent returned {one_line(repr(reward), 40)}, which is no reward: return a number, or None"
-        )
-    return float(reward)
+    if not isinstance(returned, int | float) or not math.isfinite(returned):
+        raise TypeError(f"the agent returned {one_line(repr(returned), 40)}: a reward is a number, or None")
+    return float(returned)
 
 
 def _environment(base_url: str, api_key: str) -> dict[str, str]:

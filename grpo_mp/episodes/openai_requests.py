@@ -56,8 +56,8 @@ def read_request(body: Any, policy: Policy) -> ChatRequest:
     if any(type(bound) is not int or bound < 1 for bound in bounds):
         raise RequestError("max_tokens and max_completion_tokens must be whole numbers from 1 on")
     tools = body.get("tools")
-    if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
-        raise RequestError("tools must be a list of objects")
+    if not (tools is None or (isinstance(tools, list) and all(map(_is_tool, tools)))):
+        raise RequestError("tools must be a list of functions, each with a name and, as an object, its parameters")
     return ChatRequest(
         tuple(map(_read_message, messages)),
         None if tools is None else tuple(tools),
@@ -113,6 +113,19 @@ def _check_sampling(body: Mapping[str, Any], accepted: Mapping[str, Sequence[Any
             raise RequestError(f"{name}={json.dumps(body[name])}: all turns are sampled as the run says: {allowed}")
 
 
+def _is_tool(tool: Any) -> bool:
+    """Return whether the engine's parser can read a tool: it would fail on others after the turn."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    description, parameters = function.get("description") or "", function.get("parameters") or {}
+    return (
+        isinstance(description, str)
+        and isinstance(parameters, dict)
+        and isinstance(parameters.get("properties") or {}, dict)
+    )
+
+
 def _read_message(message: Any) -> Message:
     """Return a message with text as its content, and the arguments of its calls as objects."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -122,7 +135,8 @@ def _read_message(message: Any) -> Message:
     if read["role"] == "developer":
         read["role"] = "system"
     if "tool_calls" in read:
-        read["tool_calls"] = [_read_call(call) for call in read["tool_calls"]]
+        calls = read["tool_calls"]
+        read["tool_calls"] = [_read_call(call) for call in (calls if isinstance(calls, list) else [calls])]
     return read
 
 

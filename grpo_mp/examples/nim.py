@@ -7,9 +7,10 @@ import random
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from grpo_mp.episodes.protocol import Episode, Policy, Task
+from grpo_mp.errors import UserError
 from grpo_mp.types import Message
 
 MOST = 3  # stones of a move
@@ -18,24 +19,37 @@ Opponent = Literal["perfect", "random", "self"]
 Side = Callable[[int], Awaitable[int | None]]  # takes stones away; None: it said no legal move
 
 
-async def play_nim(task: Task, policy: Policy, opponent: Opponent = "perfect") -> Episode:
-    """Play one game, in which the policy moves first. The reward is 1 for a win; an illegal move loses."""
-    rng = random.Random(f"{task.step}/{task.prompt.index}/{task.index}")
-    others: dict[Opponent, Side] = {
-        "perfect": scripted(perfect_move),
-        "random": scripted(lambda stones: rng.randint(1, min(MOST, stones))),
-        "self": Player(policy.unrecorded()).move,
-    }
-    sides: tuple[Side, Side] = (Player(policy).move, others[opponent])
-    stones, moves = int(task.prompt.columns["stones"]), 0
-    while stones:
-        taken = await sides[moves % 2](stones)
-        if taken is None:
-            break
-        stones, moves = stones - taken, moves + 1
-    # Whoever moved last has won: by the last stone, or because the other's next move was illegal.
-    won = moves % 2 == 1
-    return policy.episode(reward=float(won), metrics={"won": won, "moves": moves, "illegal": stones > 0 and not won})
+class Nim:
+    """A rollout function: the policy moves first. The reward is 1 for a win; an illegal move loses."""
+
+    def __init__(self, opponent: Opponent = "perfect") -> None:
+        """Take the opponent. Raises UserError for an unknown one."""
+        if opponent not in get_args(Opponent):
+            raise UserError(f"rollout.function_args: opponent={opponent!r} is none of {', '.join(get_args(Opponent))}")
+        self._opponent = opponent
+
+    async def __call__(self, task: Task, policy: Policy) -> Episode:
+        """Play one game."""
+        sides = Player(policy).move, self._other_side(task, policy)
+        stones, moves = int(task.prompt.columns["stones"]), 0
+        while stones:
+            taken = await sides[moves % 2](stones)
+            if taken is None:
+                break
+            stones, moves = stones - taken, moves + 1
+        # Whoever moved last has won: by the last stone, or because the other's next move was illegal.
+        won = moves % 2 == 1
+        return policy.episode(
+            reward=float(won), metrics={"won": won, "moves": moves, "illegal": stones > 0 and not won}
+        )
+
+    def _other_side(self, task: Task, policy: Policy) -> Side:
+        if self._opponent == "self":
+            return Player(policy.unrecorded()).move
+        if self._opponent == "perfect":
+            return scripted(perfect_move)
+        rng = random.Random(f"{task.step}/{task.prompt.index}/{task.index}")
+        return scripted(lambda stones: rng.randint(1, min(MOST, stones)))
 
 
 def scripted(choose: Callable[[int], int]) -> Side:

@@ -3,14 +3,18 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
 from grpo_mp.episodes.protocol import Episode, Task, Turn
 from grpo_mp.episodes.tools import ToolKit
-from grpo_mp.examples.nim import Opponent, play_nim, read_move
+from grpo_mp.errors import UserError
+from grpo_mp.examples.nim import Nim, Opponent, read_move
 from grpo_mp.types import Message, Prompt
+from tests.episode_page import read_example
 
 Choose = Callable[[int], int]
 
@@ -46,7 +50,7 @@ class Scripted:
 def play(stones: int, policy: Scripted, opponent: Opponent) -> Episode:
     prompt = Prompt(stones, "Nim", (1,), columns={"stones": stones})
     task = Task(prompt, 0, 1, ToolKit().open(1.0, 1), ())
-    return asyncio.run(play_nim(task, policy, opponent))
+    return asyncio.run(Nim(opponent)(task, policy))
 
 
 def wins(stones: int, is_mine: bool = True) -> bool:
@@ -68,6 +72,14 @@ def test_both_sides_of_self_play_move_in_turn() -> None:
     episode = play(7, policy, "self")
     assert (policy.asked, policy.others[0].asked) == ([7, 3], [5, 1])
     assert (episode.reward, episode.metrics) == (0.0, {"won": False, "moves": 4, "illegal": False})
+
+
+def test_the_settings_of_the_page(tmp_path: Path) -> None:
+    rollout = read_example("A game with an opponent", tmp_path)["rollout"]
+    game = ROLLOUT_FUNCTIONS.resolve(rollout["function"], "rollout.function", rollout["function_args"])
+    assert isinstance(game, Nim)
+    with pytest.raises(UserError, match="opponent='me' is none of perfect, random, self"):
+        ROLLOUT_FUNCTIONS.resolve(rollout["function"], "rollout.function", {"opponent": "me"})
 
 
 def test_an_illegal_move_loses_and_random_ones_are_legal() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.distributed.layout import model_shape
@@ -104,17 +104,26 @@ def roll_out(ask: Callable[..., Any], model_folder: Path) -> Callable[..., tuple
     """Rolls out a group of episodes of one prompt by a rollout function."""
 
     def run(
-        name: str, count: int = 2, sampling: SamplingParams | None = None, answer: str | None = None, **config: Any
+        name: str,
+        count: int = 2,
+        sampling: SamplingParams | None = None,
+        answer: str | None = None,
+        columns: dict[str, Any] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        generate: Callable[..., Any] | None = None,  # answers in the engine's place
+        **config: Any,
     ) -> Any:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_folder))
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(str(model_folder))
         sizes = {"prompts_per_step": 1, "group_size": count, "max_prompt_tokens": 20, "max_response_tokens": 60}
         parts = load_episode_parts(RolloutConfig(**sizes | {"function": name} | config), tokenizer)
         assert parts
         message = {"role": "user", "content": "How many?"}
-        prompt = Prompt(4, "How many?", parts.renderer.prompt([message]), answer=answer, messages=(message,))
+        tokens = parts.renderer.prompt([message])
+        prompt = Prompt(4, "How many?", tokens, answer=answer, columns=columns or {}, messages=(message,))
         shape = model_shape(HfConfig.read(model_folder))
 
         async def group(client: EngineClient) -> SampleGroup | None:
+            client.generate = generate or client.generate  # type: ignore[method-assign]
             runner = EpisodeRunner(parts, client, asyncio.Semaphore(2))
             return await runner.run_group(prompt, 7, count, 1, sampling or SamplingParams(60), shape)
 

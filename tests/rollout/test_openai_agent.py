@@ -1,6 +1,7 @@
 """Agents that speak to an OpenAI endpoint by the openai package: their turns are episodes of the real engine."""
 
 import asyncio
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +11,21 @@ import openai
 import pytest
 import torch
 from openai import AsyncOpenAI
+from transformers.utils import get_json_schema
 
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
 from grpo_mp.episodes.protocol import Task
 from grpo_mp.errors import UserError
+from grpo_mp.examples.calculator import calculator
+from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
+from grpo_mp.rollout.client import EngineOutput, SamplingParams
 from tests.episode_page import read_example
 from tests.rollout.conftest import Logprobs
 
 HERE = str(Path(__file__))
 BOUND = 1e-4
 RollOut = Callable[..., Any]
+CALL_AGAIN = '[calculator(expression="6+7")]'
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
@@ -50,6 +56,7 @@ async def refusals(client: AsyncOpenAI, messages: Any) -> list[str]:
         {"n": 2},
         {"max_tokens": 0},
         {"tools": [TOOL]},
+        {"tools": [{"type": "function", "function": {"name": "add", "parameters": "none"}}]},
         {"messages": []},
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     ]
@@ -70,6 +77,8 @@ async def careful(task: Task, base_url: str, api_key: str) -> float:
         assert sentences[0] == "temperature=0.5: all turns are sampled as the run says: leave it out or set 1.0"
         assert sentences[1] == "n=2: all turns are sampled as the run says: leave it out or set 1"
         assert "rollout.tool_parser" in sentences[3]
+        assert "tools must be a list of functions" in sentences[4]
+        assert "must be text" in sentences[-1]
         with pytest.raises(openai.AuthenticationError):
             await client.with_options(api_key=api_key[:-1]).models.list()
         first, second = await asyncio.gather(
@@ -134,6 +143,52 @@ def test_an_agents_turns_are_an_episode(roll_out: RollOut, model_folder: Path, e
         assert differences[torch.tensor(sample.generated)].max() < BOUND
 
 
+async def calling(task: Task, base_url: str, api_key: str) -> float:
+    """Calls the tool that the policy asks for; index 1 sends other arguments back than it got."""
+    async with make_client(base_url, api_key) as client:
+        tools: list[Any] = [get_json_schema(calculator)]
+        messages: list[Any] = [*task.messages]
+        first = (await client.chat.completions.create(model="m", messages=messages, tools=tools)).choices[0]
+        (call,) = first.message.tool_calls or []
+        assert (first.finish_reason, first.message.content) == ("tool_calls", None)
+        result = calculator(**json.loads(call.function.arguments))
+        if task.index == 1:
+            call.function.arguments = '{"expression": "1+1"}'
+        messages += [first.message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+        chunks = await client.chat.completions.create(model="m", messages=messages, tools=tools, stream=True)
+        (chunk,) = [chunk async for chunk in chunks]
+        (again,) = chunk.choices[0].delta.tool_calls or []
+        assert json.loads(again.function.arguments) == {"expression": "6+7"}
+    return float(result)
+
+
+def test_calls_of_an_agents_own_tools_are_spliced(roll_out: RollOut) -> None:
+    words = calculator_tokenizer()
+
+    async def generate(tokens: Any, sampling: SamplingParams, routing: Any = None) -> list[EngineOutput]:
+        text = '[calculator(expression="2*3")]' if words.decode(tokens).count("<|tool|>") == 0 else CALL_AGAIN
+        sampled = [*words.encode(text, add_special_tokens=False), words.eos_token_id]
+        return [EngineOutput(tuple(sampled), (-1.0,) * len(sampled), (0,) * len(sampled), False)]
+
+    _, group = roll_out(
+        "openai_agent",
+        function_args={"agent": f"{HERE}:calling"},
+        tool_parser="pythonic",
+        tokenizer=words,
+        generate=generate,
+        max_response_tokens=200,
+    )
+    kept, forked = group.samples
+    assert (kept.error, forked.error, kept.metrics["forks"], forked.metrics["forks"]) == ("", "", 0, 1)
+    assert kept.episode_reward == 6.0
+    question = "<|system|>calculator<|im_end|><|user|>How many?<|im_end|><|assistant|>"
+    call, answer = '[calculator(expression="2*3")]<|im_end|>', "<|tool|>6<|im_end|><|assistant|>"
+    assert words.decode(kept.prompt_tokens) == question
+    assert words.decode(kept.tokens) == call + answer + CALL_AGAIN + "<|im_end|>"
+    assert words.decode([t for t, own in zip(kept.tokens, kept.generated, strict=True) if not own]) == answer
+    assert words.decode(forked.tokens) == CALL_AGAIN + "<|im_end|>"
+
+
 def test_an_agent_that_does_not_wait_or_stop_ends_its_episode(roll_out: RollOut) -> None:
     _, group = roll_out("openai_agent", function_args={"agent": f"{HERE}:left_open"}, limits={"turns": 2})
     ended, limited = group.samples
@@ -149,9 +204,18 @@ def test_a_command_is_an_agent(roll_out: RollOut, tmp_path: Path) -> None:
     assert (good.error, good.episode_reward, good.metrics["turns"]) == ("", 0.25, 1)
     assert (bad.state, bad.metrics["turns"]) == ("error", 1)
     assert bad.error.endswith("turn 1: it raised RuntimeError: the command ended with status 1: no use")
-    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+    pids = tmp_path / "pids"
+    sleeping = ["sh", "-c", f"sleep 600 & echo $$ $! >> {pids}; wait"]
     _, group = roll_out("openai_agent", function_args={"command": sleeping}, limits={"episode_s": 0.5})
     assert [sample.state for sample in group.samples] == ["timeout"] * 2
+    started = pids.read_text().split()
+    assert len(started) == 4
+    assert not [pid for pid in started if is_running(pid)]
+
+
+def is_running(pid: str) -> bool:
+    status = Path("/proc", pid, "stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_the_agent_of_the_page(roll_out: RollOut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
