@@ -30,6 +30,11 @@ class BackgroundTask:
         if self._error is not None:
             raise self._error
 
+    def has_ended(self, limit_s: float) -> bool:
+        """Return whether the function has ended, after at most `limit_s` seconds."""
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
     def wait(self, rank: int, phase: str, limit_s: float | None) -> None:
         """Wait until the function has ended. Raises what it raised; PhaseTimeout after `limit_s` seconds."""
         self._thread.join(limit_s)

@@ -11,7 +11,7 @@ if __name__ == "__main__":
 from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
 from grpo_mp.checkpoint.run_state import EXPORTS, FINAL, latest_checkpoint
 from grpo_mp.config import Settings
-from grpo_mp.distributed.process_groups import all_gather, broadcast
+from grpo_mp.distributed.process_groups import broadcast
 from grpo_mp.monitor.loggers import open_loggers
 from grpo_mp.monitor.samples import drop_samples
 from grpo_mp.monitor.timeline import merge_traces
@@ -169,8 +169,8 @@ def sync_weights(ctx: RolloutContext) -> dict[str, float]:
         ctx.state = broadcast(ctx.state, ctx.job.group)  # to ranks that do not train
         if ctx.settings.schedule == "one_step_off":
             ctx.collector.finish_generation()
-        reports = all_gather(ctx.weight_sync.update_weights(ctx.state.optimizer_step), ctx.job.group)
-        ctx.collector.synced_step, ctx.recovery.version = ctx.state.step, ctx.state.optimizer_step
+        reports = ctx.recovery.update_weights(ctx.weight_sync, ctx.state.optimizer_step)
+        ctx.collector.synced_step = ctx.state.step
     return sync_metrics(largest_report(reports), ctx.engine_check.run(ctx.state.optimizer_step))
 
 

@@ -215,7 +215,7 @@ class RolloutConfig(Section):
         600.0,
         gt=0,
         description="time limit of a group in seconds, in which pauses for new weights do not count; one that takes "
-        "longer is aborted and replaced by the next prompt",
+        "longer is aborted and replaced by the next prompt, or in an evaluation counts as empty answers",
     )
     tools: tuple[str, ...] = Field(
         (),
@@ -306,10 +306,16 @@ class EngineConfig(Section):
         3,
         ge=0,
         description="times that an engine which died, does not answer or computes something else than the policy is "
-        "started again within restart_window_s; its groups go to the others meanwhile. 0: the run ends with it, as it "
-        "does where an engine spans nodes",
+        "started again within restart_window_s; its groups go to the others meanwhile. One that is lost more often "
+        "leaves, or the run ends with it: see min_engines",
     )
     restart_window_s: float = Field(3600.0, gt=0, description="time over which restarts of an engine count, in seconds")
+    min_engines: int | None = Field(
+        None,
+        ge=1,
+        description="engines with which the job goes on: while so many remain, one that is lost more often than "
+        "max_restarts leaves, and joins again at a later step when restart_window_s allows another start; null: all",
+    )
     concurrent_groups: int = Field(64, gt=0, description="groups in flight on one engine; more fill it better")
     speculative: SpeculativeConfig = Field(
         SpeculativeConfig(),

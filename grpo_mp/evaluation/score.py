@@ -31,6 +31,7 @@ class EvalScore:
     length: float  # tokens
     accuracy_error: float | None = None  # standard error over problems
     truncated_ratio: float = 0.0
+    unanswered: int = 0  # samples without a generated token
     problems: int = 0
     samples: int = 1  # of each problem
     pass_at: Mapping[int, Estimate] = field(default_factory=dict)  # by k; empty for one sample
@@ -57,6 +58,7 @@ def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None) -> E
         reward=fmean(info.reward for info in infos),
         length=fmean(info.response_tokens for info in infos),
         truncated_ratio=fmean(info.truncated for info in infos),
+        unanswered=sum(info.generated_tokens == 0 for info in infos),
         problems=len(problems),
         samples=samples,
         pass_at=_pass_at(judged, samples) if has_pass_at else {},

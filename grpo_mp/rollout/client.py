@@ -317,6 +317,8 @@ class EngineClient:
         self, method: str, path: str, body: dict[str, Any] | None = None, limit_s: float | None = None
     ) -> httpx.Response:
         limit_s = limit_s or self._timeout_s
+        if self._http.is_closed:
+            raise EngineError(self._sentence(path, "the engine was lost"))
         try:
             return await self._http.request(method, path, json=body, timeout=limit_s)
         except httpx.TimeoutException as error:

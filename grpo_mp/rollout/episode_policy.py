@@ -31,7 +31,6 @@ class EpisodeContext:
     limits: EpisodeLimits
     sampling: SamplingParams  # `max_response_tokens`: of all turns, what is given between them included
     max_prompt_tokens: int
-    generate_timeout_s: float
     tool_parser: str | None
     routing: ModelShape | None
 
@@ -222,13 +221,7 @@ class EpisodePolicy:
         context = self.context
         sampling = replace(context.sampling, max_response_tokens=max_tokens)
         with self.watch.generating():
-            try:
-                async with context.client.limits.limit(context.generate_timeout_s):
-                    (output,) = await context.client.generate(tokens, sampling, routing=context.routing)
-            except TimeoutError:
-                await context.client.check_health()
-                self.limit = "timeout"
-                raise EpisodeLimitError("a turn took longer than rollout.group_timeout_s") from None
+            (output,) = await context.client.generate(tokens, sampling, routing=context.routing)
             if output.aborted:
                 raise EpisodeAbortedError
         return output

@@ -69,22 +69,23 @@ class EpisodeRunner:
     ) -> SampleGroup | None:
         """Roll out `count` episodes of a prompt; None where the engine was told to end them.
 
-        Raises EngineError from the engine.
+        Raises EngineError from the engine; TimeoutError after `rollout.group_timeout_s` since the first one began.
         """
-        config = self.parts.config
+        config, begun = self.parts.config, asyncio.Event()
         context = EpisodeContext(
             self.client,
             self.parts.renderer,
             config.limits,
             sampling,
             config.max_prompt_tokens,
-            config.group_timeout_s,
             config.tool_parser,
             routing,
         )
-        running = [asyncio.create_task(self._run(context, prompt, index, step)) for index in range(count)]
+        running = [asyncio.create_task(self._run(context, prompt, index, step, begun)) for index in range(count)]
         try:
-            outcomes = await asyncio.gather(*running)
+            await begun.wait()
+            async with self.client.limits.limit(config.group_timeout_s):
+                outcomes = await asyncio.gather(*running)
         except EpisodeAbortedError:
             return None
         finally:
@@ -105,9 +106,12 @@ class EpisodeRunner:
         )
         return replace(group, samples=tuple(samples))
 
-    async def _run(self, context: EpisodeContext, prompt: Prompt, index: int, step: int) -> Outcome:
+    async def _run(
+        self, context: EpisodeContext, prompt: Prompt, index: int, step: int, begun: asyncio.Event
+    ) -> Outcome:
         """Roll out one episode, however it ends. Raises EngineError, EpisodeAbortedError."""
         async with self.slots:
+            begun.set()
             outcome, policy = await self._roll_out(context, prompt, index, step)
         if policy.watch.stopped_by:
             raise policy.watch.stopped_by

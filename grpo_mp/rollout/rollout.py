@@ -1,15 +1,12 @@
 """The rollout of one rank: its engine process, its client, and its share of the prompts."""
 
 import asyncio
-import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from threading import Lock
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -21,13 +18,13 @@ from grpo_mp.checkpoint.hf_reader import has_hf_weights
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
 from grpo_mp.distributed.layout import model_shape
-from grpo_mp.distributed.ports import own_address
-from grpo_mp.errors import EngineError, UserError, one_line
+from grpo_mp.errors import EngineError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.episodes import EpisodeParts, EpisodeRunner
+from grpo_mp.rollout.hosted_engine import EngineNode, HostedEngine
 from grpo_mp.rollout.placement import EnginePlacement, engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import precision_arguments
 from grpo_mp.rollout.routed_experts import ARGUMENT
@@ -42,10 +39,9 @@ from grpo_mp.rollout.worker import (
     RunningGroup,
     give_back,
     pause_running,
+    unanswered,
 )
 from grpo_mp.types import Prompt, SampleGroup
-
-LOGGER = logging.getLogger(__name__)
 
 
 class Rollout:
@@ -72,21 +68,30 @@ class Rollout:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         placements = engine_placements(settings.engine, world_size, ranks_per_node) if has_engines else ()
         self.host_ranks = engine_host_ranks(placements)
-        self.placement = next((placement for placement in placements if placement.rank == rank), None)
         replays = settings.training.router_replay == "R3" and not load_weights
         self.routing = model_shape(hf) if replays else None  # the model's, where samples keep their experts
-        self._process: EngineProcess | None = None
-        if self.placement:
+        self.owns_devices = not settings.shares_devices  # the engines do
+        self._loop = EventLoopThread(f"engine of rank {rank}")
+        self.engine: HostedEngine | None = None
+        self._node: EngineNode | None = None  # another node's part of an engine
+        if placement := next((placement for placement in placements if placement.rank == rank), None):
             cpu = not platform.on_cuda()
             first_gpu = 0 if cpu else int(os.environ.get("LOCAL_RANK", 0))
-            spec = engine_spec(settings, hf, self.placement, cpu, first_gpu, load_weights)
-            log = settings.run.folder / "logs" / f"engine_{self.placement.engine}.log"
-            self._process = EngineProcess(spec, log)
-        self._loop = EventLoopThread(f"engine of rank {rank}")
-        self.client: EngineClient | None = None  # None without an engine, and while it is lost
-        self.is_lost = False
-        self._losses: list[float] = []  # when, in seconds
-        self._losing = Lock()
+            spec = engine_spec(settings, hf, placement, cpu, first_gpu, load_weights)
+            name = f"engine_{placement.engine}" + (f"_node_{placement.node_rank}" if placement.node_rank else "")
+            process = EngineProcess(spec, settings.run.folder / "logs" / f"{name}.log")
+            if placement.is_host:
+                self.engine = HostedEngine(
+                    *(settings.engine, len(self.host_ranks), placement, process),
+                    *(self._loop, self.routing, self.owns_devices),
+                )
+            else:
+                self._node = EngineNode(placement, process)
+
+    @property
+    def client(self) -> EngineClient | None:
+        """Return the client of this rank's engine; None without one, and while it does not work."""
+        return self.engine.client if self.engine else None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -97,17 +102,10 @@ class Rollout:
     def start(self, store: dist.Store) -> None:
         """Start this rank's engine process, if it has one, and return at once.
 
-        An engine's further nodes wait until its first has put its rendezvous address into the job's `store`.
+        An engine's nodes find each other in the job's `store`.
         """
-        if not (self._process and self.placement):
-            return
-        key = f"engine/{self.placement.engine}/dist_init_addr"
-        if self.placement.nodes == 1:
-            self._process.start()
-        elif self.placement.is_host:
-            store.set(key, self._process.start(host=own_address()) or "")
-        else:
-            self._process.start(dist_init_addr=store.get(key).decode())
+        if part := self.engine or self._node:
+            part.start(store)
 
     @contextmanager
     def losing_engine(self) -> Iterator[EngineClient | None]:
@@ -117,68 +115,48 @@ class Rollout:
         except EngineError as error:
             self.lose_engine(error)
 
-    def lose_engine(self, error: EngineError, client: EngineClient | None = None) -> None:
-        """Give up this rank's engine, which `restart` may start again. Raises UserError where it may not.
+    def lose_engine(self, error: EngineError) -> None:
+        """Give up this rank's engine, which starts again or leaves. Raises UserError where it may do neither."""
+        if self.engine:
+            self.engine.lose(error)
 
-        `client`: whose error it is; one of an engine that was started again since says nothing about this one.
-        """
-        with self._losing:  # a sync and requests may notice it at once
-            if not self.is_lost and client in (None, self.client):
-                self._lose_engine(error)
+    @property
+    def is_lost(self) -> bool:
+        """Return whether this rank's engine starts again, or is about to. Raises what ended the attempt."""
+        if part := self.engine or self._node:
+            part.check()
+        return self.engine is not None and self.engine.is_lost
 
-    def _lose_engine(self, error: EngineError) -> None:
-        engine, placement, now = self._settings.engine, self.placement, time.monotonic()
-        assert self._process
-        assert placement
-        ended = self._process.describe_end()
-        self._losses = [then for then in self._losses if now - then < engine.restart_window_s]
-        if len(self._losses) >= engine.max_restarts or placement.nodes > 1:
-            limit = f" (started again {len(self._losses)} times: engine.max_restarts)" if self._losses else ""
-            raise UserError(f"{ended or error}{limit}") from error
-        self._losses.append(now)
-        client, self.is_lost, self.client = self.client, True, None
-        if client:
-            self._loop.submit(client.aclose())
-        LOGGER.warning("%s: it is started again", one_line(error))
-        self._process.stop()
-        self._process.keep_log(f"lost_{len(self._losses)}")
+    def join(self, wait: bool) -> bool:
+        """Let this rank's engine work where it has started again, see HostedEngine; return whether one joins."""
+        return self.engine is not None and self.engine.join(wait)
 
-    def restart(self) -> None:
-        """Start this rank's engine again where it was lost, and wait until it answers; it has no weights."""
-        while self.is_lost and self._process:
-            with self._losing:  # it may still be ending
-                self._process.start()
-                self.is_lost = False
-            with self.losing_engine():
-                self.wait_ready()
+    def try_again(self) -> None:
+        """Let this rank's engine start again where it has left and may."""
+        if self.engine:
+            self.engine.try_again()
 
     def wait_ready(self) -> None:
         """Wait until this rank's engine answers."""
-        if not (self._process and self.placement and self.placement.is_host):
-            return
-        engine = self._settings.engine
-        self._process.wait_ready(engine.start_timeout_s)
-        self.client = EngineClient(
-            self.placement.engine, self._process.url, self._process.headers, engine.request_timeout_s
-        )
-        if self.routing:
-            self.call(self.client.check_routed_experts(self.routing))
+        if self.engine:
+            self.engine.wait_ready()
 
     def begin(self, task: RolloutTask, stream: GroupStream, scorer: Scorer | None = None) -> Future[LaunchedGroups]:
         """Begin to generate and score the groups of a task that this rank's engine takes; `scorer`: None: the run's."""
-        if self.client is None:
+        engine, client = self.engine, self.client
+        if not (engine and client):
             launched: Future[LaunchedGroups] = Future()
-            launched.set_result(give_back(task, stream) if self.is_lost else task.carried)
+            launched.set_result(give_back(task, stream) if engine else task.carried)
             return launched
         settings, rule = self._settings, stream.rule
-        groups_per_engine = -(-(rule.launched + rule.lookahead) // len(self.host_ranks))
+        groups_per_engine = -(-(rule.launched + rule.lookahead) // engine.working())
         max_in_flight = max(1, min(settings.engine.concurrent_groups, groups_per_engine))
         limit_s = settings.rollout.group_timeout_s
-        lose_engine, episodes = partial(self.lose_engine, client=self.client), None
+        lose, episodes = partial(engine.lose, client=client, generates=True), None
         if self._episodes:
             slots = settings.rollout.limits.episodes or settings.engine.concurrent_groups * task.group_size
-            episodes = EpisodeRunner(self._episodes, self.client, asyncio.Semaphore(slots))
-        worker = RolloutWorker(self.client, scorer or self._scorer, self._tokenizer, limit_s, lose_engine, episodes)
+            episodes = EpisodeRunner(self._episodes, client, asyncio.Semaphore(slots))
+        worker = RolloutWorker(client, scorer or self._scorer, self._tokenizer, limit_s, lose, episodes)
         return self._loop.submit(worker.run(task, stream, max_in_flight))
 
     def pause(self, launched: LaunchedGroups) -> Mapping[int, EndedGroup]:
@@ -197,10 +175,11 @@ class Rollout:
         attempt: int,
         store: dist.Store,
         check_peers: Callable[[], None],
-    ) -> list[SampleGroup]:
+    ) -> list[SampleGroup] | None:
         """Generate and score the prompts of an eval set that this rank's engine takes, with the set's sampling.
 
-        `check_peers` as in `GroupStream`; `attempt`: counts those in which an engine was lost.
+        A group past its limit is one of samples that say nothing. Returns None where no engine was left for the others.
+        `check_peers` as in `GroupStream`; `attempt`: counts those in which no engine was left.
         """
         settings, eval_set = self._settings, self._settings.eval_set(name)
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
@@ -211,10 +190,16 @@ class Rollout:
         stream.check_peers = check_peers
         task = RolloutTask(prompts.__getitem__, eval_set.samples, 0, step, sampling, pauses=False)
         groups = self.begin(task, stream, scorer).result()
-        finished = [group for _, group in sorted(groups.items()) if isinstance(group, SampleGroup)]
-        if too_long := [group.prompt.index for group in finished if not group.finished]:
-            limit = f"rollout.group_timeout_s={settings.rollout.group_timeout_s:g} s"
-            raise UserError(f"data.eval.{name}: prompt {too_long[0]} took longer than {limit}: raise it")
+        if not stream.admission().done:
+            return None
+        end_token = self._tokenizer.eos_token_id
+        finished = [
+            group
+            if group.finished
+            else scorer.score_group(unanswered(group.prompt, number, eval_set.samples, end_token), step)
+            for number, group in sorted(groups.items())
+            if isinstance(group, SampleGroup)
+        ]
         return [group for group in finished if group.samples]
 
     def call(self, coroutine):  # type: ignore[no-untyped-def]
@@ -223,13 +208,8 @@ class Rollout:
 
     def stop(self) -> None:
         """End this rank's engine and connections."""
-        with self._losing:
-            self.is_lost = True  # what still runs need not say so
-        if self._process:
-            self._process.stop()
-        client, self.client = self.client, None
-        if client:
-            self._loop.run(client.aclose())
+        if part := self.engine or self._node:
+            part.stop()
         self._loop.close()
 
     def __enter__(self) -> "Rollout":

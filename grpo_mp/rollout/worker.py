@@ -125,14 +125,8 @@ class RolloutWorker:
 
         Raises EngineError where the engine is at fault.
         """
-        if self.episodes:
-            return await self._roll_out_group(self.episodes, task, group_id, prompt)
         try:
-            async with self.client.limits.limit(self.group_timeout_s):
-                if earlier:
-                    outputs = await self._resume(earlier, task)
-                else:
-                    outputs = await self.client.generate(prompt.tokens, task.sampling, task.group_size, task.routing)
+            group = await self._answer(task, group_id, prompt, earlier)
         except TimeoutError:
             await self.client.check_health()
             LOGGER.warning(
@@ -140,20 +134,28 @@ class RolloutWorker:
                 *(self.client.index, prompt.index, self.group_timeout_s),
             )
             return SampleGroup(prompt, (), finished=False)
+        if isinstance(group, PausedGroup):
+            return group
+        scored = await asyncio.to_thread(self.scorer.score_group, group, task.step)
+        return self.episodes.with_failures(scored) if self.episodes else scored
+
+    async def _answer(
+        self, task: RolloutTask, group_id: int, prompt: Prompt, earlier: PausedGroup | None
+    ) -> EndedGroup:
+        """Generate a group without scoring it; one of episodes that is broken off begins anew. Raises TimeoutError."""
+        if self.episodes:
+            routed = (task.sampling, task.routing)
+            group = await self.episodes.run_group(prompt, group_id, task.group_size, task.step, *routed)
+            return group or PausedGroup(prompt, ())
+        async with self.client.limits.limit(self.group_timeout_s):
+            if earlier:
+                outputs = await self._resume(earlier, task)
+            else:
+                outputs = await self.client.generate(prompt.tokens, task.sampling, task.group_size, task.routing)
         if any(output.aborted for output in outputs):
             return PausedGroup(prompt, tuple(outputs))
         texts = self.tokenizer.batch_decode([output.tokens for output in outputs], skip_special_tokens=True)
-        group = SampleGroup(prompt, make_samples(prompt, outputs, texts, group_id))
-        return await asyncio.to_thread(self.scorer.score_group, group, task.step)
-
-    async def _roll_out_group(
-        self, episodes: EpisodeRunner, task: RolloutTask, group_id: int, prompt: Prompt
-    ) -> EndedGroup:
-        """Roll out a group of episodes and score it. One that is broken off begins anew."""
-        group = await episodes.run_group(prompt, group_id, task.group_size, task.step, task.sampling, task.routing)
-        if group is None:
-            return PausedGroup(prompt, ())
-        return episodes.with_failures(await asyncio.to_thread(self.scorer.score_group, group, task.step))
+        return SampleGroup(prompt, make_samples(prompt, outputs, texts, group_id))
 
     async def _resume(self, group: PausedGroup, task: RolloutTask) -> list[EngineOutput]:
         """Generate the rest of each unfinished response, after the tokens that it has."""
@@ -286,6 +288,18 @@ def make_samples(
         for index, (output, text) in enumerate(zip(outputs, texts, strict=True))
         if output.tokens
     )
+
+
+def unanswered(prompt: Prompt, group_id: int, count: int, end_token: int) -> SampleGroup:
+    """Return a group that took too long as `count` samples that say nothing: each is given one `end_token`."""
+    sample = Sample(
+        *(group_id, 0, prompt.tokens, (end_token,), (0.0,), (0,)),
+        truncated=True,
+        generated=(False,),
+        state="timeout",
+        error="it took longer than rollout.group_timeout_s",
+    )
+    return SampleGroup(prompt, tuple(replace(sample, index=index) for index in range(count)))
 
 
 def as_unfinished(group: EndedGroup, group_id: int) -> SampleGroup:

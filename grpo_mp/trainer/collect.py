@@ -145,7 +145,7 @@ class RolloutCollector:
 
     def _generate(self, state: TrainState, step: int) -> tuple[Generation, LaunchedGroups]:
         """Return what this rank launched when the step has its groups; engines that are lost come back meanwhile."""
-        self.recovery.run()
+        self.recovery.begin_step()
         generation = self._next
         while True:
             with self.phases.phase(Phase.GENERATE):
@@ -153,6 +153,8 @@ class RolloutCollector:
                 launched = generation.wait()
                 # Ranks that only train wait here.
                 done = any(all_gather(generation.stream.admission().done, self.job.group))
+                if done:
+                    self.recovery.end_generation()
             if done:
                 return generation, launched
             self.recovery.run()  # no engine was left

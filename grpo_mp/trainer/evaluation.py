@@ -79,14 +79,17 @@ class Evaluator:
         return result
 
     def _generate(self, prompts: PromptSet, name: str, step: int) -> list[SampleGroup]:
-        """Return what this rank's engine answers; all engines answer anew where one was lost."""
+        """Return what this rank's engine answers; all engines answer anew where none was left."""
         for attempt in count():
             with self.phases.phase(Phase.EVAL, name), watching_peers(self.job.group) as check_peers:
                 groups = self.rollout.evaluate(
                     prompts.prompts, self.scorer, name, step, attempt, self.job.store, check_peers
                 )
-            if not self.recovery.run():
-                return groups
+            any_left = any(all_gather(groups is not None, self.job.group))
+            if not (any_left and self.rollout.owns_devices):
+                self.recovery.run()
+            if any_left:
+                return groups or []
             self.scorer.take_stats()
         raise AssertionError
 

@@ -185,6 +185,7 @@ def eval_metrics(name: str, score: EvalScore) -> dict[str, float]:
         "reward": score.reward,
         "length": score.length,
         "truncated_ratio": score.truncated_ratio,
+        "unanswered": score.unanswered,
     }
     metrics = {
         metric_name(f"eval/{{set}}/{kind}", set=name): value for kind, value in values.items() if value is not None

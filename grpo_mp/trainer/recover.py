@@ -1,6 +1,6 @@
-"""Start engines again that were lost, and give them the weights."""
+"""Let engines work again that were lost, with the weights; let others try again that have left."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -9,12 +9,12 @@ from grpo_mp.phases import Phase
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.weight_sync.engine_check import EngineCheck
-from grpo_mp.weight_sync.update import WeightSync
+from grpo_mp.weight_sync.update import SyncReport, WeightSync
 
 
 @dataclass
 class EngineRecovery:
-    """Brings lost engines back where all ranks can wait for them. `weight_sync` None: engines read their weights."""
+    """Lets engines join where all ranks meet. `weight_sync` None: engines read their weights."""
 
     rollout: Rollout
     job: Job
@@ -22,21 +22,53 @@ class EngineRecovery:
     weight_sync: WeightSync | None = None
     engine_check: EngineCheck | None = None
     version: int = 0  # of the weights that the engines had
+    _joined: bool = field(default=False, init=False)  # this rank's engine, which has no weights yet
+
+    def begin_step(self) -> None:
+        """Let engines that have left try again; wait for those that are lost where they need the devices now.
+
+        Every rank must call this.
+        """
+        self.rollout.try_again()
+        if not self.rollout.owns_devices:
+            self.run()
+
+    def end_generation(self) -> None:
+        """Let engines join that were lost meanwhile, before the devices are the trainer's.
+
+        Every rank must call this, in the phase of the generation.
+        """
+        if not self.rollout.owns_devices:
+            self._join(wait=True)
+            dist.barrier(group=self.job.group)
+
+    def update_weights(self, weight_sync: WeightSync, version: int) -> list[SyncReport]:
+        """Push the policy's weights into every engine, those that have started again, too. Every rank must call this.
+
+        Returns the reports of all ranks.
+        """
+        self._join(wait=False)
+        all_weights = any(all_gather(self._joined, self.job.group))
+        self._joined, self.version = False, version
+        return all_gather(weight_sync.update_weights(version, all_weights), self.job.group)
 
     def run(self) -> bool:
-        """Bring back the engines that were lost; return whether there were any. Every rank must call this.
+        """Wait for the engines that were lost; return whether there were any. Every rank must call this.
 
-        Raises UserError where an engine was lost too often.
+        Raises UserError where one was lost too often.
         """
         found = False
         while any(all_gather(self.rollout.is_lost, self.job.group)):
             found = True
             with self.phases.phase(Phase.GENERATE, "a lost engine starts again"):
-                self.rollout.restart()
+                self._join(wait=True)
                 dist.barrier(group=self.job.group)
             if self.weight_sync:
                 with self.phases.phase(Phase.SYNC):
-                    self.weight_sync.update_weights(self.version, all_weights=True)
+                    self.update_weights(self.weight_sync, self.version)
             if self.engine_check:
                 self.engine_check.run(self.version)
         return found
+
+    def _join(self, wait: bool) -> None:
+        self._joined |= self.rollout.join(wait)

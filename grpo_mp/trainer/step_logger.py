@@ -173,6 +173,7 @@ def sync_metrics(sync: SyncReport, check: CheckReport) -> dict[str, float]:
     """Return what the last sync moved, and how far the engines are from the policy after it."""
     return {
         "sync/weight_version": sync.version,
+        "sync/engines": sync.engines,
         "sync/bytes": sync.staged,
         "sync/bytes_sent": sync.sent,
         "sync/rounds": sync.rounds,

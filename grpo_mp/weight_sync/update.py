@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, zip_longest
 
 import torch.distributed as dist
@@ -61,10 +61,11 @@ class SyncReport:
     """Bytes and duration of one sync on this rank.
 
     `sent`: to other ranks; `staged`: of full tensors that it made readable to its node; `largest_round`: the most that
-    it staged at a time.
+    it staged at a time; `engines`: of this rank that have the weights.
     """
 
     version: int
+    engines: int
     sent: int
     staged: int
     rounds: int
@@ -73,9 +74,10 @@ class SyncReport:
 
 
 def largest_report(reports: Sequence[SyncReport]) -> SyncReport:
-    """Return the maximum of each field over the ranks."""
+    """Return the maximum of each field over the ranks, and the sum of their engines."""
     fields = [vars(report) for report in reports]
-    return SyncReport(**{name: max(values[name] for values in fields) for name in fields[0]})
+    largest = SyncReport(**{name: max(values[name] for values in fields) for name in fields[0]})
+    return replace(largest, engines=sum(report.engines for report in reports))
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class WeightSync:
             self.link.end(version)
         return SyncReport(
             version=version,
+            engines=int(self.link is not None and self.link.rollout.client is not None),
             sent=sum(map(self.resharder.sent_bytes, rounds)),
             staged=sum(staged_bytes),
             rounds=len(rounds),

@@ -1,5 +1,6 @@
 """Engines that are killed come back: the run goes on with every group once, and leaves nothing behind."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -9,6 +10,7 @@ import pytest
 from tests.e2e.conftest import REWARD, Outcome, StartJob, outcome
 from tests.e2e.jobs import LAUNCH, Job, read_jsonl, spans
 from tests.e2e.test_failures import CORRUPT
+from tests.e2e.test_schedules import THREE_RANKS
 
 pytestmark = pytest.mark.slow
 STEPS = 5
@@ -56,6 +58,30 @@ def test_the_only_engine_comes_back(start: Callable[..., Job], tmp_path: Path) -
     assert outcome(job) == Outcome(0, job.out, job.err, [])
     assert "it is started again" in job.err
     check_steps(run)
+
+
+def test_engines_leave_and_join_while_others_generate(start: Callable[..., Job], tmp_path: Path) -> None:
+    """One starts again beside the steps, is killed meanwhile, and leaves; it is tried again later, and joins."""
+    elastic = ("engine.min_engines=1", "engine.max_restarts=1", "engine.restart_window_s=20", "data.eval={}")
+    own = ("schedule=async", "engine.ranks=2", "layout={}", "run.steps=1000")
+    job, run = start(*own, *elastic, command=THREE_RANKS), tmp_path / "run"
+
+    def working() -> list[float]:
+        return [step["sync/engines"] for step in read_jsonl(run / "metrics.jsonl")]
+
+    job.wait_until(lambda: spans(run, 0, "TRAIN") >= 2)
+    job.kill_engine(1)
+    job.wait_until(lambda: "it is started again" in job.err)
+    job.wait_until((run / "logs" / "engine_1.log").exists)  # the new one's
+    job.kill_engine(1)
+    job.wait_until(lambda: "the job goes on without it" in job.err)
+    job.wait_until(lambda: "engine 1 joins again" in job.err and working()[-1] == 2)
+    job.signal(signal.SIGTERM, rank=0)
+    assert outcome(job) == Outcome(0, job.out, job.err, [])
+    assert working().count(1) > 5  # the steps did not wait for it
+    steps = read_jsonl(run / "metrics.jsonl")
+    assert [step["train/samples_seen"] for step in steps[1:]] == [16 * step["step"] for step in steps[1:]]
+    assert all(step["sync/check/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
 
 
 def test_an_engine_that_dies_too_often_ends_the_run(start: Callable[..., Job], tmp_path: Path) -> None:

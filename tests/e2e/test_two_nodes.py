@@ -7,9 +7,10 @@ import pytest
 
 from grpo_mp.distributed.ports import claim_ports
 from tests.e2e.conftest import StartJob, outcome
-from tests.e2e.jobs import read_jsonl
+from tests.e2e.jobs import read_jsonl, spans
 
 pytestmark = pytest.mark.slow
+LOST = "engine_0_lost_1.log"
 
 
 def node(number: int, port: int) -> tuple[str, ...]:
@@ -26,9 +27,14 @@ def test_each_node_has_its_engine_or_its_part_of_one_and_both_train(
     claim = claim_ports()
     settings = (f"run.folder={run}", "run.steps=1", f"engine.gpus_per_engine={2 // engines}")
     jobs = [start_job(*settings, command=node(number, claim.port)) for number in range(2)]
+    if engines == 1:
+        jobs[0].wait_until(lambda: spans(run, 0, "LOGPROB"))
+        jobs[1].kill_engine(0)  # its part on the second node: all of it starts again
     ends = [outcome(job) for job in jobs]
     assert [end.status for end in ends] == [0, 0], [end.err for end in ends]
     assert [end.left for end in ends] == [[], []]
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == [0, 1]
-    assert all((run / "logs" / f"engine_{number}.log").exists() for number in range(engines))
+    logs = {"engine_0.log", "engine_1.log"} if engines == 2 else {"engine_0.log", "engine_0_node_1.log"}
+    assert {log.name for log in (run / "logs").glob("engine_*")} == logs | ({LOST} if engines == 1 else set())
+    assert ("it is started again" in jobs[0].err) == (engines == 1)
     claim.release()

@@ -79,6 +79,7 @@ def test_metrics_carry_the_set_s_name_and_are_documented() -> None:
             "eval/my_set/reward": 1 / 6,
             "eval/my_set/length": 4,
             "eval/my_set/truncated_ratio": 0,
+            "eval/my_set/unanswered": 0,
             "eval/my_set/pass_at_1": 1 / 3,
             "eval/my_set/pass_at_2": 1 / 2,
             "eval/my_set/pass_at_3": 1 / 2,

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.errors import PhaseTimeout, UserError
+from grpo_mp.errors import EngineError, PhaseTimeout, UserError
 from grpo_mp.rollout.client import BUSY_POLL_S, IDLE_LIMIT_S, EngineClient, EngineOutput, SamplingParams, token_versions
 from grpo_mp.rollout.packed_tensors import TensorSpec
 from grpo_mp.rollout.server import EngineProcess
@@ -212,6 +212,18 @@ def test_silent_server_times_out_and_gone_server_raises() -> None:
             asyncio.run(wait(port))
     with pytest.raises(UserError, match=r"engine 0: /server_info: the connection failed"):
         asyncio.run(wait(port))
+
+
+def test_requests_to_an_engine_that_was_lost_say_so() -> None:
+    """Its client is closed while a worker still has it."""
+
+    async def ask_after_loss() -> None:
+        client = EngineClient(7, "http://127.0.0.1:1", {}, timeout_s=1.0)
+        await client.aclose()
+        await client.generate([1], LONG)
+
+    with pytest.raises(EngineError, match=r"^engine 7: /generate: the engine was lost$"):
+        asyncio.run(ask_after_loss())
 
 
 def test_token_versions() -> None:

@@ -120,7 +120,7 @@ def run(settings: Settings, job: Job, parallel: Parallel | None, steps: int, num
     phases, scorer = SimpleNamespace(phase=lambda *_: nullcontext()), Scorer()
     prompts = PromptSet("test", tuple(Prompt(i, str(i), (4 + i % 40, 4 + i // 40)) for i in range(PROMPTS)), 0)
     stored = replace(job, store=dist.PrefixStore(f"run/{number}", job.store))
-    recovery: Any = SimpleNamespace(run=lambda: False)
+    recovery: Any = SimpleNamespace(run=lambda: False, begin_step=lambda: None, end_generation=lambda: None)
     collector = RolloutCollector(settings, prompts, engines, scorer, stored, phases, passes, recovery)  # type: ignore[arg-type]
     policy = Policy(settings, parallel, with_reference=False) if parallel else None
     state, hashes = TrainState(), list[str]()

@@ -1,0 +1,253 @@
+"""This rank's engine over all its lives: started, lost, started again beside the loop, left out for a while."""
+
+import logging
+import time
+from itertools import count
+from threading import Event, Lock
+
+import torch.distributed as dist
+
+from grpo_mp.background import BackgroundTask, EventLoopThread
+from grpo_mp.config.sections import EngineConfig
+from grpo_mp.distributed.layout import ModelShape
+from grpo_mp.distributed.ports import own_address
+from grpo_mp.errors import EngineError, UserError, one_line
+from grpo_mp.rollout.client import EngineClient
+from grpo_mp.rollout.placement import EnginePlacement
+from grpo_mp.rollout.server import STOP_LIMIT_S, EngineProcess
+
+LOGGER = logging.getLogger(__name__)
+LEFT = "engines/left"  # in the job's store: how many the job goes on without
+POLL_S = 0.5
+
+
+class HostedEngine:
+    """The engine that this rank talks to. `client` is None while it does not work.
+
+    An engine that was lost is started again in a thread, and works from `join` on. One that was lost too often leaves,
+    as long as `engine.min_engines` remain, until `try_again`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        engines: int,
+        placement: EnginePlacement,
+        process: EngineProcess,
+        loop: EventLoopThread,
+        routing: ModelShape | None,
+        owns_devices: bool,
+    ) -> None:
+        """Take one of so many engines; nothing is started. `owns_devices`: it may start whatever the trainer does."""
+        self.client: EngineClient | None = None
+        self.is_lost = False  # it starts again, or is about to
+        self.has_left = False  # and may be starting again
+        self._config, self._engines, self._placement, self._process = config, engines, placement, process
+        self._loop, self._routing, self._owns_devices = loop, routing, owns_devices
+        self._store: dist.Store | None = None
+        self._restart: BackgroundTask | None = None
+        self._watch: BackgroundTask | None = None
+        self._ready: EngineClient | None = None  # of the one that was started again
+        self._lives, self._losses = 0, list[float]()  # the latter: when, in seconds
+        self._losing, self._stopped = Lock(), Event()
+
+    def start(self, store: dist.Store) -> None:
+        """Start the process and return at once."""
+        self._store = store
+        self._launch()
+        if self._placement.nodes > 1:
+            self._watch = BackgroundTask(self._watch_nodes, f"nodes of engine {self._placement.engine}")
+
+    def wait_ready(self) -> None:
+        """Wait until the engine answers. Raises EngineError where it does not."""
+        self.client = self._connect()
+
+    def working(self) -> int:
+        """Count the engines of the job that have not left."""
+        assert self._store
+        return self._engines - int(self._store.add(LEFT, 0))
+
+    def lose(self, error: EngineError, client: EngineClient | None = None, generates: bool = False) -> None:
+        """Give the engine up; it starts again at once where it has its devices. Raises UserError where it may not.
+
+        `client`: whose error it is; one of an engine that was started again since says nothing about this one.
+        `generates`: the devices are the engines' now.
+        """
+        with self._losing:  # a sync and requests may notice it at once
+            if self._stopped.is_set() or self.client is None or client not in (None, self.client):
+                return
+            self._loop.submit(self.client.aclose())
+            self.client = None
+            self._count_loss(error)
+        if generates or self._owns_devices:
+            self.restart()
+
+    def restart(self) -> None:
+        """Begin to start the engine again where it was lost and that has not begun."""
+        with self._losing:  # it may still be ending
+            if self.is_lost and self._restart is None:
+                self._restart = BackgroundTask(self._start_again, f"engine {self._placement.engine} starts again")
+
+    def join(self, wait: bool) -> bool:
+        """Let an engine work that has started again; it has no weights. Return whether one joins.
+
+        `wait`: until it has started. Raises UserError where it was lost too often.
+        """
+        if wait:
+            self.restart()
+        if wait and self._restart:
+            self._restart.wait(self._placement.rank, "an engine's start", None)  # each start and the phase have limits
+        self.check()
+        if self._ready is None:
+            return False
+        with self._losing:
+            if self.has_left:
+                LOGGER.warning("engine %d joins again", self._placement.engine)
+                self._count_left(-1)
+            self.client, self.is_lost, self.has_left = self._ready, False, False
+            self._ready = self._restart = None
+        return True
+
+    def check(self) -> None:
+        """Raise what ended the threads of this engine."""
+        for task in filter(None, (self._watch, self._restart)):
+            task.check()
+
+    def try_again(self) -> None:
+        """Let an engine that has left start again, if `engine.restart_window_s` allows it."""
+        if not self.has_left or self.is_lost:
+            return
+        with self._losing:  # it may still be ending
+            if self._may_restart():
+                self._losses.append(time.monotonic())
+                self.is_lost, self._restart = True, None
+        if self._owns_devices:
+            self.restart()
+
+    def stop(self) -> None:
+        """End the engine, whatever it does."""
+        with self._losing:
+            self._stopped.set()  # what still runs need not say that it is lost
+        self._process.stop()
+        for task in filter(None, (self._watch, self._restart)):
+            task.has_ended(STOP_LIMIT_S)
+        self._process.stop()  # it may have looked for another port meanwhile
+        for client in filter(None, (self.client, self._ready)):
+            self._loop.run(client.aclose())
+        self.client = self._ready = None
+
+    def _launch(self) -> None:
+        """Start the process; the engine's other nodes learn where it is."""
+        self._lives += 1
+        if self._placement.nodes == 1:
+            self._process.start()
+            return
+        assert self._store
+        address = self._process.start(host=own_address())
+        self._store.set(life_key(self._placement, self._lives, "address"), address or "")
+
+    def _connect(self) -> EngineClient:
+        self._process.wait_ready(self._config.start_timeout_s)
+        client = EngineClient(
+            self._placement.engine, self._process.url, self._process.headers, self._config.request_timeout_s
+        )
+        if self._routing:
+            self._loop.run(client.check_routed_experts(self._routing))
+        return client
+
+    def _start_again(self) -> None:
+        while True:
+            with self._losing:
+                if self._stopped.is_set() or not self.is_lost:
+                    return
+                self._launch()
+            try:
+                self._ready = self._connect()
+                return
+            except EngineError as error:
+                with self._losing:
+                    if not self._stopped.is_set():
+                        self._count_loss(error)
+
+    def _count_loss(self, error: EngineError) -> None:
+        """End the engine; decide whether it starts again or leaves. Raises UserError where it may do neither."""
+        reason = self._process.describe_end() or str(error)
+        self._process.stop()
+        if self._placement.nodes > 1:
+            assert self._store
+            self._store.set(life_key(self._placement, self._lives, "ended"), "")
+        self.is_lost = not self.has_left and self._may_restart()
+        if self.is_lost:
+            self._losses.append(time.monotonic())
+            LOGGER.warning("%s: it is started again", one_line(error))
+        elif not self.has_left:
+            self._leave(error, reason)
+        self._process.keep_log(f"lost_{self._lives}")
+
+    def _leave(self, error: EngineError, reason: str) -> None:
+        limit = f" (started again {len(self._losses)} times: engine.max_restarts)" if self._losses else ""
+        if self._engines - self._count_left(1) < (self._config.min_engines or self._engines):
+            raise UserError(f"{reason}{limit}") from error
+        self.has_left = True
+        LOGGER.warning("%s%s: the job goes on without it", one_line(error), limit)
+
+    def _may_restart(self) -> bool:
+        now = time.monotonic()
+        self._losses = [then for then in self._losses if now - then < self._config.restart_window_s]
+        return len(self._losses) < self._config.max_restarts
+
+    def _count_left(self, change: int) -> int:
+        assert self._store
+        return int(self._store.add(LEFT, change))
+
+    def _watch_nodes(self) -> None:
+        assert self._store
+        while not self._stopped.wait(POLL_S):
+            client, key = self.client, life_key(self._placement, self._lives, "node_ended")
+            if client and self._store.check([key]):
+                self.lose(EngineError(self._store.get(key).decode()), client)
+
+
+class EngineNode:
+    """A further node's part of an engine over several: it starts when its host's does, and ends with it."""
+
+    def __init__(self, placement: EnginePlacement, process: EngineProcess) -> None:
+        self._placement, self._process, self._stopped = placement, process, Event()
+        self._task: BackgroundTask | None = None
+
+    def start(self, store: dist.Store) -> None:
+        """Begin to follow the engine's host, which writes into the job's store."""
+        self._task = BackgroundTask(lambda: self._follow(store), f"node of engine {self._placement.engine}")
+
+    def check(self) -> None:
+        """Raise what has ended the following."""
+        if self._task:
+            self._task.check()
+
+    def stop(self) -> None:
+        """End the part."""
+        self._stopped.set()
+        if self._task:
+            self._task.has_ended(STOP_LIMIT_S)
+        self._process.stop()
+
+    def _follow(self, store: dist.Store) -> None:
+        for life in count(1):
+            address, ended, node_ended = (
+                life_key(self._placement, life, what) for what in ("address", "ended", "node_ended")
+            )
+            while not store.check([address]):
+                if self._stopped.wait(POLL_S):
+                    return
+            self._process.start(dist_init_addr=store.get(address).decode())
+            while not store.check([ended]):
+                if self._stopped.wait(POLL_S):
+                    return
+                if sentence := self._process.describe_end():
+                    store.set(node_ended, sentence)
+            self._process.stop()
+
+
+def life_key(placement: EnginePlacement, life: int, what: str) -> str:
+    """Return the key of the job's store at which the nodes of an engine say something of one of its lives."""
+    return f"engine/{placement.engine}/{life}/{what}"

@@ -1,0 +1,48 @@
+"""Prompts of an eval set on an engine of the test's own: one that takes too long is a wrong answer."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from grpo_mp.batching.exchange import sample_infos
+from grpo_mp.config import load_settings
+from grpo_mp.evaluation.score import score_eval_set
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.rewards.scorer import Scorer
+from grpo_mp.rollout.client import EngineOutput
+from grpo_mp.rollout.rollout import Rollout
+from grpo_mp.types import Prompt
+from tests.conftest import TinyRun
+from tests.rollout.fake_engine import FakeEngine
+
+SLOW = 2
+
+
+class RightEngine(FakeEngine):
+    """All its answers are right, and one never comes."""
+
+    async def generate(self, prompt_tokens: Sequence[int], *given: Any, **more: Any) -> list[EngineOutput]:
+        if prompt_tokens[0] == SLOW:
+            raise TimeoutError
+        return await super().generate(prompt_tokens, *given, **more)
+
+
+def test_a_group_past_its_limit_counts_as_wrong_answers(tiny_run: TinyRun) -> None:
+    settings = load_settings(tiny_run.config, ["data.eval.arithmetic.samples=3"])
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny_run.model))
+    tokenizer.batch_decode = lambda tokens, **_: ["\\boxed{7}" for _ in tokens]
+    scorer = Scorer(settings.reward, 16)
+    with Rollout(settings, HfConfig.read(tiny_run.model), tokenizer, scorer, 0, 1) as rollout:
+        engine: Any = SimpleNamespace(client=RightEngine(), working=lambda: 1, lose=print, stop=lambda: None)
+        rollout.engine = engine
+        prompts = [Prompt(number, "?", (number,), answer="7") for number in range(4)]
+        groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, 0, dist.HashStore(), lambda: None)
+    assert groups
+    assert [group.prompt.index for group in groups] == [0, 1, 2, 3]
+    score = score_eval_set([info for group in groups for info in sample_infos(group)])
+    assert (score.accuracy, score.unanswered, score.problems, score.samples) == (0.75, 3, 4, 3)
+    (sample, *_) = groups[SLOW].samples
+    assert (sample.text, sample.is_correct, sample.error) == ("", False, "it took longer than rollout.group_timeout_s")

@@ -1,0 +1,199 @@
+"""An engine that is lost, starts again, leaves and joins: real processes, whose server answers but has no model."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from grpo_mp.background import EventLoopThread
+from grpo_mp.config.sections import EngineConfig
+from grpo_mp.errors import EngineError, UserError
+from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.hosted_engine import EngineNode, HostedEngine
+from grpo_mp.rollout.placement import EnginePlacement
+from grpo_mp.rollout.server import EngineProcess
+
+SERVER = """
+import http.server, json, os, sys
+given = json.loads(os.environ["GRPO_MP_ENGINE_ARGUMENTS"])
+if os.path.exists(sys.argv[1]):
+    sys.exit("broken")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": given["served_model_name"]}]}).encode())
+http.server.HTTPServer(("127.0.0.1", given["port"]), Handler).serve_forever()
+"""
+LIMIT_S = 30.0
+GONE = EngineError("engine 0: gone")
+Host = Callable[..., HostedEngine]
+
+
+def wait_until(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def children() -> list[int]:
+    return [child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A file: while it exists no server comes up."""
+    return tmp_path / "broken"
+
+
+@pytest.fixture
+def process(
+    make_spec: Callable[..., EngineSpec], tmp_path: Path, broken: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[EnginePlacement], EngineProcess]:
+    monkeypatch.setattr("grpo_mp.rollout.server.COMMAND", [sys.executable, "-c", SERVER, str(broken)])
+
+    def make(placement: EnginePlacement) -> EngineProcess:
+        spec = make_spec(index=placement.engine, nodes=placement.nodes, node_rank=placement.node_rank)
+        return EngineProcess(spec, tmp_path / f"engine_{placement.node_rank}.log")
+
+    return make
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def host(process: Callable[[EnginePlacement], EngineProcess], store: dist.Store) -> Iterator[Host]:
+    """One of two engines, started; it has its devices for itself."""
+    loop, hosts, before = EventLoopThread("engine"), list[HostedEngine](), children()
+
+    def make(nodes: int = 1, owns_devices: bool = True, **config: Any) -> HostedEngine:
+        placement = EnginePlacement(0, 1, 0, nodes)
+        settings = EngineConfig.model_validate(config)
+        hosts.append(HostedEngine(settings, 2, placement, process(placement), loop, None, owns_devices))
+        hosts[-1].start(store)
+        hosts[-1].wait_ready()
+        return hosts[-1]
+
+    yield make
+    for engine in hosts:
+        engine.stop()
+    assert children() == before
+    loop.close()
+
+
+def test_a_lost_engine_starts_again_at_once_and_works_when_it_joins(host: Host, tmp_path: Path) -> None:
+    engine = host()
+    before = engine.client
+    engine.lose(GONE, before)
+    assert (engine.client, engine.is_lost) == (None, True)
+    engine.lose(GONE, before)  # another request says so, too
+    wait_until(lambda: engine.join(wait=False))
+    assert engine.client not in (None, before)
+    engine.lose(GONE, before)  # a late one
+    assert not engine.is_lost
+    assert [log.name for log in sorted(tmp_path.glob("*.log"))] == ["engine_0.log", "engine_0_lost_1.log"]
+
+
+def test_one_that_shares_its_devices_waits_for_them(host: Host) -> None:
+    engine = host(owns_devices=False)
+    before = children()
+    engine.lose(GONE)
+    assert not engine.join(wait=False)
+    assert len(children()) == len(before) - 1
+    assert engine.join(wait=True)
+    engine.lose(GONE, engine.client, generates=True)
+    wait_until(lambda: engine.join(wait=False))
+
+
+def test_one_that_is_lost_too_often_leaves_and_joins_again(
+    host: Host, broken: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While it cannot start it is tried again without a word."""
+    engine = host(max_restarts=1, restart_window_s=1.0, min_engines=1)
+    engine.lose(GONE)
+    broken.touch()
+    wait_until(lambda: engine.has_left)
+    assert (engine.client, engine.is_lost, engine.working()) == (None, False, 1)
+    engine.try_again()
+    assert not engine.join(wait=True)
+    time.sleep(1.0)
+    engine.try_again()
+    assert not engine.join(wait=True)
+    assert (engine.has_left, engine.working()) == (True, 1)
+    broken.unlink()
+    time.sleep(1.0)
+    engine.try_again()
+    assert engine.join(wait=True)
+    assert (engine.has_left, engine.working()) == (False, 2)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [sentence.rpartition(": ")[2] for sentence in said] == [
+        "it is started again",
+        "the job goes on without it",
+        "engine 0 joins again",
+    ]
+    assert "(started again 1 times: engine.max_restarts)" in said[1]
+
+
+def test_one_that_may_not_leave_ends_the_job(host: Host, broken: Path) -> None:
+    engine = host(max_restarts=1)
+    broken.touch()
+    engine.lose(GONE)
+    with pytest.raises(UserError, match=r"(?s)^engine 0 .* ended; .*\(started again 1 times: engine.max_restarts\)$"):
+        engine.join(wait=True)
+
+
+def test_fewer_than_min_engines_end_the_job(host: Host) -> None:
+    host(max_restarts=0, min_engines=1).lose(GONE)
+    with pytest.raises(UserError, match=r"^engine 0: gone$"):
+        host(max_restarts=0, min_engines=1).lose(GONE)
+
+
+def test_a_job_that_stops_does_not_wait_for_a_start(host: Host, broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = host()
+    monkeypatch.setattr("grpo_mp.rollout.server.COMMAND", [sys.executable, "-c", "import time; time.sleep(600)"])
+    engine.lose(GONE)
+    wait_until(children)
+    started = time.monotonic()
+    engine.stop()
+    assert time.monotonic() - started < 10
+    assert not engine.join(wait=False)
+
+
+def test_the_nodes_of_an_engine_start_and_end_together(
+    host: Host,
+    process: Callable[[EnginePlacement], EngineProcess],
+    store: dist.Store,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    placement = EnginePlacement(0, 2, 1, 2)
+    node_process = process(placement)
+    node, engine = EngineNode(placement, node_process), host(nodes=2)
+    node.start(store)
+
+    def pid() -> int:
+        return node_process._process.pid if node_process._process and not node_process.describe_end() else 0
+
+    wait_until(pid)
+    first = pid()
+    engine.lose(GONE)
+    wait_until(lambda: pid() not in (0, first))
+    wait_until(lambda: engine.join(wait=False))
+    second = pid()
+    psutil.Process(second).kill()
+    wait_until(lambda: engine.is_lost)
+    wait_until(lambda: engine.join(wait=False))
+    wait_until(lambda: pid() not in (0, second))
+    node.check()
+    node.stop()
+    assert pid() == 0
