@@ -189,8 +189,8 @@ def test_settings_do_not_change(file: Path) -> None:
         ({"model": {"path": 5}}, "here: model.path: expected text, found 5"),
         ({"reward": 5}, "here: reward: expected settings below it, as reward.KEY=VALUE, found 5"),
         (
-            {"monitor": {"loggers": "wandb"}},
-            "here: monitor.loggers: unknown logger 'wandb': there are tensorboard, jsonl; or",
+            {"monitor": {"loggers": "neptune"}},
+            "here: monitor.loggers: unknown logger 'neptune': there are tensorboard, jsonl, wandb, mlflow, trackio; or",
         ),
         ({"monitor": {"loggers": [{"jsonl": {}}]}}, "as monitor.loggers.KEY=VALUE, found [{'jsonl'"),
         ({"data": {"train": "x", "source": "jason"}}, "data.source: unknown data source 'jason' (did you mean jsonl?)"),

@@ -18,7 +18,7 @@ from grpo_mp.algorithms.advantages import estimate_advantages
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.config import Settings, check_settings
-from grpo_mp.data.prompts import load_prompts
+from grpo_mp.data.prompts import load_train_prompts
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.loggers import open_loggers, read_metrics, write_metrics
@@ -119,7 +119,7 @@ def test_group_filter(use: Use) -> None:
 def test_data_source(use: Use) -> None:
     settings, _ = use("Data source")
     tokenizer = make_tokenizer(["How", "much", "is"])
-    prompts = load_prompts(settings.data.train, settings.data, tokenizer, max_prompt_tokens=64)
+    prompts = load_train_prompts(settings.data, tokenizer, max_prompt_tokens=64)
     assert [(prompt.text, prompt.answer) for prompt in prompts] == [
         (f"How much is {n} + {n}?", str(n + n)) for n in range(100)
     ]

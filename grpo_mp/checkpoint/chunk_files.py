@@ -45,6 +45,7 @@ from torch.futures import Future
 from grpo_mp.checkpoint.safe_metadata import SafeReader, read_metadata
 from grpo_mp.checkpoint.torch_dist_reader import read_into
 from grpo_mp.errors import UserError, one_line
+from grpo_mp.platform.pinned import PinnedBuffer
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ class _ChunkSavePlanner(SavePlanner):
         self._pieces = {piece.index: piece for piece in pieces}
         on_device = [piece.tensor.nbytes for piece in self._pieces.values() if piece.tensor.device.type != "cpu"]
         # Made here: in a thread that writes, pinned memory would be made for another GPU, the first.
-        self._buffer = torch.empty(max(on_device, default=0), dtype=torch.uint8, pin_memory=bool(on_device))
+        self._pinned = PinnedBuffer([torch.empty(max(on_device, default=0), dtype=torch.uint8, device="meta")])
+        (self._buffer,) = self._pinned.tensors
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -212,16 +214,20 @@ class _PieceReader(SafeReader):
         assert number is not None  # create_read_items_for_chunk_list sets it
         (name, start, length), sizes = place, saved.chunks[number].sizes
         targets = [planner.resolve_tensor(item).detach() for item in items]
+        first = min(item.storage_offsets[0] for item in items)  # only the rows that are needed are read
+        last = max(item.storage_offsets[0] + item.lengths[0] for item in items)
+        needed = torch.Size((last - first, *sizes[1:]))
         direct = targets[0].device.type == "cpu" and targets[0].dtype == saved.properties.dtype
-        direct = direct and targets[0].shape == sizes and targets[0].is_contiguous()
+        direct = direct and targets[0].shape == needed and targets[0].is_contiguous()
         # By a view of its own: of a dimension of one row, a contiguous tensor may have any stride.
-        piece = targets[0].view(-1).view(sizes) if direct else torch.empty(sizes, dtype=saved.properties.dtype)
-        if not read_into(Path(self.path) / name, start, length, piece):
+        piece = targets[0].view(-1).view(needed) if direct else torch.empty(needed, dtype=saved.properties.dtype)
+        if not read_into(Path(self.path) / name, start, length, piece, first, sizes[0]):
             raise UserError(
                 f"{Path(self.path) / name}: a piece of {items[0].storage_index.fqn} is damaged: copy it again"
             )
         for item, target in list(zip(items, targets, strict=True))[int(direct) :]:
-            target.copy_(narrow_tensor_by_index(piece, item.storage_offsets, item.lengths))
+            offsets = (item.storage_offsets[0] - first, *item.storage_offsets[1:])
+            target.copy_(narrow_tensor_by_index(piece, offsets, item.lengths))
 
 
 class _ChunkLoadPlanner(LoadPlanner):

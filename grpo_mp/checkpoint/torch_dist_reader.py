@@ -29,9 +29,10 @@ from grpo_mp.models.mapping import Param, unfuse
 OPTIMIZER = "optimizer."  # keys of the optimizer in checkpoints of Megatron itself
 
 
-def read_into(file: Path, start: int, length: int, out: Tensor) -> bool:
+def read_into(file: Path, start: int, length: int, out: Tensor, first_row: int = 0, rows: int | None = None) -> bool:
     """Fill `out` from what torch.save wrote, `length` bytes at `start`; torch.load would copy the tensor twice.
 
+    With `rows`, those that the written tensor has, `out` is those of them from `first_row` on.
     Returns False, and reads nothing, for no plain tensor: contiguous, of this shape, in a storage of its own.
     """
     with file.open("rb", buffering=0) as stream:
@@ -43,12 +44,14 @@ def read_into(file: Path, start: int, length: int, out: Tensor) -> bool:
             layout = _TensorUnpickler(io.BytesIO(archive.get_record("data.pkl"))).load()
         except pickle.UnpicklingError:
             return False
-        if not isinstance(layout, tuple) or layout[1:] != (tuple(out.shape), out.stride()) or not out.is_contiguous():
+        shape = tuple(out.shape) if rows is None else (rows, *out.shape[1:])
+        if not isinstance(layout, tuple) or layout[1:] != (shape, out.stride()) or not out.is_contiguous():
             return False
         record = f"data/{layout[0]}"
-        if archive.get_record_size(record) != out.nbytes:
+        if archive.get_record_size(record) != prod(shape) * out.itemsize:
             return False
-        stream.seek(start + archive.get_record_offset(record))
+        before = first_row * out.stride(0) * out.itemsize if rows is not None else 0
+        stream.seek(start + archive.get_record_offset(record) + before)
         memory = memoryview(out.view(-1).view(torch.uint8).numpy().data)
         while memory and (count := stream.readinto(memory)):
             memory = memory[count:]

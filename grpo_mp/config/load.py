@@ -19,6 +19,7 @@ from grpo_mp.errors import UserError, did_you_mean, one_line
 from grpo_mp.rewards.settings import StepModelConfig
 from grpo_mp.section import Section, section_type
 
+SETS = (["data", "train"], ["data", "eval"])  # of sets by name
 EVAL_SET = re.compile(r"^data\.eval\.[^.]+\.")  # users name their sets
 
 EXPECTED = {  # by pydantic's error type
@@ -86,7 +87,9 @@ def _expand_shorthand(parents: list[str], section: str, value: Any) -> dict[str,
     """Return the mapping for a section that was given as a single value, or not at all."""
     if section == "algorithm" and value is not None:
         return {"preset": value}
-    return {"path": value} if parents == ["data", "eval"] and isinstance(value, str) else {}
+    if not isinstance(value, str):
+        return {}
+    return {"train": value} if [*parents, section] == ["data", "train"] else {"path": value} if parents in SETS else {}
 
 
 def _format_error(where: str, item: Any) -> str:

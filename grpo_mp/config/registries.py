@@ -32,6 +32,9 @@ LOGGERS: Registry[ExtensionFunction] = Registry(
     {
         "tensorboard": LazyEntry("grpo_mp.monitor.loggers:TensorBoardLogger"),
         "jsonl": LazyEntry("grpo_mp.monitor.loggers:JsonLinesLogger"),
+        "wandb": LazyEntry("grpo_mp.monitor.trackers:WandbLogger"),
+        "mlflow": LazyEntry("grpo_mp.monitor.trackers:MlflowLogger"),
+        "trackio": LazyEntry("grpo_mp.monitor.trackers:TrackioLogger"),
     },
     parameters=("run_folder", "first_step", "settings"),
 )

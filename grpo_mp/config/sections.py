@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_serializer, field_validator, model_validator
 
 from grpo_mp.config.registries import DATA_SOURCES, LOGGERS, ROLLOUT_FUNCTIONS
 from grpo_mp.evaluation.pass_at_k import MAX_SAMPLES
@@ -112,10 +112,36 @@ class EvalSetConfig(Section):
         return self
 
 
+class TrainSetConfig(Section):
+    """A set of a mixture to train on; null: as in `data`."""
+
+    path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    weight: float = Field(
+        1.0,
+        gt=0,
+        description="share of the prompts, relative to the other sets'. An epoch is as long as no prompt occurs twice",
+    )
+    source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
+    prompt_column: str | None = Field(None, description="column of the prompt; null: data.prompt_column")
+    answer_column: str | None = Field(None, description="column of the answer; null: data.answer_column")
+    system_prompt: str | None = Field(None, description="system message before its prompts; null: data.system_prompt")
+    pass_rates: str | None = Field(
+        None,
+        description="JSONL or Parquet file of how often answers to its prompts were right, as the samples.jsonl that "
+        "`grpo-mp evaluate` writes, or rows of prompt and pass_rate; prompts that it lacks are kept; null: none",
+    )
+    min_pass_rate: float = Field(0.0, ge=0, le=1, description="prompts of a lower rate in pass_rates are left out")
+    max_pass_rate: float = Field(1.0, ge=0, le=1, description="prompts of a higher rate in pass_rates are left out")
+
+
 class DataConfig(Section):
     """Prompts to train on and to evaluate on, and their columns."""
 
-    train: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    train: dict[str, TrainSetConfig] = Field(
+        min_length=1,
+        description="JSONL or Parquet file, or a `datasets` name, `name:split`; or a mixture of sets by name: "
+        "{NAME: {path, weight, ...}}",
+    )
     eval: dict[str, EvalSetConfig] = Field(
         {}, description="held-out sets by name: a file or `datasets` name, or {path, samples, ...}"
     )
@@ -132,12 +158,22 @@ class DataConfig(Section):
         None, gt=0, description="use only the first prompts of each set, up to this number; null: all"
     )
 
-    @field_validator("eval", mode="before")
+    @field_validator("train", "eval", mode="before")
     @classmethod
-    def _expand_path(cls, value: Any) -> Any:
+    def _expand_path(cls, value: Any, field: ValidationInfo) -> Any:
+        if isinstance(value, str) and field.field_name == "train":
+            return {"train": {"path": value}}
         if not isinstance(value, dict):
             return value
         return {name: {"path": item} if isinstance(item, str) else item for name, item in value.items()}
+
+    @field_serializer("train")
+    def _shorten(self, value: dict[str, TrainSetConfig]) -> Any:
+        """Write one set that is only a path as it was given."""
+        only = value.get("train")
+        if only and value == {"train": TrainSetConfig(path=only.path)}:
+            return only.path
+        return {name: train_set.model_dump(mode="json") for name, train_set in value.items()}
 
 
 class EpisodeLimits(Section):
@@ -365,8 +401,9 @@ class SyncConfig(Section):
     bucket_bytes: int = Field(
         2**30,
         gt=0,
-        description="memory of a rank for weights on their way; a quarter of it is one round of the sync. More makes "
-        "fewer rounds; lower it if memory is short",
+        description="memory of a rank for weights on their way; a quarter of it is one round of the sync, or the "
+        "embedding, which an engine loads at once, where that is larger. More makes fewer rounds; lower it if memory "
+        "is short",
     )
     delta: bool = Field(
         True,
@@ -392,8 +429,8 @@ class MonitorConfig(Section):
 
     loggers: dict[str, dict[str, Any]] = Field(
         {"tensorboard": {}, "jsonl": {}},
-        description="writers of the metrics: built-in names, or your own 'file.py:Class', each with its arguments; "
-        "also one name, or a list (TRL report_to, verl trainer.logger)",
+        description="writers of the metrics: tensorboard, jsonl, wandb, mlflow, trackio, or your own 'file.py:Class', "
+        "each with its arguments; also one name, or a list (TRL report_to, verl trainer.logger)",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="level of RUN/logs/rank_N.log; warnings go to the terminal, too"

@@ -1,10 +1,13 @@
 """The run's position in its prompt set: a seeded permutation per epoch and a position that can be saved."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
+from math import ceil
 
 import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -17,14 +20,37 @@ class Cursor:
     deferred: tuple[int, ...] = ()  # prompts that this epoch takes last, in this order: the end of the epoch before
 
 
-def take(
-    cursor: Cursor, size: int, count: int, shuffle: bool, recent: Collection[int] = ()
-) -> tuple[tuple[int, ...], Cursor]:
-    """Take the next `count` indices out of `size` prompts; return them and the cursor after them.
+@dataclass(frozen=True)
+class SetShare:
+    """A set of a mixture: its prompts are numbered from `first` on, and an epoch has `count` of them."""
 
-    Every epoch holds every prompt once. A take that runs over the end of an epoch continues in the next one and
-    repeats no prompt, neither its own nor `recent` ones, unless they are more than `size`. Raises ValueError for a
-    cursor of a larger set.
+    first: int
+    size: int
+    count: int
+
+
+Mixture = tuple[SetShare, ...]  # (): one set, all of it in each epoch
+
+
+def mix_sets(sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
+    """Return how many prompts of each set an epoch has: in proportion to the weights, as many as none occurs twice.
+
+    The set that is short for its weight is taken as a whole, the others in parts.
+    """
+    epoch = min(size / weight for size, weight in zip(sizes, weights, strict=True))
+    counts = [max(1, min(size, round(weight * epoch))) for size, weight in zip(sizes, weights, strict=True)]
+    firsts = accumulate(sizes, initial=0)
+    return tuple(SetShare(*numbers) for numbers in zip(firsts, sizes, counts, strict=False))
+
+
+def take(
+    cursor: Cursor, size: int, count: int, shuffle: bool, recent: Collection[int] = (), mixture: Mixture = ()
+) -> tuple[tuple[int, ...], Cursor]:
+    """Take the next `count` indices out of the `size` prompts of an epoch; return them and the cursor after them.
+
+    Every epoch holds every prompt once, or of a `mixture` some of each set. A take that runs over the end of an epoch
+    continues in the next one and repeats no prompt, neither its own nor `recent` ones, unless they are more than
+    `size`. Raises ValueError for a cursor of a larger set.
     """
     if size <= 0 or count < 0 or not 0 <= cursor.position <= size:
         raise ValueError(f"cannot take {count} of {size} prompts at position {cursor.position}")
@@ -36,23 +62,42 @@ def take(
             deferred = held if len(held) < size else ()
             cursor = Cursor(cursor.epoch + 1, 0, cursor.seed, deferred)
         end = min(size, cursor.position + count - len(taken))
-        taken.extend(epoch_order(replace(cursor, position=0), size, shuffle)[cursor.position : end])
+        taken.extend(epoch_order(replace(cursor, position=0), size, shuffle, mixture)[cursor.position : end])
         cursor = Cursor(cursor.epoch, end, cursor.seed, cursor.deferred)
     return tuple(taken), cursor
 
 
-def taken_before(cursor: Cursor, size: int, count: int, shuffle: bool) -> tuple[int, ...]:
+def taken_before(cursor: Cursor, size: int, count: int, shuffle: bool, mixture: Mixture = ()) -> tuple[int, ...]:
     """Return the last `count` indices, or fewer, that were taken before the cursor by takes that knew as many."""
-    order = epoch_order(replace(cursor, position=0), size, shuffle)[: cursor.position]
+    order = epoch_order(replace(cursor, position=0), size, shuffle, mixture)[: cursor.position]
     return (*cursor.deferred, *order)[-count:] if count else ()
 
 
 @lru_cache(maxsize=2)
-def epoch_order(cursor: Cursor, size: int, shuffle: bool) -> tuple[int, ...]:
+def epoch_order(cursor: Cursor, size: int, shuffle: bool, mixture: Mixture = ()) -> tuple[int, ...]:
     """Return all prompts in the order of the cursor's epoch: its permutation, then the deferred ones as they are."""
-    if shuffle:
+    if mixture:
+        order = _mixed_order(cursor, shuffle, mixture)
+    elif shuffle:
         order = np.random.default_rng([cursor.seed % 2**64, cursor.epoch]).permutation(size)
     else:
         order = np.arange(size)
     deferred = np.array(cursor.deferred, dtype=np.int64)
+    deferred = deferred[np.isin(deferred, order)]  # the epoch of a mixture need not have them
     return tuple(np.concatenate([order[~np.isin(order, deferred)], deferred]).tolist())
+
+
+def _mixed_order(cursor: Cursor, shuffle: bool, mixture: Mixture) -> npt.NDArray[np.int64]:
+    """Return an epoch's prompts, those of each set at even distances; each set's order is gone through over epochs.
+
+    Where the epochs' parts do not divide a set, the last part begins the order again.
+    """
+    parts, places = [], []
+    for number, share in enumerate(mixture):
+        round_, part = divmod(cursor.epoch, ceil(share.size / share.count))
+        generator = np.random.default_rng([cursor.seed % 2**64, round_, number])
+        order = generator.permutation(share.size) if shuffle else np.arange(share.size)
+        start = part * share.count
+        parts.append(share.first + order.take(range(start, start + share.count), mode="wrap"))
+        places.append((np.arange(share.count) + 0.5) / share.count)
+    return np.concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]

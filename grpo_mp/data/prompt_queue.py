@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grpo_mp.data.cursor import Cursor, take, taken_before
+from grpo_mp.data.cursor import Cursor, Mixture, take, taken_before
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Draw:
 class PromptQueue:
     """Prompts that are drawn and not yet used up. Ranks that make the same calls draw the same prompts."""
 
-    def __init__(self, size: int, shuffle: bool) -> None:
-        """Take the number of prompts and whether they come in random order."""
-        self._size, self._shuffle = size, shuffle
+    def __init__(self, size: int, shuffle: bool, mixture: Mixture = ()) -> None:
+        """Take the number of prompts in an epoch, and whether they come in random order."""
+        self._size, self._shuffle, self._mixture = size, shuffle, mixture
         self._draws: list[Draw] = []
         self._cursor = Cursor()
         self._is_skipped: Callable[[int], bool] = lambda _: False
@@ -38,7 +38,7 @@ class PromptQueue:
         self._cursor, self._is_skipped, self._skips_left = cursor, is_skipped, self._size
         if step_size != self._step_size:
             count = step_size - 1 if step_size else 0
-            before = taken_before(cursor, self._size, count, self._shuffle)
+            before = taken_before(cursor, self._size, count, self._shuffle, self._mixture)
             self._step_size, self._last = step_size, deque(before, maxlen=count)
 
     def __len__(self) -> int:
@@ -49,10 +49,10 @@ class PromptQueue:
         while len(self._draws) < count:
             cursor = self._draws[-1].cursor if self._draws else self._cursor
             recent = list(self._last) if self._step_size else [draw.index for draw in self._draws]
-            (index,), cursor = take(cursor, self._size, 1, self._shuffle, recent)
+            (index,), cursor = take(cursor, self._size, 1, self._shuffle, recent, self._mixture)
             while self._is_skipped(index) and self._skips_left:
                 self._skips_left -= 1
-                (index,), cursor = take(cursor, self._size, 1, self._shuffle, recent)
+                (index,), cursor = take(cursor, self._size, 1, self._shuffle, recent, self._mixture)
             self._draws.append(Draw(index, cursor))
             if self._step_size:
                 self._last.append(index)

@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.sections import DataConfig
+from grpo_mp.data.cursor import Mixture, mix_sets
+from grpo_mp.data.pass_rates import within_pass_rates
 from grpo_mp.data.rows import Row, read_rows
 from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.types import Prompt
@@ -24,6 +26,13 @@ class PromptSet:
     source: str
     prompts: tuple[Prompt, ...]
     num_too_long: int  # rows whose prompt has more tokens than the limit
+    mixture: Mixture = ()  # how sets are mixed
+    num_filtered: int = 0  # prompts that are left out for their pass rate
+
+    @property
+    def epoch_size(self) -> int:
+        """Return the prompts of an epoch."""
+        return sum(share.count for share in self.mixture) or len(self)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -33,6 +42,32 @@ class PromptSet:
 
     def __iter__(self) -> Iterator[Prompt]:
         return iter(self.prompts)
+
+
+def load_train_prompts(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, tools: Sequence[dict[str, Any]] = ()
+) -> PromptSet:
+    """Read the sets of `data.train`; rewards see the set's name as column `data_set`. Raises UserError."""
+    prompts, sizes, read = list[Prompt](), list[int](), list[PromptSet]()
+    for name, train_set in data.train.items():
+        own = train_set.model_dump(include={"source", "prompt_column", "answer_column", "system_prompt"})
+        columns = data.model_copy(update={key: value for key, value in own.items() if value is not None})
+        read.append(load_prompts(train_set.path, columns, tokenizer, max_prompt_tokens, tools=tools))
+        kept = within_pass_rates(list(read[-1]), train_set)
+        named = {"data_set": name} if len(data.train) > 1 else {}
+        prompts += [
+            replace(prompt, index=len(prompts) + place, columns=prompt.columns | named)
+            for place, prompt in enumerate(kept)
+        ]
+        sizes.append(len(kept))
+    weights = [train_set.weight for train_set in data.train.values()]
+    return PromptSet(
+        ", ".join(one.source for one in read),
+        tuple(prompts),
+        sum(one.num_too_long for one in read),
+        mix_sets(sizes, weights) if len(sizes) > 1 else (),
+        sum(map(len, read)) - len(prompts),
+    )
 
 
 def load_prompts(

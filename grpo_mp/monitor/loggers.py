@@ -1,8 +1,10 @@
-"""Where metrics go: TensorBoard events, JSON lines, or a user's own logger."""
+"""Where metrics go: TensorBoard events, JSON lines, an experiment tracker (trackers.py), or a user's own logger."""
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -16,6 +18,10 @@ from grpo_mp.monitor.metrics import find_metric
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+PACKAGES = ("wandb", "mlflow", "trackio")  # of the loggers of these names
+SECRET = re.compile(r"(^|[_-])(key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # in an address
 
 
 @runtime_checkable
@@ -45,7 +51,8 @@ class MakeLogger(Protocol):
     """Makes a logger: a class, or a function.
 
     `first_step`: the first step that this process will write; what an earlier process wrote for it or for a later one
-    should be dropped. `settings`: all of the run, as in settings.yaml. The arguments in `monitor.loggers` come by name.
+    should be dropped. `settings`: all of the run, as in settings.yaml, but for `without_secrets`. The arguments in
+    `monitor.loggers` come by name.
     """
 
     def __call__(self, run_folder: Path, first_step: int, settings: Mapping[str, Any], /) -> Logger:
@@ -119,20 +126,34 @@ def drop_later_steps(path: Path, first_step: int) -> None:
 
 def load_loggers(loggers: Mapping[str, Mapping[str, Any]]) -> tuple[MakeLogger, ...]:
     """Return what makes the loggers that `monitor.loggers` names. Raises UserError where one cannot be loaded."""
+    for name in loggers:
+        if name in PACKAGES and not ((spec := find_spec(name)) and spec.origin):  # a folder is a package without origin
+            raise UserError(f"monitor.loggers: {name} is not installed: `pip install {name}`, or leave the logger out")
     return tuple(LOGGERS.resolve(name, "monitor.loggers", args) for name, args in loggers.items())
 
 
 def open_loggers(
     make_loggers: Iterable[MakeLogger], run_folder: Path, first_step: int, settings: Mapping[str, Any]
 ) -> tuple[Logger, ...]:
-    """Make the loggers. Raises UserError for one that lacks a method of `Logger`."""
-    loggers = tuple(make(run_folder, first_step, settings) for make in make_loggers)
+    """Make the loggers, with `settings` without secrets. Raises UserError for one that lacks a method of `Logger`."""
+    public = without_secrets(settings)
+    loggers = tuple(make(run_folder, first_step, public) for make in make_loggers)
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise UserError(
                 f"monitor.loggers: {type(logger).__name__} lacks a method: inherit from grpo_mp.monitor.loggers.Logger"
             )
     return loggers
+
+
+def without_secrets(value: Any) -> Any:
+    """Return settings as they may leave the machine: no value of a name like `api_key`, no password in an address."""
+    if isinstance(value, Mapping):
+        shown = {name: None if SECRET.search(name) else without_secrets(inner) for name, inner in value.items()}
+        return {LOGIN.sub("", name): inner for name, inner in shown.items()}
+    if isinstance(value, list):
+        return [without_secrets(inner) for inner in value]
+    return LOGIN.sub("", value) if isinstance(value, str) else value
 
 
 def write_metrics(

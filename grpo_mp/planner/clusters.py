@@ -142,7 +142,7 @@ class Overheads:
     engine_memory_s: float = 0.2  # an engine gives up or takes back its weights, or its cache
     host_collective_s: float = 5e-3  # a small collective of all ranks by gloo
     sync_tensor_s: float = 1e-4  # SGLang's Python for one tensor that it loads
-    sync_unevenness: float = 1.75  # bytes of the busiest rank of each round over those of the busiest rank
+    sync_unevenness: float = 1.85  # bytes of the busiest rank of each round over those of the busiest rank
 
 
 OVERHEADS = Overheads()

@@ -28,7 +28,9 @@ def find_config(model_path: Path, override: Path | None = None) -> tuple[HfConfi
         return HfConfig.read(file.parent, name=file.name), str(file)
     name = published_name(path.name)
     if name is None:
-        nearest = difflib.get_close_matches(path.name, published_names(), n=NEAREST, cutoff=0.0)
+        by_lower = {known.lower(): known for known in published_names()}
+        found = difflib.get_close_matches(path.name.lower(), by_lower, n=NEAREST, cutoff=0.0)
+        nearest = [by_lower[name] for name in found]
         raise UserError(
             f"model.path={path} is not on this machine, and no config published under that name is known; the "
             f"nearest known: {', '.join(nearest)}: give a config.json with --model-config FILE"

@@ -10,6 +10,7 @@ from grpo_mp.planner.weight_traffic import check_lengths, sync_traffic
 
 SYNC_REQUESTS = 4  # begin and end the update, empty the cache, set the version
 PAUSE_REQUESTS = 2  # pause and continue what engines of their own are at
+ROUND_COLLECTIVES = 2  # the engine's ranks gather what they load, and wait until the engines of the node have it
 SLEEP_REQUESTS = 4  # empty the cache and give up memory, of weights and of the cache
 CHECK_COLLECTIVES = 6  # gather, broadcast (twice) and compare logprobs; barriers before and after the engine wakes
 
@@ -24,6 +25,7 @@ def sync_use(job: PlannedJob) -> ResourceUse:
         network_bytes=uneven * traffic.network,
         waits=(
             Wait("requests to an engine", requests, OVERHEADS.engine_request_s),
+            Wait("collectives between hosts", ROUND_COLLECTIVES * traffic.rounds, OVERHEADS.host_collective_s),
             Wait("tensors that an engine loads", traffic.tensors, OVERHEADS.sync_tensor_s),
             Wait("wakes of an engine's weights", float(shared), OVERHEADS.engine_memory_s),
         ),

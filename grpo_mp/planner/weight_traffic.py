@@ -112,10 +112,13 @@ def busiest(
                 add("shards", "sends", source, weight * sizes.sent(shard))
                 add("shards", "receives", transfer.receiver, weight * sizes.sent(shard))
         size = weight * sum(map(sizes.staged, transfer.pieces()))
+        others = [reader for reader in transfer.readers if reader != transfer.receiver]
         for reader in transfer.readers:
             add("loaded", "", reader, size)
-            if reader != transfer.receiver:
-                send(transfer.receiver, reader, size)
+        for reader in others:  # a part of it to each, and from each to the others
+            send(transfer.receiver, reader, size // len(others))
+            add("nvlink", "receives", reader, size - size // len(others))
+            add("nvlink", "sends", reader, size - size // len(others))
     network, nvlink, loaded, shards = (
         max((size for (link, *_), size in used.items() if link == name), default=0)
         for name in ("network", "nvlink", "loaded", "shards")

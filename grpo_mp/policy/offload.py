@@ -47,7 +47,7 @@ def move_optimizer(
         (name, number): value
         for number, state in enumerate(optimizer.state.values())
         for name, value in state.items()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor) and value.dim()  # Adam's counts of steps stay where they are
     }
     if to.type == "cpu":
         moved = buffers.offload(tensors)

@@ -117,7 +117,7 @@ class RolloutCollector:
     _stopped: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._queue = PromptQueue(len(self.prompts), self.settings.data.shuffle)
+        self._queue = PromptQueue(self.prompts.epoch_size, self.settings.data.shuffle, self.prompts.mixture)
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
         """Generate and score the step's groups. Every rank must call this; the sample infos are the same on all.

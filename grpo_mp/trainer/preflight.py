@@ -20,7 +20,7 @@ from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, latest_checkpo
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.config.sections import EngineConfig
 from grpo_mp.data.overlap import find_overlaps
-from grpo_mp.data.prompts import PromptSet, load_prompts
+from grpo_mp.data.prompts import PromptSet, load_prompts, load_train_prompts
 from grpo_mp.distributed.layout import describe_parallelism, model_shape
 from grpo_mp.distributed.nccl_memory import check_nccl
 from grpo_mp.errors import UserError, one_line
@@ -90,10 +90,10 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     episodes = load_episodes(settings, tokenizer)
     tools = episodes.tools.schemas if episodes else ()
     longest = settings.rollout.max_prompt_tokens
-    train = load_prompts(settings.data.train, settings.data, tokenizer, longest, tools=tools)
-    if len(train) < settings.rollout.prompts_per_step:
+    train = load_train_prompts(settings.data, tokenizer, longest, tools)
+    if train.epoch_size < settings.rollout.prompts_per_step:
         raise UserError(
-            f"{settings.data.train}: {len(train)} prompts fit, a step takes "
+            f"{train.source}: {train.epoch_size} prompts fit, a step takes "
             f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
         )
     scorer = _make_scorer(settings, tokenizer)
@@ -288,6 +288,15 @@ def _warn_without_effect(algorithm: AlgorithmConfig, updates: int) -> Iterator[s
         )
 
 
+def _describe_prompts(train: PromptSet) -> str:
+    left_out = [f"{train.num_too_long} longer than the limit"]
+    left_out += [f"{train.num_filtered} for their pass rate"] if train.num_filtered else []
+    mixed = (
+        f", of which an epoch has {' + '.join(str(share.count) for share in train.mixture)}" if train.mixture else ""
+    )
+    return f"{len(train)} ({', '.join(left_out)} left out){mixed}"
+
+
 def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_per_node: int) -> str:
     """Return the resolved settings as YAML, then the facts that follow from them, for a dry run."""
     rollout, training = settings.rollout, settings.training
@@ -302,8 +311,7 @@ def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_p
         hosts = engine_host_ranks(engine_placements(settings.engine, world_size, ranks_per_node))
         source = [
             f"engines: {len(hosts)} x {settings.engine.gpus_per_engine} rank(s), hosted by ranks {hosts}",
-            f"train prompts: {len(inputs.train)} ({inputs.train.num_too_long} longer than the limit left out); eval: "
-            f"{', '.join(evals) or 'none'}",
+            f"train prompts: {_describe_prompts(inputs.train)}; eval: {', '.join(evals) or 'none'}",
         ]
     facts = [
         f"ranks: {world_size}, {ranks_per_node} on each node; layout: {layout}",

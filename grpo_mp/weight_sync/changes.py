@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mp.weight_sync.plan import ParamGroup, Piece, RankRound, Shard
+from grpo_mp.weight_sync.plan import Key, ParamGroup, Piece, RankRound, Shard
 
 CHUNK_WORDS: Final = 2**20  # 8 MiB; the temporary memory of a fingerprint is three times that
 WORD_BYTES = 8
@@ -94,9 +94,9 @@ def _keep(round_: RankRound, kept: set[str]) -> RankRound:
         filtered = {rank: tuple(shard for shard in items if shard.name in kept) for rank, items in by_rank.items()}
         return {rank: items for rank, items in filtered.items() if items}
 
-    def pieces(by_rank: Mapping[int, tuple[Piece, ...]]) -> dict[int, tuple[Piece, ...]]:
-        filtered = {rank: tuple(piece for piece in items if piece.name in kept) for rank, items in by_rank.items()}
-        return {rank: items for rank, items in filtered.items() if items}
+    def pieces(by_key: Mapping[Key, tuple[Piece, ...]]) -> dict[Key, tuple[Piece, ...]]:
+        filtered = {key: tuple(piece for piece in items if piece.name in kept) for key, items in by_key.items()}
+        return {key: items for key, items in filtered.items() if items}
 
     return RankRound(
         sends=shards(round_.sends),

@@ -22,6 +22,8 @@ GOLDEN_RATIO = 0.618034
 SEND_SLACK = 1.25  # what a rank may send in a round, over its share of a round
 
 Item = TypeVar("Item")
+Key = TypeVar("Key")
+Share = tuple[int, tuple[int, ...]]  # the rank that stages, and the others that load the same
 Use = tuple[str, int]  # "sends", "receives" or "loads", and a rank
 Holders = Mapping[str, Mapping[int, Sequence[int]]]  # parameter -> tensor-parallel part -> ranks that hold it
 
@@ -104,7 +106,7 @@ class RankRound:
     receives: Mapping[int, tuple[Shard, ...]]  # by source, not itself
     own: tuple[Shard, ...]  # that it holds and stages
     staged: tuple[Piece, ...]
-    shares: Mapping[int, tuple[Piece, ...]]  # by reader, not itself: what others load of what it stages
+    shares: Mapping[Share, tuple[Piece, ...]]  # that it stages or loads, and others too; on all in the same order
     loads: Mapping[int, tuple[Piece, ...]]  # by receiver
     names: frozenset[str]  # that any rank of the job moves
 
@@ -130,7 +132,8 @@ def plan_sync(
 ) -> SyncPlan:
     """Plan to bring each group to each of its `readers` (ranks), in rounds of at most `round_bytes` a rank.
 
-    No rank sends, receives, stages or loads more than that in a round, unless one group alone is larger.
+    No rank sends, receives, stages or loads more than that in a round, unless one group alone is larger: then no rank
+    sends more than that group, and each of the others is of one group.
     """
     merged = _merge_sliced(groups, holders, readers, sizes, round_bytes // SLICED_GROUPS_PER_ROUND)
     return SyncPlan(_fill_rounds(_transfers(merged, holders, readers, ranks_per_node, sizes), sizes, round_bytes))
@@ -178,10 +181,13 @@ def _param_group(params: Sequence[Param]) -> ParamGroup:
     return ParamGroup(tuple(param.name for param in params), expert, tuple(sorted(divided)))
 
 
-def find_holders(params: Mapping[str, Param], shards_by_rank: Sequence[Mapping[str, int]]) -> Holders:
+def find_holders(
+    params: Mapping[str, Param], shards_by_rank: Sequence[Mapping[str, int]], parts: Callable[[str], int]
+) -> Holders:
     """Return the ranks that hold each part of each parameter that is sent.
 
-    `shards_by_rank`: of every rank, the tensor-parallel part that it has of each of its parameters.
+    `shards_by_rank`: of every rank, the tensor-parallel part that it has of each of its parameters; `parts`: into how
+    many a parameter is divided.
     Raises ValueError where no rank holds a parameter or one of its parts is missing.
     """
     holders: dict[str, dict[int, list[int]]] = {name: {} for name, param in params.items() if not param.alias}
@@ -191,8 +197,8 @@ def find_holders(params: Mapping[str, Param], shards_by_rank: Sequence[Mapping[s
     for name, ranks_by_part in holders.items():
         if not ranks_by_part:
             raise ValueError(f"no rank holds {name}")
-        if sorted(ranks_by_part) != list(range(len(ranks_by_part))):
-            raise ValueError(f"{name}: parts {sorted(ranks_by_part)} are held, one is missing")
+        if sorted(ranks_by_part) != list(range(parts(name))):
+            raise ValueError(f"{name}: of {parts(name)} parts only {sorted(ranks_by_part)} are held")
     return holders
 
 
@@ -273,12 +279,15 @@ def _fill_rounds(
     most = {kind: max((size for (k, _), size in totals.items() if k == kind), default=0) for kind in ("sends", "loads")}
     # No rank should send in a few rounds what it could send in all of them: the others would wait for it.
     even = SEND_SLACK * most["sends"] / -(-max(most["loads"], 1) // round_bytes)
-    limits = {"sends": min(round_bytes, even), "receives": round_bytes, "loads": round_bytes}
+    limits: dict[str, float] = {"receives": round_bytes, "loads": round_bytes}
     rounds: list[list[Transfer]] = []
     used: list[dict[Use, int]] = []
     first_open: dict[Use, int] = {}
-    for index in _order(transfers, [max(need.values()) > round_bytes for need in needs]):
+    large = [max(need.values()) > round_bytes / 2 for need in needs]  # few fit beside each other
+    for index in _order(transfers, large):
         need = needs[index]
+        # What is large waits for no even share: it goes to as many nodes at once as the memory of a round allows.
+        limits["sends"] = max(round_bytes, *need.values()) if large[index] else min(round_bytes, even)
         number = max(first_open.get(use, 0) for use in need)
         while number < len(rounds) and any(
             used[number].get(use) and used[number][use] + size > limits[use[0]] for use, size in need.items()
@@ -306,21 +315,21 @@ def _bytes_by_rank(transfer: Transfer, sizes: ShardSizes) -> dict[Use, int]:
     return need
 
 
-def _order(transfers: Sequence[Transfer], oversized: Sequence[bool]) -> list[int]:
+def _order(transfers: Sequence[Transfer], large: Sequence[bool]) -> list[int]:
     """Order transfers so that all receivers receive at the same time, each beginning at another layer.
 
     Pipeline stages hold consecutive layers: were all to begin with the first, its stage alone would send. What is
-    larger than a round comes first, on all nodes at once.
+    large comes first: the rest fills the rounds around it.
     """
     queues: dict[int, list[int]] = {}
     for index, transfer in enumerate(transfers):
-        if not oversized[index]:
+        if not large[index]:
             queues.setdefault(transfer.receiver, []).append(index)
     places = []
     for number, receiver in enumerate(sorted(queues)):
         queue, start = queues[receiver], number * GOLDEN_RATIO % 1  # neighbors, which share senders, begin far apart
         places += [((place / len(queue) - start) % 1, number, index) for place, index in enumerate(queue)]
-    return [index for index, large in enumerate(oversized) if large] + [index for *_, index in sorted(places)]
+    return [index for index, is_large in enumerate(large) if is_large] + [index for *_, index in sorted(places)]
 
 
 def _rank_round(transfers: Sequence[Transfer], rank: int) -> RankRound:
@@ -328,16 +337,15 @@ def _rank_round(transfers: Sequence[Transfer], rank: int) -> RankRound:
     receives: dict[int, list[Shard]] = {}
     own: list[Shard] = []
     staged: list[Piece] = []
-    shares: dict[int, list[Piece]] = {}
+    shares: dict[Share, list[Piece]] = {}
     loads: dict[int, list[Piece]] = {}
     for transfer in transfers:
         if rank in transfer.readers:
             loads.setdefault(transfer.receiver, []).extend(transfer.pieces())
+            if others := tuple(reader for reader in transfer.readers if reader != transfer.receiver):
+                shares.setdefault((transfer.receiver, others), []).extend(transfer.pieces())
         if transfer.receiver == rank:
             staged += transfer.pieces()
-            for reader in transfer.readers:
-                if reader != rank:
-                    shares.setdefault(reader, []).extend(transfer.pieces())
         for source, shard in transfer.shards():
             if source == transfer.receiver == rank:
                 own.append(shard)
@@ -351,5 +359,5 @@ def _rank_round(transfers: Sequence[Transfer], rank: int) -> RankRound:
     )
 
 
-def _frozen(lists: Mapping[int, list[Item]]) -> dict[int, tuple[Item, ...]]:
-    return {rank: tuple(items) for rank, items in lists.items()}
+def _frozen(lists: Mapping[Key, list[Item]]) -> dict[Key, tuple[Item, ...]]:
+    return {key: tuple(items) for key, items in lists.items()}

@@ -8,7 +8,7 @@ own job sends over loopback, authenticated by the run's secret.
 import base64
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,8 +24,10 @@ from grpo_mp.errors import EngineTimeout
 from grpo_mp.rollout.packed_tensors import NamedTensors, pack, packed_bytes, unpack
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.rollout.shared_memory import LOADER, Export, as_tensor, export_by_ipc, export_to_host, select
-from grpo_mp.weight_sync.plan import Piece, RankRound
+from grpo_mp.weight_sync.plan import RankRound
 from grpo_mp.weight_sync.wire import WireFormat
+
+Operation = tuple[Callable[..., Any], torch.Tensor, int]  # isend or irecv, what, and the other rank
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class EngineLink:
                 if client and request:
                     with self.rollout.losing_engine():
                         self._wait(request, client.index)
-            dist.barrier(group=self.engine_group)
-            dist.barrier(group=self.node_group)
+            # The larger group has the hosts of all engines that read this node's memory.
+            dist.barrier(group=max(self.engine_group, self.node_group, key=dist.get_world_size))
 
     def _wait(self, request: "Future[None]", engine: int) -> None:
         try:
@@ -126,29 +128,39 @@ class IpcTransport:
             yield [own]
 
     def forward(self, round_: RankRound, staged: NamedTensors) -> NamedTensors:
-        """Exchange staged tensors within the node; return those that this rank loads."""
-        own, operations, arriving = dict(staged), [], []
-        messages: dict[tuple[Piece, ...], torch.Tensor] = {}  # most are the same for all readers
-        for reader, pieces in round_.shares.items():
-            if pieces not in messages:
-                specs = self.wire.all_specs(pieces)
-                messages[pieces] = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=platform.device())
-                pack([own[spec.name] for spec in specs], specs, messages[pieces])
-            operations.append(dist.P2POp(dist.isend, messages[pieces], None, self.group, group_peer=reader))
-        loaded: NamedTensors = []
-        for receiver, pieces in round_.loads.items():
+        """Exchange staged tensors within the node; return those that this rank loads.
+
+        Of what several ranks load each gets a part from the rank that has staged it, and the others' parts from them:
+        no rank sends the same to all.
+        """
+        by_name = dict(staged)
+        messages = {}
+        for (receiver, readers), pieces in round_.shares.items():
             specs = self.wire.all_specs(pieces)
+            message = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=platform.device())
             if receiver == self.rank:
-                loaded += [(spec.name, own[spec.name]) for spec in specs]
+                pack([by_name[spec.name] for spec in specs], specs, message)
             else:
-                message = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=platform.device())
-                arriving.append((message, specs))
-                operations.append(dist.P2POp(dist.irecv, message, None, self.group, group_peer=receiver))
-        for request in dist.batch_isend_irecv(operations) if operations else ():
+                by_name |= zip([spec.name for spec in specs], unpack(message, specs), strict=True)
+            messages[receiver, readers] = dict(zip(readers, message.tensor_split(len(readers)), strict=True))
+        first, second = list[Operation](), list[Operation]()
+        for (receiver, _), parts in messages.items():
+            for reader, part in parts.items():
+                if self.rank == receiver:
+                    first.append((dist.isend, part, reader))
+                elif self.rank == reader:
+                    first.append((dist.irecv, part, receiver))
+                else:
+                    second += [(dist.isend, parts[self.rank], reader), (dist.irecv, part, reader)]
+        for operations in (first, second):
+            self._exchange([operation for operation in operations if len(operation[1])])
+        loads = [spec.name for pieces in round_.loads.values() for spec in self.wire.all_specs(pieces)]
+        return [(name, by_name[name]) for name in loads]
+
+    def _exchange(self, operations: Sequence[Operation]) -> None:
+        requests = [dist.P2POp(run, part, None, self.group, group_peer=rank) for run, part, rank in operations]
+        for request in dist.batch_isend_irecv(requests) if requests else ():
             request.wait()
-        for message, specs in arriving:
-            loaded += [(spec.name, view) for spec, view in zip(specs, unpack(message, specs), strict=True)]
-        return loaded
 
 
 class _Pickler(pickle.Pickler):

@@ -50,7 +50,7 @@ def plan_rounds(
     `local_shards`: name -> part on this rank; `bucket_bytes`: staging memory of a rank; `group`: all these ranks, which
     the plan numbers as it does.
     """
-    holders = find_holders(wire.params, all_gather(dict(local_shards), group))
+    holders = find_holders(wire.params, all_gather(dict(local_shards), group), wire.parts)
     round_bytes = bucket_bytes // ROUNDS_IN_MEMORY
     plan = plan_sync(group_params(wire.params), holders, readers, ranks_per_node, wire.sizes, round_bytes)
     return plan.of_rank(dist.get_rank(group))

@@ -35,3 +35,21 @@ def test_any_rectangles_are_read_from_any(
     read_chunks(chunks, tmp_path)
     for chunk, expected in zip(chunks, cut(whole, *read_as), strict=True):
         assert torch.equal(chunk.tensor, expected.tensor)
+
+
+def test_only_the_rows_that_are_needed_are_read(tmp_path: Path) -> None:
+    """Of one piece of 4 MiB, for eight ranks that read an eighth of it each."""
+    whole = torch.randn(1024, 1024)
+    write_index(tmp_path, [ChunkWriter(tmp_path, 0, cut(whole, 1024, 1024), whole.nbytes).write()])
+    chunks = cut(torch.zeros(1024, 1024), 128, 1024)
+    read_chunks(chunks[:1], tmp_path)  # opens and imports
+    before = bytes_read()
+    read_chunks(chunks[3:4], tmp_path)
+    assert bytes_read() - before < 1.3 * chunks[3].tensor.nbytes
+    assert torch.equal(chunks[3].tensor, whole[3 * 128 : 4 * 128])
+
+
+def bytes_read() -> int:
+    """Of this process, by the kernel's count."""
+    (line,) = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar")]
+    return int(line.split()[1])

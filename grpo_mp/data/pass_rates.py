@@ -1,0 +1,41 @@
+"""Leave out prompts that are too easy or too hard, by how often answers to them were right."""
+
+from collections import defaultdict
+from statistics import fmean
+
+from grpo_mp.config.sections import TrainSetConfig
+from grpo_mp.data.rows import read_rows
+from grpo_mp.errors import UserError
+from grpo_mp.types import Prompt
+
+PassRates = dict[str, float]  # by the prompt's text
+
+
+def read_pass_rates(name: str) -> PassRates:
+    """Read rows of `prompt` and either `is_correct`, a row a sample as `grpo-mp evaluate` writes, or `pass_rate`.
+
+    Raises UserError for a row that has neither.
+    """
+    verdicts = defaultdict[str, list[float]](list)
+    for row in read_rows(name):
+        prompt, verdict = row.columns.get("prompt"), row.columns.get("pass_rate", row.columns.get("is_correct"))
+        if not isinstance(prompt, str) or not isinstance(verdict, bool | int | float) or not 0 <= verdict <= 1:
+            raise UserError(f"{row.location}: expected a prompt with is_correct (true or false) or pass_rate (0 to 1)")
+        verdicts[prompt].append(float(verdict))
+    return {prompt: fmean(values) for prompt, values in verdicts.items()}
+
+
+def within_pass_rates(prompts: list[Prompt], train_set: TrainSetConfig) -> list[Prompt]:
+    """Return the prompts whose pass rate is in the set's range, and those that its file lacks.
+
+    Raises UserError where the file is of other prompts, or none is left.
+    """
+    if train_set.pass_rates is None:
+        return prompts
+    rates, lowest, highest = read_pass_rates(train_set.pass_rates), train_set.min_pass_rate, train_set.max_pass_rate
+    if not any(prompt.text in rates for prompt in prompts):
+        raise UserError(f"{train_set.pass_rates}: none of its prompts is in {train_set.path}: measure those")
+    kept = [prompt for prompt in prompts if lowest <= rates.get(prompt.text, lowest) <= highest]
+    if not kept:
+        raise UserError(f"{train_set.path}: no prompt has a pass rate from {lowest:g} to {highest:g}: widen the range")
+    return kept

@@ -1,0 +1,147 @@
+"""Loggers of experiment trackers, each by its own package, which is imported when it is used.
+
+A resumed run goes on in its tracker's run, where what a lost attempt had logged of steps that are repeated stays.
+"""
+
+import html
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from grpo_mp.files import write_atomically
+from grpo_mp.monitor.loggers import Logger
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class WandbLogger(Logger):
+    """Logs to Weights & Biases; arguments are those of `wandb.init`. WANDB_MODE=offline writes `<run>/wandb/` only."""
+
+    def __init__(
+        self, run_folder: Path, first_step: int, settings: Mapping[str, Any], project: str = "grpo_mp", **init: Any
+    ) -> None:
+        import wandb
+
+        self._wandb, number = wandb, _run_id(run_folder / "wandb_run_id", first_step)
+        init = {"id": number, "name": run_folder.name, "dir": run_folder, "resume": "allow"} | init
+        # Neither the command line nor the repository's address is logged: both may hold passwords.
+        private = wandb.Settings(console="off", disable_git=True, disable_code=True, x_disable_meta=True)
+        self._run = wandb.init(project=project, config=dict(settings), settings=private, **init)
+        self._run.define_metric("*", step_metric="step")
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Log one curve per name."""
+        self._run.log({"step": step, **values})
+
+    def histogram(self, step: int, name: str, values: torch.Tensor) -> None:
+        """Log one step of a histogram."""
+        self._run.log({"step": step, name: self._wandb.Histogram(np_histogram=np.histogram(values.numpy(), bins=64))})
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        """Log a text as it is, never as markup."""
+        self._run.log({"step": step, name: self._wandb.Html(f"<pre>{html.escape(markdown)}</pre>")})
+
+    def image(self, step: int, name: str, figure: "Figure") -> None:
+        """Log a figure as an image."""
+        self._run.log({"step": step, name: self._wandb.Image(_pixels(figure))})
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class TrackioLogger(Logger):
+    """Logs to trackio; arguments are those of `trackio.init`, as `space_id`. By default on this machine."""
+
+    def __init__(
+        self, run_folder: Path, first_step: int, settings: Mapping[str, Any], project: str = "grpo_mp", **init: Any
+    ) -> None:
+        import trackio
+
+        self._trackio = trackio
+        name = f"{run_folder.name}-{_run_id(run_folder / 'trackio_run_id', first_step)}"
+        init = {"name": name, "resume": "allow", "embed": False} | init
+        self._run = trackio.init(project=project, config=dict(settings), **init)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Log one curve per name."""
+        self._run.log(dict(values), step)
+
+    def histogram(self, step: int, name: str, values: torch.Tensor) -> None:
+        """Log one step of a histogram."""
+        self._run.log({name: self._trackio.Histogram(values.numpy())}, step)
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        """Log a text."""
+        self._run.log({name: self._trackio.Markdown(markdown)}, step)
+
+    def image(self, step: int, name: str, figure: "Figure") -> None:
+        """Log a figure as an image."""
+        self._run.log({name: self._trackio.Image(_pixels(figure))}, step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class MlflowLogger(Logger):
+    """Logs to MLflow at `tracking_uri`, by default where MLflow does (MLFLOW_TRACKING_URI); no histograms."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        first_step: int,
+        settings: Mapping[str, Any],
+        experiment: str = "grpo_mp",
+        tracking_uri: str | None = None,
+    ) -> None:
+        import mlflow
+
+        self._client, self._metric = mlflow.MlflowClient(tracking_uri), mlflow.entities.Metric
+        file = run_folder / "mlflow_run_id"
+        if not (first_step and file.exists()):
+            found = self._client.get_experiment_by_name(experiment)
+            number = found.experiment_id if found else self._client.create_experiment(experiment)
+            write_atomically(file, self._client.create_run(number, run_name=run_folder.name).info.run_id)
+        self._id = file.read_text()
+        self._client.log_dict(self._id, dict(settings), "settings.json")
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Log one curve per name; MLflow does not know all signs of our names."""
+        now = int(time.time() * 1000)
+        names = {re.sub(r"[^\w./ -]", "_", name): float(value) for name, value in values.items()}
+        self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in names.items()])
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        """Log a text as a file."""
+        self._client.log_text(self._id, markdown, f"{name}/step_{step:06d}.md")
+
+    def image(self, step: int, name: str, figure: "Figure") -> None:
+        """Log a figure as a file."""
+        self._client.log_figure(self._id, figure, f"{name}/step_{step:06d}.png")
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self._client.set_terminated(self._id)
+
+
+def _run_id(file: Path, first_step: int) -> str:
+    """Return the name of the tracker's run: a new one, or where a run is resumed, that of before."""
+    if not (first_step and file.exists()):
+        write_atomically(file, uuid4().hex[:12])
+    return file.read_text()
+
+
+def _pixels(figure: "Figure") -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Draw a figure: RGBA, uint8 [height, width, 4]."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())

@@ -1,0 +1,154 @@
+"""Several train sets in one order: shares, repeats, resuming; their columns, system prompts and pass rates."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_mp.config import Settings, dump_settings, load_settings
+from grpo_mp.config.sections import DataConfig
+from grpo_mp.data.cursor import Cursor, mix_sets, take
+from grpo_mp.data.prompt_queue import PromptQueue
+from grpo_mp.data.prompts import PromptSet, load_train_prompts
+from grpo_mp.errors import UserError
+from grpo_mp.examples.tiny_models import make_tokenizer
+from tests.minimal_settings import MINIMAL_SETTINGS
+
+TOKENIZER = make_tokenizer(["How", "many", "apples"])
+SIZES = st.lists(st.integers(1, 30), min_size=2, max_size=4)
+
+
+@given(SIZES, st.lists(st.integers(1, 9), min_size=4, max_size=4), st.integers(0, 99), st.booleans())
+def test_an_epoch_repeats_nothing_and_each_set_is_gone_through(
+    sizes: list[int], weights: list[int], seed: int, shuffle: bool
+) -> None:
+    mixture = mix_sets(sizes, weights[: len(sizes)])
+    length = sum(share.count for share in mixture)
+    cursor, seen = Cursor(seed=seed), Counter[int]()
+    epochs = max(-(-share.size // share.count) for share in mixture)
+    for _ in range(epochs):
+        taken, cursor = take(cursor, length, length, shuffle, mixture=mixture)
+        assert len(set(taken)) == length
+        for share in mixture:
+            assert sum(share.first <= index < share.first + share.size for index in taken) == share.count
+        seen.update(taken)
+    assert set(seen) == set(range(sum(sizes)))
+
+
+def test_each_step_has_the_shares() -> None:
+    """The small set is a third of every step, and comes often."""
+    mixture = mix_sets((40, 10), (2.0, 1.0))
+    assert [share.count for share in mixture] == [20, 10]
+    cursor, small = Cursor(seed=1), Counter[int]()
+    for _ in range(20):
+        step, cursor = take(cursor, 30, 6, True, mixture=mixture)
+        assert sum(index >= 40 for index in step) == 2
+        small.update(index for index in step if index >= 40)
+    assert small == dict.fromkeys(range(40, 50), 4)
+
+
+def test_files_in_order_stay_in_order() -> None:
+    taken, cursor = take(Cursor(), 4, 4, False, mixture=mix_sets((4, 2), (1.0, 1.0)))
+    again, _ = take(cursor, 4, 4, False, mixture=mix_sets((4, 2), (1.0, 1.0)))
+    assert (taken, again) == ((0, 4, 1, 5), (2, 4, 3, 5))
+
+
+@given(SIZES, st.lists(st.integers(1, 6), max_size=12), st.integers(0, 99))
+def test_a_run_that_resumes_draws_the_same_and_no_step_repeats_a_prompt(
+    sizes: list[int], counts: list[int], seed: int
+) -> None:
+    mixture = mix_sets(sizes, [1.0] * len(sizes))
+    length, cursor = sum(share.count for share in mixture), Cursor(seed=seed)
+    running = PromptQueue(length, True, mixture)
+    for count in counts:
+        resumed = PromptQueue(length, True, mixture)
+        for queue in (running, resumed):
+            queue.begin_step(cursor, lambda _: False, None)
+        drawn = [[queue[number] for number in range(count)] for queue in (running, resumed)]
+        assert drawn[0] == drawn[1]
+        assert count > length or len(set(drawn[0])) == count
+        cursor = running.use_up(count)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(train: Any, **data: Any) -> PromptSet:
+    return load_train_prompts(DataConfig(train=train, **data), TOKENIZER, 100)
+
+
+def test_sets_have_their_own_columns_and_system_prompts(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", [{"question": "How", "answer": "1"}, {"question": "many", "answer": "2"}])
+    second = write(tmp_path / "b.jsonl", [{"problem": "apples", "answer": "3", "level": 4}])
+    mixed = {"problem": {"path": second, "prompt_column": "problem", "system_prompt": "How many", "weight": 3}}
+    prompts = load({"plain": first, **mixed}, system_prompt="apples")
+    assert [(prompt.index, prompt.text, prompt.answer) for prompt in prompts] == [
+        (0, "How", "1"),
+        (1, "many", "2"),
+        (2, "apples", "3"),
+    ]
+    assert [prompt.messages[0]["content"] for prompt in prompts] == ["apples", "apples", "How many"]
+    assert [prompt.columns["data_set"] for prompt in prompts] == ["plain", "plain", "problem"]
+    assert prompts[2].columns["level"] == 4
+    assert prompts.epoch_size == 2  # 1 of each: the second set is a whole, 3 of 1 are a third
+
+
+def test_prompts_outside_of_the_pass_rates_are_left_out(tmp_path: Path) -> None:
+    """By samples as `grpo-mp evaluate` writes them, or by rates; what was not measured stays."""
+    source = write(tmp_path / "a.jsonl", [{"question": text, "answer": "1"} for text in ("How", "many", "apples", "3")])
+    verdicts = {"How": (True, True), "many": (False, True), "apples": (False, False)}
+    rows = [{"prompt": text, "is_correct": right} for text, all_right in verdicts.items() for right in all_right]
+    samples = write(tmp_path / "samples.jsonl", rows)
+    chosen = {"path": source, "pass_rates": samples, "min_pass_rate": 0.1, "max_pass_rate": 0.9}
+    prompts = load({"train": chosen})
+    assert [(prompt.index, prompt.text) for prompt in prompts] == [(0, "many"), (1, "3")]
+    assert prompts.num_filtered == 2
+    rates = write(tmp_path / "rates.jsonl", [{"prompt": "How", "pass_rate": 0.05}])
+    assert [prompt.text for prompt in load({"train": chosen | {"pass_rates": rates}})] == ["many", "apples", "3"]
+
+
+def test_pass_rates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [{"question": "How", "answer": "1"}])
+    for row, message in (
+        ({"prompt": "How"}, "line 1: expected a prompt with is_correct"),
+        ({"prompt": "How", "pass_rate": 1.5}, "line 1: expected a prompt with is_correct"),
+        ({"prompt": "other", "pass_rate": 1}, "none of its prompts is in"),
+        ({"prompt": "How", "pass_rate": 1}, "no prompt has a pass rate from 0 to 0.5"),
+    ):
+        rates = write(tmp_path / "rates.jsonl", [row])
+        with pytest.raises(UserError, match=message):
+            load({"train": {"path": source, "pass_rates": rates, "max_pass_rate": 0.5}})
+
+
+def read(tmp_path: Path, data: dict[str, Any], *overrides: str) -> Settings:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(MINIMAL_SETTINGS | {"data": data}))
+    return load_settings(tmp_path / "config.yaml", list(overrides))
+
+
+def test_settings_of_one_set_are_written_as_they_were_given(tmp_path: Path) -> None:
+    """A run of an older version resumes: its settings.yaml has a path."""
+    settings = read(tmp_path, {"train": "a.jsonl"})
+    assert yaml.safe_load(dump_settings(settings))["data"]["train"] == "a.jsonl"
+    for sets in (
+        {"train": {"path": "a.jsonl", "weight": 2}},
+        {"x": "a.jsonl", "y": {"path": "b.jsonl", "weight": 0.5}},
+    ):
+        settings = read(tmp_path, {"train": sets})
+        (tmp_path / "written.yaml").write_text(dump_settings(settings))
+        assert load_settings(tmp_path / "written.yaml") == settings
+
+
+def test_overrides_reach_into_sets(tmp_path: Path) -> None:
+    train = read(tmp_path, {"train": "a.jsonl"}, "data.train.train.max_pass_rate=0.5").data.train
+    assert (train["train"].path, train["train"].max_pass_rate) == ("a.jsonl", 0.5)
+    train = read(tmp_path, {"train": {"x": "a.jsonl", "y": "b.jsonl"}}, "data.train.y.weight=3").data.train
+    assert [(one.path, one.weight) for one in train.values()] == [("a.jsonl", 1.0), ("b.jsonl", 3.0)]
+    with pytest.raises(UserError, match=r"unknown setting data\.train\.y\.wieght .*data\.train\.y\.weight"):
+        read(tmp_path, {"train": {"x": "a.jsonl", "y": "b.jsonl"}}, "data.train.y.wieght=3")
