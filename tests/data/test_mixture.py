@@ -64,7 +64,7 @@ def test_a_run_that_resumes_draws_the_same_and_no_step_repeats_a_prompt(
 ) -> None:
     mixture = mix_sets(sizes, [1.0] * len(sizes))
     length, cursor = sum(share.count for share in mixture), Cursor(seed=seed)
-    running = PromptQueue(length, True, mixture)
+    running, stream = PromptQueue(length, True, mixture), list[int]()
     for count in counts:
         resumed = PromptQueue(length, True, mixture)
         for queue in (running, resumed):
@@ -72,7 +72,12 @@ def test_a_run_that_resumes_draws_the_same_and_no_step_repeats_a_prompt(
         drawn = [[queue[number] for number in range(count)] for queue in (running, resumed)]
         assert drawn[0] == drawn[1]
         assert count > length or len(set(drawn[0])) == count
+        stream += drawn[0]
         cursor = running.use_up(count)
+    for start in range(0, len(stream) - length + 1, length):  # also where steps run over the end of an epoch
+        epoch = stream[start : start + length]
+        for share in mixture:
+            assert len({index for index in epoch if share.first <= index < share.first + share.size}) == share.count
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -71,16 +71,18 @@ def test_a_logprob_that_is_not_finite_stays_so(tmp_path: Path) -> None:
     assert group.samples[0].rollout_logprobs[1] == -math.inf
 
 
-@pytest.mark.parametrize("where", [20, 400])
-def test_a_changed_byte_is_noticed(where: int, tmp_path: Path) -> None:
+def test_no_changed_byte_changes_what_is_read(tmp_path: Path) -> None:
     file = tmp_path / "x"
     samples = tuple(replace(PLAIN, index=index, tokens=(index * 37, index * 91)) for index in range(40))
     write_groups(file, [SampleGroup(PROMPT, samples)], {}, "")
-    content = bytearray(file.read_bytes())
-    content[where] ^= 0x10
-    file.write_bytes(content)
-    with pytest.raises(UserError, match=f"^{file}: damaged"):
-        read_groups(file)
+    written, content, refused = read_groups(file), file.read_bytes(), 0
+    for where in range(4, len(content), 61):
+        file.write_bytes(content[:where] + bytes([content[where] ^ 0x10]) + content[where + 1 :])
+        try:
+            assert read_groups(file) == written
+        except UserError:
+            refused += 1
+    assert refused > 20
 
 
 def test_a_file_that_is_cut_or_of_something_else_is_refused(tmp_path: Path) -> None:
