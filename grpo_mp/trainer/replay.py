@@ -45,7 +45,7 @@ class RolloutShape:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a file says beside its samples: the numbers of the step, which are the same in all files of the step."""
+    """What a file says beside its samples: the numbers of the step, as the rank knew them."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants")
 
@@ -59,6 +59,11 @@ class StepFacts:
     reward_stats: RewardStats
     carried: int
     length_bias: float
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Return what all files of a step have in common; ranks may have heard of different groups that came late."""
+        return self.step, self.files, self.shape, self.infos
 
 
 FACTS = TypeAdapter(StepFacts)
@@ -132,7 +137,7 @@ def _read_step_facts(folder: Path, step: int) -> StepFacts:
         file = step_file(folder, step, rank)
         if not file.is_file():
             raise UserError(f"{file}: no such file, and its step has {first.files} of them: copy it, too")
-        if first.step != step or _parse_facts(file) != first:
+        if first.step != step or _parse_facts(file).identity != first.identity:
             raise UserError(f"{file}: not of the same step of the same run as rank_0.parquet: copy the folder again")
     return first
 

@@ -1,6 +1,7 @@
 """Nim against each opponent: who wins is known from the theory of the game."""
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,12 +10,15 @@ from typing import Any
 import pytest
 
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
+from grpo_mp.config.sections import DataConfig
+from grpo_mp.data.prompts import load_prompts
 from grpo_mp.episodes.protocol import Episode, Task, Turn
 from grpo_mp.episodes.tools import ToolKit
 from grpo_mp.errors import UserError
 from grpo_mp.examples.nim import Nim, Opponent, read_move
+from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.types import Message, Prompt
-from tests.episode_page import read_example
+from tests.episode_page import PAGE, read_example
 
 Choose = Callable[[int], int]
 
@@ -75,7 +79,13 @@ def test_both_sides_of_self_play_move_in_turn() -> None:
 
 
 def test_the_settings_of_the_page(tmp_path: Path) -> None:
-    rollout = read_example("A game with an opponent", tmp_path)["rollout"]
+    settings = read_example("A game with an opponent", tmp_path)
+    (row,) = re.findall(r"`(\{.*\})`", PAGE)
+    (tmp_path / "nim.jsonl").write_text(row)
+    data = DataConfig(**settings["data"] | {"train": str(tmp_path / "nim.jsonl")})
+    (prompt,) = load_prompts(data.train, data, make_tokenizer(["Nim"]), max_prompt_tokens=64)
+    assert prompt.columns["stones"] == 7
+    rollout = settings["rollout"]
     game = ROLLOUT_FUNCTIONS.resolve(rollout["function"], "rollout.function", rollout["function_args"])
     assert isinstance(game, Nim)
     with pytest.raises(UserError, match="opponent='me' is none of perfect, random, self"):
