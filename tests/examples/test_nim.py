@@ -82,8 +82,9 @@ def test_the_settings_of_the_page(tmp_path: Path) -> None:
     settings = read_example("A game with an opponent", tmp_path)
     (row,) = re.findall(r"`(\{.*\})`", PAGE)
     (tmp_path / "nim.jsonl").write_text(row)
-    data = DataConfig(**settings["data"] | {"train": str(tmp_path / "nim.jsonl")})
-    (prompt,) = load_prompts(data.train, data, make_tokenizer(["Nim"]), max_prompt_tokens=64)
+    path = str(tmp_path / "nim.jsonl")
+    data = DataConfig(**settings["data"] | {"train": path})
+    (prompt,) = load_prompts(path, data, make_tokenizer(["Nim"]), max_prompt_tokens=64)
     assert prompt.columns["stones"] == 7
     rollout = settings["rollout"]
     game = ROLLOUT_FUNCTIONS.resolve(rollout["function"], "rollout.function", rollout["function_args"])

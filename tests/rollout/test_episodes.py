@@ -139,4 +139,4 @@ def test_an_episode_that_fails_is_a_sample_with_a_state(roll_out: Callable[..., 
 
 def test_a_group_of_episodes_past_its_limit_ends(roll_out: Callable[..., Any]) -> None:
     with pytest.raises(TimeoutError):
-        roll_out("raising", count=2, limits={"episode_s": 60.0}, group_timeout_s=2.0)
+        roll_out(f"{HERE}:raising", count=2, limits={"episode_s": 60.0}, group_timeout_s=2.0)
