@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,15 +26,6 @@ PEER_GONE = (
 @pytest.fixture
 def store() -> dist.Store:
     return dist.HashStore()
-
-
-@pytest.fixture(autouse=True)
-def _restore_signals() -> Iterator[None]:
-    """Put back the handlers of this process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def test_only_the_first_error_of_a_job_is_reported(store: dist.Store) -> None:
