@@ -29,7 +29,7 @@ def train(start_job: StartJob, tmp_path: Path) -> Train:
         reward = f"reward={{functions: {functions}, correct: {{term: letters, min_value: 0.1}}}}"
         always = (f"run.folder={tmp_path / 'run'}", "data.eval={}", "run.export=false", reward)
         result = outcome(start_job(*always, *overrides))
-        assert (result.status, result.err, result.left) == (0, "", [])
+        assert (result.status, result.err, result.left) == (0, "", []), f"{result.out[-2000:]}\n{result.err}"
         return read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
 
     return run
