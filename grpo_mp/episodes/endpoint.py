@@ -86,9 +86,9 @@ async def _chat(sessions: Mapping[str, Session], request: web.Request) -> web.Re
     """Answer with the next turn of the episode that the key is of."""
     session = _session(sessions, request)
     try:
-        wanted = read_request(json.loads(await request.read()), session.policy)
+        chat = read_request(json.loads(await request.read()), session.policy)
         policy = session.policy
-        generate = policy.generate(wanted.messages, max_tokens=wanted.max_tokens, tools=wanted.tools)
+        generate = policy.generate(chat.messages, max_tokens=chat.max_tokens, tools=chat.tools)
         turn = await _generate(session, asyncio.ensure_future(generate))
     except web.HTTPException:  # a body that is too long
         raise
@@ -103,7 +103,7 @@ async def _chat(sessions: Mapping[str, Session], request: web.Request) -> web.Re
         return _fail(session, error)
     prompt_tokens = sum(len(part.tokens) for part in policy.episode().segments) - len(turn.tokens)
     answer = completion(turn, prompt_tokens)
-    if wanted.stream:
+    if chat.stream:
         return web.Response(text=as_stream(answer), content_type="text/event-stream")
     return web.json_response(answer)
 

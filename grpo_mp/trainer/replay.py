@@ -62,7 +62,7 @@ class StepFacts:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Return what all files of a step have in common; ranks may have heard of different groups that came late."""
+        """Return what all files of a step have in common; ranks may know different groups that came late."""
         return self.step, self.files, self.shape, self.infos
 
 
