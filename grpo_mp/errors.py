@@ -1,6 +1,8 @@
 """Errors that a user can act on: printed as one sentence, never as a stack trace."""
 
 import difflib
+import errno
+import math
 import signal
 import sys
 from collections.abc import Iterable
@@ -8,11 +10,16 @@ from typing import Any, NoReturn, TypeVar
 
 Number = TypeVar("Number", int, float)
 USER_STATUS = 2  # exit status of a process that ended with a UserError
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})  # full, quota, read-only, broken
 INTERRUPT_STATUS = 128 + signal.SIGINT  # of one that ended by Ctrl-C
 
 
 class UserError(Exception):
     """A mistake that the user can correct; the message says what is wrong, where, and what to do."""
+
+
+class DiskError(UserError):
+    """A folder cannot be written: the disk is full, a quota is reached, it is read-only or broken."""
 
 
 class PhaseTimeout(UserError):  # noqa: N818
@@ -35,11 +42,14 @@ def exit_with(error: UserError) -> NoReturn:
 
 def read_number(kind: type[Number], value: Any, where: str) -> Number:
     """Return the value as `int` or `float`. Raises UserError, which begins with `where`, for what is no such number."""
+    noun = "an integer" if kind is int else "a number"
     try:
-        return kind(value)
-    except (TypeError, ValueError) as error:
-        noun = "an integer" if kind is int else "a number"
-        raise UserError(f"{where}: expected {noun}, found {value!r}") from error
+        number = kind(value)
+        if not isinstance(value, bool) and math.isfinite(number) and (isinstance(value, str) or number == value):
+            return number
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise UserError(f"{where}: expected {noun}, found {repr(value)[:100]}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

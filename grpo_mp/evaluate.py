@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from grpo_mp.processes import end_with_launcher
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
+    end_with_launcher()
 
 import torch.distributed as dist
 
@@ -98,7 +101,7 @@ def run(job: EvaluationJob, inputs: RunInputs) -> None:
     )
     greeting = f"{job.name}: {problems}; starting the engines"
     if job.needs_policy:
-        with open_context(settings, inputs, job.checkpoint, greeting) as ctx:
+        with open_context(settings, inputs, [job.checkpoint] if job.checkpoint else [], greeting) as ctx:
             sync_weights(ctx)
             evaluate_and_report(job, ctx.evaluator)
     else:

@@ -4,8 +4,10 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from grpo_mp.errors import DISK_ERRORS
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PYTHON_WARNINGS = "py.warnings"  # the logger of warnings.warn
@@ -75,7 +77,7 @@ def log_file(run_folder: Path, rank: int) -> Path:
 def logging_to(file: Path, level: str) -> Iterator[None]:
     """Append records of `level` and above to `file` while the body runs, known notices included."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(file, encoding="utf-8")
+    handler = _DiskTolerantHandler(file, encoding="utf-8")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     root = logging.getLogger()
     level_before = root.level
@@ -86,4 +88,15 @@ def logging_to(file: Path, level: str) -> Iterator[None]:
     finally:
         root.removeHandler(handler)
         root.setLevel(level_before)
-        handler.close()
+        with suppress(OSError):  # as in emit
+            handler.close()
+
+
+class _DiskTolerantHandler(logging.FileHandler):
+    """Leaves out what the disk does not take: no run ends for want of its log."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Say nothing of a disk that is full, read-only or broken."""
+        error = sys.exception()
+        if not (isinstance(error, OSError) and error.errno in DISK_ERRORS):
+            super().handleError(record)

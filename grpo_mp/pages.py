@@ -15,7 +15,7 @@ from grpo_mp.planner.measured import COLUMNS, MEASURED, compare, read_measured
 from grpo_mp.section import Section, nested_sections, section_type
 from grpo_mp.simulation.published import COLUMNS as PUBLISHED_COLUMNS
 from grpo_mp.simulation.published import read_comparisons
-from grpo_mp.simulation.recipes import simulate_recipes
+from grpo_mp.simulation.recipes import FAILURE_COLUMNS, ON_80_GB, ON_141_GB, failures_of_recipe, simulate_recipe
 from grpo_mp.simulation.table import COLUMNS as SCHEDULE_COLUMNS
 from grpo_mp.simulation.table import describe_best, row_of
 
@@ -113,12 +113,14 @@ def _metric_cells(metric: Metric) -> tuple[str, ...]:
 
 def planner_page() -> str:
     """Return the page of the planner, with measured steps beside what it expects of them."""
-    outcomes = list(simulate_recipes())
+    own, shared = list(simulate_recipe(ON_141_GB)), list(simulate_recipe(ON_80_GB))
     return render(
         "planner",
         measured=table(COLUMNS, compare(read_measured(MEASURED))),
-        schedules=table(SCHEDULE_COLUMNS, map(row_of, outcomes)),
-        best=describe_best(outcomes),
+        schedules=table(SCHEDULE_COLUMNS, map(row_of, own)),
+        best=describe_best(own),
+        colocated=table(SCHEDULE_COLUMNS, map(row_of, shared)),
+        failures=table(FAILURE_COLUMNS, failures_of_recipe(ON_141_GB)),
         published=table(PUBLISHED_COLUMNS, (comparison.cells for comparison in read_comparisons())),
     )
 

@@ -1,11 +1,14 @@
 """Command-line parsers that are quick to import; those of training and evaluation are here, too."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf, nan
 from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_mp.errors import UserError
+
+MAX_RANKS = 2**16
 
 TRAIN = """Train a policy by GRPO.
 
@@ -49,17 +52,18 @@ def train_parser() -> Parser:
     """Return the parser of `grpo-mp train` and `python -m grpo_mp.train`."""
     parser = settings_parser("train", TRAIN)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
-    parser.add_argument("--ranks", type=positive_int, help="ranks to start on this machine, or to check")
+    parser.add_argument("--ranks", type=number_of_ranks, help="ranks to start on this machine, or to check")
     replay = "train without engines from RUN/rollouts_dump, which a run with rollout.dump=true wrote"
     parser.add_argument("--replay", type=Path, metavar="FOLDER", help=replay)
-    parser.add_argument("--ranks-per-node", type=positive_int, help="with --dry-run: ranks on one node (default: all)")
+    per_node = "with --dry-run: ranks on one node (default: all)"
+    parser.add_argument("--ranks-per-node", type=number_of_ranks, help=per_node)
     return parser
 
 
 def evaluate_parser() -> Parser:
     """Return the parser of `grpo-mp evaluate` and `python -m grpo_mp.evaluate`."""
     parser = settings_parser("evaluate", EVALUATE)
-    parser.add_argument("--ranks", type=positive_int, help="ranks to start on this machine")
+    parser.add_argument("--ranks", type=number_of_ranks, help="ranks to start on this machine")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", type=Path, help="a Hugging Face or converted folder (default: model.path)")
     source.add_argument("--checkpoint", type=Path, help="RUN/checkpoints/step_N of a run of these settings")
@@ -68,7 +72,57 @@ def evaluate_parser() -> Parser:
 
 
 def positive_int(text: str) -> int:
-    """Return a number of ranks or nodes. Raises ArgumentTypeError for one below 1."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
+    """Return a number of tokens, bytes or steps. Raises ArgumentTypeError for one below 1, or none."""
+    return _integer(text, 10**12)
+
+
+def number_of_ranks(text: str) -> int:
+    """Return a number of ranks or nodes. Raises ArgumentTypeError for one below 1, or of more than any cluster has."""
+    return _integer(text, MAX_RANKS)
+
+
+def count_up_to(largest: int) -> Callable[[str], int]:
+    """Return a type of arguments: whole numbers from 0 on. It raises ArgumentTypeError for others."""
+
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= largest):
+            raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {largest:,}, got {text[:50]}")
+        return int(text)
+
+    return parse
+
+
+def number_between(smallest: float, largest: float) -> Callable[[str], float]:
+    """Return a type of arguments: numbers in a range, ends included. It raises ArgumentTypeError for others."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = nan
+        if not smallest <= value <= largest:
+            raise argparse.ArgumentTypeError(f"expected a number from {smallest:g} to {largest:g}, got {text[:50]}")
+        return value
+
+    return parse
+
+
+share = number_between(0, 1)
+
+
+def _integer(text: str, largest: int) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and 1 <= int(text) <= largest):
+        limit = f" of at most {largest:,}" if text.isdecimal() and text.strip("0") else ""
+        raise argparse.ArgumentTypeError(f"expected a positive integer{limit}, got {text[:50]}")
     return int(text)
+
+
+def non_negative(text: str) -> float:
+    """Return a number of hours or seconds. Raises ArgumentTypeError for one below 0, or none."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = nan
+    if not 0 <= value < inf:
+        raise argparse.ArgumentTypeError(f"expected a number of 0 or more, got {text[:50]}")
+    return value

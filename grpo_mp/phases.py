@@ -19,6 +19,7 @@ class Residency:
     optimizer: bool = False
     engine_weights: bool = False
     engine_cache: bool = False
+    reward_model: bool = False  # of servers that the job itself started
 
 
 TRAINER = Residency(communicators=True, policy_weights=True)
@@ -40,7 +41,7 @@ class Phase(StrEnum):
         return phase
 
     GENERATE = "GENERATE", "the engines write answers", GENERATION, True
-    SCORE = "SCORE", "the rewards score the answers", GENERATION, False
+    SCORE = "SCORE", "the rewards score the answers", Residency(reward_model=True), False
     LOGPROB = "LOGPROB", "policy and reference compute logprobs", TRAINER, True
     TRAIN = "TRAIN", "the policy is updated", replace(TRAINER, gradients=True, optimizer=True), True
     # The engine takes its weights while the policy's are on the device; its cache would not fit beside them.

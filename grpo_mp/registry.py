@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from grpo_mp.errors import UserError, did_you_mean
+from grpo_mp.reading import shorten
 from grpo_mp.user_code import PATH_FORMAT, is_path, load_attribute
 
 T = TypeVar("T")
@@ -40,10 +41,11 @@ class Registry(Generic[T]):
         if name in self.built_in or is_path(name):
             return name
         if not self.built_in:
-            raise ValueError(f"{name!r} is no {self.kind}: {PATH_FORMAT}")
+            raise ValueError(f"{shorten(name)!r} is no {self.kind}: {PATH_FORMAT}")
         known = ", ".join(self.built_in)
         raise ValueError(
-            f"unknown {self.kind} {name!r}{did_you_mean(name, self.built_in)}: there are {known}; or {PATH_FORMAT}"
+            f"unknown {self.kind} {shorten(name)!r}{did_you_mean(name, self.built_in)}: there are {known}; "
+            f"or {PATH_FORMAT}"
         )
 
     def resolve(self, name: str, setting: str, args: Mapping[str, Any] | None = None) -> T:
@@ -55,7 +57,7 @@ class Registry(Generic[T]):
             extension: Any = self.built_in.get(self.check_name(name), LazyEntry(name))
         except ValueError as error:
             raise UserError(f"{setting}: {error}") from error
-        label = f"{setting} {name!r}"
+        label = f"{setting} {shorten(name)!r}"
         if isinstance(extension, LazyEntry):
             extension = load_attribute(extension.path, label)
         if self.makes and isinstance(extension, type):

@@ -1,17 +1,86 @@
 """Base class of the settings' sections, the walk over nested ones, and parsing of byte sizes."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)(KiB|MiB|GiB|)", re.ASCII)
+LARGEST = 2**62  # of any number: it fits 64 bits, and so do sums of some
+LONGEST_S = 10**8  # of any time limit: about three years; the system's own limit is near
+NAME_BYTES, PATH_BYTES = 255, 4095  # of Linux
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class Section(BaseModel):
-    """A frozen section of the settings that refuses unknown names."""
+    """A frozen section of the settings that refuses unknown names, and values that nothing can compute with."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_type(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if section_type(annotation):
+            return value  # which checks its own
+        kinds = set(_types_in(annotation))
+        for item in _scalars(value):
+            _check_size(item, info.field_name or "")
+            if isinstance(item, bool) and not kinds & {bool, Any} and kinds & {int, float}:
+                raise ValueError(f"expected a number, found {str(item).lower()}")
+            if isinstance(item, str):
+                _check_text(item, is_path=Path in kinds)
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _check_range(cls, value: Any, info: ValidationInfo) -> Any:
+        for item in _scalars(value):
+            _check_size(item, info.field_name or "")
+        return value
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for inner in get_args(annotation):
+        yield from _types_in(inner)
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """Yield a value, or those in it."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield name
+            yield from _scalars(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _scalars(item)
+    else:
+        yield value
+
+
+def _check_size(value: Any, field: str) -> None:
+    """Raise ValueError for a number that is too large."""
+    largest = LONGEST_S if field.endswith("_s") else LARGEST
+    if isinstance(value, int | float) and abs(value) > largest:
+        raise ValueError(f"the number is beyond {largest:.0e}: give a smaller one")
+
+
+def _check_text(text: str, is_path: bool) -> None:
+    """Raise ValueError for text that no program takes as an argument, or no system as the name of a file."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{text[:100]!r} is no Unicode text: {error.reason}") from error
+    if "\0" in text:
+        raise ValueError(f"{text[:100]!r} has a zero character: remove it")
+    if is_path and (not text.strip() or UNPRINTABLE.search(text)):
+        raise ValueError(f"{text[:100]!r} is no name of a file or folder")
+    if is_path and (size > PATH_BYTES or any(len(name.encode()) > NAME_BYTES for name in text.split("/"))):
+        raise ValueError(f"'{text[:100]}...' is longer than a name of a file can be")
 
 
 def section_type(annotation: Any) -> type[Section] | None:
@@ -31,13 +100,10 @@ def nested_sections(section: type[Section], path: str = "") -> Iterator[tuple[st
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a byte size: '512MiB' -> 536870912. Raises ValueError for an unknown unit."""
-    for unit, size in UNITS.items():
-        if text.endswith(unit):
-            return int(float(text.removesuffix(unit)) * size)
-    if text.isdigit():
-        return int(text)
-    raise ValueError(f"{text!r} is not a number of bytes: write 512MiB, 1GiB or a plain number")
+    """Parse a byte size: '512MiB' -> 536870912. Raises ValueError for anything else."""
+    if match := BYTES.fullmatch(text):
+        return int(float(match[1]) * UNITS[match[2]]) if match[2] else int(match[1])
+    raise ValueError(f"{text[:100]!r} is not a number of bytes: write 512MiB, 1GiB or a plain number")
 
 
 def as_bytes(value: Any) -> Any:

@@ -5,14 +5,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from grpo_mp.processes import end_with_launcher
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
+    end_with_launcher()
 
 from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
-from grpo_mp.checkpoint.run_state import EXPORTS, FINAL, latest_checkpoint
+from grpo_mp.checkpoint.run_state import EXPORTS, FINAL, METRICS, complete_checkpoints
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import broadcast
-from grpo_mp.monitor.loggers import open_loggers
+from grpo_mp.errors import DiskError
+from grpo_mp.monitor.guards import MetricGuards
+from grpo_mp.monitor.loggers import open_loggers, read_metrics
 from grpo_mp.monitor.samples import drop_samples
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.phases import SAVE_WAIT, Phase
@@ -21,10 +26,13 @@ from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.context import RolloutContext, TrainContext, open_context
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, scores_before_training
+from grpo_mp.trainer.export_servers import load_export
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step
+from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.save import export_policy
+from grpo_mp.trainer.skipped_updates import keep_skipped
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, sync_metrics
 from grpo_mp.trainer.update import train_step, update_reference
 from grpo_mp.weight_sync.update import largest_report
@@ -39,7 +47,7 @@ def train(ctx: TrainContext) -> None:
     if ctx.state.step == 0:
         logger.write(0, StepRecord(first.metrics | synced, texts=first.texts))
     logger.write_scores(ctx.state.step, initial_scores, first.scores)
-    saved_step = ctx.state.step
+    saved_step, guards = ctx.state.step, make_guards(ctx)
     while ctx.state.step < run.steps and not ctx.should_stop():
         step = ctx.state.step + 1
         logger.begin_step()
@@ -61,14 +69,15 @@ def train(ctx: TrainContext) -> None:
             logger.write_scores(step, initial_scores, last.scores)
         logger.write(step, record)
         ctx.progress.step(step, record.scalars, record.scalars.get("rollout/accuracy"))
+        check_guards(ctx, guards, step, record)
         if is_due(step, run.save_every, run.steps):
-            save(ctx)
+            save(ctx, last=step == run.steps)
             saved_step = step
         if run.export_every and step % run.export_every == 0:
-            export(ctx, run.folder / EXPORTS / f"step_{step:06d}")
+            export_step(ctx, step)
     logger.close()
     if saved_step < ctx.state.step:
-        save(ctx)
+        save(ctx, last=True)
     finish_save(ctx)
     keep_rollouts(ctx)
     finish(ctx, replace(first, scores=initial_scores), last)
@@ -111,6 +120,18 @@ def make_logger(ctx: TrainContext) -> StepLogger:
     )
 
 
+def make_guards(ctx: TrainContext) -> MetricGuards:
+    """Guard the metrics as `monitor.guards` says, those of the steps that are done included."""
+    past = broadcast(read_metrics(ctx.settings.run.folder / METRICS), ctx.parallel.cpu_group)
+    return MetricGuards(ctx.settings.monitor.guards, [line for line in past if (line["step"] or 0) <= ctx.state.step])
+
+
+def check_guards(ctx: TrainContext, guards: MetricGuards, step: int, record: StepRecord) -> None:
+    """Warn of metrics outside their limits, or stop: all ranks have the same metrics."""
+    for sentence in guards.check(step, record.scalars):
+        ctx.progress.note(f"warning: step {step}: {sentence}")
+
+
 def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:
     """Write what the step trains on where `rollout.dump` says so."""
     if ctx.settings.rollout.dump and not ctx.inputs.replay:
@@ -121,7 +142,7 @@ def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> Non
 
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:
     """Turn rewards into advantages, and bring samples to the ranks that train on them, packed in micro-batches."""
-    weights, hidden_size = ctx.inputs.scorer.term_weights, ctx.policy.config.hidden_size
+    weights, hidden_size = ctx.settings.reward.weights, ctx.policy.config.hidden_size
     estimator, layers = ctx.inputs.extensions.estimator, ctx.policy.moe_layers
     with ctx.phases.phase(Phase.SCORE):
         return assemble_step_batch(
@@ -144,10 +165,14 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
     finish_save(ctx)  # it reads the optimizer's state
     algorithm, epochs = ctx.settings.algorithm, ctx.settings.training.epochs
     policy_loss = ctx.inputs.extensions.policy_loss
+    replicas_every = ctx.settings.monitor.check_replicas_every
     with ctx.phases.phase(Phase.TRAIN):
+        if replicas_every and step % replicas_every == 0:
+            check_replicas(ctx.policy, step)
         reports, adaptive_coefs = train_step(
             ctx.policy, updates, algorithm, epochs, ctx.state.adaptive_coefs, policy_loss
         )
+        skipped_in_a_row = keep_skipped(ctx, rollouts, reports, step)
         updated = update_reference(ctx.policy.reference, algorithm.kl, step)
     state = rollouts.state  # cursor and curriculum are those that the rollouts left
     ctx.state = replace(
@@ -157,6 +182,7 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
         samples_seen=state.samples_seen + len(rollouts.infos),
         adaptive_coefs=adaptive_coefs,
         reference_updated=state.reference_updated or updated,
+        skipped_in_a_row=skipped_in_a_row,
     )
     return reports
 
@@ -167,17 +193,17 @@ def sync_weights(ctx: RolloutContext) -> dict[str, float]:
         return {}
     with ctx.phases.phase(Phase.SYNC):
         ctx.state = broadcast(ctx.state, ctx.job.group)  # to ranks that do not train
-        if ctx.settings.schedule == "one_step_off":
+        if not ctx.settings.updates_running_groups:
             ctx.collector.finish_generation()
         reports = ctx.recovery.update_weights(ctx.weight_sync, ctx.state.optimizer_step)
         ctx.collector.synced_step = ctx.state.step
     return sync_metrics(largest_report(reports), ctx.engine_check.run(ctx.state.optimizer_step))
 
 
-def save(ctx: TrainContext) -> None:
+def save(ctx: TrainContext, last: bool) -> None:
     """Save a checkpoint of the current state; what the next step changes last is written while it runs."""
     with ctx.phases.phase(Phase.SAVE):
-        ctx.saver.save(ctx.state)
+        ctx.saver.save(ctx.state, last)
 
 
 def finish_save(ctx: TrainContext) -> None:
@@ -190,7 +216,7 @@ def keep_rollouts(ctx: RolloutContext) -> None:
     """Keep what was generated for later steps where the run is stopped before them."""
     if ctx.state.step < ctx.settings.run.steps:
         with ctx.phases.phase(Phase.SAVE, "rollouts"):
-            ctx.collector.stop(ctx.state)
+            ctx.collector.stop()
 
 
 def export(ctx: TrainContext, folder: Path) -> None:
@@ -198,6 +224,26 @@ def export(ctx: TrainContext, folder: Path) -> None:
     run, model, sync = ctx.settings.run, ctx.settings.model, ctx.settings.sync
     with ctx.phases.phase(Phase.SAVE, "export"):
         export_policy(ctx.policy, folder, model.path, sync.bucket_bytes, run.export_fp8)
+
+
+def export_step(ctx: TrainContext, step: int) -> None:
+    """Write an export of the run that goes on, and let servers load it."""
+    folder = ctx.settings.run.folder / EXPORTS / f"step_{step:06d}"
+    try:
+        export(ctx, folder)
+    except DiskError as error:
+        ctx.saver.failures.add(error, folder, last=False)
+    else:
+        refresh_servers(ctx, folder)
+
+
+def refresh_servers(ctx: TrainContext, folder: Path) -> None:
+    """Let the servers of `run.export_servers` load an export."""
+    servers = ctx.settings.run.export_servers
+    if servers and ctx.parallel.rank == 0:
+        with ctx.phases.phase(Phase.SAVE, "export servers"):
+            for sentence in load_export(servers, folder):
+                ctx.progress.note(f"warning: {sentence}")
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -221,8 +267,8 @@ def finish(ctx: TrainContext, first: Evaluation, last: Evaluation) -> None:
 
 def run(settings: Settings, inputs: RunInputs) -> None:
     """Train as one rank of a started job. Raises UserError for what a user can fix."""
-    checkpoint = latest_checkpoint(settings.run.folder) if settings.run.resume == "auto" else None
-    with open_context(settings, inputs, checkpoint) as ctx:
+    newest_first = complete_checkpoints(settings.run.folder)[::-1] if settings.run.resume == "auto" else []
+    with open_context(settings, inputs, newest_first) as ctx:
         if isinstance(ctx, TrainContext):
             train(ctx)
         else:

@@ -35,6 +35,7 @@ class Prompt:
     answer: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)  # the full data row, for reward functions
     messages: tuple[Message, ...] = ()  # as they were rendered
+    epoch: int = 0  # in which it is drawn
 
 
 @dataclass(frozen=True)

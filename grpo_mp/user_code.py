@@ -2,23 +2,31 @@
 
 import importlib.util
 import os
+import signal
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from grpo_mp.errors import UserError, did_you_mean, one_line
+from grpo_mp.reading import check_path, check_regular
 
+T = TypeVar("T")
 PATH_FORMAT = "write module:function or path/file.py:function"
+IMPORT_LIMIT_S = 600.0  # models may be loaded
 
 
 class ExitCallError(Exception):
-    """A user's code called os._exit, which would have ended the rank without a message."""
+    """A user's code called exit or os._exit, which would have ended the rank without a message."""
+
+
+class _TimeOverError(BaseException):
+    """Code took too long; none of its handlers of exceptions should catch it."""
 
 
 _process_exit = os._exit
@@ -42,6 +50,34 @@ def _exit_or_raise(status: int) -> NoReturn:
     _process_exit(status)
 
 
+@contextmanager
+def time_limit(limit_s: float, label: str) -> Iterator[None]:
+    """Raise UserError, which begins with `label`, in a body that takes longer; only the main thread gets signals."""
+
+    def end(*_: Any) -> NoReturn:
+        raise _TimeOverError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler, (outer_s, _) = signal.signal(signal.SIGALRM, end), signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    except _TimeOverError as error:
+        raise UserError(f"{label}: no end after {limit_s:g} s: it may loop") from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, outer_s)
+        signal.signal(signal.SIGALRM, handler)
+
+
+async def without_exit(work: Coroutine[Any, Any, T]) -> T:
+    """Await a user's coroutine. Raises ExitCallError for SystemExit, which would end the event loop."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise ExitCallError(f"it raised {error!r}: return, or raise an error") from error
+
+
 def is_path(name: str) -> bool:
     """Return whether a name has the form of a path: something on both sides of its last colon."""
     source, _, attribute = name.rpartition(":")
@@ -57,7 +93,7 @@ def load_attribute(path: str, label: str) -> Any:
     if not is_path(path):
         raise UserError(f"{label}: {PATH_FORMAT}")
     try:
-        with no_exit():
+        with no_exit(), time_limit(IMPORT_LIMIT_S, f"{label}: importing {source}"):
             module = _load_file(Path(source), label) if source.endswith(".py") else import_module(source)
     except UserError:
         raise
@@ -70,8 +106,9 @@ def load_attribute(path: str, label: str) -> Any:
 
 
 def _load_file(path: Path, label: str) -> ModuleType:
-    if not path.is_file():
+    if not check_path(path).exists():
         raise UserError(f"{label}: no such file: {path}")
+    check_regular(path)
     module_name = f"grpo_mp_user_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
     if module_name in sys.modules:  # two names of one file share its module
         return sys.modules[module_name]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sourced by the batch scripts beside it. `start CONFIG [section.key=value ...]` runs the settings on this allocation:
-# checks every node, trains, saves and requeues before the time limit, and says first what failed first.
+# checks every node, trains, saves and requeues before the time limit, says first what failed first, and starts again.
 # `--dry-run` among the arguments prints what would run. README.md beside this file explains the rest.
 set -euo pipefail
 
@@ -19,6 +19,10 @@ if [ -n "${SITE:-}" ]; then
 fi
 python=${VENV:-.venv}/bin/python
 MOST_RESUBMITS=3
+restarts=${RESTARTS:-3} # of a job that fails, without a new checkpoint in between
+spares=${SPARES:-0}     # nodes of the allocation that take the place of bad or lost ones
+master_addr=${MASTER_ADDR:-} master_port=${MASTER_PORT:-}
+bad= # nodes, separated by commas
 submitted=("$@")
 
 start() {
@@ -32,42 +36,75 @@ start() {
   choose_size
   folder=$("$python" -m grpo_mp.launch.job folder "$config" "${arguments[@]}")
   attempt=$folder/attempts/${SLURM_JOB_ID:-dry}.${SLURM_RESTART_COUNT:-0}
-  set_environment
-  set_commands
   if [ "$dry_run" = yes ]; then
+    set_environment
+    set_commands
     show --settings
-    print_commands
+    printf '%q ' "${check[@]}" && echo
+    printf '%q ' "${run[@]}" && echo
     return
   fi
   [ -n "${SLURM_JOB_ID:-}" ] || fail "this is a batch script: sbatch $0, or --dry-run to see what it would do"
+  local first=$attempt restart
+  for ((restart = 1; ; restart++)); do
+    one_attempt
+    if [ "$status" = 0 ]; then return; fi
+    [ "$restarts" != 0 ] || exit "$status"
+    "$python" -m grpo_mp.launch.job may-restart "$attempt" "$config" "${arguments[@]}" || exit "$status"
+    attempt=$first.$restart
+  done
+}
+
+# Checks the nodes and trains on them; $status is not 0 where a rank failed.
+one_attempt() {
   again=no
   trap 'again=yes' USR1 # the time limit is near before training has begun
+  "$python" -m grpo_mp.launch.job begin --restarts "$restarts" "$attempt" "$config" "${arguments[@]}"
+  choose_nodes "$size"
+  local shown=$nodes
+  set_environment
   show
-  mkdir -p "$attempt"
   echo "restarts so far: ${SLURM_RESTART_COUNT:-0}; logs of ranks: $attempt"
+  choose_nodes all
+  set_environment
   check_nodes
+  choose_nodes "$size"
+  set_environment
+  set_commands
+  [ "$nodes" = "$shown" ] || show
   if [ "$again" = no ]; then train; else requeue; fi
 }
 
 # Nodes and ranks on each: of the allocation, or NODES, or as the script's own #SBATCH lines ask for.
 choose_size() {
-  local count
   if [ -n "${SLURM_JOB_ID:-}" ]; then
-    nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+    size=$((SLURM_JOB_NUM_NODES - spares))
     per_node=${SLURM_NTASKS_PER_NODE:-$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))}
   else
-    count=${NODES:-$(sed -n 's/^#SBATCH.* --nodes=\([0-9]*\).*/\1/p' "$0")}
+    size=${NODES:-$(sed -n 's/^#SBATCH.* --nodes=\([0-9]*\).*/\1/p' "$0")}
     per_node=$(sed -n 's/^#SBATCH.* --ntasks-per-node=\([0-9]*\).*/\1/p' "$0")
+    count=$size
     nodes=$(seq -f 'node%g' -s, 0 $((count - 1)))
   fi
+}
+
+# choose_nodes COUNT: so many of the allocation's that are up and were not found bad, in $nodes; all: as many as there are.
+choose_nodes() {
+  local unfit
+  unfit=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T' | sed -En 's/ (down|fail|.*\*$).*//p')
+  nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -Fxv "$unfit"$'\n'"${bad//,/$'\n'}" || true)
+  count=$(wc -w <<<"$nodes")
+  [ "$count" -ge "$size" ] || fail "of $SLURM_JOB_NODELIST $count nodes are up and fit, the job needs $size"
+  if [ "$1" != all ]; then count=$1; fi
+  nodes=$(head -n "$count" <<<"$nodes" | paste -sd,)
 }
 
 # Every port of a job comes from its id: the first of 200 is where ranks meet, the others are for engines.
 set_environment() {
   local ports=$((20000 + ${SLURM_JOB_ID:-0} % 60 * 200))
   environment=(
-    "MASTER_ADDR=${MASTER_ADDR:-$(if [ -n "${SLURM_JOB_ID:-}" ]; then hostname; else echo node0; fi)}"
-    "MASTER_PORT=${MASTER_PORT:-$ports}"
+    "MASTER_ADDR=${master_addr:-$(address_of "${nodes%%,*}")}"
+    "MASTER_PORT=${master_port:-$ports}"
     "GRPO_MP_PORTS=${GRPO_MP_PORTS:-$((ports + 1))-$((ports + 199))}"
     "OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
     "CUDA_DEVICE_MAX_CONNECTIONS=1"
@@ -78,6 +115,17 @@ set_environment() {
   export "${environment[@]}"
 }
 
+# The first node's own name, which is the batch script's host unless that is a bad one.
+address_of() {
+  if [ "$1" = "${SLURMD_NODENAME:-}" ]; then
+    hostname
+  elif [ -n "${SLURM_JOB_ID:-}" ]; then
+    scontrol show node "$1" | sed -n 's/.* NodeHostName=\([^ ]*\).*/\1/p'
+  else
+    echo "$1"
+  fi
+}
+
 # The two steps of a job: `check` and `run`, each as srun starts it.
 set_commands() {
   # Where a site binds tasks to cores by itself, all of a rank's threads and its engine would share one.
@@ -85,9 +133,10 @@ set_commands() {
   if [ "${SLURM_CPUS_ON_NODE:-0}" -ge "$per_node" ]; then
     cores+=(--cpus-per-task=$((SLURM_CPUS_ON_NODE / per_node)))
   fi
-  local on_all=(srun --ntasks-per-node="$per_node" "${cores[@]}" --kill-on-bad-exit=1 --unbuffered)
-  local on_nodes=(srun --ntasks-per-node=1 --ntasks="${SLURM_JOB_NUM_NODES:-1}" --cpu-bind=none
-    ${SLURM_CPUS_ON_NODE:+--cpus-per-task=$SLURM_CPUS_ON_NODE} --kill-on-bad-exit=1 --unbuffered)
+  local on=(--nodes="$count" --nodelist="$nodes" --kill-on-bad-exit=1 --unbuffered)
+  local on_all=(srun --ntasks=$((count * per_node)) --ntasks-per-node="$per_node" "${cores[@]}" "${on[@]}")
+  local on_nodes=(srun --ntasks="$count" --ntasks-per-node=1 --cpu-bind=none
+    ${SLURM_CPUS_ON_NODE:+--cpus-per-task=$SLURM_CPUS_ON_NODE} "${on[@]}")
   check=("${on_all[@]}" --output="$attempt/check_%t.log" "${inside[@]}"
     "$python" -m grpo_mp.launch.nodes "$attempt" "$nodes")
   case ${LAUNCHER:-srun} in
@@ -110,11 +159,6 @@ show() {
   printf '  %s\n' "${environment[@]}"
 }
 
-print_commands() {
-  printf '%q ' "${check[@]}" && echo
-  printf '%q ' "${run[@]}" && echo
-}
-
 # in_step COMMAND...: runs a step, hands on the signals that Slurm sends to this script; the step's status in $status.
 in_step() {
   "$@" 2>>"$attempt/srun.log" &
@@ -128,24 +172,27 @@ in_step() {
 }
 
 check_nodes() {
+  set_commands
   echo "checks the nodes"
   in_step "${check[@]}"
   cat "$attempt/check_0.log"
   [ "$status" = 0 ] && return
-  if [ -s "$attempt/bad_nodes" ]; then resubmit_without_bad_nodes; fi
+  if [ -s "$attempt/bad_nodes" ]; then
+    bad=$(paste -sd, "$attempt/bad_nodes")${bad:+,$bad}
+    [ $((count - $(wc -w <"$attempt/bad_nodes"))) -ge "$size" ] || resubmit_without_bad_nodes
+    return
+  fi
   tail -n 5 "$attempt/srun.log"
   fail "the check of the nodes failed: $attempt"
 }
 
 # A job that runs cannot be given other nodes, so a new one takes its place.
 resubmit_without_bad_nodes() {
-  local bad
-  bad=$(paste -sd, "$attempt/bad_nodes")${EXCLUDED:+,$EXCLUDED}
-  export EXCLUDED=$bad RESUBMITS=$((${RESUBMITS:-0} + 1))
+  export EXCLUDED=$bad${EXCLUDED:+,$EXCLUDED} RESUBMITS=$((${RESUBMITS:-0} + 1))
   [ "$RESUBMITS" -le "$MOST_RESUBMITS" ] || fail "bad nodes in $RESUBMITS jobs in a row, last $bad: drain or repair them"
-  sbatch --exclude="$bad" --nodes="$SLURM_JOB_NUM_NODES" --partition="$SLURM_JOB_PARTITION" \
+  sbatch --exclude="$EXCLUDED" --nodes="$SLURM_JOB_NUM_NODES" --partition="$SLURM_JOB_PARTITION" \
     ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} "$(script_path)" "${submitted[@]}" ||
-    fail "no job without $bad could be submitted"
+    fail "no job without $EXCLUDED could be submitted"
   exit 3
 }
 
@@ -159,7 +206,8 @@ train() {
   export GRPO_MP_FINISHED_DIR
   # The time limit is near: save, exit, and resume in a new attempt.
   trap 'again=yes; kill -USR1 "$step" 2>/dev/null || true' USR1
-  trap 'echo "told to end"; kill -TERM "$step" 2>/dev/null || true' TERM
+  told_to_end=no
+  trap 'told_to_end=yes; echo "told to end"; kill -TERM "$step" 2>/dev/null || true' TERM
   tail -n +1 --retry -f "$attempt/$first_log" 2>/dev/null &
   follower=$!
   in_step "${run[@]}"
@@ -169,13 +217,14 @@ train() {
     requeue
   elif [ "$status" != 0 ]; then
     "$python" -m grpo_mp.launch.job failure "$attempt"
-    exit "$status"
+    if [ "$told_to_end" = yes ]; then exit "$status"; fi
   else
-    "$python" -m grpo_mp.launch.job check-finished "$attempt" $((SLURM_JOB_NUM_NODES * per_node))
+    "$python" -m grpo_mp.launch.job check-finished "$attempt" $((count * per_node))
   fi
 }
 
 requeue() {
   echo "saved before the time limit: resumes in a new attempt"
+  status=0
   scontrol requeue "$SLURM_JOB_ID"
 }

@@ -1,8 +1,10 @@
 """Small inputs of a run, made once per session: nothing outside the repository is needed."""
 
+import os
 import random
 import signal
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ hypothesis.settings.register_profile("same draws", PATIENT)
 hypothesis.settings.register_profile("fresh draws", PATIENT, derandomize=False, print_blob=True)
 
 TRAIN_PROMPTS, EVAL_PROMPTS = 60, 6
-MANY_PROCESSES = ("e2e", "launch", "parallel")  # folders whose tests keep two cores busy
+MANY_PROCESSES = ("e2e", "launch", "parallel")  # folders whose tests start ranks, and share what they start
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,25 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("fresh draws" if config.getoption("--fresh-draws") else "same draws")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that no test process waits for the other's last folder."""
+    items.sort(key=lambda item: _folder(item.nodeid) not in MANY_PROCESSES)
+
+
+def _folder(nodeid: str) -> str:
+    """Return the folder of tests/ that a test is in."""
+    return nodeid.split("/")[1]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What one of two test processes runs: a file, for the fixtures of its tests, or all that starts ranks."""
+    """What one of two test processes runs: a file, for the fixtures of its tests, or a folder that starts ranks."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return "ranks" if file.split("/")[1] in MANY_PROCESSES else file
+            return _folder(nodeid) if _folder(nodeid) in MANY_PROCESSES else file
 
     return ByFile(config, log)
 
@@ -127,3 +139,19 @@ def _settings(folder: Path) -> dict[str, dict[str, object]]:
         "training": {"updates_per_step": 2},
         "sync": {"check_tolerance": 1.0e-4},
     }
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mount a file system of so many bytes."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(nbytes: int) -> Path:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", folder], check=True)
+        return folder
+
+    yield mount
+    subprocess.run(["umount", "--lazy", folder], check=False)

@@ -2,7 +2,7 @@
 # Lint, types and tests on two CPU cores: bash tests/run.sh [--all] [pytest arguments]
 # --all adds the slow tests: four ranks, every model, every way in which a run may end, Slurm.
 # Property tests draw the same cases everywhere; --fresh-draws draws others, --hypothesis-seed=N those of N again.
-# Two processes run them, one of them all that start ranks; -n 0: one process.
+# Two processes run them, a folder whose tests start ranks in one of them; -n 0: one process.
 # Makes .venv where it is missing; VENV names another environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -23,4 +23,4 @@ export HF_HUB_OFFLINE=1         # every model and data set is made here
 "$bin/ruff" format --check .
 "$bin/shellcheck" launch/*.sh tests/*.sh .ci/run
 "$bin/mypy"
-exec "$bin/python" -m pytest -n 2 "$@"
+exec "$bin/python" -m pytest -n 2 --no-loadscope-reorder "$@"

@@ -9,8 +9,8 @@ import yaml
 from pydantic import ValidationError
 
 from grpo_mp.config import Settings, check_settings, dump_settings, load_settings
+from grpo_mp.config.data_sections import EvalSetConfig
 from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
-from grpo_mp.config.sections import EvalSetConfig
 from grpo_mp.errors import UserError, exit_with
 from grpo_mp.section import Section, parse_bytes
 from tests.minimal_settings import MINIMAL_SETTINGS
@@ -147,7 +147,14 @@ def test_settings_do_not_change(file: Path) -> None:
             {"reward": {"answer": 1, "overlong": {"weight": 1, "buffer_tokens": 32}}},
             "here: reward.overlong.buffer_tokens=32 is not below rollout.max_response_tokens=32: lower it",
         ),
-        ({"reward": {"model": {"weight": 1}}}, "here: setting reward.model.url is missing"),
+        (
+            {"run": {"folder": "x", "steps": 3, "export_servers": {"urls": ["http://x"]}}},
+            "run.export_servers load the folders of run.export_every, which is 0",
+        ),
+        (
+            {"reward": {"model": {"weight": 1}}},
+            "here: reward: reward.model: set url, where a reward model is served, or folder",
+        ),
         ({"reward": {"model": {"url": "localhost:30000"}}}, "here: reward.model.url: String should match pattern"),
         (
             {"reward": {"code": {"timeout": 1}}},
@@ -254,6 +261,20 @@ def test_settings_do_not_change(file: Path) -> None:
             {"schedule": "async", "engine": {"ranks": 1}, "rollout": ROLLOUT | {"max_staleness": 0}},
             "rollout.max_staleness=0: with schedule=async it is at least 1: leave it out",
         ),
+        (
+            {"rollout": ROLLOUT | {"tokens_ahead": 8}},
+            "rollout.tokens_ahead=8, and no step begins groups of a later one: set rollout.max_staleness=1 or more, or "
+            "leave it out",
+        ),
+        (
+            {"schedule": "async", "engine": {"ranks": 1}, "rollout": ROLLOUT | {"tokens_ahead": 8}},
+            "rollout.tokens_ahead=8, and no step begins groups of a later one: set rollout.max_staleness=2 or more "
+            "with schedule=async, or leave it out",
+        ),
+        (
+            {"rollout": ROLLOUT | {"max_staleness": 1, "tokens_ahead": 1}},
+            "rollout.tokens_ahead=1: set 2 or more, the last one is drawn again",
+        ),
         ({"schedule": "overlapped"}, "here: schedule: "),
         (
             {"training": {"router_replay": "R2"}},
@@ -262,6 +283,10 @@ def test_settings_do_not_change(file: Path) -> None:
         (
             {"training": {"router_replay": "R3"}, "schedule": "async", "engine": {"ranks": 1}},
             "sync.pause=retract has SGLang choose them anew at every update: set sync.pause=in_place",
+        ),
+        (
+            {"reward": {"judge": {"url": "http://a", "model": "m", "timeout_s": 1000, "backoff_s": 0}}},
+            "monitor.phase_timeout_s=3600 is shorter than reward.judge.timeout_s with retries=4000, a wait inside it",
         ),
         ({"sync": {"timeout_s": 4000}}, "monitor.phase_timeout_s=3600 is shorter than sync.timeout_s=4000"),
         ({"rollout": 3}, "here: rollout: expected settings below it, as rollout.KEY=VALUE, found 3"),
@@ -375,7 +400,7 @@ def test_files_that_are_no_settings(tmp_path: Path, text: str, sentence: str) ->
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match=r"settings\.yaml: not valid YAML"):
+    with pytest.raises(UserError, match=r"settings\.yaml: not UTF-8 text"):
         load_settings(path)
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import grpo_mp
 from grpo_mp.algorithms.advantages import estimate_advantages
 from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.batching.group_selection import PromptCurriculum
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.data.prompts import load_train_prompts
@@ -69,7 +71,7 @@ def make_samples(*rewards: tuple[float, ...]) -> list[SampleInfo]:
 def test_every_kind_has_an_example() -> None:
     headings = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
     assert list(EXAMPLES) == headings
-    assert len(headings) == PAGE.count("```python") == PAGE.count("```yaml") == 8
+    assert len(headings) == PAGE.count("```python") == PAGE.count("```yaml") == 10
 
 
 def test_reward(use: Use) -> None:
@@ -78,6 +80,14 @@ def test_reward(use: Use) -> None:
     samples = tuple(Sample(0, i, (1,), (2,), (-1.0,), (0,), False, text) for i, text in enumerate(texts))
     scored = Scorer(settings.reward, max_response_tokens=32).score_group(SampleGroup(Prompt(0, "x", (1,)), samples))
     assert [sample.reward for sample in scored.samples] == pytest.approx([0.2 / 3, 0.2 / 7])
+
+
+def test_asynchronous_reward(use: Use) -> None:
+    settings, _ = use("Asynchronous reward")
+    texts = ("x = 1", "x = = 1", "print('a')")
+    samples = tuple(Sample(0, i, (1,), (2,), (-1.0,), (0,), False, text) for i, text in enumerate(texts))
+    scored = Scorer(settings.reward, max_response_tokens=32).score_group(SampleGroup(Prompt(0, "x", (1,)), samples))
+    assert [sample.reward for sample in scored.samples] == [0.5, 0.0, 0.5]
 
 
 def check_loss(algorithm: AlgorithmConfig, extensions: Extensions, given: list[float], expected: list[float]) -> None:
@@ -114,6 +124,15 @@ def test_group_filter(use: Use) -> None:
     samples = make_samples((0.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.5, 1.0))
     by_group = [[sample for sample in samples if sample.group_id == group] for group in range(4)]
     assert [extensions.group_filter(group) for group in by_group] == [False, True, False, True]
+
+
+def test_curriculum(use: Use) -> None:
+    settings, extensions = use("Curriculum")
+    samples = make_samples((0.0, 0.0), (0.0, 1.0), (1.0, 1.0))
+    samples = [replace(sample, prompt=7 + sample.group_id, is_correct=sample.reward > 0) for sample in samples]
+    rule = settings.algorithm.curriculum
+    after = PromptCurriculum({}, {8: 3}).updated(samples, 4, rule, extensions.curriculum)
+    assert after.skipped_until == {7: 9, 9: 54}
 
 
 def test_data_source(use: Use) -> None:

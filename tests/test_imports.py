@@ -37,6 +37,8 @@ def test_each_library_stays_in_its_packages() -> None:
 ORDER = (
     "errors",
     "files",
+    "reading",
+    "processes",
     "log",
     "background",
     "parsers",
@@ -57,6 +59,7 @@ ORDER = (
     "batching",
     "checkpoint",
     "monitor",
+    "report",
     "scheduler",
     "policy",
     "rollout",

@@ -165,7 +165,7 @@ def with_preset(tree: Tree) -> Tree:
     algorithm = tree.get("algorithm", {})
     if isinstance(algorithm, str):
         algorithm = {"preset": algorithm}
-    preset = PRESETS.get(algorithm.get("preset", "grpo")) if isinstance(algorithm, dict) else None
+    preset = PRESETS.get(str(algorithm.get("preset", "grpo"))) if isinstance(algorithm, dict) else None
     return _merge(preset.settings if preset else {}, tree | {"algorithm": algorithm})
 
 

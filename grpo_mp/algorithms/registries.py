@@ -1,4 +1,4 @@
-"""Policy losses, advantage estimators and group filters by name, with what settings must know of them. No torch."""
+"""Losses, advantage estimators, group filters and curricula by name, with what settings must know of them. No torch."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -7,6 +7,7 @@ from grpo_mp.registry import LazyEntry, Registry
 
 if TYPE_CHECKING:
     from grpo_mp.algorithms.advantages import AdvantageEstimator
+    from grpo_mp.algorithms.curriculum import Curriculum
     from grpo_mp.algorithms.group_filters import GroupFilter
     from grpo_mp.algorithms.policy_losses import PolicyLoss
 
@@ -52,6 +53,8 @@ GROUP_FILTERS: "Registry[GroupFilter]" = Registry(
     },
     parameters=("samples",),
 )
+
+CURRICULA: "Registry[Curriculum]" = Registry("curriculum", parameters=("samples", "step"))
 
 
 def policy_loss_entry(name: str) -> PolicyLossEntry:

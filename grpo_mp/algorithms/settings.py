@@ -6,7 +6,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from grpo_mp.algorithms.presets import PRESETS
-from grpo_mp.algorithms.registries import ADVANTAGE_ESTIMATORS, GROUP_FILTERS, POLICY_LOSSES, policy_loss_entry
+from grpo_mp.algorithms.registries import (
+    ADVANTAGE_ESTIMATORS,
+    CURRICULA,
+    GROUP_FILTERS,
+    POLICY_LOSSES,
+    policy_loss_entry,
+)
 from grpo_mp.errors import did_you_mean
 from grpo_mp.section import Section
 
@@ -207,12 +213,16 @@ class FilterConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Prompts that the policy always solves are skipped for a while."""
+    """Prompts that the policy always solves, or that a function names, are skipped for a while."""
 
     solved_streak: int = Field(
         0, ge=0, description="times in a row that all samples of a prompt are right before it is skipped; 0: never"
     )
     skip_steps: int = Field(50, ge=1, description="steps for which such a prompt is skipped")
+    function: Annotated[str | None, AfterValidator(lambda name: name and CURRICULA.check_name(name))] = Field(
+        None, description="your own 'file.py:function', which says after each step what is skipped, too; null: none"
+    )
+    args: dict[str, Any] = Field({}, description="arguments of your own function, by name")
 
 
 class AlgorithmConfig(Section):
@@ -256,7 +266,7 @@ class AlgorithmConfig(Section):
     )
     early_stop: EarlyStopConfig = Field(EarlyStopConfig(), description="when a step's remaining updates are skipped")
     filter: FilterConfig = Field(FilterConfig(), description="which groups and samples a step trains on")
-    curriculum: CurriculumConfig = Field(CurriculumConfig(), description="when a solved prompt is skipped")
+    curriculum: CurriculumConfig = Field(CurriculumConfig(), description="which prompts are skipped")
 
     @field_validator("preset")
     @classmethod

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
+from grpo_mp.algorithms.curriculum import Curriculum, call_curriculum
 from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
 from grpo_mp.types import SampleInfo
 
@@ -47,6 +48,14 @@ def admission_rule(rule: FilterConfig, needed: int, max_staleness: int) -> Admis
     return AdmissionRule(needed, launched, max_launched, rule.select_by, needed * max_staleness, max_aborted=needed)
 
 
+def token_limit(number: int, needed: int, steps_ahead: int, tokens_ahead: int) -> int:
+    """Return how many tokens the responses of a later step's group have when this step ends.
+
+    A step needs `needed` groups, is begun `steps_ahead` steps before, and is given `tokens_ahead` tokens in each.
+    """
+    return tokens_ahead * max(1, steps_ahead - number // needed + 1)
+
+
 def admit(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admission:
     """Decide from the verdicts, in the order in which groups finished.
 
@@ -70,7 +79,7 @@ def _admit_by_finish(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admiss
     if len(positions) == rule.needed:
         verdicts = verdicts[: positions[-1] + 1]  # later ones, which not every rank may know, decide nothing
     limit = _launch_limit(dict(verdicts), rule)
-    done = len(positions) == rule.needed or len(verdicts) == limit
+    done = len(positions) == rule.needed or len(verdicts) >= limit
     return Admission(done, limit, tuple(sorted(verdicts[position][0] for position in positions)), limit)
 
 
@@ -106,10 +115,20 @@ class PromptCurriculum:
         """Return whether a prompt is skipped in `step`."""
         return self.skipped_until.get(prompt, 0) >= step
 
-    def updated(self, infos: Sequence[SampleInfo], step: int, rule: CurriculumConfig) -> "PromptCurriculum":
-        """Return the curriculum after a step; the streak of a prompt that was skipped starts at zero."""
-        if not rule.solved_streak:
-            return self
+    def updated(
+        self, infos: Sequence[SampleInfo], step: int, rule: CurriculumConfig, function: Curriculum | None = None
+    ) -> "PromptCurriculum":
+        """Return the curriculum after a step; the streak of a prompt that was skipped starts at zero.
+
+        Raises UserError where a user's `function` fails.
+        """
+        after = self._after_streaks(infos, step, rule) if rule.solved_streak else self
+        if function is None:
+            return after
+        skipped = {**after.skipped_until, **call_curriculum(function, infos, step)}
+        return replace(after, skipped_until={prompt: last for prompt, last in skipped.items() if last > step})
+
+    def _after_streaks(self, infos: Sequence[SampleInfo], step: int, rule: CurriculumConfig) -> "PromptCurriculum":
         all_correct: dict[int, bool] = {}
         for info in infos:
             all_correct[info.prompt] = all_correct.get(info.prompt, True) and info.is_correct is True

@@ -14,6 +14,7 @@ from grpo_mp.checkpoint.hf_reader import (
     INDEX,
     NON_POLICY,
     HfReader,
+    check_finite,
     check_layers,
     check_tensors,
     has_hf_weights,
@@ -68,8 +69,8 @@ def to_megatron(
     """Convert a Hugging Face folder; config and tokenizer go with the weights.
 
     Raises UserError, if possible before the first byte is written: damaged files, missing, unknown or wrongly shaped
-    tensors, a full disk, another model at `destination`, NaN. The source is only read. FP8 is stored as bfloat16,
-    except in tensors that are no part of the policy, which stay as they are.
+    tensors, a full disk, another model at `destination`, values that are not finite. The source is only read. FP8 is
+    stored as bfloat16, except in tensors that are no part of the policy, which stay as they are.
     """
     check_destination(source, destination)
     model = ModelMapping.of(source)
@@ -86,7 +87,7 @@ def to_megatron(
 
         def read_fused(name: str) -> tuple[CheckpointSlot, Tensor]:
             param = model.params[name]
-            tensors = [check_nan(reader.read(tensor), source, tensor) for tensor in param.hf]
+            tensors = [check_finite(reader.read(tensor), source, tensor) for tensor in param.hf]
             return model.slots[name], fuse(param, tensors).contiguous()
 
         def load(part: Part) -> list[tuple[CheckpointSlot, Tensor]] | dict[str, Tensor]:
@@ -128,13 +129,6 @@ def _num_bytes(reader: HfReader, param: Param) -> int:
     stored = dtypes.pop()
     dtype = reader.dequantize_to if stored == FP8 else stored
     return param.num_elements * dtype.itemsize
-
-
-def check_nan(tensor: Tensor, folder: Path, name: str) -> Tensor:
-    """Return the tensor itself. Raises UserError where it has NaN."""
-    if bool(tensor.max().isnan()):  # max passes NaN on
-        raise UserError(f"{folder}: the tensor {name} holds NaN: take another checkpoint")
-    return tensor
 
 
 @dataclass(frozen=True)
@@ -191,7 +185,7 @@ class HfExporter:
             return
         param = self.model.params[source]
         for name, tensor in zip(param.hf, self.reader.read_hf(param, self.model.slots[source]), strict=True):
-            check_nan(tensor, self.reader.folder, source)
+            check_finite(tensor, self.reader.folder, source)
             if name not in self.fp8_names:
                 yield name, tensor
                 continue

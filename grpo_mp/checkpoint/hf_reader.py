@@ -1,6 +1,5 @@
 """The safetensors files of a Hugging Face folder: read any slice."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
@@ -13,14 +12,16 @@ from safetensors.torch import _TYPES
 from torch import Tensor
 
 from grpo_mp.checkpoint.manifest import Checksums
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantize, scale_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
+from grpo_mp.reading import check_regular, read_json, shorten
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # of a folder without an index
 NON_POLICY = "extra_"  # prefix of a conversion's files of them
+SHARD = re.compile(r"[^/\x00]{1,240}\.safetensors")
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
@@ -149,25 +150,44 @@ def check_tensors(reader: WeightsReader, params: Iterable[Param]) -> None:
 
 def check_shape(reader: WeightsReader, name: str, shape: tuple[int, ...]) -> None:
     """Raise UserError where a tensor has another shape than the config says."""
-    stored = reader.shape(name)
+    stored, dtype = reader.shape(name), reader.dtype(name)
+    if not dtype.is_floating_point:
+        raise UserError(f"{reader.folder}: tensor {name} holds {str(dtype).removeprefix('torch.')}, not weights")
     if stored != shape:
         raise UserError(f"{reader.folder}: tensor {name} has shape {list(stored)}, config.json says {list(shape)}")
 
 
+def check_finite(tensor: Tensor, folder: Path, name: str) -> Tensor:
+    """Return the tensor itself. Raises UserError where a value of it is NaN or infinite."""
+    if tensor.numel() and not all(bool(extreme.isfinite()) for extreme in tensor.aminmax()):  # NaN is both
+        raise UserError(f"{folder}: the tensor {name} holds NaN or infinity: take another checkpoint")
+    return tensor
+
+
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(index.read_text())["weight_map"].items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        weight_map = dict(read_json(index)["weight_map"].items())
+    except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is not an index of safetensors files ({error!r}): copy it again") from error
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not SHARD.fullmatch(file):
+            raise UserError(
+                f"{index}: {shorten(name)} is in {shorten(repr(file))}, no safetensors file beside the index"
+            )
+    if not weight_map:
+        raise UserError(f"{index} names no tensor: copy it again")
+    return weight_map
 
 
 def _open(file: Path):  # type: ignore[no-untyped-def]
-    if not file.is_file():
+    if not file.exists():
         raise UserError(f"{file} is missing: the index names it")
+    check_regular(file)
     try:
         return safe_open(file, framework="pt", backend="pread")  # mapped pages would count as memory
     except SafetensorError as error:
-        raise UserError(f"{file} is damaged or not a safetensors file ({error}): copy it again") from error
+        reason = one_line(error, 200)
+        raise UserError(f"{file} is damaged or not a safetensors file ({reason}): copy it again") from error
 
 
 def is_non_policy_tensor(name: str, hf: HfConfig) -> bool:

@@ -1,7 +1,6 @@
 """Records of a converted folder, complete or not: its files with size and checksum, and comparing them."""
 
 import hashlib
-import json
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ import xxhash
 
 from grpo_mp.errors import UserError
 from grpo_mp.files import sync_to_disk
+from grpo_mp.reading import check_path, read_json
 
 CONVERSION_RECORD = "conversion.json"  # the source's fingerprint, and size and checksum of every file of every part
 SHARED_FILES = "joint"  # key of the record: files that belong to no single part
@@ -30,15 +30,15 @@ class Checksums:
     @classmethod
     def of_conversion(cls, folder: Path) -> "Checksums":
         """Read a conversion's record; empty where there is no record. Raises UserError for a damaged one."""
-        if not (folder / CONVERSION_RECORD).is_file():
+        if not check_path(folder / CONVERSION_RECORD).is_file():
             return cls(folder, {})
         try:
-            record = json.loads((folder / CONVERSION_RECORD).read_text())
+            record = read_json(folder / CONVERSION_RECORD)
             parts = [*record["parts"].values(), record.get(SHARED_FILES, {})]
             files = {name: dict(entry) for part in parts for name, entry in part.items()}
             if all(isinstance(entry["bytes"], int) and isinstance(entry[HASH], str) for entry in files.values()):
                 return cls(folder, files)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, AttributeError):
             pass
         raise UserError(f"{folder / CONVERSION_RECORD} is damaged: copy it again")
 

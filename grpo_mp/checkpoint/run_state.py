@@ -4,32 +4,35 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+import xxhash
 
 from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums
-from grpo_mp.config.load import read_yaml
 from grpo_mp.config.renamed import RENAMED
 from grpo_mp.config.settings import default_value
 from grpo_mp.data.cursor import Cursor
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, one_line
 from grpo_mp.files import sync_to_disk, write_atomically, write_json
+from grpo_mp.reading import parse_yaml, read_json, read_yaml
 
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
 # Settings that may change between two attempts of a run: what ends it and what it writes, and where it computes.
 CHANGEABLE = re.compile(
-    r"run\.(steps|save_every|eval_every|resume|keep_checkpoints|async_save|piece_bytes|export\w*)"
+    r"run\.(steps|save_every|eval_every|resume|keep_checkpoints|max_failed_saves|async_save|piece_bytes|export\w*)"
     r"|(layout|engine|sync|monitor)\..+|rollout\.dump"
     r"|training\.(max_tokens_per_microbatch|recompute|logprob_chunk_tokens|suspend_communicators)"
-    r"|optimizer\.(offload|piece_bytes)"
+    r"|optimizer\.(offload|piece_bytes|skip_grad_norm|max_skipped_updates)"
     r"|training\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"
 )
 FINAL = "final"  # the exported Hugging Face folder
+ROLLOUTS = "rollouts"  # what was generated since the last checkpoint
+CHECKPOINTS = "checkpoints"
+METRICS = "metrics.jsonl"  # a line for each step
 EXPORTS = "exports"  # those that are written while the run goes on
 STEP = re.compile(r"step_([0-9]{6,})")  # other names are copies that users made
 DISTCP_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")  # the number is the rank that wrote the file
@@ -41,6 +44,7 @@ RENAMED_STATE = {
     "solve_streak": "solved_streak",
 }
 REMOVED_STATE = {"weight_version"}
+COUNTS = ("step", "optimizer_step", "samples_seen", "groups_launched", "skipped_in_a_row")
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,12 @@ class TrainState:
     skipped_until: Mapping[int, int] = field(default_factory=dict)  # prompt index -> step after which it is taken again
     adaptive_coefs: dict[str, float] = field(default_factory=dict)  # current values of adaptive weights
     reference_updated: bool = False  # the checkpoint has a reference of its own
+    skipped_in_a_row: int = 0  # the last optimizer updates, whose gradients were not finite or too large
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
     """Return the folder of the checkpoint after `step`."""
-    return run_folder / "checkpoints" / f"step_{step:06d}"
+    return run_folder / CHECKPOINTS / f"step_{step:06d}"
 
 
 def own_checksums(folder: Path, rank: int, size: int) -> Files:
@@ -78,7 +83,8 @@ def write_manifest(folder: Path, state: TrainState, files: Files) -> None:
     """Complete a checkpoint: write the state, and `own_checksums` of all ranks, whose files must be on disk already."""
     for listed in {folder.parent, folder, *((folder / name).parent for name in files)}:
         sync_to_disk(listed)
-    write_json(folder / MANIFEST, {"state": asdict(state), "files": dict(sorted(files.items()))})
+    content = json.loads(json.dumps({"state": asdict(state), "files": dict(sorted(files.items()))}))  # keys are text
+    write_json(folder / MANIFEST, content | {HASH: _digest(content)})
     sync_to_disk(folder)
 
 
@@ -104,7 +110,12 @@ def checkpoint_checksums(folder: Path) -> Checksums:
 
 def latest_checkpoint(run_folder: Path) -> Path | None:
     """Return the newest complete checkpoint, or None."""
-    return next(reversed(_complete_checkpoints(run_folder)), None)
+    return next(reversed(complete_checkpoints(run_folder)), None)
+
+
+def checkpoint_step(folder: Path) -> int:
+    """Return the step after which a checkpoint was saved."""
+    return int(folder.name.removeprefix("step_"))
 
 
 def begin_checkpoint(folder: Path) -> None:
@@ -115,7 +126,7 @@ def begin_checkpoint(folder: Path) -> None:
 
 def prune_checkpoints(run_folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` complete checkpoints, manifest first."""
-    for folder in _complete_checkpoints(run_folder)[:-keep]:
+    for folder in complete_checkpoints(run_folder)[:-keep]:
         (folder / MANIFEST).unlink()
         shutil.rmtree(folder)
 
@@ -131,11 +142,11 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
         raise UserError(f"{run_folder}: {existing} is not a folder that can be written to: choose another run.folder")
     checkpoint = latest_checkpoint(run_folder)
     file = run_folder / SETTINGS
-    if checkpoint is None and not (run_folder / "metrics.jsonl").exists():
+    if checkpoint is None and not (run_folder / METRICS).exists():
         return
     difference = f"it has no {SETTINGS}"
     if file.exists():
-        difference = _settings_difference(read_yaml(file), yaml.safe_load(resolved))
+        difference = _settings_difference(read_yaml(file), parse_yaml(resolved, "settings"))
     if difference:
         raise UserError(
             f"{run_folder} holds a run of other settings ({difference}): choose another run.folder, or move it away"
@@ -143,12 +154,30 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
     if checkpoint and not resume:
         raise UserError(f"{run_folder} has checkpoints of this run: set run.resume=auto to resume it, or move it away")
     if checkpoint:
-        read_manifest(checkpoint)
+        _check_any_manifest(complete_checkpoints(run_folder))
+
+
+def _check_any_manifest(checkpoints: Sequence[Path]) -> None:
+    """Raise the newest checkpoint's UserError where no manifest is as it should be, and the files that it names."""
+    errors = []
+    for folder in reversed(checkpoints):
+        try:
+            read_manifest(folder)
+            return
+        except UserError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def claim_run_folder(run_folder: Path, resolved: str) -> None:
-    """Write the resolved settings into the folder, which `check_run_folder` has passed."""
-    write_atomically(run_folder / SETTINGS, resolved)
+    """Write the resolved settings into the folder, which `check_run_folder` has passed.
+
+    Removes what a start with other settings, which never finished a step, has generated there.
+    """
+    file = run_folder / SETTINGS
+    if not file.exists() or _settings_difference(read_yaml(file), parse_yaml(resolved, "settings")):
+        shutil.rmtree(run_folder / ROLLOUTS, ignore_errors=True)
+    write_atomically(file, resolved)
 
 
 def _settings_difference(old: Any, new: Any) -> str:
@@ -172,27 +201,36 @@ def _dotted(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from _dotted(value, f"{name}.{key}".removeprefix("."))
 
 
-def _complete_checkpoints(run_folder: Path) -> list[Path]:
-    """List the checkpoints that a run saved, oldest first; users' copies and renamed ones are left alone."""
-    steps = {path: STEP.fullmatch(path.name) for path in (run_folder / "checkpoints").glob("step_*")}
+def complete_checkpoints(run_folder: Path) -> list[Path]:
+    """Return the checkpoints that a run saved, oldest first; users' copies and renamed ones are left alone."""
+    steps = {path: STEP.fullmatch(path.name) for path in (run_folder / CHECKPOINTS).glob("step_*")}
     numbers = {path: int(step[1]) for path, step in steps.items() if step and (path / MANIFEST).is_file()}
     own = [path for path, number in numbers.items() if path == checkpoint_folder(run_folder, number)]
     return sorted(own, key=lambda path: numbers[path])
 
 
+def _digest(content: Mapping[str, Any]) -> str:
+    """Return the checksum of what a manifest says, however it is written."""
+    return str(xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest())
+
+
 def _parse_manifest(folder: Path) -> tuple[TrainState, Files]:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = read_json(folder / MANIFEST)
+        digest = manifest.pop(HASH, None)  # those of older versions have none
+        if digest is not None and digest != _digest(manifest):
+            raise ValueError("it differs from its checksum")
         state = _parse_state(manifest["state"])
         files = {
             str(name): {"bytes": int(entry["bytes"]), HASH: str(entry[HASH])}
             for name, entry in manifest["files"].items()
         }
-        if not isinstance(state.step, int) or state.step < 0:
-            raise ValueError(f"step {state.step!r}")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        for name in COUNTS:
+            if type(number := vars(state)[name]) is not int or number < 0:
+                raise ValueError(f"{name} {number!r}")
+    except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
-            f"{folder / MANIFEST}: not a checkpoint manifest ({error!r}): copy it again{_rename_hint(folder)}"
+            f"{folder / MANIFEST}: not a checkpoint manifest ({one_line(error)}): copy it again{_rename_hint(folder)}"
         ) from error
     return state, files
 
@@ -204,6 +242,13 @@ def _parse_state(tree: dict[str, Any]) -> TrainState:
     for name in {"solved_streak", "skipped_until"} & values.keys():  # keys are text in JSON
         values[name] = {int(prompt): value for prompt, value in values[name].items()}
     return TrainState(**values)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that a run resumes from the one before; return its new name."""
+    aside = folder.with_name(f"{folder.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
 
 
 def _rename_hint(folder: Path) -> str:

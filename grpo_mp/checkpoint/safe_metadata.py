@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from grpo_mp.checkpoint.describe import TORCH_DIST
 from grpo_mp.errors import UserError
+from grpo_mp.reading import check_regular
 
 ALLOWED_NAMES = {  # module -> names
     "torch.distributed.checkpoint.metadata": (
@@ -62,8 +63,10 @@ def read_metadata(folder: Path) -> Metadata:
     """Read the folder's `.metadata`. Raises UserError where it is damaged, or names anything outside the format."""
     file = folder / TORCH_DIST
     try:
-        with file.open("rb") as stream:
+        with check_regular(file, "copy it again").open("rb") as stream:
             metadata = _Unpickler(stream).load()
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}: copy it again") from error
     except ForeignNameError as error:

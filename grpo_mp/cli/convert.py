@@ -28,7 +28,7 @@ from grpo_mp.checkpoint.describe import compare_weights, describe_hf, is_torch_d
 from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback, WorkerGroup
 from grpo_mp.errors import USER_STATUS, UserError
 from grpo_mp.log import log_to_terminal
-from grpo_mp.parsers import Parser
+from grpo_mp.parsers import Parser, non_negative, positive_int
 
 DIFFERENT = 1  # exit status
 LOGIT_TOLERANCE = 2e-6  # float32 rounding of either side
@@ -136,7 +136,7 @@ def _parser() -> Parser:
     check.add_argument("left", type=Path)
     check.add_argument("right", type=Path)
     check.add_argument("--logits", action="store_true", help="compare their logits on the same tokens")
-    check.add_argument("--tolerance", type=float, help=f"largest difference that passes: {TOLERANCES}")
+    check.add_argument("--tolerance", type=non_negative, help=f"largest difference that passes: {TOLERANCES}")
     check.set_defaults(run=_check)
     megatron = commands.add_parser("to-megatron", help="Hugging Face folder -> torch_dist")
     megatron.set_defaults(run=_to_megatron)
@@ -147,5 +147,5 @@ def _parser() -> Parser:
     for command in (megatron, hf):
         command.add_argument("source", type=Path)
         command.add_argument("destination", type=Path)
-        command.add_argument("--part-bytes", type=int, default=PART_BYTES, help="bytes of a part, one file each")
+        command.add_argument("--part-bytes", type=positive_int, default=PART_BYTES, help="bytes of a part, a file each")
     return parser

@@ -5,6 +5,7 @@ to sbatch, as --partition=gpu. With --ranks the run starts on this machine, as b
 """
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -13,7 +14,16 @@ from importlib import import_module
 from pathlib import Path
 
 from grpo_mp.errors import UserError
-from grpo_mp.parsers import Parser, evaluate_parser, positive_int, settings_parser, train_parser
+from grpo_mp.parsers import (
+    MAX_RANKS,
+    Parser,
+    count_up_to,
+    evaluate_parser,
+    number_of_ranks,
+    settings_parser,
+    train_parser,
+)
+from grpo_mp.processes import end_with_launcher
 
 SCRIPTS, CONFIGS = Path("launch"), Path("configs")  # in the root of the repository
 
@@ -32,7 +42,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Run the command line, see the text above; return the exit status. Raises UserError."""
     local = Parser("grpo-mp launch", add_help=False)
-    local.add_argument("--ranks", type=positive_int, help="number of ranks to start on this machine, without Slurm")
+    local.add_argument("--ranks", type=number_of_ranks, help="number of ranks to start on this machine, without Slurm")
     local.add_argument("--evaluate", action="store_true", help="with --ranks: evaluate instead of training")
     args, rest = local.parse_known_args(arguments)
     if args.ranks:
@@ -40,19 +50,26 @@ def main(arguments: Sequence[str]) -> int:
 
         return start_ranks(args.ranks, rest, "grpo_mp.evaluate" if args.evaluate else "grpo_mp.train")
     parser = settings_parser("launch", __doc__, local)
-    parser.add_argument("--nodes", type=positive_int, help="number of nodes (default: that of the script)")
+    parser.add_argument("--nodes", type=number_of_ranks, help="number of nodes (default: that of the script)")
+    spares = "more nodes, which take the place of bad or lost ones"
+    parser.add_argument("--spares", type=count_up_to(MAX_RANKS), default=0, help=spares)
     parser.add_argument("--dry-run", action="store_true", help="show what would be submitted")
     args, unknown = parser.parse_known_intermixed_args(arguments)  # unknown: also settings that follow such an option
     options = [argument for argument in unknown if argument.startswith("-")]
     overrides = [*args.overrides, *(argument for argument in unknown if argument not in options)]
     if args.evaluate:
         parser.error("--evaluate goes with --ranks: jobs of Slurm train")
-    return _submit(args.config, overrides, args.nodes, options, args.dry_run)
+    script = _script_of(args.config, overrides)
+    nodes = args.nodes or _nodes_of(script)
+    environment = {"NODES": str(nodes), "SPARES": str(args.spares)}
+    size = [f"--nodes={nodes + args.spares}", *(["--no-kill"] if args.spares else [])]
+    return _submit(["sbatch", *size, *options, *script], ["bash", *script, "--dry-run"], environment, args.dry_run)
 
 
 def _run(module: str, ranks: int | None, arguments: Sequence[str]) -> int:
     """Start `ranks` ranks of a module, or run it in this process where that is None or a launcher started it."""
     if ranks is None or "RANK" in os.environ:
+        end_with_launcher()
         import_module(module).main(arguments)
         return 0
     from grpo_mp.launch.local import start_ranks  # torch is slow to import
@@ -60,8 +77,8 @@ def _run(module: str, ranks: int | None, arguments: Sequence[str]) -> int:
     return start_ranks(ranks, arguments, module)
 
 
-def _submit(config: Path, overrides: list[str], nodes: int | None, options: list[str], dry_run: bool) -> int:
-    """Submit a run, or show what would be submitted; `options`: of sbatch. Raises UserError."""
+def _script_of(config: Path, overrides: list[str]) -> list[str]:
+    """Return the batch script of a settings file with its arguments. Raises UserError for wrong settings."""
     if not (SCRIPTS / "common.sh").is_file():
         raise UserError(
             f"{SCRIPTS / 'common.sh'}: no such file: jobs start by the repository's scripts: change to its root, "
@@ -70,16 +87,24 @@ def _submit(config: Path, overrides: list[str], nodes: int | None, options: list
     from grpo_mp.config import load_settings  # pydantic is slow to import
 
     load_settings(config, overrides)  # a mistake is said now, not after the queue
-    script = [str(SCRIPTS / "slurm.sh"), str(config), *overrides]
     own_script = SCRIPTS / f"{config.stem}.sh"
     if config.absolute() == (CONFIGS / config.name).absolute() and own_script.is_file():
-        script = [str(own_script), *overrides]
-    command = ["sbatch", *([f"--nodes={nodes}"] if nodes else []), *options, *script]
-    environment = {"VENV": sys.prefix} | os.environ
+        return [str(own_script), *overrides]
+    return [str(SCRIPTS / "slurm.sh"), str(config), *overrides]
+
+
+def _nodes_of(script: list[str]) -> int:
+    """Return the number of nodes that a batch script asks for."""
+    (count,) = re.findall(r"^#SBATCH.* --nodes=(\d+)", Path(script[0]).read_text(), re.MULTILINE)
+    return int(count)
+
+
+def _submit(command: list[str], dry_command: list[str], variables: dict[str, str], dry_run: bool) -> int:
+    """Submit a job, or show what would be submitted; return the exit status. Raises UserError."""
+    environment = {"VENV": sys.prefix} | os.environ | variables
     if dry_run:
         print(shlex.join(command), flush=True)
-        environment |= {"NODES": str(nodes)} if nodes else {}
-        return subprocess.run(["bash", *script, "--dry-run"], env=environment).returncode
+        return subprocess.run(dry_command, env=environment).returncode
     try:
         return subprocess.run(command, env=environment).returncode
     except FileNotFoundError as error:

@@ -6,6 +6,7 @@ from pkgutil import resolve_name
 
 import grpo_mp
 from grpo_mp.errors import INTERRUPT_STATUS, UserError, did_you_mean, exit_with
+from grpo_mp.reading import refuse_unreadable
 
 # What runs a command, and its line in the help. Functions take the arguments and return the exit status.
 COMMANDS = {
@@ -13,6 +14,7 @@ COMMANDS = {
     "evaluate": ("grpo_mp.cli.launch:evaluate", "score a model or a checkpoint on held-out problems"),
     "launch": ("grpo_mp.cli.launch:main", "submit a run to Slurm, or show what would be submitted"),
     "plan": ("grpo_mp.cli.plan:main", "estimate memory and time of a run, without a GPU"),
+    "report": ("grpo_mp.cli.report:main", "write one HTML page of one or several runs"),
     "convert": ("grpo_mp.cli.convert:main", "inspect, compare and convert checkpoints"),
     "make-tiny": ("grpo_mp.cli.make_tiny:main", "make a tiny model and its task, as the quickstart does"),
 }
@@ -31,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             print(f"grpo-mp {version('grpo-mp')}")
             return 0
-        return _function(command)(rest)
+        with refuse_unreadable(command):
+            return _function(command)(rest)
     except UserError as error:
         exit_with(error)
     except KeyboardInterrupt:
@@ -49,7 +52,8 @@ def usage() -> str:
 def _function(command: str) -> Callable[[Sequence[str]], int]:
     """Import what runs a command. Raises UserError for a command that does not exist."""
     if command not in COMMANDS:
-        unknown = f"unknown command {command}{did_you_mean(command, COMMANDS)}" if command else "no command was given"
+        hint = did_you_mean(command, COMMANDS)
+        unknown = f"unknown command {command[:100]}{hint}" if command else "no command was given"
         raise UserError(f"{unknown}: `grpo-mp --help` lists them")
     function: Callable[[Sequence[str]], int] = resolve_name(COMMANDS[command][0])
     return function

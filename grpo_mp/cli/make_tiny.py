@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from grpo_mp.errors import UserError
 from grpo_mp.examples import calculator
 from grpo_mp.examples.arithmetic import (
     TEMPLATES,
@@ -31,7 +32,8 @@ from grpo_mp.examples.arithmetic import (
 from grpo_mp.examples.cold_start import ColdStartStep, SftConfig, cold_start, make_example
 from grpo_mp.examples.tiny_models import TINY_CONFIGS, make_tiny, make_tokenizer
 from grpo_mp.log import log_to_terminal
-from grpo_mp.parsers import Parser
+from grpo_mp.parsers import Parser, number_of_ranks, positive_int, share
+from grpo_mp.reading import check_path, read_json
 from grpo_mp.types import Sample
 
 
@@ -68,6 +70,8 @@ def _worked_examples(
 def _make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Sample]) -> None:
     console = Console(highlight=False)
     random_model = args.out.with_name(args.out.name + "_random") if args.cold_start else args.out
+    for folder in {random_model, args.out}:
+        _check_replaceable(folder, TINY_CONFIGS[args.family]["hidden_size"])
     make_tiny(random_model, args.family, tokenizer, args.seed)
     console.print(f"{args.train} problems in {args.data}; a random {args.family} in {random_model}")
     if not args.cold_start:
@@ -84,6 +88,14 @@ def _make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, ex
     console.print(f"after the cold start: {args.out}")
 
 
+def _check_replaceable(folder: Path, hidden_size: int) -> None:
+    """Raise UserError where a folder has a model that is not one of these, and would be lost."""
+    if (config := check_path(folder / "config.json")).exists():
+        there = read_json(config)
+        if not isinstance(there, dict) or there.get("hidden_size") != hidden_size:
+            raise UserError(f"{folder} has another model: give an --out that is not there, or remove it")
+
+
 def _parser() -> Parser:
     parser = Parser("grpo-mp make-tiny", __doc__)
     parser.add_argument("--family", choices=sorted(TINY_CONFIGS), default="deepseek_v3")
@@ -92,13 +104,15 @@ def _parser() -> Parser:
     parser.add_argument(
         "--task", choices=("arithmetic", "calculator"), default="arithmetic", help="calculator: products, by a tool"
     )
-    parser.add_argument("--largest", type=int, default=29, help="largest operand")
+    parser.add_argument("--largest", type=positive_int, default=29, help="largest operand")
     parser.add_argument("--kinds", nargs="+", choices=sorted(TEMPLATES), default=["add"])
-    parser.add_argument("--train", type=int, default=6000, help="train problems")
-    parser.add_argument("--eval", type=int, default=200, help="eval problems; their operands never occur in train")
+    parser.add_argument("--train", type=positive_int, default=6000, help="train problems")
+    parser.add_argument(
+        "--eval", type=positive_int, default=200, help="eval problems; train has none of their operands"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cold-start", type=float, default=0.0, metavar="P", help="probability to reach; 0: random")
-    parser.add_argument("--slips", type=float, default=0.5, help="share of the worked examples with a careless slip")
-    parser.add_argument("--steps", type=int, default=200, help="maximum number of supervised steps")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--cold-start", type=share, default=0.0, metavar="P", help="probability to reach; 0: random")
+    parser.add_argument("--slips", type=share, default=0.5, help="share of the worked examples with a careless slip")
+    parser.add_argument("--steps", type=positive_int, default=200, help="maximum number of supervised steps")
+    parser.add_argument("--threads", type=number_of_ranks, default=os.cpu_count() or 1)
     return parser

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from grpo_mp.cli.simulation_arguments import add_simulation_arguments
 from grpo_mp.config import load_settings
-from grpo_mp.parsers import Parser, positive_int, settings_parser
+from grpo_mp.parsers import Parser, number_between, number_of_ranks, positive_int, settings_parser
 from grpo_mp.planner.clusters import cluster_names, describe_rates, read_cluster
 from grpo_mp.planner.model_configs import find_config
 
@@ -36,7 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     console.print(f"model: {source}")
     if hf.get("num_nextn_predict_layers"):
-        console.print("its multi-token-prediction layer is not part of the policy: it is not counted")
+        counted = "drafts for the engines" if settings.engine.speculative.algorithm == "mtp" else "is not counted"
+        console.print(f"its multi-token-prediction layer is not part of the policy: it {counted}")
 
     # torch is slow to import: the help and mistakes so far come without it.
     from grpo_mp.cli.simulate import simulate_and_show
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         check_arguments(settings.engine.args, known_arguments())
     lengths = read_lengths(args.lengths) if args.lengths else ()
     mean = fmean(lengths) if lengths else args.response_tokens
-    job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, mean)
+    job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, mean, args.acceptance_length)
     if args.simulate:
         return simulate_and_show(job, lengths, args, console)
     if explains:
@@ -83,12 +84,17 @@ def _compare(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = settings_parser("plan", __doc__)
     parser.add_argument("--cluster", default="h100-80", help=f"{', '.join(cluster_names())}, or a YAML file")
-    parser.add_argument("--nodes", type=positive_int, default=1)
-    parser.add_argument("--gpus-per-node", type=positive_int, help="default: that of the cluster")
+    parser.add_argument("--nodes", type=number_of_ranks, default=1)
+    parser.add_argument("--gpus-per-node", type=number_of_ranks, help="default: that of the cluster")
     parser.add_argument("--search", action="store_true", help="rank the layouts that fit, print the best five")
     parser.add_argument("--times", action="store_true", help="also show the terms of each phase's time")
     parser.add_argument("--ppo", action="store_true", help="also show what the four models of PPO would need")
     parser.add_argument("--model-config", type=Path, help="config.json to use where model.path does not exist")
     parser.add_argument("--response-tokens", type=positive_int, help="assumed mean length (default: half of the limit)")
+    parser.add_argument(
+        "--acceptance-length",
+        type=number_between(1, 64),
+        help="tokens that a decode step with speculation yields for a sequence",
+    )
     add_simulation_arguments(parser)
     return parser

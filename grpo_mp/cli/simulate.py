@@ -11,6 +11,10 @@ from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.show import table_of
 from grpo_mp.simulation.lengths import lognormal_lengths
 from grpo_mp.simulation.planned import Assumptions, on_gpus, simulate_job
+from grpo_mp.simulation.planned_failures import COLUMNS as FAILURE_COLUMNS
+from grpo_mp.simulation.planned_failures import FailureAssumptions, failure_costs
+from grpo_mp.simulation.planned_failures import describe_best as describe_saves
+from grpo_mp.simulation.planned_failures import row_of as failure_row
 from grpo_mp.simulation.scenario import Outcome, Schedule
 from grpo_mp.simulation.table import COLUMNS, describe_best, row_of
 
@@ -20,7 +24,6 @@ def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, 
     assumed = Assumptions(
         tuple(lengths) or (lognormal_lengths(job, args.response_sigma) if args.response_sigma else ()),
         args.drop_rate,
-        args.acceptance_length,
         args.draft_tokens,
         args.engine_mtbf_hours * 3600,
         args.engine_restart_s,
@@ -32,7 +35,29 @@ def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, 
         raise UserError("--simulate: no schedule is possible: name numbers of GPUs that layout and engines divide")
     console.print(table_of("A step of each schedule, simulated", COLUMNS, map(row_of, outcomes)))
     console.print(describe_best(outcomes))
+    failures = FailureAssumptions(
+        args.gpu_mtbf_hours,
+        args.host_mtbf_hours,
+        args.network_mtbf_hours,
+        args.restart_s,
+        args.spares,
+        args.repair_hours,
+        args.seed,
+    )
+    if failures.any:
+        for gpus in dict.fromkeys(outcome.scenario.gpus for outcome in outcomes):
+            alike = [outcome for outcome in outcomes if outcome.scenario.gpus == gpus]
+            _show_failures(on_gpus(job, gpus), max(alike, key=lambda one: one.samples_per_s), failures, console)
     return 0
+
+
+def _show_failures(job: PlannedJob, outcome: Outcome, failures: FailureAssumptions, console: Console) -> None:
+    """Print what failures cost the fastest schedule."""
+    scenario = outcome.scenario
+    costs, slower = failure_costs(make_plan(job, with_sync=False), outcome, failures)
+    title = f"Failures on {scenario.gpus:,} GPUs, {scenario.schedule} with max_staleness {scenario.max_staleness}"
+    console.print(table_of(title, FAILURE_COLUMNS, [failure_row(cost, slower) for cost in costs]))
+    console.print(describe_saves(costs, slower))
 
 
 def _simulate(job: PlannedJob, assumed: Assumptions, args: Namespace, console: Console) -> Iterator[Outcome]:

@@ -5,9 +5,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from grpo_mp.parsers import Parser, positive_int
+from grpo_mp.parsers import (
+    MAX_RANKS,
+    Parser,
+    count_up_to,
+    non_negative,
+    number_between,
+    number_of_ranks,
+    positive_int,
+    share,
+)
 
 SCHEDULES = ("colocated", "one_step_off", "async")
+FAILING = {
+    "engine": "an engine",
+    "gpu": "a GPU, which end the job",
+    "host": "a host, for other reasons",
+    "network": "a host's network",
+}
 T = TypeVar("T")
 
 
@@ -16,18 +31,30 @@ def add_simulation_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("simulation")
     group.add_argument("--simulate", action="store_true", help="play steps event by event, under each schedule")
     group.add_argument("--schedule", choices=SCHEDULES, help="only this one (default: all three)")
-    group.add_argument("--gpus", type=list_of(positive_int), help="8,64,4096: a table of these (default: --nodes)")
+    group.add_argument("--gpus", type=list_of(number_of_ranks), help="8,64,4096: a table of these (default: --nodes)")
     group.add_argument(
         "--engine-gpus", type=positive_int, help="GPUs of the engines (default: engine.ranks, or the best division)"
     )
-    group.add_argument("--staleness", type=list_of(int), default=[0, 1, 2, 4], help="values of rollout.max_staleness")
+    group.add_argument(
+        "--staleness", type=list_of(count_up_to(1000)), default=[0, 1, 2, 4], help="values of rollout.max_staleness"
+    )
     group.add_argument("--lengths", type=Path, help="measured response lengths: a number a line, or a run's samples")
-    group.add_argument("--response-sigma", type=float, help="sigma of lognormal lengths (default: 1)")
-    group.add_argument("--drop-rate", type=float, default=0.0, help="share of groups that the filter drops")
-    group.add_argument("--acceptance-length", type=float, default=1.0, help="tokens of a step with speculation")
-    group.add_argument("--draft-tokens", type=int, default=0, help="tokens drafted for a step, by one layer")
-    group.add_argument("--engine-mtbf-hours", type=float, default=0.0, help="mean time between failures of an engine")
-    group.add_argument("--engine-restart-s", type=float, default=300.0, help="seconds until it generates again")
+    group.add_argument("--response-sigma", type=number_between(0, 5), help="sigma of lognormal lengths (default: 1)")
+    group.add_argument("--drop-rate", type=share, default=0.0, help="share of groups that the filter drops")
+    group.add_argument(
+        "--draft-tokens",
+        type=count_up_to(64),
+        help="tokens drafted for a step, by one layer (default: engine.speculative)",
+    )
+    for name, failing in FAILING.items():
+        text = f"mean time between failures of {failing}; 0: none"
+        group.add_argument(f"--{name}-mtbf-hours", type=non_negative, default=0.0, metavar="HOURS", help=text)
+    group.add_argument("--engine-restart-s", type=non_negative, default=300.0, help="until an engine generates again")
+    group.add_argument("--restart-s", type=non_negative, default=300.0, help="until a killed job reads its checkpoint")
+    group.add_argument(
+        "--spares", type=count_up_to(MAX_RANKS), default=0, help="hosts that take the place of those that fail"
+    )
+    group.add_argument("--repair-hours", type=non_negative, default=24.0, help="until a host that failed is back")
     group.add_argument("--steps", type=positive_int, default=16, help="steps to play; the second half counts")
     group.add_argument("--seed", type=int, default=0, help="of lengths, filter and failures")
 

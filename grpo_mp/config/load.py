@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from grpo_mp.algorithms.presets import with_preset
 from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.config.settings import Settings
-from grpo_mp.errors import UserError, did_you_mean, one_line
+from grpo_mp.errors import UserError, did_you_mean
+from grpo_mp.reading import parse_yaml, read_yaml, shorten
 from grpo_mp.rewards.settings import StepModelConfig
 from grpo_mp.section import Section, section_type
 
@@ -45,16 +46,6 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
     return check_settings(tree, str(path))
 
 
-def read_yaml(path: Path) -> Any:
-    """Read a YAML file. Raises UserError where it is missing or not YAML."""
-    try:
-        return yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}: give an existing file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {one_line(error, None)}") from error
-
-
 def check_settings(tree: dict[str, Any], where: str) -> Settings:
     """Validate a plain dictionary. Raises UserError with a sentence for each invalid setting."""
     try:
@@ -71,16 +62,13 @@ def dump_settings(settings: Settings) -> str:
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     name, equals, value = override.partition("=")
     if not equals or ("." not in name and name not in Settings.model_fields):
-        raise UserError(f"override {override!r}: write section.key=value, e.g. rollout.group_size=16")
+        raise UserError(f"override {shorten(override)!r}: write section.key=value, e.g. rollout.group_size=16")
     *sections, key = name.split(".")
     for depth, section in enumerate(sections):
         if not isinstance(tree.get(section), dict):
             tree[section] = _expand_shorthand(sections[:depth], section, tree.get(section))
         tree = tree[section]
-    try:
-        tree[key] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise UserError(f"override {override!r}: the value is not valid YAML") from error
+    tree[key] = parse_yaml(value, f"override {shorten(override)!r}")
 
 
 def _expand_shorthand(parents: list[str], section: str, value: Any) -> dict[str, Any]:
@@ -94,7 +82,7 @@ def _expand_shorthand(parents: list[str], section: str, value: Any) -> dict[str,
 
 def _format_error(where: str, item: Any) -> str:
     section, names = _locate(item["loc"])
-    name = ".".join(names)
+    name = shorten(".".join(names), 300)
     if new := RENAMED_VALUES.get((name, str(item["input"]))):
         return f"{where}: {name}={item['input']} has another name: it is {new} now"
     if item["type"] == "extra_forbidden":
@@ -106,7 +94,7 @@ def _format_error(where: str, item: Any) -> str:
     if item["type"] == "missing":
         return f"{where}: setting {name} is missing"
     expected = EXPECTED.get(item["type"], "")
-    shown = f"expected {expected.format(name=name)}, found {item['input']!r}"
+    shown = f"expected {expected.format(name=name)}, found {shorten(repr(item['input']))}"
     message = shown if expected else item["msg"].removeprefix("Value error, ")
     return f"{where}: {name}: {message}" if name else f"{where}: {message}"
 

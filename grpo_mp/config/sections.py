@@ -3,30 +3,45 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_serializer, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from grpo_mp.config.registries import DATA_SOURCES, LOGGERS, ROLLOUT_FUNCTIONS
-from grpo_mp.evaluation.pass_at_k import MAX_SAMPLES
+from grpo_mp.config.registries import LOGGERS, ROLLOUT_FUNCTIONS
 from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.section import Section, as_bytes
 
 PIECE_BYTES = 2**30
 PauseMode = Literal["retract", "in_place"]
-SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 RolloutName = Annotated[str, AfterValidator(ROLLOUT_FUNCTIONS.check_name)]
+
+
+class ExportServers(Section):
+    """SGLang servers beside the job, started with the policy's architecture, that load each of run.export_every."""
+
+    urls: tuple[Annotated[str, Field(pattern="^https?://")], ...] = Field(
+        min_length=1, description="their addresses, without /v1; they see run.folder at the same path"
+    )
+    api_key_env: str | None = Field(None, description="environment variable that holds their API key; null: none")
+    timeout_s: float = Field(300.0, gt=0, description="time limit of one server's update, in seconds")
 
 
 class RunConfig(Section):
     """The run: its folder, length, checkpoints and evaluations."""
 
     folder: Path = Field(description="folder for all output of the run (TRL output_dir)")
-    seed: int = Field(0, description="seed of data order, sampling and initialization")
+    seed: int = Field(0, ge=0, lt=2**32, description="seed of data order, sampling and initialization")
     steps: int = Field(gt=0, description="total steps; each generates, scores, trains and syncs; may be raised later")
     save_every: int = Field(20, ge=0, description="steps between checkpoints; 0 saves only at the end")
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 evaluates only before and after")
     keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints to keep (TRL save_total_limit)")
     async_save: bool = Field(
         True, description="write a checkpoint's optimizer state while the next step generates; false: before it"
+    )
+    max_failed_saves: int = Field(
+        3,
+        ge=0,
+        description="checkpoints and exports in a row that may fail because the disk is full, read-only or broken: the "
+        "run goes on; its last ones may not",
     )
     piece_bytes: int = Field(
         PIECE_BYTES,
@@ -42,6 +57,19 @@ class RunConfig(Section):
         0, ge=0, description="steps between Hugging Face folders, exports/step_N, while the run goes on; 0: none"
     )
     export_fp8: bool = Field(False, description="write exported matrices in blockwise FP8, as DeepSeek releases them")
+    export_servers: ExportServers | None = Field(
+        None,
+        description="SGLang servers that load each export of export_every, such as opponents that are an older version "
+        "of the policy; one that does not is named in a warning, and keeps what it has; null: none",
+    )
+
+    @model_validator(mode="after")
+    def _check_export_servers(self) -> "RunConfig":
+        if self.export_servers and not self.export_every:
+            raise ValueError(
+                "run.export_servers load the folders of run.export_every, which is 0: set it, or leave out"
+            )
+        return self
 
     _parse_unit = field_validator("piece_bytes", mode="before")(as_bytes)
 
@@ -84,98 +112,6 @@ class LayoutConfig(Section):
         return self.pipeline if self.virtual_pipeline else 1
 
 
-class EvalSetConfig(Section):
-    """A held-out set, and how its answers are sampled; null: as in the rollout."""
-
-    path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
-    samples: int = Field(
-        1, ge=1, le=MAX_SAMPLES, description="responses to each problem: avg@n, pass@k and maj@k up to n"
-    )
-    temperature: float | None = Field(
-        None, ge=0, description="sampling temperature; 0: greedy; null: rollout.temperature"
-    )
-    top_p: float | None = Field(None, gt=0, le=1, description="mass of nucleus sampling; null: rollout.top_p")
-    max_response_tokens: int | None = Field(
-        None, gt=0, description="maximum tokens of a response; null: rollout.max_response_tokens"
-    )
-    max_prompts: int | None = Field(
-        None, gt=0, description="use only the first prompts, up to this number; null: data.max_eval_prompts"
-    )
-    source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
-
-    @model_validator(mode="after")
-    def _check_samples_can_differ(self) -> "EvalSetConfig":
-        if self.temperature == 0 and self.samples > 1:
-            raise ValueError(
-                f"at temperature 0 the {self.samples} samples of a problem are all the same: set samples=1"
-            )
-        return self
-
-
-class TrainSetConfig(Section):
-    """A set of a mixture to train on; null: as in `data`."""
-
-    path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
-    weight: float = Field(
-        1.0,
-        gt=0,
-        description="share of the prompts, relative to the other sets'. An epoch is as long as no prompt occurs twice",
-    )
-    source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
-    prompt_column: str | None = Field(None, description="column of the prompt; null: data.prompt_column")
-    answer_column: str | None = Field(None, description="column of the answer; null: data.answer_column")
-    system_prompt: str | None = Field(None, description="system message before its prompts; null: data.system_prompt")
-    pass_rates: str | None = Field(
-        None,
-        description="JSONL or Parquet file of how often answers to its prompts were right, as the samples.jsonl that "
-        "`grpo-mp evaluate` writes, or rows of prompt and pass_rate; prompts that it lacks are kept; null: none",
-    )
-    min_pass_rate: float = Field(0.0, ge=0, le=1, description="prompts of a lower rate in pass_rates are left out")
-    max_pass_rate: float = Field(1.0, ge=0, le=1, description="prompts of a higher rate in pass_rates are left out")
-
-
-class DataConfig(Section):
-    """Prompts to train on and to evaluate on, and their columns."""
-
-    train: dict[str, TrainSetConfig] = Field(
-        min_length=1,
-        description="JSONL or Parquet file, or a `datasets` name, `name:split`; or a mixture of sets by name: "
-        "{NAME: {path, weight, ...}}",
-    )
-    eval: dict[str, EvalSetConfig] = Field(
-        {}, description="held-out sets by name: a file or `datasets` name, or {path, samples, ...}"
-    )
-    source: SourceName | None = Field(
-        None,
-        description="reader of `train` and `eval`: jsonl, parquet, datasets, verifiers, or your own "
-        "'file.py:function', which is called with their value; null: by the file's suffix",
-    )
-    prompt_column: str = Field("question", description="column of the prompt: text, or a list of chat messages")
-    answer_column: str | None = Field("answer", description="column of the expected answer; null: none")
-    system_prompt: str | None = Field(None, description="system message before every prompt; null: none")
-    shuffle: bool = Field(True, description="reorder the train prompts in each epoch; false: order of the file")
-    max_eval_prompts: int | None = Field(
-        None, gt=0, description="use only the first prompts of each set, up to this number; null: all"
-    )
-
-    @field_validator("train", "eval", mode="before")
-    @classmethod
-    def _expand_path(cls, value: Any, field: ValidationInfo) -> Any:
-        if isinstance(value, str) and field.field_name == "train":
-            return {"train": {"path": value}}
-        if not isinstance(value, dict):
-            return value
-        return {name: {"path": item} if isinstance(item, str) else item for name, item in value.items()}
-
-    @field_serializer("train")
-    def _shorten(self, value: dict[str, TrainSetConfig]) -> Any:
-        """Write one set that is only a path as it was given."""
-        only = value.get("train")
-        if only and value == {"train": TrainSetConfig(path=only.path)}:
-            return only.path
-        return {name: train_set.model_dump(mode="json") for name, train_set in value.items()}
-
-
 class EpisodeLimits(Section):
     """Limits of an episode: one that reaches them is a sample with the state `truncated` or `timeout`."""
 
@@ -202,7 +138,9 @@ class RolloutConfig(Section):
     max_response_tokens: int = Field(gt=0, description="maximum tokens of a response (TRL max_completion_length)")
     temperature: float = Field(1.0, gt=0, description="sampling temperature; logprobs in training use it, too")
     top_p: float = Field(1.0, gt=0, le=1, description="mass of nucleus sampling; logprobs are of the full distribution")
-    stop: tuple[str, ...] = Field((), description="texts that end a response, in addition to the model's end token")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="texts that end a response, in addition to the model's end token"
+    )
     max_staleness: int = Field(
         0,
         ge=0,
@@ -210,6 +148,13 @@ class RolloutConfig(Section):
         "While the last groups of a step run, free slots generate for later steps; what is unfinished is paused, and "
         "goes on with the new weights (partial rollouts, slime --partial-rollout). 0: all samples are of the newest "
         "weights; with schedule=one_step_off it is 1, with async 1 or more",
+    )
+    tokens_ahead: int | None = Field(
+        None,
+        gt=0,
+        description="tokens that a step adds to a response of a later one (a fixed budget of partial rollouts, Kimi "
+        "k1.5). A step begins all groups that max_staleness lets it begin, and ends when each has its tokens: which "
+        "weights draw a token does not depend on the clock. null: free slots begin them, until the step has its groups",
     )
     group_timeout_s: float = Field(
         600.0,
@@ -321,6 +266,13 @@ class EngineConfig(Section):
         SpeculativeConfig(),
         description="drafts that one step of the model verifies (SGLang speculative_algorithm); GPUs only",
     )
+    deterministic: bool = Field(
+        False,
+        description="draw every sample with a seed of its own (SGLang enable_deterministic_inference, sampling_seed): "
+        "a function of run.seed, the prompt, the epoch, the index in the group and the turn; an evaluation's, of its "
+        "set's name. On a CPU in float32 tokens and logprobs are the same bits in any company; GPUs take SGLang's "
+        "batch-invariant kernels",
+    )
     args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
 
 
@@ -334,10 +286,24 @@ class OptimizerConfig(Section):
         "constant", description="shape of the decay from lr to min_lr (TRL lr_scheduler_type, Megatron lr_decay_style)"
     )
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of AdamW")
-    betas: tuple[float, float] = Field((0.9, 0.98), description="decay rates of Adam's first and second moments")
+    betas: tuple[DecayRate, DecayRate] = Field(
+        (0.9, 0.98), description="decay rates of Adam's first and second moments"
+    )
     eps: float = Field(1e-8, gt=0, description="number added to the root of Adam's second moment")
     clip_grad: float = Field(
         1.0, ge=0, description="norm to which the full gradient is clipped (TRL max_grad_norm); 0: no clipping"
+    )
+    skip_grad_norm: float | None = Field(
+        None,
+        gt=0,
+        description="norm of the full gradient, before clipping, above which an update is skipped; null: only where it "
+        "is not finite",
+    )
+    max_skipped_updates: int = Field(
+        3,
+        ge=0,
+        description="skipped updates in a row after which the run stops; the samples of each step that has one are "
+        "kept in RUN/rollouts_dump; 0: never",
     )
     offload: Literal["none", "step", "host"] = Field(
         "step",
@@ -430,6 +396,26 @@ class SyncConfig(Section):
     _parse_unit = field_validator("bucket_bytes", mode="before")(as_bytes)
 
 
+class MetricGuard(Section):
+    """Limits of a metric; outside them the run stops or warns."""
+
+    min: float | None = Field(None, description="least value; null: none")
+    max: float | None = Field(None, description="greatest value; null: none")
+    max_drop: float | None = Field(
+        None,
+        ge=0,
+        description="most that the mean of the last `steps` steps may be below the best such mean; null: any",
+    )
+    steps: int = Field(1, ge=1, description="steps in a row that must be outside, or that a mean is of")
+    action: Literal["stop", "warn"] = Field("stop", description="what to do then; a stop leaves the last checkpoint")
+
+    @model_validator(mode="after")
+    def _has_a_limit(self) -> "MetricGuard":
+        if self.min is None and self.max is None and self.max_drop is None:
+            raise ValueError("set one of min, max and max_drop")
+        return self
+
+
 class MonitorConfig(Section):
     """Metrics, logs and time limits."""
 
@@ -442,6 +428,17 @@ class MonitorConfig(Section):
         "info", description="level of RUN/logs/rank_N.log; warnings go to the terminal, too"
     )
     samples_per_step: int = Field(4, ge=0, description="sample texts written at each step")
+    check_replicas_every: int = Field(
+        20,
+        ge=0,
+        description="steps between comparisons of the weights' checksums across data-parallel replicas; where they "
+        "differ the run stops and names the rank (Megatron --check-weight-hash-across-dp-replicas-interval); 0: never",
+    )
+    guards: dict[str, MetricGuard] = Field(
+        {},
+        description="limits of metrics by name, as {train/entropy: {min: 0.02, steps: 5}, reward/mean: {max_drop: 0.3, "
+        "steps: 10}}: a run whose reward or entropy collapses stops, and keeps the checkpoints from before",
+    )
     phase_timeout_s: float = Field(
         3600.0, gt=0, description="time limit of a phase, and of a wait for other ranks, in seconds"
     )

@@ -6,10 +6,9 @@ from pydantic import Field, model_validator
 
 from grpo_mp.algorithms.registries import needs_correctness
 from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
+from grpo_mp.config.data_sections import DataConfig, EvalSetConfig
 from grpo_mp.config.sections import (
-    DataConfig,
     EngineConfig,
-    EvalSetConfig,
     LayoutConfig,
     ModelConfig,
     MonitorConfig,
@@ -19,6 +18,7 @@ from grpo_mp.config.sections import (
     SyncConfig,
     TrainingConfig,
 )
+from grpo_mp.errors import did_you_mean
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.section import Section
 
@@ -101,8 +101,14 @@ class Settings(Section):
             request: self.engine.request_timeout_s,
             phase: self.monitor.phase_timeout_s,
         }
+        if self.run.export_servers:
+            limits["run.export_servers.timeout_s"] = self.run.export_servers.timeout_s * len(
+                self.run.export_servers.urls
+            )
         if self.rollout.rollout_function:
             limits["rollout.limits.episode_s"] = self.rollout.limits.episode_s
+        if self.reward.judge:
+            limits["reward.judge.timeout_s with retries"] = self.reward.judge.longest_s
         for outer, inner in ((request, "rollout.group_timeout_s"), *((phase, name) for name in limits)):
             if limits[outer] < limits[inner]:
                 raise ValueError(
@@ -120,6 +126,52 @@ class Settings(Section):
                 "to compare with: set 2 or more, or algorithm: reinforce_pp"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_rewards_of_sets(self) -> "Settings":
+        terms = [*self.reward.built_in_weights, *self.reward.function_names.values()]
+        for name, weights in self.set_weights.items():
+            for term in weights.keys() - terms:
+                raise ValueError(
+                    f"data.train.{name}.reward: no term of the reward is named {term!r}{did_you_mean(term, terms)}; "
+                    f"there are: {', '.join(terms)}; others are described in `reward`"
+                )
+            if not any(weights.values()):
+                raise ValueError(f"data.train.{name}.reward: no term has a weight: name one, or set null")
+        if self.set_weights and self.algorithm.advantage.combine == "normalize":
+            raise ValueError(
+                "algorithm.advantage.combine=normalize weighs terms alike in all sets: set combine=sum, or no "
+                f"data.train.{next(iter(self.set_weights))}.reward"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_own_reward_models(self) -> "Settings":
+        rule = self.algorithm.filter
+        for name, model in self.reward.own_models.items():
+            folder = f"reward.{name}.folder={model.folder}"
+            if not self.shares_devices:
+                raise ValueError(
+                    f"{folder} is served in SCORE on the devices of all ranks, which schedule={self.schedule} has no "
+                    f"phase for: set schedule=colocated, or serve it elsewhere and set reward.{name}.url"
+                )
+            if name == "model" and self.reward.correct and self.reward.correct.term == name:
+                raise ValueError(
+                    f"reward.correct={name} decides in evaluations and filters, too, and {folder} is asked in SCORE "
+                    "alone: name another term, or serve the model elsewhere and set reward.model.url"
+                )
+            if rule.zero_std != "keep" and not needs_correctness(rule.metric):
+                raise ValueError(
+                    f"algorithm.filter.metric={rule.metric} needs the whole reward while groups are generated, and "
+                    f"{folder} is asked in SCORE alone: set metric=accuracy or zero_std=keep, or serve the model "
+                    f"elsewhere and set reward.{name}.url"
+                )
+        return self
+
+    @property
+    def set_weights(self) -> dict[str, dict[str, float]]:
+        """Return the weights of the terms for each train set that has its own, by name."""
+        return {name: one.reward for name, one in self.data.train.items() if one.reward is not None}
 
     @model_validator(mode="after")
     def _check_correct_is_known(self) -> "Settings":
@@ -178,6 +230,22 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_tokens_ahead(self) -> "Settings":
+        ahead, least = self.rollout.tokens_ahead, self.engine.speculative.verified_tokens + 1
+        if ahead is None:
+            return self
+        if not self.steps_ahead:
+            staleness = 1 if self.shares_devices else 2
+            raise ValueError(
+                f"rollout.tokens_ahead={ahead}, and no step begins groups of a later one: set rollout.max_staleness="
+                f"{staleness} or more{'' if self.shares_devices else ' with schedule=async'}, or leave it out"
+            )
+        if ahead < least:
+            last = "the last one is" if least == 2 else f"the last {least - 1} are"
+            raise ValueError(f"rollout.tokens_ahead={ahead}: set {least} or more, {last} drawn again")
+        return self
+
+    @model_validator(mode="after")
     def _check_episodes(self) -> "Settings":
         rollout = self.rollout
         if rollout.tools and not rollout.tool_parser:
@@ -219,6 +287,16 @@ class Settings(Section):
     def shares_devices(self) -> bool:
         """Return whether policy and engines are on the same devices, in turn."""
         return self.schedule == "colocated"
+
+    @property
+    def steps_ahead(self) -> int:
+        """Return how many steps before its own a group may be begun, where each is begun with fixed weights."""
+        return self.rollout.max_staleness - (not self.shares_devices)
+
+    @property
+    def updates_running_groups(self) -> bool:
+        """Return whether weights change under groups that run; otherwise a step's groups end before the sync."""
+        return self.schedule == "async" and self.rollout.tokens_ahead is None
 
     @property
     def samples_per_step(self) -> int:

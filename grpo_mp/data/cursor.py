@@ -62,19 +62,21 @@ def take(
             deferred = held if len(held) < size else ()
             cursor = Cursor(cursor.epoch + 1, 0, cursor.seed, deferred)
         end = min(size, cursor.position + count - len(taken))
-        taken.extend(epoch_order(replace(cursor, position=0), size, shuffle, mixture)[cursor.position : end])
+        order = epoch_order(replace(cursor, position=0), size, shuffle, mixture)
+        taken.extend(order[cursor.position : end].tolist())
         cursor = Cursor(cursor.epoch, end, cursor.seed, cursor.deferred)
     return tuple(taken), cursor
 
 
 def taken_before(cursor: Cursor, size: int, count: int, shuffle: bool, mixture: Mixture = ()) -> tuple[int, ...]:
     """Return the last `count` indices, or fewer, that were taken before the cursor by takes that knew as many."""
-    order = epoch_order(replace(cursor, position=0), size, shuffle, mixture)[: cursor.position]
-    return (*cursor.deferred, *order)[-count:] if count else ()
+    first = max(0, cursor.position - count)
+    order = epoch_order(replace(cursor, position=0), size, shuffle, mixture)[first : cursor.position]
+    return (*cursor.deferred, *order.tolist())[-count:] if count else ()
 
 
 @lru_cache(maxsize=2)
-def epoch_order(cursor: Cursor, size: int, shuffle: bool, mixture: Mixture = ()) -> tuple[int, ...]:
+def epoch_order(cursor: Cursor, size: int, shuffle: bool, mixture: Mixture = ()) -> npt.NDArray[np.int64]:
     """Return all prompts in the order of the cursor's epoch: its permutation, then the deferred ones as they are."""
     if mixture:
         order = _mixed_order(cursor, shuffle, mixture)
@@ -84,7 +86,7 @@ def epoch_order(cursor: Cursor, size: int, shuffle: bool, mixture: Mixture = ())
         order = np.arange(size)
     deferred = np.array(cursor.deferred, dtype=np.int64)
     deferred = deferred[np.isin(deferred, order)]  # the epoch of a mixture need not have them
-    return tuple(np.concatenate([order[~np.isin(order, deferred)], deferred]).tolist())
+    return np.concatenate([order[~np.isin(order, deferred)], deferred])
 
 
 def _mixed_order(cursor: Cursor, shuffle: bool, mixture: Mixture) -> npt.NDArray[np.int64]:

@@ -1,12 +1,12 @@
 """Leave out prompts that are too easy or too hard, by how often answers to them were right."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from statistics import fmean
 
-from grpo_mp.config.sections import TrainSetConfig
+from grpo_mp.config.data_sections import TrainSetConfig
 from grpo_mp.data.rows import read_rows
 from grpo_mp.errors import UserError
-from grpo_mp.types import Prompt
 
 PassRates = dict[str, float]  # by the prompt's text
 
@@ -25,17 +25,17 @@ def read_pass_rates(name: str) -> PassRates:
     return {prompt: fmean(values) for prompt, values in verdicts.items()}
 
 
-def within_pass_rates(prompts: list[Prompt], train_set: TrainSetConfig) -> list[Prompt]:
-    """Return the prompts whose pass rate is in the set's range, and those that its file lacks.
+def within_pass_rates(texts: Iterable[str], file: str, train_set: TrainSetConfig) -> list[bool]:
+    """Return for each prompt whether its pass rate is in the set's range, or the file lacks it.
 
     Raises UserError where the file is of other prompts, or none is left.
     """
-    if train_set.pass_rates is None:
-        return prompts
-    rates, lowest, highest = read_pass_rates(train_set.pass_rates), train_set.min_pass_rate, train_set.max_pass_rate
-    if not any(prompt.text in rates for prompt in prompts):
-        raise UserError(f"{train_set.pass_rates}: none of its prompts is in {train_set.path}: measure those")
-    kept = [prompt for prompt in prompts if lowest <= rates.get(prompt.text, lowest) <= highest]
-    if not kept:
+    lowest, highest = train_set.min_pass_rate, train_set.max_pass_rate
+    rates = read_pass_rates(file)
+    measured = [rates.get(text) for text in texts]
+    if not any(rate is not None for rate in measured):
+        raise UserError(f"{file}: none of its prompts is in {train_set.path}: measure those")
+    kept = [rate is None or lowest <= rate <= highest for rate in measured]
+    if not any(kept):
         raise UserError(f"{train_set.path}: no prompt has a pass rate from {lowest:g} to {highest:g}: widen the range")
     return kept

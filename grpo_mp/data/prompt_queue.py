@@ -62,6 +62,11 @@ class PromptQueue:
         self.extend(number + 1)
         return self._draws[number].index
 
+    def epoch(self, number: int) -> int:
+        """Return the epoch in which that prompt is drawn."""
+        self.extend(number + 1)
+        return self._draws[number].cursor.epoch
+
     def use_up(self, count: int) -> Cursor:
         """Drop the first `count` prompts; return where the next step begins."""
         if count:

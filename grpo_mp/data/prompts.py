@@ -1,22 +1,108 @@
-"""Prompt sets: rows are read by the column mapping, rendered by the chat template and tokenized."""
+"""Prompt sets: rows are read by the column mapping, rendered by the chat template and tokenized as they are needed."""
 
+import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
-from jinja2 import TemplateError
+import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from grpo_mp.config.sections import DataConfig
+from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import Mixture, mix_sets
 from grpo_mp.data.pass_rates import within_pass_rates
-from grpo_mp.data.rows import Row, read_rows
-from grpo_mp.errors import UserError, did_you_mean
+from grpo_mp.data.rows import Row, Rows, read_rows
+from grpo_mp.errors import UserError, did_you_mean, one_line
+from grpo_mp.reading import shorten
+from grpo_mp.rewards.settings import DATA_SET
 from grpo_mp.types import Prompt
+from grpo_mp.user_code import time_limit
 
+ROWS_AT_ONCE = 1024  # that the tokenizer is given
+TEMPLATE_LIMIT_S = 20.0  # of one prompt
 ROLES = ("system", "user", "assistant", "tool")
 Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """How a row becomes a prompt."""
+
+    data: DataConfig  # columns and system prompt
+    tokenizer: PreTrainedTokenizerBase
+    tools: Sequence[dict[str, Any]] = ()  # JSON schemas for the template
+    columns: Mapping[str, Any] = field(default_factory=dict)  # added to those of the row
+
+    def check(self, row: Row) -> str:
+        """Return what the template makes of a row. Raises UserError for a malformed one (file and line)."""
+        _read_answer(row, self.data)
+        return _apply_chat_template(_read_messages(row, self.data), row, self.tokenizer, self.tools)
+
+    def check_template(self, row: Row) -> None:
+        """Raise UserError where the template takes too long, or makes the same of any prompt."""
+        chat = _read_messages(row, self.data)
+        chats = ([*chat[:-1], chat[-1] | {"content": content}] for content in ("one", "two"))
+        label = f"{self.tokenizer.name_or_path or 'model.path'}: the chat template"
+        with time_limit(TEMPLATE_LIMIT_S, label):
+            texts = {_apply_chat_template(chat, row, self.tokenizer, self.tools) for chat in chats}
+        if len(texts) == 1:
+            raise UserError(f"{label} leaves the prompt out: use the one of this model")
+
+    def text(self, row: Row) -> str:
+        """Return a row's prompt as the user wrote it."""
+        return _read_messages(row, self.data)[-1]["content"]
+
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of what the template made."""
+        # The template has written the special tokens already; adding them here would begin prompts with two.
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    def read(self, row: Row, index: int) -> Prompt:
+        """Return the prompt of a row."""
+        chat, (tokens,) = _read_messages(row, self.data), self.tokenize([self.check(row)])
+        answer, columns = _read_answer(row, self.data), {**row.columns, **self.columns}
+        return Prompt(index, chat[-1]["content"], tuple(tokens), answer, columns, tuple(chat))
+
+
+@dataclass(frozen=True, eq=False)
+class RowPrompts:
+    """Prompts of one file or source, read when they are asked for: memory holds the number of each one's row."""
+
+    rows: Rows
+    numbers: npt.NDArray[np.int64]
+    reader: PromptReader
+
+    def texts(self) -> Iterator[str]:
+        """Yield the prompts as the user wrote them."""
+        return (self.reader.text(self.rows[int(number)]) for number in self.numbers)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredPrompts(Sequence[Prompt]):
+    """The prompts of several sources, one after the other."""
+
+    parts: tuple[RowPrompts, ...]
+
+    def __len__(self) -> int:
+        return sum(len(part.numbers) for part in self.parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return one prompt, or a list of those of a slice. Raises UserError where the data changed since the start."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = index
+        for part in self.parts:
+            if place < len(part.numbers):
+                return part.reader.read(part.rows[int(part.numbers[place])], index)
+            place -= len(part.numbers)
+        raise IndexError(index)
+
+    def texts(self) -> Iterator[str]:
+        """Yield the prompts as the user wrote them."""
+        return chain.from_iterable(part.texts() for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -24,7 +110,7 @@ class PromptSet:
     """Prompts that fit the limit, in the order of their rows; `prompts[i].index == i`."""
 
     source: str
-    prompts: tuple[Prompt, ...]
+    prompts: Sequence[Prompt]
     num_too_long: int  # rows whose prompt has more tokens than the limit
     mixture: Mixture = ()  # how sets are mixed
     num_filtered: int = 0  # prompts that are left out for their pass rate
@@ -33,6 +119,11 @@ class PromptSet:
     def epoch_size(self) -> int:
         """Return the prompts of an epoch."""
         return sum(share.count for share in self.mixture) or len(self)
+
+    def texts(self) -> Iterator[str]:
+        """Yield the prompts as the user wrote them, without tokens."""
+        prompts = self.prompts
+        return prompts.texts() if isinstance(prompts, StoredPrompts) else (prompt.text for prompt in prompts)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -47,26 +138,28 @@ class PromptSet:
 def load_train_prompts(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, tools: Sequence[dict[str, Any]] = ()
 ) -> PromptSet:
-    """Read the sets of `data.train`; rewards see the set's name as column `data_set`. Raises UserError."""
-    prompts, sizes, read = list[Prompt](), list[int](), list[PromptSet]()
+    """Check the sets of `data.train`; rewards see the set's name as column `data_set`. Raises UserError."""
+    parts, num_too_long, num_filtered = list[RowPrompts](), 0, 0
     for name, train_set in data.train.items():
         own = train_set.model_dump(include={"source", "prompt_column", "answer_column", "system_prompt"})
         columns = data.model_copy(update={key: value for key, value in own.items() if value is not None})
-        read.append(load_prompts(train_set.path, columns, tokenizer, max_prompt_tokens, tools=tools))
-        kept = within_pass_rates(list(read[-1]), train_set)
-        named = {"data_set": name} if len(data.train) > 1 else {}
-        prompts += [
-            replace(prompt, index=len(prompts) + place, columns=prompt.columns | named)
-            for place, prompt in enumerate(kept)
-        ]
-        sizes.append(len(kept))
+        is_named = len(data.train) > 1 or train_set.reward is not None
+        reader = PromptReader(columns, tokenizer, tools, {DATA_SET: name} if is_named else {})
+        part = check_rows(train_set.path, reader, max_prompt_tokens)
+        kept = part.numbers
+        if file := train_set.pass_rates:
+            kept = kept[within_pass_rates(part.texts(), file, train_set)]
+        num_too_long += len(part.rows) - len(part.numbers)
+        num_filtered += len(part.numbers) - len(kept)
+        parts.append(replace(part, numbers=kept))
+    sizes = [len(part.numbers) for part in parts]
     weights = [train_set.weight for train_set in data.train.values()]
     return PromptSet(
-        ", ".join(one.source for one in read),
-        tuple(prompts),
-        sum(one.num_too_long for one in read),
+        ", ".join(part.rows.name for part in parts),
+        StoredPrompts(tuple(parts)),
+        num_too_long,
         mix_sets(sizes, weights) if len(sizes) > 1 else (),
-        sum(map(len, read)) - len(prompts),
+        num_filtered,
     )
 
 
@@ -78,35 +171,37 @@ def load_prompts(
     count: int | None = None,
     tools: Sequence[dict[str, Any]] = (),
 ) -> PromptSet:
-    """Read, check and tokenize every row of `source`; `count` keeps only the first that fit.
+    """Check every row of `source`; `count` keeps only the first that fit.
 
     `tools`: JSON schemas for the template. Prompts longer than `max_prompt_tokens` are counted and left out, never cut.
     Raises UserError: no chat template, column missing, empty or malformed row (file and line), nothing left.
     """
-    if not tokenizer.chat_template:
+    part = check_rows(source, PromptReader(data, tokenizer, tools), max_prompt_tokens)
+    kept = replace(part, numbers=part.numbers[:count])
+    return PromptSet(source, StoredPrompts((kept,)), num_too_long=len(part.rows) - len(part.numbers))
+
+
+def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int) -> RowPrompts:
+    """Read every row of `source` once, and return those whose prompt fits. Raises UserError as `load_prompts` does."""
+    if not reader.tokenizer.chat_template:
         raise UserError(
-            f"{tokenizer.name_or_path or 'model.path'}: the tokenizer has no chat template: "
+            f"{reader.tokenizer.name_or_path or 'model.path'}: the tokenizer has no chat template: "
             "add chat_template.jinja or `chat_template` in tokenizer_config.json"
         )
-    rows = list(read_rows(source, data.source))
-    if not rows:
+    rows = read_rows(source, reader.data.source)
+    if not len(rows):
         raise UserError(f"{source}: no rows: give a file with at least one prompt")
-    chats = [_read_messages(row, data) for row in rows]
-    answers = [_read_answer(row, data) for row in rows]
-    texts = [_apply_chat_template(chat, row, tokenizer, tools) for chat, row in zip(chats, rows, strict=True)]
-    # The template has written the special tokens already; adding them here would begin prompts with two.
-    tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    fitting = [i for i in range(len(rows)) if len(tokens[i]) <= max_prompt_tokens]
-    if not fitting:
+    reader.check_template(rows[0])
+    fits = np.zeros(len(rows), dtype=bool)
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        texts = [reader.check(rows[number]) for number in range(start, min(start + ROWS_AT_ONCE, len(rows)))]
+        fits[start : start + len(texts)] = [len(tokens) <= max_prompt_tokens for tokens in reader.tokenize(texts)]
+    if not fits.any():
         raise UserError(
             f"{source}: all {len(rows)} prompts are longer than rollout.max_prompt_tokens={max_prompt_tokens}: "
             "raise it or give shorter prompts"
         )
-    prompts = (
-        Prompt(index, chats[i][-1]["content"], tuple(tokens[i]), answers[i], rows[i].columns, tuple(chats[i]))
-        for index, i in enumerate(fitting[:count])
-    )
-    return PromptSet(source, tuple(prompts), num_too_long=len(rows) - len(fitting))
+    return RowPrompts(rows, np.flatnonzero(fits), reader)
 
 
 def final_answer(text: str) -> str:
@@ -135,20 +230,33 @@ def _check_chat(chat: Any, row: Row, column: str) -> None:
         content = message.get("content")
         if message.get("role") not in ROLES or not isinstance(content, str):
             raise UserError(f"{location}: a message needs role ({', '.join(ROLES)}) and text content")
+        if not _is_text(content):
+            raise UserError(f"{location}: a text with half a character (a lone surrogate): write it anew")
     if not chat[-1]["content"].strip():
         raise UserError(f"{location}: the prompt is empty")
     if chat[-1]["role"] not in ("user", "tool"):
         raise UserError(f"{location}: the last message must be the user's, not {chat[-1]['role']}'s")
 
 
+def _is_text(text: str) -> bool:
+    """Return whether a text can be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _read_answer(row: Row, data: DataConfig) -> str | None:
     if data.answer_column is None:
         return None
     value = _read_column(row, data.answer_column, "data.answer_column")
-    answer = final_answer(str(value)) if isinstance(value, str | int | float) else ""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    answer = final_answer(str(value)) if is_number or (isinstance(value, str) and _is_text(value)) else ""
     if not answer:
+        found = shorten(repr(value))
         raise UserError(
-            f"{row.location}: column {data.answer_column}: expected an answer as text or number, found {value!r}"
+            f"{row.location}: column {data.answer_column}: expected an answer as text or number, found {found}"
         )
     return answer
 
@@ -156,7 +264,7 @@ def _read_answer(row: Row, data: DataConfig) -> str | None:
 def _read_column(row: Row, name: str, setting: str) -> Any:
     if name in row.columns:
         return row.columns[name]
-    known = ", ".join(row.columns) or "none"
+    known = shorten(", ".join(map(str, row.columns)), 300) or "none"
     hint = " or to null" if setting == "data.answer_column" else ""
     raise UserError(
         f"{row.location}: no column {name}{did_you_mean(name, row.columns)}, the row has: {known}: "
@@ -171,5 +279,7 @@ def _apply_chat_template(
         return tokenizer.apply_chat_template(
             chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
         )
-    except TemplateError as error:
-        raise UserError(f"{row.location}: the tokenizer's chat template refuses the prompt: {error}") from error
+    except Exception as error:  # a template is a program
+        raise UserError(
+            f"{row.location}: the tokenizer's chat template refuses the prompt: {one_line(error) or repr(error)}"
+        ) from error

@@ -1,13 +1,17 @@
 """Read data rows from JSONL, Parquet or `datasets`, each with its location for error messages."""
 
-import json
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
 
 from grpo_mp.config.registries import DATA_SOURCES
 from grpo_mp.errors import UserError, one_line
+from grpo_mp.reading import check_path, check_regular, parse_json
 
 Columns = dict[str, Any]
 
@@ -15,11 +19,21 @@ Columns = dict[str, Any]
 class DataSource(Protocol):
     """Yields rows, each a dictionary of columns. `name`: what `data.train`, or the path of an eval set, says.
 
-    Every rank reads the same rows in the same order.
+    Every rank reads the same rows in the same order. A sequence is read by index when rows are needed, so it may be
+    larger than memory; of anything else all rows are kept.
     """
 
     def __call__(self, name: str, /) -> Iterable[Columns]:
-        """Yield the rows."""
+        """Yield the rows, or return a sequence of them."""
+
+
+@runtime_checkable
+class SupportsIndexing(Protocol):
+    """Rows that are read by index: a sequence, or a data set of `datasets`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -30,66 +44,121 @@ class Row:
     columns: Columns
 
 
-def read_rows(name: str, source: str | None = None) -> Iterator[Row]:
-    """Read the rows of a data set; `source`: what reads it, or None by the suffix of a file.
+@dataclass(frozen=True)
+class Rows(Sequence[Row]):
+    """The rows of a data set, read when they are asked for."""
+
+    name: str
+    unit: str  # line or row
+    columns: Sequence[Columns]
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return one row. Raises UserError where it is not readable, IndexError after the last."""
+        return Row(f"{self.name}, {self.unit} {index + 1}", self.columns[index])
+
+
+def read_rows(name: str, source: str | None = None) -> Rows:
+    """Open the rows of a data set; `source`: what reads it, or None by the suffix of a file.
 
     jsonl, parquet: a file; datasets: a name or folder, `name`, `name:split`, `name:config:split`; or a user's own.
-    Raises UserError: file or data set not found, row that is empty or no JSON object (with line number).
+    Raises UserError: file or data set not found.
     """
     path, source = Path(name), source or SOURCE_BY_SUFFIX.get(Path(name).suffix, "datasets")
-    if source in SOURCE_BY_SUFFIX.values() and not path.is_file():
-        raise UserError(f"{name}: no such file: set data.train or data.eval to an existing one")
+    if source in DATA_SOURCES.built_in:
+        check_path(path)
+    if source in SOURCE_BY_SUFFIX.values():
+        if not path.exists():
+            raise UserError(f"{name}: no such file: set data.train or data.eval to an existing one")
+        check_regular(path)
     read = DATA_SOURCES.resolve(source, "data.source")
-    rows = read(name) if source in DATA_SOURCES.built_in else _rows_of_user(read, name, f"data.source {source!r}")
     unit = "line" if read is read_jsonl else "row"
-    for number, columns in enumerate(rows, start=1):
-        yield Row(f"{name}, {unit} {number}", columns)
+    rows = read(name) if source in DATA_SOURCES.built_in else UserRows(read, name, f"data.source {source!r}")
+    return Rows(name, unit, _by_index(rows))
 
 
-def _rows_of_user(read: DataSource, name: str, label: str) -> Iterator[Columns]:
-    """Yield a user's rows. Raises UserError where the function fails, or gives something else than rows."""
-    try:
-        for columns in read(name):
-            if not isinstance(columns, dict):
+def _by_index(rows: Iterable[Columns]) -> Sequence[Columns]:
+    return cast(Sequence[Columns], rows) if isinstance(rows, SupportsIndexing) else list(rows)
+
+
+class UserRows(Sequence[Columns]):
+    """Rows of a user's own source: a sequence is read by index, of anything else all rows are kept."""
+
+    def __init__(self, read: DataSource, name: str, label: str) -> None:
+        """Call the source. Raises UserError where it fails."""
+        self._failure = f"{label}: reading {name!r} failed"
+        try:
+            rows = read(name)
+            self._rows = _by_index(rows)
+        except Exception as error:
+            raise self._error(error) from error
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a row. Raises UserError where the source fails, or gives something else."""
+        if index >= len(self):
+            raise IndexError(index)
+        try:
+            if not isinstance(columns := self._rows[index], dict):
                 raise TypeError(f"a row is a dictionary of columns, this is a {type(columns).__name__}")
-            yield columns
-    except Exception as error:
-        raise UserError(f"{label}: reading {name!r} failed: {type(error).__name__}: {one_line(error)}") from error
+        except Exception as error:
+            raise self._error(error) from error
+        return columns
+
+    def _error(self, error: Exception) -> UserError:
+        return UserError(f"{self._failure}: {type(error).__name__}: {one_line(error)}")
 
 
-def read_jsonl(name: str) -> Iterator[Columns]:
-    """Yield the rows of a file of JSON lines."""
-    with Path(name).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            location = f"{name}, line {number}"
-            if not line.strip():
-                raise UserError(f"{location}: empty row: remove it")
-            try:
-                columns = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{location}: not valid JSON ({error}): write one object per line") from error
-            if not isinstance(columns, dict):
-                raise UserError(f"{location}: expected an object with columns, found {type(columns).__name__}")
-            yield columns
+class JsonLines(Sequence[Columns]):
+    """Rows of a file of JSON lines; memory holds where each begins."""
+
+    def __init__(self, name: str) -> None:
+        """Find the lines."""
+        self._name, self._file = name, Path(name).open("rb")  # noqa: SIM115 - read as long as the rows are
+        self._ends = np.fromiter(accumulate(map(len, self._file)), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a row. Raises UserError for one that is empty or no JSON object."""
+        start, end = self._ends[index - 1] if index else 0, self._ends[index]
+        line = os.pread(self._file.fileno(), int(end - start), int(start))  # threads share the file
+        location = f"{self._name}, line {index + 1}"
+        if not line.strip():
+            raise UserError(f"{location}: empty row: remove it")
+        columns = parse_json(line, location)
+        if not isinstance(columns, dict):
+            raise UserError(f"{location}: expected an object with columns, found {type(columns).__name__}")
+        return columns
 
 
-def read_parquet(name: str) -> Iterable[Columns]:
-    """Read the rows of a Parquet file."""
-    import pyarrow
-    from pyarrow import parquet
+def read_jsonl(name: str) -> Sequence[Columns]:
+    """Open a file of JSON lines."""
+    return JsonLines(name)
 
+
+def read_parquet(name: str) -> Sequence[Columns]:
+    """Open a Parquet file: `datasets` converts it once into its cache, which is mapped into memory, not read."""
+    import datasets
+
+    datasets.disable_progress_bars()  # of every rank
     try:
-        return parquet.read_table(name).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{name}: not readable as Parquet: {one_line(error)}") from error
+        return datasets.load_dataset("parquet", data_files=name, split="train")
+    except Exception as error:  # of pyarrow, fsspec and others
+        raise UserError(f"{name}: not readable as Parquet: {one_line(error.__cause__ or error)}") from error
 
 
-def read_datasets(source: str) -> Iterable[Columns]:
+def read_datasets(source: str) -> Sequence[Columns]:
     """Load the rows of `name`, `name:split` or `name:config:split` by the library `datasets`."""
     import datasets
 
     name, *rest = source.split(":")
-    if len(rest) > 2 or not name:
+    if len(rest) > 2 or not name.strip() or Path(name).suffix in OTHER_FILES:  # no name of the hub: it is not asked
         raise UserError(f"{source!r}: write a .jsonl or .parquet file, name:split or name:config:split")
     config, split = rest[0] if len(rest) == 2 else None, (rest and rest[-1]) or "train"
     try:
@@ -97,11 +166,12 @@ def read_datasets(source: str) -> Iterable[Columns]:
             loaded = datasets.load_from_disk(name)
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         return datasets.load_dataset(name, config, split=split)
-    except (ValueError, KeyError, OSError, ConnectionError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # of pyarrow, fsspec and others
         raise UserError(
             f"{source}: no such file, and `datasets` cannot load it: {one_line(error)}: "
             "give an existing file or name:split"
         ) from error
 
 
+OTHER_FILES = (".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".yaml", ".md")
 SOURCE_BY_SUFFIX = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}

@@ -6,6 +6,7 @@ reserves each one: every process of the host sees it, and it goes when the proce
 
 import os
 import random
+import re
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import psutil
 
 from grpo_mp.errors import UserError
 
-FIRST_PORT = 15000
+FIRST_PORT, LAST_PORT = 15000, 65535
 JOB_PORTS = "GRPO_MP_PORTS"  # "20001-20199": ports that the batch script set apart for this job
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 ATTEMPTS = 2000
@@ -87,10 +88,11 @@ def _port_range() -> range:
     job_ports = os.environ.get(JOB_PORTS)
     if job_ports is None:
         return range(FIRST_PORT, _last_port() + 1)
-    first, dash, last = job_ports.partition("-")
-    if not (dash and first.isdigit() and last.isdigit() and int(first) <= int(last)):
-        raise UserError(f"{JOB_PORTS}={job_ports}: write two ports, such as 20001-20199")
-    return range(int(first), int(last) + 1)
+    written = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", job_ports)
+    first, last = (int(port) for port in written.groups()) if written else (0, 0)
+    if not 0 < first <= last <= LAST_PORT:
+        raise UserError(f"{JOB_PORTS}={job_ports[:100]}: write two ports, such as 20001-20199")
+    return range(first, last + 1)
 
 
 def _last_port() -> int:

@@ -202,6 +202,13 @@ def sum_over_context(values: torch.Tensor, parallel: Parallel) -> torch.Tensor:
     return total.to(values.device)
 
 
+def replica_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the device groups of the ranks that hold the same dense weights as this one, and the same experts."""
+    dense: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    experts: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
+    return dense, experts
+
+
 def context_reduction(parallel: Parallel) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return `sum_over_context` bound to this job."""
     return partial(sum_over_context, parallel=parallel)

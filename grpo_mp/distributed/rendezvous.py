@@ -11,12 +11,14 @@ from grpo_mp.errors import UserError
 
 
 def rendezvous(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
-    """Select this rank's device and return the job's store, this rank and the world size.
+    """Select this rank's device and return the job's store, this rank and the world size; one rank needs no socket.
 
     Raises UserError where the ranks cannot connect.
     """
     if platform.on_cuda():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if os.environ["WORLD_SIZE"] == "1":
+        return dist.HashStore(), 0, 1
     try:
         return next(dist.rendezvous("env://", timeout=timeout))
     except dist.DistError as error:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from grpo_mp.episodes.endpoint import LOOPBACK, Endpoint, Session
 from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, Policy, Task
 from grpo_mp.errors import UserError, one_line
-from grpo_mp.user_code import load_attribute
+from grpo_mp.user_code import load_attribute, without_exit
 
 SETTING = "rollout.function_args"
 TAIL = 2**16  # bytes of a command's output that are kept
@@ -91,7 +91,7 @@ def _load_agent(path: str) -> Any:
 async def run_agent(endpoint: Endpoint, policy: Policy, work: Callable[[Session], Coroutine[Any, Any, Any]]) -> Any:
     """Return what the work of an agent on one episode returns. Raises what ended the episode, or the agent."""
     async with endpoint.open(policy) as session:
-        agent = asyncio.ensure_future(work(session))
+        agent = asyncio.ensure_future(without_exit(work(session)))
         try:
             await asyncio.wait({agent, session.failure}, return_when=asyncio.FIRST_COMPLETED)
             if session.failure.done():

@@ -1,7 +1,9 @@
 """What a rollout function gets and returns: a task, the policy's handle, turns, segments, an episode."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Protocol
 
 from grpo_mp.types import EpisodeState, ExpertIds, Message, Prompt
@@ -9,6 +11,11 @@ from grpo_mp.types import EpisodeState, ExpertIds, Message, Prompt
 
 class EpisodeLimitError(Exception):
     """A limit of `rollout.limits` was reached in `Policy.generate`: what the episode has so far becomes its sample."""
+
+
+def _check_reward(reward: object) -> None:
+    if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
+        raise ValueError(f"the reward is {reward!r:.40}: a reward is a finite number, or None")
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class Segment:
         length = len(self.tokens) if self.generated else 0
         if not len(self.logprobs) == len(self.weight_versions) == length:
             raise ValueError("a generated segment has a logprob and a weight version for each token, a given one none")
+        _check_reward(self.reward)
 
 
 @dataclass(frozen=True)
@@ -97,8 +105,17 @@ class Episode:
     forks: int = 0
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        _check_reward(self.reward)
+        for name, value in self.metrics.items():
+            if not isinstance(value, Real):
+                raise TypeError(f"the metric {name} is {value!r:.40}: a metric is a number")
+
     def with_step_rewards(self, rewards: Sequence[float]) -> "Episode":
-        """Return the episode with one reward for each generated segment, in their order."""
+        """Return the episode with one reward for each generated segment, in their order. Raises ValueError."""
+        generated = sum(part.generated for part in self.segments)
+        if len(rewards) != generated:
+            raise ValueError(f"{len(rewards)} rewards for {generated} generated segments: give one for each turn")
         left = iter(rewards)
         segments = tuple(replace(part, reward=next(left)) if part.generated else part for part in self.segments)
         return replace(self, segments=segments)
@@ -157,8 +174,8 @@ class Policy(Protocol):
 class RolloutFunction(Protocol):
     """A user's rollout; `rollout.function_args` come by name. It must not block: await, or use `task.tools`.
 
-    What it raises ends the episode as `error`; EpisodeLimitError as `truncated`, `rollout.limits.episode_s` as
-    `timeout`. What was generated until then becomes the sample.
+    Nor may it catch its cancellation. What it raises ends the episode as `error`, EpisodeLimitError as `truncated`,
+    `rollout.limits.episode_s` as `timeout`. What was generated until then becomes the sample.
     """
 
     async def __call__(self, task: Task, policy: Policy, /) -> Episode:

@@ -15,7 +15,7 @@ from transformers.utils import get_json_schema
 
 from grpo_mp.episodes.protocol import ToolCall, ToolResult
 from grpo_mp.errors import UserError, one_line
-from grpo_mp.user_code import load_attribute, no_exit
+from grpo_mp.user_code import load_attribute, no_exit, without_exit
 
 LOGGER = logging.getLogger(__name__)
 SETTING = "rollout.tools"
@@ -43,9 +43,11 @@ class ToolThreads:
         """
         name, is_coroutine = function.__qualname__, inspect.iscoroutinefunction(function)
         if self.hanging[name] >= MOST_HANGING:
-            raise ToolHangsError(f"is not called: {MOST_HANGING} of its calls still hang")
+            raise ToolHangsError(f"{name} is not called: {MOST_HANGING} of its calls still hang")
         running = asyncio.ensure_future(
-            function(**arguments) if is_coroutine else asyncio.wrap_future(_in_thread(function, arguments))
+            without_exit(function(**arguments))
+            if is_coroutine
+            else asyncio.wrap_future(_in_thread(function, arguments))
         )
         done, _ = await asyncio.wait({running}, timeout=limit_s)
         if done:
@@ -55,7 +57,7 @@ class ToolThreads:
         else:
             self.hanging[name] += 1
             running.add_done_callback(lambda _: self.hanging.subtract([name]))
-        raise ToolTimeoutError(f"took longer than {limit_s:g} s")
+        raise ToolTimeoutError(f"{name} took longer than {limit_s:g} s")
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,9 @@ class ToolKit:
     schemas: tuple[dict[str, Any], ...] = ()
     threads: ToolThreads = field(default_factory=ToolThreads)
 
-    def open(self, limit_s: float, characters: int, where: Callable[[], str] = str) -> "EpisodeTools":
+    async def open(self, limit_s: float, characters: int, where: Callable[[], str] = str) -> "EpisodeTools":
         """Make the tools of one episode: `limit_s` bounds a call, `characters` its result; `where`: task and turn."""
-        environments = tuple(make() for make in self.classes)
+        environments = tuple([await self.threads.call(make, {}, limit_s) for make in self.classes])
         methods = [tool for environment in environments for tool in _methods(environment)]
         return EpisodeTools(
             {tool.__name__: tool for tool in (*self.functions, *methods)},
@@ -111,8 +113,8 @@ class EpisodeTools:
             text = value if isinstance(value, str) else _as_text(value)
         except ToolTimeoutError as error:
             level = logging.INFO if isinstance(error, ToolHangsError) else logging.WARNING
-            LOGGER.log(level, "%s: the tool %s %s (rollout.limits.tool_s)", self.where(), call.name, error)
-            return ToolResult(f"Error: {call.name} {error}", "timeout")
+            LOGGER.log(level, "%s: the tool %s (rollout.limits.tool_s)", self.where(), error)
+            return ToolResult(f"Error: {error}", "timeout")
         except Exception as error:  # noqa: BLE001 - a tool may raise anything
             reason = f"{type(error).__name__}: {one_line(error)}"
             LOGGER.info("%s: the tool %s raised %s", self.where(), call.name, reason)

@@ -1,13 +1,15 @@
 """A game with an opponent: Nim, whose rows have `stones`. Who takes the last stone wins.
 
-The opponent is scripted, or the policy itself, whose moves for the other side are not trained on.
+The opponent is scripted, the policy itself, whose moves for the other side are not trained on, or a model behind an
+OpenAI endpoint, such as an older version of the policy.
 """
 
 import random
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+
+import httpx
 
 from grpo_mp.episodes.protocol import Episode, Policy, Task
 from grpo_mp.errors import UserError
@@ -15,22 +17,28 @@ from grpo_mp.types import Message
 
 MOST = 3  # stones of a move
 RULES = "Take 1, 2 or 3 stones. Who takes the last one wins. Answer with a number."
-Opponent = Literal["perfect", "random", "self"]
+OPPONENTS = ("perfect", "random", "self")
+Answer = Callable[[Sequence[Message]], Awaitable[Message]]  # goes on with a conversation
 Side = Callable[[int], Awaitable[int | None]]  # takes stones away; None: it said no legal move
 
 
 class Nim:
     """A rollout function: the policy moves first. The reward is 1 for a win; an illegal move loses."""
 
-    def __init__(self, opponent: Opponent = "perfect") -> None:
-        """Take the opponent. Raises UserError for an unknown one."""
-        if opponent not in get_args(Opponent):
-            raise UserError(f"rollout.function_args: opponent={opponent!r} is none of {', '.join(get_args(Opponent))}")
-        self._opponent = opponent
+    def __init__(self, opponent: str = "perfect", model: str = "default") -> None:
+        """Take the opponent, one of OPPONENTS or the URL of an OpenAI endpoint with its `model`.
+
+        Raises UserError for another one.
+        """
+        if opponent not in OPPONENTS and not opponent.startswith(("http://", "https://")):
+            raise UserError(
+                f"rollout.function_args: opponent={opponent!r} is none of {', '.join(OPPONENTS)}, and no URL"
+            )
+        self._opponent, self._model = opponent, model
 
     async def __call__(self, task: Task, policy: Policy) -> Episode:
         """Play one game."""
-        sides = Player(policy).move, self._other_side(task, policy)
+        sides = Player(by_policy(policy)).move, self._other_side(task, policy)
         stones, moves = int(task.prompt.columns["stones"]), 0
         while stones:
             taken = await sides[moves % 2](stones)
@@ -45,9 +53,11 @@ class Nim:
 
     def _other_side(self, task: Task, policy: Policy) -> Side:
         if self._opponent == "self":
-            return Player(policy.unrecorded()).move
+            return Player(by_policy(policy.unrecorded())).move
         if self._opponent == "perfect":
             return scripted(perfect_move)
+        if self._opponent != "random":
+            return Player(by_endpoint(self._opponent, self._model, policy)).move
         rng = random.Random(f"{task.step}/{task.prompt.index}/{task.index}")
         return scripted(lambda stones: rng.randint(1, min(MOST, stones)))
 
@@ -66,19 +76,42 @@ def perfect_move(stones: int) -> int:
     return stones % (MOST + 1) or 1
 
 
+def by_policy(policy: Policy) -> Answer:
+    """Answer by a handle of the policy."""
+
+    async def answer(messages: Sequence[Message]) -> Message:
+        return (await policy.generate(messages)).message
+
+    return answer
+
+
+def by_endpoint(url: str, model: str, policy: Policy) -> Answer:
+    """Answer by a served model, sampled as the policy is. Raises httpx.HTTPError, which fails the episode."""
+
+    async def answer(messages: Sequence[Message]) -> Message:
+        body = {"model": model, "messages": messages, "temperature": policy.temperature, "top_p": policy.top_p}
+        # rollout.limits.episode_s bounds the game. trust_env is off: a proxy would be asked for loopback, too.
+        async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
+            reply = await client.post(f"{url.rstrip('/')}/chat/completions", json=body)
+        content = reply.raise_for_status().json()["choices"][0]["message"]["content"]
+        return {"role": "assistant", "content": content or ""}
+
+    return answer
+
+
 @dataclass
 class Player:
-    """A side that a policy plays, in a conversation of its own."""
+    """A side that a model plays, in a conversation of its own."""
 
-    policy: Policy
+    answer: Answer
     messages: tuple[Message, ...] = ()
 
     async def move(self, stones: int) -> int | None:
         """Ask for the next move; return it, or None where it is not legal."""
         asked: Message = {"role": "user", "content": f"{RULES} Stones: {stones}"}
-        turn = await self.policy.generate([*self.messages, asked])
-        self.messages = (*self.messages, asked, turn.message)
-        return read_move(turn.text, stones)
+        said = await self.answer([*self.messages, asked])
+        self.messages = (*self.messages, asked, said)
+        return read_move(said["content"], stones)
 
 
 def read_move(text: str, stones: int) -> int | None:

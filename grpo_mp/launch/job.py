@@ -1,4 +1,7 @@
-"""Answer batch scripts: `python -m grpo_mp.launch.job show | folder | has-steps-left | failure | check-finished`."""
+"""Answer batch scripts: `python -m grpo_mp.launch.job COMMAND ...`.
+
+COMMAND: show, folder, begin, has-steps-left, may-restart, failure, or check-finished.
+"""
 
 import argparse
 import json
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_mp.checkpoint.run_state import latest_checkpoint, read_manifest
+from grpo_mp.checkpoint.run_state import METRICS, latest_checkpoint, read_manifest
 from grpo_mp.config import dump_settings, load_settings
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.finish_markers import ranks_without_marker, silent_exit_message
@@ -16,8 +19,10 @@ from grpo_mp.errors import UserError, exit_with
 from grpo_mp.files import last_lines
 from grpo_mp.rollout.placement import engine_placements
 
-FINISHED_STATUS = 1  # of `has-steps-left`
+NO = 1  # status of a question
+SAVED_STEP = "saved_step"  # file of an attempt: the step after which it begins
 NUM_LAST_LINES = 15
+STEP_LOGGED = re.compile(r'"step": (\d+)[,.}]')
 SRUN_TASK_ENDED = re.compile(r"error: (?P<node>\S+): tasks? (?P<rank>\d+)\S*: (?P<how>.+)")
 
 
@@ -42,9 +47,12 @@ def run_command(args: argparse.Namespace) -> int:
         return 0
     settings = load_settings(args.config, args.overrides)
     if args.command == "has-steps-left":
-        checkpoint = latest_checkpoint(settings.run.folder)
-        steps_done = read_manifest(checkpoint).step if checkpoint else 0
-        return 0 if settings.run.steps > steps_done else FINISHED_STATUS
+        return 0 if settings.run.steps > saved_step(settings.run.folder) else NO
+    if args.command == "begin":
+        begin_attempt(args.attempt, saved_step(settings.run.folder), args.restarts)
+        return 0
+    if args.command == "may-restart":
+        return 0 if may_restart(args.attempt, last_step(settings.run.folder)) else NO
     if args.command == "folder":
         print(settings.run.folder)
         return 0
@@ -60,8 +68,12 @@ def run_command(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="grpo_mp.launch.job", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
-    show, *others = (commands.add_parser(name) for name in ("show", "folder", "has-steps-left"))
-    for command in (show, *others):
+    names = ("show", "begin", "may-restart", "folder", "has-steps-left")
+    show, begin, restart, *others = (commands.add_parser(name) for name in names)
+    for command in (begin, restart):
+        command.add_argument("attempt", type=Path)
+    begin.add_argument("--restarts", type=int, required=True, help="the most without a new checkpoint in between")
+    for command in (show, begin, restart, *others):
         command.add_argument("config", type=Path)
         command.add_argument("overrides", nargs="*")
     show.add_argument("--nodes", required=True, help="names, separated by commas")
@@ -74,6 +86,42 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def saved_step(folder: Path) -> int:
+    """Return the last step of a run that has a checkpoint; 0 without any."""
+    checkpoint = latest_checkpoint(folder)
+    return read_manifest(checkpoint).step if checkpoint else 0
+
+
+def last_step(folder: Path) -> int:
+    """Return the last step of a run that has metrics; 0 without any."""
+    steps = STEP_LOGGED.findall("\n".join(last_lines(folder / METRICS, 2)))  # the last one may be torn
+    return int(steps[-1]) if steps else 0
+
+
+def begin_attempt(attempt: Path, step: int, restarts: int) -> None:
+    """Make the folder of an attempt that begins after a step.
+
+    Raises UserError where `restarts` others of the same job, and one more, have begun there, too.
+    """
+    job = attempt.name.split(".")[0]
+    others = [int(file.read_text()) for file in attempt.parent.glob(f"{job}.*/{SAVED_STEP}")]
+    if restarts and others.count(step) > restarts:
+        raise UserError(
+            f"{others.count(step)} attempts of job {job} began after step {step}, and none came to its next checkpoint "
+            f"(run.save_every): see {attempt.parent}; RESTARTS={restarts} are allowed"
+        )
+    attempt.mkdir(parents=True, exist_ok=True)
+    (attempt / SAVED_STEP).write_text(str(step))
+
+
+def may_restart(attempt: Path, step: int) -> bool:
+    """Tell whether an attempt failed for a reason that may pass: it was killed, or it had done a step.
+
+    What fails before the first step fails again. `step`: the last one that is done.
+    """
+    return first_failure(attempt).killed or step > int((attempt / SAVED_STEP).read_text())
+
+
 @dataclass(frozen=True)
 class Failure:
     """The first failure of an attempt. `rank` is None where it is unknown."""
@@ -81,6 +129,7 @@ class Failure:
     rank: int | None
     reason: str
     last_lines: tuple[str, ...]  # of the rank's log
+    killed: bool = False  # by a signal
 
     def text(self) -> str:
         """Return what to print first."""
@@ -96,7 +145,8 @@ def first_failure(attempt: Path) -> Failure:
     srun_log = attempt / "srun.log"
     finished = SRUN_TASK_ENDED.search(srun_log.read_text()) if srun_log.exists() else None
     errors = [(file.stat().st_mtime, file) for file in attempt.glob("rank_*.error.json")]
-    if finished and not finished["how"].startswith("Exited"):
+    killed = bool(finished and not finished["how"].startswith("Exited"))
+    if finished and killed:
         rank, reason = int(finished["rank"]), f"{finished['how']} on {finished['node']}"
     elif errors:
         _, file = min(errors)
@@ -105,7 +155,7 @@ def first_failure(attempt: Path) -> Failure:
     else:
         reason = f"no rank reported an error; last lines of {srun_log}:"
         return Failure(None, reason, last_lines(srun_log, NUM_LAST_LINES))
-    return Failure(rank, reason, last_lines(attempt / f"rank_{rank}.log", NUM_LAST_LINES))
+    return Failure(rank, reason, last_lines(attempt / f"rank_{rank}.log", NUM_LAST_LINES), killed)
 
 
 def node_map(layout: LayoutConfig, engine: EngineConfig, nodes: Sequence[str], ranks_per_node: int) -> str:

@@ -3,11 +3,13 @@
 torchrun starts the same program. This front end over torch's own launcher prints no traces of its own, so that the
 failing rank's error is the last line; exits with that rank's status; forwards signals to every rank and gives them the
 time they need to save; and reports ranks that exit early with status 0, which torchrun cannot see where all of them do.
+Its store and its ranks' sockets are on loopback: torchrun's listen on every network, and ask for no key.
 """
 
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
@@ -16,7 +18,10 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from grpo_mp.distributed.finish_markers import FINISHED_DIR_VARIABLE, ranks_without_marker, silent_exit_message
@@ -24,11 +29,14 @@ from grpo_mp.distributed.finish_markers import FINISHED_DIR_VARIABLE, ranks_with
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDARY_EXITS = (1, -signal.SIGTERM)  # of ranks that lost a peer, or that the launcher ended after one failed
 SILENT_EXIT_STATUS = 1
+LOOPBACK, STORE_LIMIT_S = "127.0.0.1", 600
+OWN_NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # of ranks that are all on this machine
 
 
 def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
     """Run a module on so many ranks until all have ended; return the status of the first that failed, 0 without one."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and engines share the cores
+    os.environ.update(OWN_NETWORK)
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
@@ -39,11 +47,11 @@ def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
         max_nodes=1,
         nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=LOOPBACK,
         max_restarts=0,
         signals_to_handle="SIGHUP,SIGQUIT",
     )
+    rendezvous_handler_registry.register(LOOPBACK, LoopbackRendezvous)
     with tempfile.TemporaryDirectory(prefix="grpo_mp_") as markers:
         os.environ[FINISHED_DIR_VARIABLE] = markers
         failures: dict[int, ProcessFailure] = {}
@@ -54,6 +62,27 @@ def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
         return _exit_status(
             failures, [rank for rank in ranks_without_marker(Path(markers), ranks) if rank not in failures]
         )
+
+
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """The rendezvous of one node, whose store only this machine reaches."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        """Serve the store on a free port."""
+        listener = socket.create_server((LOOPBACK, 0))
+        super().__init__(LOOPBACK, listener.getsockname()[1], 0, 1, parameters.run_id, STORE_LIMIT_S)
+        self._store = dist.TCPStore(
+            self.master_addr,
+            self.master_port,
+            is_master=True,
+            timeout=self.timeout,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+
+    def get_backend(self) -> str:
+        """Return the name under which it is registered."""
+        return LOOPBACK
 
 
 def _exit_status(failures: Mapping[int, ProcessFailure], silent_ranks: Sequence[int]) -> int:

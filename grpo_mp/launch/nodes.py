@@ -34,7 +34,8 @@ PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "transformer-eng
 MAX_CLOCK_OFFSET_S = 5.0  # logs and traces of nodes are read side by side
 MIN_FREE_SHARE = 0.5  # of host memory
 MIN_RATE_SHARE = 0.5  # of the median rate
-REPEATS = 3  # of a measured collective
+MIN_CPU_RATE_SHARE = 0.1  # the same where nothing is moved between GPUs: other programs share the cores
+REPEATS = 5  # of a measured collective, of which the fastest counts
 CUDA_BYTES, CPU_BYTES = 2**28, 2**22  # that it moves
 
 
@@ -65,6 +66,7 @@ class NodeReport:
     host_total_bytes: int
     host_free_bytes: int
     problem: str | None  # what makes the node unfit by itself
+    gpus: bool = True
     all_reduce: float | None = None  # inside the node
     all_to_all: float | None = None  # with other nodes
 
@@ -136,8 +138,8 @@ def inspect_node(node: str, attempt: Path, clock_offset_s: float) -> NodeReport:
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
-    problem = _node_problem(node, attempt)
-    return NodeReport(node, ", ".join(versions), clock_offset_s, memory.total, memory.available, problem)
+    problem, gpus = _node_problem(node, attempt), platform.on_cuda()
+    return NodeReport(node, ", ".join(versions), clock_offset_s, memory.total, memory.available, problem, gpus)
 
 
 def bad_nodes(reports: Sequence[NodeReport], missing: Iterable[str] = ()) -> dict[str, str]:
@@ -172,7 +174,7 @@ def _slow_rate(report: NodeReport, reports: Sequence[NodeReport]) -> str | None:
         if rate is None:
             continue
         median = statistics.median(other for other in rates if other is not None)
-        if rate < MIN_RATE_SHARE * median:
+        if rate < (MIN_RATE_SHARE if report.gpus else MIN_CPU_RATE_SHARE) * median:
             return f"{name} at {rate / 1e9:.2f} GB/s, the median is {median / 1e9:.2f}"
     return None
 
@@ -236,11 +238,13 @@ def _buffer() -> torch.Tensor:
 def _rate(data: torch.Tensor, collective: Callable[[], object]) -> float:
     collective()  # connections are made at first use
     platform.synchronize()
-    start = time.perf_counter()
+    seconds = []
     for _ in range(REPEATS):
+        start = time.perf_counter()
         collective()
-    platform.synchronize()
-    return REPEATS * data.nbytes / (time.perf_counter() - start)
+        platform.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return data.nbytes / min(seconds)
 
 
 if __name__ == "__main__":

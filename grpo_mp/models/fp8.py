@@ -65,7 +65,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_at_once(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize as `quantize`, bit for bit, in a few large operations: for a GPU. Needs twice the weight in float32."""
     rows, columns = weight.shape
-    padded = functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    values, padding = weight.to(torch.float32, copy=True), (0, -columns % BLOCK, 0, -rows % BLOCK)
+    padded = functional.pad(values, padding) if any(padding) else values  # it would copy
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [rows, 128, columns, 128]
     largest = blocks.abs().amax(dim=(1, 3)) / E4M3_MAX
     scale = torch.where(largest > 0, largest, 1.0)

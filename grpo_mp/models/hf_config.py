@@ -1,13 +1,36 @@
 """A Hugging Face config.json, read strictly: a missing key is an error that names the file."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_mp.errors import Number, UserError, read_number
+from grpo_mp.reading import read_json, refuse_unreadable, shorten
 
 DEFAULT_ROPE_THETA = 10000.0  # where a file leaves rope_theta out
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+SIZES = (
+    *("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("vocab_size", "num_experts_per_tok", "decoder_sparse_step"),
+)
+# The largest are some times those of any model that exists: what is made by layer and expert ends in time.
+RANGES = {
+    **dict.fromkeys(SIZES, (1, 2**24)),
+    "max_position_embeddings": (1, 2**40),
+    "num_hidden_layers": (1, 2**10),
+    **dict.fromkeys(EXPERTS, (1, 2**13)),
+    **dict.fromkeys(("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"), (0, 2**10)),
+    **dict.fromkeys(("n_group", "topk_group"), (0, 2**13)),
+}
+POSITIVE = ("rms_norm_eps", "routed_scaling_factor", "rope_theta", "partial_rotary_factor")
+ROPE_NUMBERS = ("factor", "beta_fast", "beta_slow", "mscale", "original_max_position_embeddings", "rope_theta")
+KINDS: dict[tuple[str, ...], type] = {
+    ("rope_scaling", "rope_parameters", "quantization_config"): dict,
+    ("architectures", "mlp_only_layers"): list,
+    ("tie_word_embeddings", "norm_topk_prob", "attention_bias", "mlp_bias", "use_qk_norm"): bool,
+    ("model_type", "hidden_act", "topk_method", "scoring_func"): str,
+}
 
 
 @dataclass(frozen=True)
@@ -23,15 +46,41 @@ class HfConfig:
     def read(cls, folder: Path, family: str | None = None, name: str = "config.json") -> "HfConfig":
         """Read a folder's config.json; raises UserError where it is missing or not a JSON object."""
         file = folder / name
-        if not file.is_file():
+        with refuse_unreadable(folder):
+            is_there = file.exists()
+        if not is_there:
             raise UserError(f"{file} does not exist: give a Hugging Face folder or a converted checkpoint")
-        try:
-            values = json.loads(file.read_text())
-        except ValueError as error:
-            raise UserError(f"{file}: not valid JSON ({error})") from error
+        values = read_json(file)
         if not isinstance(values, dict):
             raise UserError(f"{file}: expected an object of settings, found {type(values).__name__}: copy it again")
-        return cls(folder, values, family, name)
+        hf = cls(folder, values, family, name)
+        hf.check_values()
+        return hf
+
+    def check_values(self) -> None:
+        """Raise UserError where a value that is there has another type than it must have, or is out of its range."""
+        for key, (lowest, highest) in RANGES.items():
+            if self.values.get(key) is not None and not lowest <= self._number(key, self.values[key], int) <= highest:
+                raise self.error(f"{key}={self.values[key]} is not from {lowest} to {highest}: copy the file again")
+        for key in POSITIVE:
+            if self.values.get(key) is not None and self._number(key, self.values[key], float) <= 0:
+                raise self.error(f"{key}={self.values[key]} is not above 0: copy the file again")
+        for keys, kind in KINDS.items():
+            for key in keys:
+                if not isinstance(self.values.get(key), kind | None):
+                    raise self.error(f"{key}={shorten(repr(self.values[key]))} is no {kind.__name__}")
+        for key, value in self.rope.items():
+            if isinstance(value, str) == (key not in ("type", "rope_type")) or isinstance(value, list):
+                raise self.error(f"{key}={shorten(repr(value))} of the rope scaling is not supported")
+            if key in ROPE_NUMBERS and value is not None and self._number(key, value, float) <= 0:
+                raise self.error(f"{key}={value} of the rope scaling is not above 0: copy the file again")
+        chosen = self.values.get("num_experts_per_tok")
+        experts = next((self.int(key) for key in EXPERTS if self.values.get(key) is not None), None)
+        if chosen is not None and experts is not None and int(chosen) > experts:
+            raise self.error(f"num_experts_per_tok={chosen} is more than the {experts} experts: copy the file again")
+        for token in _numbers_in(self.values.get("eos_token_id")):
+            if not 0 <= self._number("eos_token_id", token, int) < int(self.values.get("vocab_size") or token + 1):
+                raise self.error(f"eos_token_id={token} is no token: vocab_size is {self.values['vocab_size']}")
 
     @property
     def model_type(self) -> str:
@@ -56,6 +105,8 @@ class HfConfig:
         Where a file has both, those that 5 uses win. Raises UserError where kinds of layers have different rotations.
         """
         nested = self.values.get("rope_scaling") or self.values.get("rope_parameters") or {}
+        if not isinstance(nested, dict):
+            raise self.error("rope_scaling and rope_parameters are settings by name: copy the file again")
         if any(isinstance(value, dict) for value in nested.values()):
             raise self.error("rope_parameters of single kinds of layers are not supported")
         theta = self.values.get("rope_theta") or DEFAULT_ROPE_THETA
@@ -105,3 +156,8 @@ class HfConfig:
         if self.values.get(key) is None:
             raise self.error(f"{key} is missing")
         return self.values[key]
+
+
+def _numbers_in(value: Any) -> list[Any]:
+    """Return a value that may be a list, or missing, as a list."""
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -5,6 +5,7 @@ so a killed run leaves a trace that opens. In it pid is the rank; tid 0 is its o
 """
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mp.errors import DISK_ERRORS
 from grpo_mp.files import write_atomically
 
+LOGGER = logging.getLogger(__name__)
 Event = dict[str, Any]
 
 
@@ -43,7 +46,7 @@ class Timeline:
         lane = {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "policy"}}
         # The earlier trace is replaced in one go, so a kill during the rewrite loses nothing.
         write_atomically(path, "[\n" + _join_events([*earlier, process, lane]))
-        self._file = path.open("a", encoding="utf-8")
+        self._file, self._unwritten = path.open("ab", buffering=0), b""
 
     def now_ns(self) -> int:
         """Return nanoseconds since the epoch, never going back within this process."""
@@ -69,14 +72,24 @@ class Timeline:
     def close(self) -> None:
         """End the file as valid JSON; spans that end later are not written."""
         if not self._file.closed:
-            self._file.write("\n]\n")
+            self._write("\n]\n")
             self._file.close()
 
     def _record(self, event_type: str, name: str, time_ns: int) -> None:
         event = {"ph": event_type, "name": name, "pid": self._rank, "tid": 0, "ts": time_ns / 1000}
         if not self._file.closed:
-            self._file.write(",\n" + json.dumps(event))
-            self._file.flush()
+            self._write(",\n" + json.dumps(event))
+
+    def _write(self, text: str) -> None:
+        """Append a text, later where the disk is full: no run ends for want of its trace."""
+        self._unwritten += text.encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            LOGGER.info("%s: %s: its events are written when there is room", self._file.name, error.strerror)
 
 
 def trace_path(run_folder: Path, rank: int) -> Path:

@@ -6,7 +6,8 @@ scores are never kept.
 """
 
 from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.job import DTYPE_BYTES, PlannedJob
+from grpo_mp.planner.job import PlannedJob
+from grpo_mp.policy.parameter_bytes import DTYPE_BYTES
 
 
 def activation_bytes(job: PlannedJob, stage: int, head: float) -> float:

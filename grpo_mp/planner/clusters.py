@@ -7,10 +7,11 @@ from typing import Any
 
 import yaml
 
-from grpo_mp.config.load import read_yaml
 from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.phases import GIB
+from grpo_mp.reading import check_path, read_yaml, shorten
 
+LARGEST = 1e12  # of any number of a profile
 PROFILES = Path(__file__).with_name("clusters.yaml")
 
 
@@ -71,9 +72,9 @@ def read_cluster(name: str) -> Cluster:
     if name in profiles:
         return _parse_profile(name, profiles[name])
     file = Path(name)
-    if file.suffix not in (".yaml", ".yml") or not file.is_file():
+    if file.suffix not in (".yaml", ".yml") or not check_path(file).exists():
         raise UserError(
-            f"cluster {name}: no such profile{did_you_mean(name, profiles)}: {', '.join(profiles)}, or a file"
+            f"cluster {shorten(name)}: no such profile{did_you_mean(name, profiles)}: {', '.join(profiles)}, or a file"
         )
     return _parse_profile(file.stem, read_yaml(file))
 
@@ -97,6 +98,11 @@ def _parse_profile(name: str, values: Any) -> Cluster:
     if not isinstance(shares, dict):
         raise UserError(f"cluster {name}: achievable must give shares by name: matmul, device_memory, link")
     _check_numbers(name, shares, {field.name for field in fields(Efficiency)})
+    for key, share in shares.items():
+        if share > 1:
+            raise UserError(f"cluster {name}: achievable {key}={share} is above 1, the full peak rate")
+    if values["gpus_per_node"] != int(values["gpus_per_node"]):
+        raise UserError(f"cluster {name}: gpus_per_node={values['gpus_per_node']} is no whole number")
     return Cluster(name=name, **{**values, "fp8_tflops": values.get("fp8_tflops"), "achievable": Efficiency(**shares)})
 
 
@@ -108,11 +114,13 @@ def _check_numbers(
         if value is None and key not in optional:
             raise UserError(f"cluster {name}: the plan needs {key}, which the profile lacks: add it")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if key != "achievable" and value is not None and not (is_number and value > 0):
-            raise UserError(f"cluster {name}: {key}={value!r} is not a number above 0")
+        if key != "achievable" and value is not None and not (is_number and 0 < value <= LARGEST):
+            raise UserError(
+                f"cluster {name}: {key}={shorten(repr(value))} is not a number above 0, up to {LARGEST:.0e}"
+            )
     for key in values:
         if key not in required:
-            raise UserError(f"cluster {name}: unknown number {key}{did_you_mean(str(key), required)}")
+            raise UserError(f"cluster {name}: unknown number {shorten(str(key))}{did_you_mean(str(key), required)}")
 
 
 @dataclass(frozen=True)
@@ -134,6 +142,7 @@ class Overheads:
     expert_imbalance: float = 1.5  # tokens of the busiest expert rank over the mean
     activation_gradients: float = 0.5  # of the activations that one layer holds
     mem_fraction_static: float = 0.8  # where engine.args do not say
+    draft_acceptance: float = 0.7  # chance of a token that the multi-token-prediction layer drafts, after accepted ones
     decode_collective_s: float = 20e-6  # one small collective while decoding, in a node or by DeepEP
     network_collective_s: float = 60e-6  # one small all-reduce of NCCL over several nodes
     decode_layer_s: float = 60e-6  # kernel launches of one layer while decoding

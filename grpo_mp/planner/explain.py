@@ -43,6 +43,8 @@ def _step(job: PlannedJob) -> Iterator[str]:
     if rollout.max_staleness:
         oldest = f"{rollout.max_staleness} step{'s' * (rollout.max_staleness > 1)}"
         yield f"staleness: a sample begins by weights up to {oldest} older than those before the step's first update"
+        if rollout.tokens_ahead:
+            yield f"a response of a later step is given {rollout.tokens_ahead:,} tokens by each step's weights"
     else:
         yield f"staleness: a step samples from the weights before its first update; {stale}"
     yield (

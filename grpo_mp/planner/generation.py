@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 from random import Random
 from statistics import fmean
 
@@ -13,6 +14,7 @@ from grpo_mp.planner.engine_memory import EngineMemory
 from grpo_mp.planner.flops import active_parameters, forward_flops_per_token, routed_parameters
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.resource_use import GIGA, TERA, ResourceUse, Wait
+from grpo_mp.planner.speculation import speculation
 from grpo_mp.rollout.engine_parallelism import REPLICATING_A2A_BACKENDS
 
 MOMENTS = 256  # of a rollout at which its batch is looked at
@@ -61,18 +63,23 @@ def plan_generation(job: PlannedJob, engine: EngineMemory) -> GenerationPlan:
     """Decode an engine's share of a step's samples, as many at a time as its settings and its cache allow."""
     samples = max(1, round(job.settings.samples_per_step / job.num_engines))
     running = min(samples, running_limit(job, engine))
-    simulated = simulate_rollout(job.responses(samples), int(running))
+    accepted = speculation(job).acceptance_length
+    simulated = simulate_rollout(tuple(ceil(length / accepted) for length in job.responses(samples)), int(running))
     return GenerationPlan(samples, running / job.engine_parallelism.replicas, simulated.decode_steps, simulated.batches)
 
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """Decode steps of one engine: `batches` of evenly spaced ones, tokens, and tokens of cache that they read."""
+    """Decode steps of one engine: `batches`, in tokens, of evenly spaced ones, tokens, and those of cache they read."""
 
     decode_steps: float
     batches: Sequence[float]
     tokens: float
     cached_tokens: float
+
+    def scaled(self, factor: float) -> "DecodeWork":
+        """Return as large steps, `factor` times as many."""
+        return DecodeWork(self.decode_steps * factor, self.batches, self.tokens * factor, self.cached_tokens * factor)
 
 
 def running_limit(job: PlannedJob, engine: EngineMemory) -> float:
@@ -83,12 +90,19 @@ def running_limit(job: PlannedJob, engine: EngineMemory) -> float:
 
 
 def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
-    """Return the use of one GPU of an engine: prefill of its prompts, and every decode step."""
-    plan, prompt = plan_generation(job, engine), job.prompt_tokens
+    """Return the use of one GPU of an engine: prefill of its prompts, and every decode step with its drafts."""
+    plan, prompt, drafts = plan_generation(job, engine), job.prompt_tokens, speculation(job)
     cached_tokens = sum(prompt * length + length**2 / 2 for length in job.responses(plan.samples))
-    work = DecodeWork(plan.decode_steps, plan.batches, plan.samples * job.mean_response_tokens, cached_tokens)
-    prompt_tokens = plan.samples / job.settings.rollout.group_size * prompt
-    return decode_use(job, engine, work) + ResourceUse(flops=prefill_flops(job, prompt_tokens))
+    yields = drafts.acceptance_length
+    work = DecodeWork(
+        plan.decode_steps,
+        [batch * drafts.verified_tokens for batch in plan.batches],
+        plan.samples * job.mean_response_tokens * drafts.verified_tokens / yields,
+        cached_tokens / yields,
+    )
+    prefill = ResourceUse(flops=prefill_flops(job, plan.samples / job.settings.rollout.group_size * prompt))
+    drafting = decode_use(job, engine, work.scaled(drafts.drafting - 1), "drafts")
+    return decode_use(job, engine, work) + drafting + prefill
 
 
 def prefill_flops(job: PlannedJob, tokens: float) -> float:
@@ -97,7 +111,7 @@ def prefill_flops(job: PlannedJob, tokens: float) -> float:
     return tokens / job.engine_parallelism.gpus * per_token
 
 
-def decode_use(job: PlannedJob, engine: EngineMemory, work: DecodeWork) -> ResourceUse:
+def decode_use(job: PlannedJob, engine: EngineMemory, work: DecodeWork, steps: str = "decode steps") -> ResourceUse:
     """Return the use of one GPU of an engine in decode steps. It is linear in all but `batches`."""
     model, parallelism = job.model, job.engine_parallelism
     gpus, tokens = parallelism.gpus, work.tokens / parallelism.gpus
@@ -115,8 +129,8 @@ def decode_use(job: PlannedJob, engine: EngineMemory, work: DecodeWork) -> Resou
         + all_to_all * (1 - to_other_nodes) * (parallelism.expert > 1),
         network_bytes=all_to_all * to_other_nodes,
         waits=(
-            Wait("layers of decode steps", layers, OVERHEADS.decode_layer_s),
-            Wait("small collectives", 2 * layers * (gpus > 1), _collective_s(job)),
+            Wait(f"layers of {steps}", layers, OVERHEADS.decode_layer_s),
+            Wait(f"small collectives of {steps}", 2 * layers * (gpus > 1), _collective_s(job)),
         ),
     )
 

@@ -1,11 +1,9 @@
 """What a plan is made for: settings, the model's dimensions, the machines; what follows from these alone."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import exp
 from statistics import NormalDist, fmean
-from typing import Any
 
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import padded_size, plan_update
@@ -17,56 +15,10 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
 from grpo_mp.planner.parameter_count import ParameterCount, local_parameter_counts
 from grpo_mp.planner.pipeline_layout import StageLayers, layers_of_stages
+from grpo_mp.policy.parameter_bytes import BytesPerParameter, bytes_per_parameter
 from grpo_mp.rollout.engine_parallelism import EngineParallelism, check_engine_parallelism
 from grpo_mp.rollout.placement import engine_placements
 from grpo_mp.rollout.precision import engine_uses_fp8
-
-DTYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "uint8": 1, "fp8": 1}
-
-
-@dataclass(frozen=True)
-class BytesPerParameter:
-    """Bytes per parameter. Optimizer state is sharded over data-parallel ranks; the rest is not."""
-
-    weights: int
-    gradients: int
-    optimizer: int  # main weights and moments on the device
-    fp32_gradients: int = 0  # copied for an update, of the rank's shard
-    host_optimizer: int = 0  # main weights and moments that are always on the host
-    host_copies: int = 0  # of weights (and gradients) kept on the host
-
-    @property
-    def saved(self) -> int:
-        """Return the bytes of a parameter in a checkpoint: nothing is widened."""
-        return self.weights + self.optimizer + self.host_optimizer
-
-
-def bytes_per_parameter(dtype: str, megatron_args: Mapping[str, Any], offload: str = "step") -> BytesPerParameter:
-    """Return what this trainer keeps: distributed Adam, offloaded between phases; one host copy of the weights.
-
-    In float32 the optimizer works on the model's own weights, and nothing is offloaded. `offload`: optimizer.offload.
-    """
-    if dtype == "float32":
-        return BytesPerParameter(weights=4, gradients=4, optimizer=8)
-    reduce_in_fp32 = megatron_args.get("grad_reduce_in_fp32", True)
-    gradients = 4 if reduce_in_fp32 else 2
-    on_host = offload == "host"
-    precision_aware = bool(megatron_args.get("use_precision_aware_optimizer"))
-    # Transformer Engine's Adam keeps of a float32 main weight only the half that its bfloat16 weight lacks.
-    main_weight = DTYPE_BYTES[str(megatron_args.get("main_params_dtype", "float32"))]
-    main_weight = 2 if megatron_args.get("store_param_remainders", True) and main_weight == 4 else main_weight
-    moment_bytes = [DTYPE_BYTES[str(megatron_args.get(f"exp_avg{suffix}_dtype", "float32"))] for suffix in ("", "_sq")]
-    state = main_weight + sum(moment_bytes) if precision_aware else 12
-    return BytesPerParameter(
-        weights=2,
-        gradients=gradients,
-        optimizer=0 if on_host else state,
-        host_optimizer=state if on_host else 0,
-        fp32_gradients=0
-        if reduce_in_fp32 or precision_aware or on_host
-        else 4,  # Megatron hands Adam float32 gradients
-        host_copies=2,
-    )
 
 
 @dataclass(frozen=True)
@@ -139,6 +91,7 @@ class PlannedJob:
     parameter_counts: tuple[ParameterCount, ...]
     mean_response_tokens: float  # assumed
     per_parameter: BytesPerParameter
+    acceptance_length: float | None = None  # measured, of speculative decoding; None: assumed
 
     @property
     def world_size(self) -> int:
@@ -276,6 +229,7 @@ def make_job(
     nodes: int,
     gpus_per_node: int | None = None,
     mean_response_tokens: float | None = None,
+    acceptance_length: float | None = None,
 ) -> PlannedJob:
     """Make the job, with parameters by the closed form. Raises UserError for an invalid layout or engine."""
     gpus_per_node = gpus_per_node or cluster.gpus_per_node
@@ -297,4 +251,5 @@ def make_job(
         parameter_counts=local_parameter_counts(hf, layout, stage_layers),
         mean_response_tokens=mean_response_tokens or settings.rollout.max_response_tokens / 2,
         per_parameter=bytes_per_parameter(settings.model.dtype, megatron, settings.optimizer.offload),
+        acceptance_length=acceptance_length,
     )

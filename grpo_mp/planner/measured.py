@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.config import check_settings
-from grpo_mp.config.load import read_yaml
 from grpo_mp.errors import UserError
-from grpo_mp.planner.clusters import Efficiency, read_cluster
+from grpo_mp.planner.clusters import LARGEST, Efficiency, read_cluster
 from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.resource_use import ResourceUse, estimate_time
 from grpo_mp.planner.sync_use import sync_use
+from grpo_mp.reading import read_yaml, shorten
 
 MEASURED = Path(__file__).with_name("measured.yaml")
 STEP = "step"
@@ -26,6 +26,7 @@ ANY_RUN: dict[str, Any] = {
     "reward": {"answer": 1.0},
     "optimizer": {"lr": 1e-6},
 }
+KINDS = {"name": str, "source": str, "fitted": bool, "cluster": str, "nodes": int, "measured": dict, "settings": dict}
 COLUMNS = ("recipe", "time of", "measured s", "expected s", "error", "by fitted rates s", "error", "the fit is")
 # By cluster, what tests/bench/fit_rates.py finds on the rows that are `fitted`.
 FITTED = {"h100-80": Efficiency(matmul=0.35, device_memory=0.80, link=0.70)}
@@ -90,12 +91,33 @@ def _read_step(file: Path, entry: Any) -> MeasuredStep:
     names = {"name", "source", "fitted", "cluster", "nodes", "response_tokens", "measured", "settings"}
     if not isinstance(entry, dict) or set(entry) != names:
         raise UserError(f"{file}: a measured step has {', '.join(sorted(names))}; found {entry!r:.100}: correct it")
+    where = f"{file}: {shorten(str(entry['name']))}"
+    for name, kinds in KINDS.items():
+        if not isinstance(entry[name], kinds) or (name != "fitted" and isinstance(entry[name], bool)):
+            raise UserError(f"{where}: {name}={entry[name]!r:.100} has the wrong type: correct it")
+    for name, number in {
+        "nodes": entry["nodes"],
+        "response_tokens": entry["response_tokens"],
+        **entry["measured"],
+    }.items():
+        if name in entry["measured"] and name not in (STEP, *SubPhase):
+            raise UserError(f"{where}: {shorten(str(name))} is no phase: one of {', '.join((STEP, *SubPhase))}")
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= LARGEST:
+            raise UserError(f"{where}: {name}={number!r:.100} is not a number above 0, up to {LARGEST:.0e}")
     return MeasuredStep(entry["name"], entry["source"], entry["fitted"], read_recipe(file, entry), entry["measured"])
 
 
 def read_recipe(file: Path, entry: Mapping[str, Any]) -> PlannedJob:
     """Return the job of a published recipe. Raises UserError where its settings are wrong."""
-    values = {name: ANY_RUN.get(name, {}) | entry["settings"].get(name, {}) for name in ANY_RUN | entry["settings"]}
+    given = entry["settings"]
+    values = given | {
+        name: part | (given.get(name) or {}) for name, part in ANY_RUN.items() if _is_section(given.get(name))
+    }
     settings = check_settings(values, f"{file}: {entry['name']}")
     hf, _ = find_config(settings.model.path)
     return make_job(settings, hf, read_cluster(entry["cluster"]), entry["nodes"], None, entry["response_tokens"])
+
+
+def _is_section(value: Any) -> bool:
+    """Return whether a value can be laid over a section; others are refused as settings."""
+    return value is None or isinstance(value, dict)

@@ -14,6 +14,7 @@ from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory, engine_memory
 from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.reward_memory import reward_memory
 from grpo_mp.planner.weight_traffic import check_lengths
 from grpo_mp.types import expert_id_bytes
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
@@ -46,11 +47,12 @@ RESIDENT = {
     **{SubPhase[phase.name]: phase.resident for phase in Phase if phase.name in SubPhase.__members__},
 }
 BESIDE_A_SAVE = (SubPhase.GENERATE, SubPhase.SCORE, SubPhase.LOGPROB)
-ALL_RESIDENT = Residency(True, True, True, True, True, True)
+ALL_RESIDENT = Residency(True, True, True, True, True, True, True)
 # Of a rank that only trains. It waits while engines generate, and nothing leaves its device.
-ONLY_TRAINER = replace(ALL_RESIDENT, engine_weights=False, engine_cache=False)
+ONLY_TRAINER = replace(ALL_RESIDENT, engine_weights=False, engine_cache=False, reward_model=False)
 NOT_OF_A_TRAINER = (SubPhase.GENERATE, SubPhase.OFFLOAD)
-ROUNDS_OF_A_TRAINER = 1  # of ROUNDS_IN_MEMORY: what it sends; engines have the others
+ROUNDS_OF_AN_ENGINE = ROUNDS_IN_MEMORY - 1  # what arrives, is joined, and is read; it sends none
+ROUNDS_OF_A_TRAINER = 2  # what it sends, and has packed to send next
 
 
 # The kinds of a plan that the trainer measures under one name: `device_items` of policy/offload.py.
@@ -70,8 +72,12 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "kept by the allocator": ("fragments",),
     "engine, communicators and contexts": (
         "engine weights",
+        "draft weights",
         "KV cache",
+        "draft KV cache",
         "CUDA graphs",
+        "reward model",
+        "reward model's cache",
         "communication",
         "contexts",
     ),
@@ -108,7 +114,7 @@ def _device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Su
     count, per_parameter = job.parameter_counts[stage], job.per_parameter
     in_use, suspended = communicator_bytes(job)
     memory: dict[SubPhase, BytesByKind] = {}
-    shared = job.settings.shares_devices
+    shared, reward = job.settings.shares_devices, reward_memory(job)
     for sub_phase in SubPhase:
         if not shared and sub_phase in NOT_OF_A_TRAINER:
             continue
@@ -120,13 +126,17 @@ def _device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Su
         } | _temporary_memory(job, stage, sub_phase)
         communication = in_use if resident.communicators else suspended
         sizes = {
-            "contexts": (1 + shared) * OVERHEADS.cuda_context,
+            "contexts": (1 + shared + reward.servers) * OVERHEADS.cuda_context,
             "communication": communication + engine.communication * shared,
         } | trainer
         sizes["fragments"] = OVERHEADS.fragmentation * total_bytes(trainer)
         sizes["engine weights"] = resident.engine_weights * engine.weights
+        sizes["draft weights"] = resident.engine_weights * engine.draft_weights
         sizes["KV cache"] = resident.engine_cache * engine.kv_cache
+        sizes["draft KV cache"] = resident.engine_cache * engine.draft_kv_cache
         sizes["CUDA graphs"] = resident.engine_cache * engine.cuda_graphs
+        sizes["reward model"] = resident.reward_model * reward.weights
+        sizes["reward model's cache"] = resident.reward_model * reward.kv_cache
         memory[sub_phase] = {kind: size for kind, size in sizes.items() if size}
     return memory
 
@@ -143,12 +153,14 @@ def _resident(job: PlannedJob, sub_phase: SubPhase) -> Residency:
 
 def _engine_device_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
     """Return what is on a device that only an engine uses: its rank has a process there, for the weight sync."""
-    staged = _sync_round_bytes(job) * (ROUNDS_IN_MEMORY - ROUNDS_OF_A_TRAINER)
+    staged = _sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE
     sizes = {
         "contexts": 2 * OVERHEADS.cuda_context,
         "communication": OVERHEADS.communicator + engine.communication,
         "engine weights": engine.weights,
+        "draft weights": engine.draft_weights,
         "KV cache": engine.kv_cache,
+        "draft KV cache": engine.draft_kv_cache,
         "CUDA graphs": engine.cuda_graphs,
     }
     return {
@@ -198,7 +210,7 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         return {"sync rounds": staged, "activations": max(0.0, scored - staged)}
     if sub_phase is SubPhase.SAVE and _exports(job.settings):
         # As the sync's, but no engine reads them; one rank has all that it writes.
-        return {"export rounds": _sync_round_bytes(job) * (ROUNDS_IN_MEMORY - 1) * (job.train_ranks > 1)}
+        return {"export rounds": _sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE * (job.train_ranks > 1)}
     return {}
 
 
@@ -246,15 +258,17 @@ def _stage_of(job: PlannedJob, rank: int) -> int | None:
 def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: EngineMemory) -> dict[str, float]:
     """Return the memory of a rank that trains, with that of its engine where it hosts one."""
     count, per_parameter, shared = job.parameter_counts[stage], job.per_parameter, job.settings.shares_devices
-    sharded = job.sharded_parameters(count)
+    sharded, reward = job.sharded_parameters(count), reward_memory(job)
     sizes = {
-        "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process * shared,
+        "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process * (shared + reward.servers),
         "weights": count.total * per_parameter.host_copies * shared,
         "reference": count.total * per_parameter.weights * job.has_reference,
         "optimizer": sharded * per_parameter.host_optimizer * (sub_phase is not SubPhase.START),
         "checkpoint": _checkpoint_host_bytes(job, sub_phase),
         "export": _export_host_bytes(job) * (sub_phase is SubPhase.SAVE and _exports(job.settings)),
         "engine weights": _backup_bytes(job, engine) * shared,
+        "draft weights": engine.draft_weights * shared,
+        "reward model": reward.weights,  # its copy stays while it is awake
     }
     if job.settings.training.router_replay != "none":
         sizes["routed experts"] = (

@@ -125,10 +125,10 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
     }
 
 
-def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> ResourceUse:
-    """Return the use of one GPU that a save takes from a step: what the next step's phases do not hide is left.
+def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
+    """Return the use of one GPU that a checkpoint takes: for weights, which are written first, and for the rest.
 
-    Weights are written first. All is read once more, for its checksums.
+    All is read once more, for its checksums.
     """
     per_parameter = job.per_parameter
     nodes = max(1.0, job.train_ranks / job.gpus_per_node)
@@ -137,6 +137,12 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
         disk_bytes=job.parameters * (2 * per_parameter.saved - per_parameter.weights) / nodes,
         host_copy_bytes=max(map(job.sharded_parameters, job.parameter_counts)) * per_parameter.saved,
     )
+    return weights, rest
+
+
+def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> ResourceUse:
+    """Return the use of one GPU that a save takes from a step: what the next step's phases do not hide is left."""
+    weights, rest = save_uses(job)
     beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)  # a trainer that waits is not slower
     hidden_s = sum(estimate_time(uses[sub_phase], job.cluster).expected_s for sub_phase in beside)
     share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s if job.settings.run.async_save else 1.0

@@ -148,4 +148,5 @@ def _with_layout(job: PlannedJob, layout: LayoutConfig) -> PlannedJob:
 
 
 def _with_settings(job: PlannedJob, settings: Settings) -> PlannedJob:
-    return make_job(settings, job.hf, job.cluster, job.nodes, job.gpus_per_node, job.mean_response_tokens)
+    machines = (job.cluster, job.nodes, job.gpus_per_node)
+    return make_job(settings, job.hf, *machines, job.mean_response_tokens, job.acceptance_length)

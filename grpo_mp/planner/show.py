@@ -16,6 +16,7 @@ from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.plan import Feasibility, Plan, check_fits, make_plan
 from grpo_mp.planner.resource_use import GIGA
 from grpo_mp.planner.search import SearchResult, plan_to_yaml, search_layouts
+from grpo_mp.planner.speculation import speculation
 
 MODEL_COLUMNS = ("", "trained", "a rank's device, GiB", "a node's host, GiB")
 TERM_COLUMNS = ("", "resource", "what", "seconds")
@@ -203,6 +204,7 @@ def _notes(plan: Plan) -> list[str]:
     sub_phase, resource, seconds = plan.bottleneck
     job, engine = plan.job, plan.memory.engine
     tokens = job.settings.samples_per_step * job.mean_seq_len
+    drafts = [_drafts_note(job)] if job.settings.engine.speculative.algorithm != "none" else []
     sides = [] if job.settings.shares_devices else [_sides_note(plan)]
     return [
         f"step: {plan.step_s:,.0f} s expected, {plan.roofline_s:,.0f} s at the roofline "
@@ -213,11 +215,22 @@ def _notes(plan: Plan) -> list[str]:
         f"{engine.kv_cache_tokens:,} tokens "
         f"each ({engine.bytes_per_token / 1024:.1f} KiB per token on a GPU); "
         f"{plan.generation.running_per_replica:,.0f} sequences run at a time in each replica",
+        *drafts,
         f"micro-batches of an update on a rank: {job.packing.microbatches}; the busiest rank computes "
         f"{job.packing.load_factor:.2f} tokens for each token of its share",
         f"assumed: lognormal response lengths, mean {job.mean_response_tokens:,.0f} tokens; achievable of the peaks: "
         f"{describe_rates(job.cluster)}",
     ]
+
+
+def _drafts_note(job: PlannedJob) -> str:
+    drafts = speculation(job)
+    source = "as given" if job.acceptance_length else "assumed: --acceptance-length, from rollout/acceptance_length"
+    return (
+        f"speculation by {job.settings.engine.speculative.algorithm}: a decode step computes {drafts.verified_tokens} "
+        f"tokens of a sequence and yields {drafts.acceptance_length:.2f} ({source}); drafting takes "
+        f"{drafts.drafting - 1:.1%} of a step beside it"
+    )
 
 
 def _sides_note(plan: Plan) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 MAX_SCORES = 2**24  # attention scores that exist at a time
+ALIGNMENT = 16  # tokens; a sum over fewer, or over a part of them, is taken in another order
 
 
 def paged_attention(
@@ -33,7 +34,7 @@ def paged_attention(
     for count, batch in _batches(lengths, new_tokens, query.shape[1]):
         rows = torch.tensor([starts[index] for index in batch])[:, None] + torch.arange(count)
         batch_lengths = torch.tensor([lengths[index] for index in batch])
-        batch_slots = slots[batch, : int(batch_lengths.max())]
+        batch_slots = slots[batch, : -(-int(batch_lengths.max()) // ALIGNMENT) * ALIGNMENT]
         output[rows] = _attend(query[rows], keys, values, batch_slots, batch_lengths, scale)
     return output
 

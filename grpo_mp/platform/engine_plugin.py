@@ -18,6 +18,7 @@ from grpo_mp.files import ENGINE_SCRATCH
 from grpo_mp.platform import engine_layers
 from grpo_mp.platform.engine_attention import paged_attention
 from grpo_mp.platform.engine_decode import RunningSequences
+from grpo_mp.platform.engine_invariance import enable_batch_invariance
 
 
 def register() -> None:
@@ -42,6 +43,7 @@ def _move_load_snapshot(path: str, *_: Any) -> str:
 
 
 def _patch_cpu_engine() -> None:
+    from sglang.srt.arg_groups import choices
     from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
@@ -49,11 +51,44 @@ def _patch_cpu_engine() -> None:
     # torch_native attention requires equal head sizes of keys and values, as in absorbed latent attention;
     # SGLang would otherwise prefill with the unabsorbed form.
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     # For `enable_return_routed_experts` SGLang allocates host memory that it registers with CUDA.
     common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
     # To release and resume memory, SGLang waits for the device that torch was built for, be it there or not.
     get_device_module = torch.get_device_module
     torch.get_device_module = lambda device="cpu": get_device_module(device)  # type: ignore[assignment]
+
+
+def _murmur_hash32(original: Callable[..., Any], *inputs: torch.Tensor) -> torch.Tensor:
+    """Replace SGLang's Triton hash of seeds [R], positions [R] and columns [V]; return [R, V], each of 32 bits."""
+    mask, seed = 0xFFFFFFFF, inputs[0].to(torch.int64)[:, None]
+    blocks = (seed & mask, (seed >> 32) & mask, inputs[1].to(torch.int64)[:, None], inputs[2].to(torch.int64)[None])
+    hashed = torch.zeros_like(seed)
+    for block in blocks:
+        mixed = (block * 0xCC9E2D51) & mask
+        mixed = (_rotated(mixed, 15) * 0x1B873593) & mask
+        hashed = (_rotated(hashed ^ mixed, 13) * 5 + 0xE6546B64) & mask
+    hashed = hashed ^ 16
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        hashed = ((hashed ^ (hashed >> shift)) * factor) & mask
+    return hashed ^ (hashed >> 16)
+
+
+def _enable_batch_invariance(original: Callable[..., Any], runner: Any) -> None:
+    """Replace SGLang's change to batch-invariant kernels, which are Triton's."""
+    if _is_deterministic():
+        runner.batch_invariance = enable_batch_invariance()
+
+
+def _is_deterministic() -> bool:
+    from sglang.srt.runtime_context import get_exec
+
+    return bool(get_exec().deterministic.enable_deterministic_inference)
+
+
+def _rotated(value: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((value << bits) | (value >> (32 - bits))) & 0xFFFFFFFF
 
 
 def _get_rope_cpu(original: Callable[..., Any], *args: Any) -> Any:
@@ -88,10 +123,15 @@ def _extend(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: An
 
 
 def _decode(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace SGLang's decode. The unnamed arguments are slots, rows and lengths."""
-    query, output, keys, values, _, _, _, encoder_lengths = args
+    """Replace SGLang's decode. `slots` [R, L] is indexed by `rows`."""
+    query, output, keys, values, slots, rows, lengths, encoder_lengths = args
     if not _is_self_attention(encoder_lengths, kwargs):
         return original(backend, *args, **kwargs)
+    if _is_deterministic():  # as in prefill: a token's bits do not say which of both computed it
+        new_lengths = [1] * len(rows)
+        return output.copy_(
+            paged_attention(query, keys, values, slots[rows], lengths.tolist(), new_lengths, kwargs["scaling"])
+        )
     return output.copy_(backend.running.attend(query, keys, values, kwargs["scaling"]))
 
 
@@ -114,6 +154,8 @@ def _freeze_gc(*_: Any, **__: Any) -> None:
 
 ATTENTION = "layers.attention.torch_native_backend.TorchNativeAttnBackend"
 CPU_HOOKS: list[tuple[str, str, Callable[..., Any]]] = [  # name in sglang.srt, kind of hook, hook
+    ("layers.sampler.murmur_hash32", "around", _murmur_hash32),
+    ("model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", "around", _enable_batch_invariance),
     ("layers.rotary_embedding.factory.get_rope_cpu", "around", _get_rope_cpu),
     (f"{ATTENTION}.init_forward_metadata", "after", _begin_step),
     (f"{ATTENTION}._run_sdpa_forward_extend", "around", _extend),

@@ -1,7 +1,11 @@
 """Save and load a policy in pieces: weights, optimizer and learning-rate step; any layout can load them."""
 
+import errno
+import os
 import pickle
+import shutil
 from collections.abc import Callable, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,20 +17,24 @@ from grpo_mp.checkpoint.chunk_files import ChunkWriter, WrittenChunks, read_chun
 from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
 from grpo_mp.checkpoint.torch_dist import COMMON
 from grpo_mp.distributed.process_groups import all_gather
-from grpo_mp.errors import UserError, one_line
+from grpo_mp.errors import DiskError, UserError, one_line
 from grpo_mp.policy.former_checkpoint import is_torch_dist_of_megatron, read_torch_dist
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks, weight_chunks
 from grpo_mp.policy.te_adam import state_dict_without_copies, stores_param_remainders
 
 Value = TypeVar("Value")
+TORCH_WRITER = "inline_container"  # in what torch raises where it cannot write
+FULL_BYTES = 2**20  # a disk with less free is full
 Written = Mapping[Path, WrittenChunks]  # what one rank has written, by folder
 
 
 def write_weights(policy: Policy, folder: Path, piece_bytes: int) -> Written:
     """Write this rank's share of the weights, and on rank 0 what is alike on all ranks."""
     if policy.parallel.rank == 0:
-        torch.save(_common(policy), folder / COMMON)
+        content = BytesIO()  # torch would hide what the disk says
+        torch.save(_common(policy), content)
+        (folder / COMMON).write_bytes(content.getbuffer())
     return _write(policy, policy.tensors, folder, piece_bytes)
 
 
@@ -45,7 +53,7 @@ def optimizer_writer(policy: Policy, folder: Path, piece_bytes: int) -> ChunkWri
 def on_all_ranks(work: Callable[[], Value], folder: Path, group: dist.ProcessGroup) -> Value:
     """Return what `work` returns on this rank, once no rank has failed. Every rank of the group must call this.
 
-    Raises UserError, on every rank, where one cannot write below `folder`. What is no error of the disk is raised as
+    Raises DiskError, on every rank, where one cannot write below `folder`. What is no error of the disk is raised as
     itself where it happened.
     """
     value, error = None, None
@@ -53,13 +61,20 @@ def on_all_ranks(work: Callable[[], Value], folder: Path, group: dist.ProcessGro
         value = work()
     except Exception as caught:  # noqa: BLE001 - the others wait for this rank; it is raised below
         error = caught
-    messages = all_gather(one_line(error) if error else "", group)
+    messages = all_gather(_reason(error, folder) if error else "", group)
     if error and not isinstance(error, OSError | RuntimeError):  # torch reports a full disk as the latter
         raise error
     for rank, message in enumerate(messages):
         if message:
-            raise UserError(f"{folder}: the checkpoint cannot be written (rank {rank}): {message}") from error
+            raise DiskError(f"{folder} cannot be written (rank {rank}): {message}") from error
     return value  # type: ignore[return-value]
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    """Return why one cannot write; torch's writers do not say that a disk is full."""
+    if isinstance(error, RuntimeError) and TORCH_WRITER in str(error) and shutil.disk_usage(folder).free < FULL_BYTES:
+        return os.strerror(errno.ENOSPC)
+    return one_line(error)
 
 
 def gather_written(written: Written, group: dist.ProcessGroup) -> dict[Path, list[WrittenChunks]]:

@@ -86,7 +86,6 @@ def ddp_config(megatron_args: Mapping[str, Any]) -> DistributedDataParallelConfi
     values: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": True,
-        "check_for_nan_in_grad": True,
     }
     return DistributedDataParallelConfig(**values | overrides_for(megatron_args, DistributedDataParallelConfig))
 

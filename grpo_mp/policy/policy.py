@@ -1,5 +1,6 @@
 """The policy on one rank: logprobs, optimizer updates and weights, in any layout."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,8 @@ class UpdateReport:
     losses: list[Any]
     grad_norm: float
     lr: float
-    skipped: bool  # the gradient was not finite
+    skipped: bool  # the gradient was not finite, or larger than optimizer.skip_grad_norm
+    bad_gradients: Sequence[str] = ()  # parameters of this rank whose gradient was not finite
     measured: Mapping[str, float] = field(default_factory=dict)  # metrics over the job
 
 
@@ -65,6 +67,7 @@ class Policy:
         self.optimizer, self.lr_scheduler = build_optimizer(
             settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
         )
+        self._skip_grad_norm = settings.optimizer.skip_grad_norm or math.inf
         self.expert_load = ExpertLoad(models, self.config.num_layers, self.config.num_moe_experts or 0)
         self.replay: RoutingReplay | None = None
         if settings.training.router_replay != "none":
@@ -117,12 +120,21 @@ class Policy:
         return forward_backward(self.chunks, microbatches, loss, self.replay)
 
     def update(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> UpdateReport:
-        """Do one optimizer update; skip it, and report so, where the gradient is not finite."""
+        """Do one optimizer update; skip it, and report so, where the gradient is not finite or too large."""
         losses = self.compute_gradients(microbatches, loss)
         lr = self.optimizer.param_groups[0]["lr"]
-        success, grad_norm, _ = self.optimizer.step()
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())  # over the job: all ranks skip, or none
+        skipped = not (math.isfinite(grad_norm) and grad_norm <= self._skip_grad_norm)
+        if not skipped:
+            self.optimizer.step()
         self.lr_scheduler.step(1)
-        return UpdateReport(losses, float(grad_norm or 0.0), lr, skipped=not success)
+        return UpdateReport(losses, grad_norm, lr, skipped, self._bad_gradients() if skipped else ())
+
+    def _bad_gradients(self) -> list[str]:
+        """Return the parameters of this rank whose gradient is not finite."""
+        gradients = {name: tensor.main_grad for name, tensor in self.tensors.items() if hasattr(tensor, "main_grad")}
+        return [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

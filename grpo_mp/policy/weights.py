@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from grpo_mp.checkpoint.hf_reader import WeightsReader, check_shape
+from grpo_mp.checkpoint.hf_reader import WeightsReader, check_finite, check_shape
 from grpo_mp.checkpoint.torch_dist import LAYER
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates
@@ -46,7 +46,7 @@ def load_hf(
 ) -> None:
     """Load this rank's tensors from Hugging Face files, reading only its slices.
 
-    Raises UserError where a tensor is missing or has another shape than the config says.
+    Raises UserError where a tensor is missing, has another shape than the config says, or a value that is not finite.
     """
     for name, tensor in tensors.items():
         param = params[name]
@@ -55,7 +55,8 @@ def load_hf(
         for hf_name, shape in zip(param.hf, param.shapes, strict=True):
             check_shape(reader, hf_name, shape)
             start, stop = shard_range(param, shape, count, part) if count > 1 else (0, 0)
-            shards.append(reader.read(hf_name, param.tp_dim if count > 1 else None, start, stop))
+            shard = reader.read(hf_name, param.tp_dim if count > 1 else None, start, stop)
+            shards.append(check_finite(shard, reader.folder, hf_name))
         fused = fuse(param, shards)
         if param.keep_float32:
             tensor.data = tensor.data.float()  # Megatron widens it only at the first forward, once rounded to bfloat16

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
@@ -19,11 +19,14 @@ T = TypeVar("T")
 
 
 class RewardError(Exception):
-    """A reward raised, took too long or returned no reward; `sample` is the index of the sample to show."""
+    """A reward raised, took too long or returned no reward.
 
-    def __init__(self, reason: str, sample: int = 0) -> None:
+    `sample` is the index of the sample to show; `scored` holds the values of samples that did not fail, by index.
+    """
+
+    def __init__(self, reason: str, sample: int = 0, scored: Mapping[int, float] | None = None) -> None:
         super().__init__(reason)
-        self.sample = sample
+        self.sample, self.scored = sample, scored or {}
 
 
 class Reward(Protocol):

@@ -9,12 +9,12 @@ too: it ends soon even if the parent is killed first.
 import json
 import os
 import resource
-import select
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from grpo_mp.errors import UserError
@@ -99,7 +99,7 @@ def _read_line(child: subprocess.Popen[bytes], limit_s: float) -> str | None:
     assert child.stdout is not None
     descriptor, deadline, line = child.stdout.fileno(), time.monotonic() + limit_s, b""
     while not line.endswith(b"\n"):
-        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        ready = wait([descriptor], max(0.0, deadline - time.monotonic()))
         chunk = os.read(descriptor, 4096) if ready else b""
         if not chunk:
             return None

@@ -1,8 +1,10 @@
 """Reward models behind HTTP: an SGLang server with a reward head scores whole responses, or each step of them."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import httpx
@@ -17,27 +19,41 @@ KEEPALIVE_S = 2.0  # less than the five seconds after which SGLang closes an idl
 Decode = Callable[[list[int]], str]
 
 
+def read_api_key(section: str, variable: str | None) -> str:
+    """Return the key that an environment variable holds, empty for None. Raises UserError where it is not set."""
+    if variable is not None and variable not in os.environ:
+        raise UserError(f"{section}.api_key_env: {variable} is not set in the environment: export it")
+    return os.environ[variable] if variable else ""
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where a reward model is served, and the headers of requests to it."""
+
+    url: str
+    headers: Mapping[str, str]
+
+
 class ModelClient:
-    """Client of one server. Thread-safe."""
+    """Client of a reward model. Thread-safe."""
 
     section = "reward.model"  # of the settings
 
     def __init__(self, settings: RewardModelConfig) -> None:
         """Open no connection yet: the server may come up later. Raises UserError where the key is not set."""
         self._retries = settings.retries
-        self._endpoint = f"{settings.url.rstrip('/')}{PATH}"
-        key, headers = settings.api_key_env, dict[str, str]()
-        if key is not None:
-            if key not in os.environ:
-                raise UserError(f"{self.section}.api_key_env: {key} is not set in the environment: export it")
-            headers = {"Authorization": f"Bearer {os.environ[key]}"}
+        key = read_api_key(self.section, settings.api_key_env)
+        self._servers = cycle([Server(settings.url or "", {"Authorization": f"Bearer {key}"} if key else {})])
         # trust_env is off: a proxy of the environment would be asked for loopback addresses, too.
         self._http = httpx.Client(
             timeout=settings.timeout_s,
             trust_env=False,
-            headers=headers,
             limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
         )
+
+    def connect(self, servers: Sequence[Server]) -> None:
+        """Ask these servers, in turn, that the job itself has started."""
+        self._servers = cycle(servers)
 
     def close(self) -> None:
         """Close the connections."""
@@ -52,31 +68,32 @@ class ModelClient:
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """Return one score per sequence of token ids, read at its last token. Raises RewardError as `values` does."""
-        reply = self._post({"input_ids": [list(sequence) for sequence in sequences]})
+        endpoint, reply = self._post({"input_ids": [list(sequence) for sequence in sequences]})
         try:
             vectors = [entry["embedding"] for entry in reply.json()]
             scores = [float(score) for (score,) in vectors]
         except (ValueError, TypeError, KeyError) as error:
             raise RewardError(
-                f"{self._endpoint} answered {one_line(reply.text)!r}, not one score per sequence: "
+                f"{endpoint} answered {one_line(reply.text)!r}, not one score per sequence: "
                 "serve a model with one label"
             ) from error
         return scores
 
-    def _post(self, body: dict[str, Any]) -> httpx.Response:
-        failure = ""
+    def _post(self, body: dict[str, Any]) -> tuple[str, httpx.Response]:
+        server, failure = next(self._servers), ""
+        endpoint = f"{server.url.rstrip('/')}{PATH}"
         for _ in range(self._retries + 1):
             try:
-                reply = self._http.post(self._endpoint, json=body)
+                reply = self._http.post(endpoint, json=body, headers=server.headers)
             except httpx.TransportError as error:
                 failure = f"gave no answer ({type(error).__name__}: {error})"
                 continue
             if reply.is_success:
-                return reply
+                return endpoint, reply
             failure = f"answered status {reply.status_code}: {one_line(reply.text)}"
             if reply.status_code < 500 and reply.status_code != 429:
                 break
-        raise RewardError(f"{self._endpoint} {failure}")
+        raise RewardError(f"{endpoint} {failure}")
 
 
 class StepModelClient(ModelClient):

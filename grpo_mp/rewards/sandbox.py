@@ -48,16 +48,19 @@ class Sandbox:
             raise UserError(f"reward.code: programs cannot be started here ({reason}): run as a user other than root")
 
     def run(self, program: str, tests: str | None, stdin: str, timeout_s: float) -> Outcome:
-        """Run `program`, then `tests` in the same namespace. Raises RewardError if the jail itself fails."""
+        """Run `program`, and `tests` in a process that calls it. Raises RewardError if the jail itself fails."""
         token = secrets.token_hex(16)
         with tempfile.TemporaryDirectory(prefix="grpo_mp_code_") as folder:
             os.chmod(folder, 0o777)  # the program may run as another user
-            files = [tempfile.TemporaryFile() for _ in range(5)]  # noqa: SIM115 - closed below
+            files = [tempfile.TemporaryFile() for _ in range(6)]  # noqa: SIM115 - closed below
             try:
-                job, verdict, stdin_file, output, stderr = files
-                _write(job, b"".join(map(_length_prefixed, [program] if tests is None else [program, tests, token])))
+                *job, stdin_file, output, stderr = files
+                program_file, tests_file, verdict = job
+                _write(program_file, program.encode(errors="replace"))
+                _write(tests_file, _length_prefixed(tests or "") + token.encode())
                 _write(stdin_file, stdin.encode(errors="replace"))
-                status = self._wait(self._start(folder, files, timeout_s), timeout_s)
+                used = job[:1] if tests is None else job
+                status = self._wait(self._start(folder, used, files[3:], timeout_s), timeout_s)
                 if reason := _read(stderr):
                     raise RewardError(f"the program could not be isolated: {reason}")
                 passed = status == 0 if tests is None else _read(verdict) == token
@@ -66,8 +69,11 @@ class Sandbox:
                 for file in files:
                     file.close()
 
-    def _start(self, folder: str, files: Sequence[IO[bytes]], timeout_s: float) -> subprocess.Popen[bytes]:
-        job, verdict, stdin_file, output, stderr = files
+    def _start(
+        self, folder: str, job: Sequence[IO[bytes]], streams: Sequence[IO[bytes]], timeout_s: float
+    ) -> subprocess.Popen[bytes]:
+        """Start the jail; `job`: what harness.py takes, `streams`: stdin, stdout and stderr."""
+        stdin, stdout, stderr = streams
         limits = self._settings
         settings = {
             "isolate": self.isolated,
@@ -75,7 +81,7 @@ class Sandbox:
             "harness": str(HARNESS),
             "python": sys.executable,
             "visible": sorted({sys.prefix, sys.base_prefix}),
-            "arguments": [str(job.fileno()), str(verdict.fileno())],
+            "arguments": [str(file.fileno()) for file in job],
             "environment": ENVIRONMENT,
             "timeout_s": timeout_s,
             "memory_bytes": limits.memory_bytes,
@@ -85,10 +91,10 @@ class Sandbox:
         }
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", str(JAIL), json.dumps(settings)],
-            stdin=stdin_file,
-            stdout=output,
+            stdin=stdin,
+            stdout=stdout,
             stderr=stderr,
-            pass_fds=(job.fileno(), verdict.fileno()),
+            pass_fds=[file.fileno() for file in job],
             cwd=folder,
             env={},
             start_new_session=True,
@@ -117,8 +123,8 @@ class Sandbox:
 
 
 def _length_prefixed(text: str) -> bytes:
-    """Encode a part of the job as harness.py reads it. Never empty: an empty part would end the job."""
-    content = text.encode(errors="replace") + b"\n"
+    """Encode tests as harness.py reads them."""
+    content = text.encode(errors="replace")
     return b"%016d" % len(content) + content
 
 

@@ -1,9 +1,10 @@
 """The scorer: weighted terms by name, each under a time limit, and what happens where one fails."""
 
+import math
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,6 @@ from grpo_mp.errors import UserError
 from grpo_mp.rewards.base import (
     REWARDS,
     STEP_REWARDS,
-    Reward,
     RewardError,
     T,
     Values,
@@ -28,8 +28,8 @@ from grpo_mp.rewards.base import (
     validate_values,
 )
 from grpo_mp.rewards.math import answer_numbers
-from grpo_mp.rewards.reward_model import Decode, StepModelClient
-from grpo_mp.rewards.settings import EPISODE, STEPS, RewardConfig, StepModelConfig
+from grpo_mp.rewards.reward_model import Decode, Server, StepModelClient
+from grpo_mp.rewards.settings import DATA_SET, EPISODE, STEPS, RewardConfig, StepModelConfig
 from grpo_mp.rewards.terms import BuiltInTerms
 from grpo_mp.types import SampleGroup, StepRewards
 
@@ -45,18 +45,16 @@ class RewardStats:
     first_errors: dict[str, str] = field(default_factory=dict)  # by term: its first failure, in one sentence
     unscored: int = 0  # samples to which no term applied
     verify_timeouts: int = 0  # answers that math-verify could not compare in time; they count as wrong
-    sums: dict[str, float] = field(default_factory=dict)  # of what functions gave to log_metric, by its name
-    counts: Counter[str] = field(default_factory=Counter)
+    values: dict[str, list[float]] = field(default_factory=dict)  # what functions gave to log_metric, by its name
 
     @property
     def logged(self) -> dict[str, float]:
-        """Return the means of the values given to `log_metric`."""
-        return {name: self.sums[name] / count for name, count in sorted(self.counts.items())}
+        """Return the means of the values given to `log_metric`; their bits do not depend on which came first."""
+        return {name: sum(sorted(values)) / len(values) for name, values in sorted(self.values.items())}
 
     def log(self, name: str, value: float) -> None:
         """Add one value given to `log_metric`."""
-        self.sums[name] = self.sums.get(name, 0.0) + value
-        self.counts[name] += 1
+        self.values.setdefault(name, []).append(value)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the stats as it is written to JSON."""
@@ -77,8 +75,8 @@ def sum_stats(all_stats: Iterable[RewardStats]) -> RewardStats:
         merged.first_errors = stats.first_errors | merged.first_errors
         merged.unscored += stats.unscored
         merged.verify_timeouts += stats.verify_timeouts
-        merged.sums |= {name: merged.sums.get(name, 0.0) + value for name, value in stats.sums.items()}
-        merged.counts.update(stats.counts)
+        for name, values in stats.values.items():
+            merged.values.setdefault(name, []).extend(values)
     return merged
 
 
@@ -92,8 +90,11 @@ class Scorer:
         prompt_column: str = "prompt",
         max_steps: int = 0,
         decode: Decode | None = None,
+        set_weights: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
         """Load the user's functions. `decode`, the policy's tokenizer, is needed for a served model of steps.
+
+        `set_weights`: of the terms that prompts of a data set have, by its name; others have those of the settings.
 
         Raises UserError where a function cannot be imported, or `reward.code` cannot run.
         """
@@ -107,14 +108,15 @@ class Scorer:
         steps, self._keeps_steps = settings.steps, settings.steps == EPISODE
         by_function = isinstance(steps, str) and not self._keeps_steps
         self._step_reward = STEP_REWARDS.resolve(str(steps), "reward.steps") if by_function else None
-        self._built_in = BuiltInTerms(settings, max_response_tokens)
-        self._terms = {term.name: term.values for term in self._built_in.terms}
-        self.term_weights = {term.name: term.weight for term in self._built_in.terms}  # by name
-        self._functions: dict[str, Reward] = {}
-        for spec, weight in settings.functions.items():
-            name = settings.function_names[spec]
-            self._functions[name], self.term_weights[name] = REWARDS.resolve(spec, "reward.functions"), weight
+        names = settings.function_names
+        self._functions = {names[spec]: REWARDS.resolve(spec, "reward.functions") for spec in settings.functions}
+        self.term_weights = settings.weights
+        self._set_weights = {name: settings.with_correct(weights) for name, weights in (set_weights or {}).items()}
+        used = {*self.term_weights, *(term for weights in self._set_weights.values() for term in weights)}
+        self._built_in = BuiltInTerms(settings, max_response_tokens, used - self._functions.keys())
         self._correctness_rule = settings.correctness_rule
+        self._own_models = frozenset(settings.own_models)  # which the job serves
+        self.defers = bool(self._own_models)  # `finish_group` completes what `score_group` begins
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -136,39 +138,105 @@ class Scorer:
     def score_group(self, group: SampleGroup, step: int = 0) -> SampleGroup:
         """Return the group with its rewards: `reward` is the weighted sum of the unweighted `reward_terms` that apply.
 
-        A sample to which no term applies gets the mean of its group: its advantage is 0 and changes no other's.
+        Reward models that the job serves are left to `finish_group`; until then NaN is the reward of a failed term.
+
+        A sample to which no term applies, or one failed under `on_error: skip`, gets the mean of its group: its
+        advantage is 0 and changes no other's.
         Rewards of steps are kept in `step_rewards`; only their mean is shown among the terms. `is_correct` is set by
         the term that the settings name; None where that term failed or does not apply.
         Raises UserError for a failing reward under `on_error: stop`.
         """
         extras: Extras = {}
-        results = {name: self._values(name, group, step, extras) for name in self.term_weights}
+        weights = self._weights(group)
+        rule = self._settings.correctness_rule_of(weights)
+        results = {name: self._values(name, group, step, extras) for name in weights if name not in self._own_models}
         terms = [
             {name: value for name, (values, _) in results.items() if (value := values[i]) is not None}
             for i in range(len(group.samples))
         ]
-        all_steps, weights = self._steps(group, step, extras), self.term_weights
-        totals = [sum(weights[name] * value for name, value in scored.items()) for scored in terms]
-        mean = statistics.fmean([t for t, scored in zip(totals, terms, strict=True) if scored] or [0.0])
-        with self._lock:
-            self._stats.unscored += sum(not scored for scored in terms) if weights else 0
-        rule = self._correctness_rule
-        if rule and not results[rule.term][1]:  # the default of a failed call decides nothing
-            rule = None
+        all_steps = [()] * len(group.samples) if STEPS in self._own_models else self._steps(group, step, extras)
+        totals = self._totals(weights, terms, results)
+        undecided = results[rule.term][1] if rule else frozenset()  # the default of a failed call decides nothing
         final_extras = dict(extras)  # a call that took too long may still write into `extras`
         rows = zip(group.samples, totals, terms, all_steps, strict=True)
         samples = (
             replace(
                 sample,
-                reward=float(total) if scored else mean,
-                reward_terms=scored | ({STEPS: statistics.fmean(reward for _, reward in steps)} if steps else {}),
+                reward=total,
+                reward_terms=scored | _mean_of(steps),
                 step_rewards=steps,
                 extra={column: values[i] for column, values in final_extras.items()},
-                is_correct=scored[rule.term] >= rule.min_value if rule and rule.term in scored else None,
+                is_correct=scored[rule.term] >= rule.min_value
+                if rule and rule.term in scored and i not in undecided
+                else None,
             )
             for i, (sample, total, scored, steps) in enumerate(rows)
         )
-        return replace(group, samples=tuple(samples))
+        scored_group = replace(group, samples=tuple(samples))
+        return scored_group if self.defers else self._fill_in(scored_group, weights)
+
+    def finish_group(self, group: SampleGroup, step: int = 0) -> SampleGroup:
+        """Return a group that `score_group` began with the values of the reward models that the job serves.
+
+        Raises UserError as `score_group` does.
+        """
+        weights = self._weights(group)
+        results = {name: self._values(name, group, step, {}) for name in weights if name in self._own_models}
+        terms = [
+            {name: value for name, (values, _) in results.items() if (value := values[i]) is not None}
+            for i in range(len(group.samples))
+        ]
+        scores_steps = STEPS in self._own_models
+        all_steps = self._steps(group, step, {}) if scores_steps else [sample.step_rewards for sample in group.samples]
+        rows = zip(group.samples, self._totals(weights, terms, results), terms, all_steps, strict=True)
+        samples = (
+            replace(
+                sample,
+                reward=sample.reward + total,
+                reward_terms={**sample.reward_terms, **scored, **_mean_of(steps)},
+                step_rewards=steps,
+            )
+            for sample, total, scored, steps in rows
+        )
+        return self._fill_in(replace(group, samples=tuple(samples)), weights)
+
+    def _weights(self, group: SampleGroup) -> Mapping[str, float]:
+        return self._set_weights.get(group.prompt.columns.get(DATA_SET, ""), self.term_weights)
+
+    def _totals(
+        self,
+        weights: Mapping[str, float],
+        terms: Sequence[Mapping[str, float]],
+        results: Mapping[str, tuple[Values, Set[int]]],
+    ) -> list[float]:
+        """Return each sample's weighted sum; NaN where a term failed that has no default."""
+        failed = {i for _, indices in results.values() for i in indices} if self._default is None else set()
+        return [
+            math.nan if i in failed else float(sum(weights[name] * value for name, value in scored.items()))
+            for i, scored in enumerate(terms)
+        ]
+
+    def _fill_in(self, group: SampleGroup, weights: Mapping[str, float]) -> SampleGroup:
+        """Give samples to which no term applied, or one failed, the mean of the others."""
+        has_reward = [
+            bool(sample.reward_terms.keys() & weights.keys()) and not math.isnan(sample.reward)
+            for sample in group.samples
+        ]
+        rewards = [sample.reward for sample, counts in zip(group.samples, has_reward, strict=True) if counts]
+        mean = statistics.fmean(rewards or [0.0])
+        with self._lock:
+            self._stats.unscored += has_reward.count(False) if weights else 0
+        samples = zip(group.samples, has_reward, strict=True)
+        return replace(
+            group, samples=tuple(sample if counts else replace(sample, reward=mean) for sample, counts in samples)
+        )
+
+    def connect(self, servers: Mapping[str, Sequence[Server]]) -> None:
+        """Take the servers of the reward models that the job serves, by name as in `RewardConfig.own_models`."""
+        clients = {"model": self._built_in.model, STEPS: self._step_model}
+        for name, own in servers.items():
+            if client := clients[name]:
+                client.connect(own)
 
     def take_stats(self) -> RewardStats:
         """Return this rank's statistics since the last call, and start new ones."""
@@ -176,10 +244,24 @@ class Scorer:
             stats, self._stats = self._stats, RewardStats()
         return stats
 
+    def add_stats(self, stats: RewardStats) -> None:
+        """Count what a scorer with its own statistics has scored."""
+        with self._lock:
+            self._stats = sum_stats([self._stats, stats])
+
     def with_own_stats(self) -> "Scorer":
-        """Return this scorer with other statistics: what is scored beside the rollouts does not count among them."""
+        """Return this scorer with other statistics: what it scores does not count among this one's."""
         other = copy(self)
         other._stats = RewardStats()
+        return other
+
+    def for_evaluations(self) -> "Scorer":
+        """Return this scorer with other statistics, and without reward models that the job serves: they sleep."""
+        other = copy(self)
+        other._stats, other.defers = RewardStats(), False
+        other.term_weights = {
+            name: weight for name, weight in self.term_weights.items() if name not in self._own_models
+        }
         return other
 
     @contextmanager
@@ -198,16 +280,20 @@ class Scorer:
         if self._step_model:
             self._step_model.close()
 
-    def _values(self, name: str, group: SampleGroup, step: int, extras: Extras) -> tuple[Values, bool]:
-        """Return one value per sample, and whether the call succeeded."""
+    def _values(self, name: str, group: SampleGroup, step: int, extras: Extras) -> tuple[Values, Set[int]]:
+        """Return one value per sample, and the indices of those for which the term failed."""
 
         def call() -> Values:
-            if name in self._terms:
-                return validate_values(self._terms[name](group), group)
+            if name in self._built_in.values:
+                return validate_values(self._built_in.values[name](group), group)
             call_function = partial(call_reward, self._functions[name], self._arguments(group, step, extras))
             return validate_values(run_with_timeout(call_function, self._settings.timeout_s), group)
 
-        return self._or_default(name, group, call, lambda reward: [reward] * len(group.samples))
+        result = self._attempt(name, group, call)
+        if not isinstance(result, RewardError):
+            return result, frozenset()
+        indices = range(len(group.samples))
+        return [result.scored.get(i, self._default) for i in indices], set(indices) - result.scored.keys()
 
     def _steps(self, group: SampleGroup, step: int, extras: Extras) -> list[StepRewards]:
         model, reward = self._step_model, self._step_reward
@@ -222,34 +308,35 @@ class Scorer:
             call_function = partial(call_step_reward, reward, self._arguments(group, step, extras))
             return validate_steps(run_with_timeout(call_function, self._settings.timeout_s), group)
 
-        def at_the_end(default: float) -> list[StepRewards]:
-            return [((len(sample.tokens) - 1, default),) for sample in group.samples]
+        result, default = self._attempt(STEPS, group, call), self._default
+        if not isinstance(result, RewardError):
+            return result
+        return [() if default is None else ((len(sample.tokens) - 1, default),) for sample in group.samples]
 
-        return self._or_default(STEPS, group, call, at_the_end)[0]
-
-    def _or_default(
-        self, name: str, group: SampleGroup, call: Callable[[], T], default: Callable[[float], T]
-    ) -> tuple[T, bool]:
-        """Return the result of `call` and True, or where it fails `default(reward.on_error)` and False.
-
-        Raises UserError under `on_error: stop`.
-        """
+    def _attempt(self, name: str, group: SampleGroup, call: Callable[[], T]) -> T | RewardError:
+        """Return the result of `call`, or how it failed. Raises UserError under `on_error: stop`."""
         try:
             with self._counting_timeouts():
-                return call(), True
+                return call()
         except RewardError as failure:
             text = group.samples[failure.sample].text
             excerpt = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
             sentence = (
                 f"reward {name}: prompt {group.prompt.index}: {failure}; sample {failure.sample}: {excerpt!r}; "
-                "fix the reward function, or set reward.on_error to the score of a failing call"
+                "fix the reward, or set reward.on_error to skip or to the score of a failing call"
             )
             if self._settings.on_error == "stop":
                 raise UserError(sentence) from failure
             with self._lock:
                 self._stats.failures[name] += 1
                 self._stats.first_errors.setdefault(name, sentence)
-            return default(float(self._settings.on_error)), False
+            return failure
+
+    @property
+    def _default(self) -> float | None:
+        """Return the score of a failing call; None: it has none."""
+        on_error = self._settings.on_error
+        return None if isinstance(on_error, str) else on_error
 
     def _arguments(self, group: SampleGroup, step: int, extras: Extras) -> dict[str, Any]:
         def log_extra(column: str, values: Sequence[Any]) -> None:
@@ -268,3 +355,8 @@ class Scorer:
         return call_arguments(
             group, self._prompt_column, trainer_state=state, log_extra=log_extra, log_metric=log_metric
         )
+
+
+def _mean_of(steps: StepRewards) -> dict[str, float]:
+    """Return the mean of a sample's step rewards as it is shown among the terms."""
+    return {STEPS: statistics.fmean(reward for _, reward in steps)} if steps else {}

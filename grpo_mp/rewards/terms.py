@@ -1,11 +1,11 @@
-"""The built-in terms of the reward: rules, the reward model, and unit tests for code."""
+"""The built-in terms of the reward: rules, reward model, judge, and unit tests for code."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.base import Values
 from grpo_mp.rewards.code import CodeTests
+from grpo_mp.rewards.judge import Judge
 from grpo_mp.rewards.math import answer_reward, boxed_answer
 from grpo_mp.rewards.math_verify_worker import MathVerifier
 from grpo_mp.rewards.reward_model import ModelClient
@@ -16,40 +16,35 @@ COMPARISON_LIMIT_S = 5.0
 GroupValues = Callable[[SampleGroup], Values]
 
 
-@dataclass(frozen=True)
-class RewardTerm:
-    """One named term of the reward; `values` scores a group."""
-
-    name: str
-    weight: float
-    values: GroupValues
-
-
 class BuiltInTerms:
-    """The built-in terms with a weight, and the processes and connections behind them."""
+    """The built-in terms that are used, and the processes and connections behind them."""
 
-    def __init__(self, settings: RewardConfig, max_response_tokens: int) -> None:
-        """Build the terms. Raises UserError where programs cannot be isolated as `reward.code` demands."""
+    def __init__(self, settings: RewardConfig, max_response_tokens: int, used: Collection[str]) -> None:
+        """Build the terms whose names are in `used`.
+
+        Raises UserError where programs cannot be isolated as `reward.code` demands, a key is missing, or a cache fails.
+        """
         self.verifier = MathVerifier(min(COMPARISON_LIMIT_S, settings.timeout_s), settings.tolerance)
         self._boxed_choice = settings.boxed_answer
-        self._model = ModelClient(settings.model) if settings.model else None
-        weights = settings.term_weights
-        values = {"answer": self._answers, **_rules(settings, max_response_tokens)}
-        if self._model:
-            values["model"] = self._model.values
+        self.model = ModelClient(settings.model) if settings.model and "model" in used else None
+        self._judge = Judge(settings.judge) if settings.judge and "judge" in used else None
+        code = CodeTests(settings.code) if settings.code and "code" in used else None
+        terms: dict[str, GroupValues] = {"answer": self._answers, **_rules(settings, max_response_tokens)}
+        terms |= {
+            name: part.values for name, part in (("model", self.model), ("judge", self._judge), ("code", code)) if part
+        }
+        self.values = {name: values for name, values in terms.items() if name in used}  # by name, of a group
         self.warnings: tuple[str, ...] = ()
-        if settings.code and "code" in weights:
-            code = CodeTests(settings.code)
-            values["code"] = code.values
-            if not code.sandbox.isolated:
-                self.warnings = ("reward.code: this kernel gives no namespaces, so programs run with limits only",)
-        self.terms = [RewardTerm(name, weight, values[name]) for name, weight in weights.items()]
+        if code and not code.sandbox.isolated:
+            self.warnings = ("reward.code: this kernel gives no namespaces, so programs run with limits only",)
 
     def close(self) -> None:
-        """End the process that compares answers and the connections to the reward model."""
+        """End the process that compares answers and the connections."""
         self.verifier.close()
-        if self._model:
-            self._model.close()
+        if self.model:
+            self.model.close()
+        if self._judge:
+            self._judge.close()
 
     def _answers(self, group: SampleGroup) -> Values:
         answer = group.prompt.answer

@@ -1,10 +1,11 @@
 """Typed HTTP to one SGLang server: tokens in, tokens out, weights in. Nothing here is specific to CUDA or CPU."""
 
 import asyncio
+import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -69,11 +70,28 @@ class SamplingParams:
     top_p: float = 1.0
     stop: tuple[str, ...] = ()  # only where the engine has a tokenizer
     ignore_eos: bool = False
+    seeds: tuple[int, ...] = ()  # one for each response; (): the engine draws from its own generator
 
-    def as_json(self, count: int) -> dict[str, Any]:
-        """Return SGLang's `sampling_params` for `count` responses to one prompt."""
+    def up_to(self, tokens: int | None) -> "SamplingParams":
+        """Return the parameters of a part of a response that ends at so many tokens; None: of all of it."""
+        return replace(self, max_response_tokens=min(self.max_response_tokens, tokens or self.max_response_tokens))
+
+    def only(self, index: int) -> "SamplingParams":
+        """Return the parameters of one response of the group."""
+        return replace(self, seeds=self.seeds[index : index + 1])
+
+    def for_turn(self, turn: int) -> "SamplingParams":
+        """Return the parameters of an episode's turn."""
+        return replace(self, seeds=tuple(sampling_seed(seed, turn) for seed in self.seeds))
+
+    def as_json(self, count: int) -> dict[str, Any] | list[dict[str, Any]]:
+        """Return SGLang's `sampling_params` for `count` responses to one prompt: with seeds a list of each one's."""
+        if self.seeds:  # SGLang would give all `n` responses of a request the same seed
+            return [{"n": 1, "sampling_seed": seed, **self._shared()} for seed in self.seeds]
+        return {"n": count, **self._shared()}
+
+    def _shared(self) -> dict[str, Any]:
         return {
-            "n": count,
             "max_new_tokens": self.max_response_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -81,6 +99,11 @@ class SamplingParams:
             "stop": list(self.stop) or None,
             "ignore_eos": self.ignore_eos,
         }
+
+
+def sampling_seed(*parts: int | str) -> int:
+    """Return a seed of 63 bits that is a pure function of the parts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 1
 
 
 @dataclass(frozen=True)
@@ -99,6 +122,26 @@ class EngineOutput:
     verify_steps: int = 0  # of speculative decoding, each of which yields one token or more
     cached_tokens: int = 0  # prompt tokens taken from the radix cache
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)  # as in Sample
+
+    def has(self, tokens: int | None, step_tokens: int) -> bool:
+        """Return whether a part up to `tokens` has them, but for those of its last step, which are drawn again."""
+        return tokens is not None and len(self.tokens) >= tokens - step_tokens
+
+    def without_last_step(self, step_tokens: int) -> "EngineOutput":
+        """Return an aborted response without the tokens of its last step, at most `step_tokens`.
+
+        SGLang does not look whether those end the response: with them it would go on after its end.
+        """
+        kept = max(0, len(self.tokens) - step_tokens)
+        experts, dropped = self.routed_experts, len(self.tokens) - kept
+        return replace(
+            self,
+            tokens=self.tokens[:kept],
+            logprobs=self.logprobs[:kept],
+            weight_versions=self.weight_versions[:kept],
+            verify_steps=max(0, self.verify_steps - 1),
+            routed_experts=None if experts is None else experts[: len(experts) - dropped],
+        )
 
 
 class EngineClient:
@@ -136,13 +179,13 @@ class EngineClient:
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1, routing: ModelShape | None = None
     ) -> list[EngineOutput]:
-        """Draw `count` responses to one prompt, in one call: the prompt is computed once.
+        """Draw `count` responses to one prompt, in one call: without seeds, the prompt is computed once.
 
         With `routing`, the shape of the model, also return the experts of each token. A call that is cancelled ends
         its responses in the engine, too, within seconds.
         """
         body = {
-            "input_ids": list(prompt_tokens),
+            "input_ids": [list(prompt_tokens)] * count if sampling.seeds else list(prompt_tokens),
             "sampling_params": sampling.as_json(count),
             "return_logprob": True,
             "return_routed_experts": routing is not None,

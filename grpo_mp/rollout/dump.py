@@ -1,19 +1,22 @@
 """Groups in a Parquet file, a row a sample and a row group a group: all that a step trains on, bit for bit."""
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 from pyarrow import parquet
 
 from grpo_mp.errors import UserError, one_line
-from grpo_mp.files import sync_to_disk
+from grpo_mp.files import sync_to_disk, write_atomically
+from grpo_mp.reading import check_regular, read_bytes
 from grpo_mp.types import ExpertIds, Message, Prompt, Sample, SampleGroup
 
 FACTS = b"grpo_mp"  # key of the file's own metadata
@@ -58,24 +61,43 @@ Row = dict[str, Any]
 def write_groups(file: Path, groups: Iterable[SampleGroup], selected: Collection[int], facts: str) -> None:
     """Write groups and a text of facts; `selected`: ids of those that the step trains on. The file is whole or absent.
 
-    Holds one group at a time in memory.
+    Beside it is its checksum, as `xxh128sum` writes and checks it. Holds one group at a time in memory.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.{os.getpid()}.incomplete")
     schema = SCHEMA.with_metadata({FACTS: facts.encode()})
-    with parquet.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer:
+    with parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
         for group in groups:
-            rows = [_row(group, sample, sample.group_id in selected) for sample in group.samples]
+            rows = [row_of(group, sample, sample.group_id in selected) for sample in group.samples]
             if rows:
                 writer.write_table(pa.Table.from_pylist(rows, schema))
     sync_to_disk(temporary)
+    digest = _digest(temporary)
     temporary.replace(file)
+    write_atomically(checksum_file(file), f"{digest}  {file.name}\n")
+
+
+def checksum_file(file: Path) -> Path:
+    """Return the file that holds another's checksum."""
+    return file.with_name(f"{file.name}.xxh128")
+
+
+def check_digest(file: Path) -> None:
+    """Raise UserError where a file differs from its checksum, or one of the two is missing or not readable."""
+    expected, check = read_bytes(checksum_file(check_regular(file))).split(b" ")[0], checksum_file(file).name
+    if _digest(file).encode() != expected:
+        raise UserError(f"{file}: damaged, it differs from its checksum in {check}: copy both again")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def read_facts(file: Path) -> bytes:
     """Read the facts of a file, of which this reads no more than the end. Raises UserError for what is no such file."""
     try:
-        metadata = parquet.read_schema(file).metadata or {}
+        metadata = parquet.read_schema(check_regular(file)).metadata or {}
         return bytes(metadata[FACTS])
     except (pa.ArrowException, OSError, KeyError) as error:
         raise _damaged(file, error) from error
@@ -83,11 +105,12 @@ def read_facts(file: Path) -> bytes:
 
 def read_groups(file: Path) -> list[tuple[SampleGroup, bool]]:
     """Read the groups of a file, and whether its step trains on each. Raises UserError for a damaged file."""
+    check_digest(file)
     try:
-        with parquet.ParquetFile(file, page_checksum_verification=True) as content:
+        with parquet.ParquetFile(check_regular(file)) as content:
             rows: list[Row] = content.read().to_pylist()
         by_group = [list(of_group) for _, of_group in groupby(rows, lambda row: row["group_id"])]
-        return [(_group(of_group), bool(of_group[0]["selected"])) for of_group in by_group]
+        return [(group_of_rows(of_group), bool(of_group[0]["selected"])) for of_group in by_group]
     except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as error:
         raise _damaged(file, error) from error
 
@@ -96,7 +119,8 @@ def _damaged(file: Path, error: Exception) -> UserError:
     return UserError(f"{file}: damaged, or no rollouts that rollout.dump wrote ({one_line(error, 200)}): copy it again")
 
 
-def _row(group: SampleGroup, sample: Sample, selected: bool) -> Row:
+def row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
+    """Return a sample as a row of SCHEMA."""
     prompt, experts = group.prompt, sample.routed_experts
     return {name: vars(sample)[name] for name in (*LISTS, *OTHERS)} | {
         "selected": selected,
@@ -117,11 +141,12 @@ def _row(group: SampleGroup, sample: Sample, selected: bool) -> Row:
     }
 
 
-def _group(rows: list[Row]) -> SampleGroup:
+def group_of_rows(rows: Sequence[Row], prompt: Prompt | None = None) -> SampleGroup:
+    """Return the group whose samples are these rows; `prompt`: None: what of it was written."""
     first = rows[0]
     tokens = tuple(first["group_prompt_tokens"] or first["prompt_tokens"])
-    prompt = Prompt(first["prompt_index"], first["prompt"], tokens, first["answer"])
-    return SampleGroup(prompt, tuple(map(_sample, rows)), first["finished"])
+    written = Prompt(first["prompt_index"], first["prompt"], tokens, first["answer"])
+    return SampleGroup(prompt or written, tuple(map(_sample, rows)), first["finished"])
 
 
 def _sample(row: Row) -> Sample:
@@ -136,11 +161,11 @@ def _sample(row: Row) -> Sample:
         step_rewards=tuple((step["token"], step["reward"]) for step in row["step_rewards"]),
         messages=tuple(messages),
         extra=json.loads(row["extra"]),
-        routed_experts=_experts(row["routed_experts"], row["routed_experts_shape"]),
+        routed_experts=experts_of(row["routed_experts"], row["routed_experts_shape"]),
     )
 
 
-def _experts(content: bytes | None, shape: list[int] | None) -> ExpertIds | None:
+def experts_of(content: bytes | None, shape: list[int] | None) -> ExpertIds | None:
     """Return expert numbers in the type that they were written in, which their size says."""
     if content is None or shape is None:
         return None

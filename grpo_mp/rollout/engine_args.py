@@ -31,6 +31,7 @@ RESERVED = {
     "dtype": "set model.dtype",
     "context_length": "it follows from rollout.max_prompt_tokens and rollout.max_response_tokens",
     "random_seed": "set run.seed",
+    "enable_deterministic_inference": "set engine.deterministic",
     "served_model_name": "it names this engine of this run",
     **dict.fromkeys(("api_key", "admin_api_key"), "it is a secret of this run"),
     "skip_tokenizer_init": "it follows from rollout.stop",
@@ -186,6 +187,9 @@ def engine_environment(
         "PYTHONSAFEPATH": "1",  # the working folder is not on the path: a user's queue.py would shadow the library
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(spec.threads),
+        # Each rank of an engine draws the token itself; where their numbers differ in a bit, a rank would go on with
+        # another token than the one that is returned. SGLang lets them agree on request, by one small all-reduce.
+        "SYNC_TOKEN_IDS_ACROSS_TP": str(spec.gpus > 1).lower(),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "no_proxy": loopback,
@@ -194,14 +198,14 @@ def engine_environment(
     }
 
 
-def check_arguments(names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise UserError for an argument of `engine.args` that SGLang does not know or that the run itself sets."""
+def check_arguments(names: Iterable[str], known: Iterable[str], section: str = "engine.args") -> None:
+    """Raise UserError for an argument of a section that SGLang does not know or that the run itself sets."""
     known = set(known)
     for name in names:
         if name in RESERVED:
-            raise UserError(f"engine.args.{name} cannot be set: {RESERVED[name]}")
+            raise UserError(f"{section}.{name} cannot be set: {RESERVED[name]}")
         if name not in known:
-            raise UserError(f"engine.args.{name}: the installed SGLang has no such argument{did_you_mean(name, known)}")
+            raise UserError(f"{section}.{name}: the installed SGLang has no such argument{did_you_mean(name, known)}")
 
 
 def known_arguments() -> frozenset[str]:

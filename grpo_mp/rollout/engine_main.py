@@ -5,7 +5,6 @@ parent watches it: on SIGTERM, when the server ends, or when the trainer that st
 group, removes the engine's temporary files and exits with the server's status.
 """
 
-import ctypes
 import json
 import os
 import shutil
@@ -14,12 +13,12 @@ import sys
 import time
 
 from grpo_mp.files import ENGINE_SCRATCH
+from grpo_mp.processes import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
 ARGUMENTS = "GRPO_MP_ENGINE_ARGUMENTS"  # ServerArgs as JSON: by environment, since it holds the engine's key
 WATCH_INTERVAL_S = 0.5
 TERM_GRACE_S = 1.0  # nothing in an engine is worth saving
 REAP_LIMIT_S = 10.0
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 WATCHED = {signal.SIGTERM, signal.SIGCHLD}
 
 
@@ -29,7 +28,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGUSR1):  # for the trainer, which then ends its engines or saves
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     server = os.fork()
     if server == 0:
         _run_server()
@@ -81,7 +80,7 @@ def _reap_all(group: int) -> None:
 
 def _run_server() -> None:
     os.setpgid(0, 0)
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should the watching process be killed
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should the watching process be killed
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     arguments = json.loads(os.environ.pop(ARGUMENTS))
 
@@ -92,11 +91,6 @@ def _run_server() -> None:
     load_plugins()
     run_server(ServerArgs(**arguments))
     sys.exit(0)
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl failed")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 from grpo_mp.config.sections import EpisodeLimits
@@ -134,6 +134,7 @@ class EpisodePolicy:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Turn:
         """Generate one turn, see `Policy`. One that fails leaves the episode as it was."""
+        await asyncio.sleep(0)  # a function that catches every limit and tries again would hold the rank
         if (messages is None) == (tokens is None):
             raise ValueError("generate takes either messages or tokens")
         if self._generates:
@@ -176,15 +177,17 @@ class EpisodePolicy:
     def _after(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> TokenSequence:
         """Return the sequence of a conversation; only what follows the last turn is rendered, where it goes on."""
         before, renderer = self._sequence, self._renderer(tools)
+        messages = [_with_text(message) for message in messages]
         known = len(before.messages)
         new = messages[known:]
         goes_on = before.has_turns and renderer == before.renderer
         goes_on = goes_on and [*map(_said, messages[:known])] == [*map(_said, before.messages)]
         if goes_on and not any(message["role"] == "assistant" for message in new):
-            given = [{**message, "content": renderer.clean(str(message["content"]))} for message in new]
-            return before.followed_by(renderer.continuation(before.tokens, given), messages)
+            return before.followed_by(renderer.continuation(before.tokens, _cleaned(new, renderer)), messages)
         is_task = renderer is self.context.renderer and tuple(messages) == self.prompt.messages
-        prompt = self.prompt.tokens if is_task else renderer.prompt(messages)
+        asked = list(takewhile(lambda message: message["role"] != "assistant", messages))
+        asked += _cleaned(messages[len(asked) :], renderer)
+        prompt = self.prompt.tokens if is_task else renderer.prompt(asked)
         return TokenSequence((Segment(prompt, generated=False),), tuple(messages), len(messages), renderer)
 
     def _renderer(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatRenderer:
@@ -219,7 +222,7 @@ class EpisodePolicy:
 
     async def _sample(self, tokens: tuple[int, ...], max_tokens: int) -> EngineOutput:
         context = self.context
-        sampling = replace(context.sampling, max_response_tokens=max_tokens)
+        sampling = replace(context.sampling.for_turn(self.turns), max_response_tokens=max_tokens)
         with self.watch.generating():
             (output,) = await context.client.generate(tokens, sampling, routing=context.routing)
             if output.aborted:
@@ -249,6 +252,20 @@ class EpisodePolicy:
             if arguments is not None:
                 yield ToolCall(name, arguments, f"functions.{name}:{self._calls}")  # as Kimi-K2 numbers them
                 self._calls += 1
+
+
+def _with_text(message: Message) -> Message:
+    """Return a message with text: templates write a content of None, as calls of tools have, as "None" or refuse it."""
+    content = message.get("content")
+    return {**message, "content": "" if content is None else str(content)}
+
+
+def _cleaned(messages: Sequence[Message], renderer: ChatRenderer) -> list[Message]:
+    """Return messages that follow a turn: what is not the policy's has no special tokens."""
+    return [
+        message if message["role"] == "assistant" else {**message, "content": renderer.clean(message["content"])}
+        for message in messages
+    ]
 
 
 def _said(message: Message) -> tuple[object, ...]:

@@ -18,6 +18,7 @@ from grpo_mp.errors import UserError, one_line
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.episode_policy import EpisodeAbortedError, EpisodeContext, EpisodePolicy, EpisodeWatch
 from grpo_mp.types import EpisodeState, Message, Prompt, Sample, SampleGroup
+from grpo_mp.user_code import without_exit
 
 LOGGER = logging.getLogger(__name__)
 
@@ -95,17 +96,6 @@ class EpisodeRunner:
         samples = tuple(as_sample(outcome, group_id, index, end) for index, outcome in enumerate(outcomes))
         return SampleGroup(prompt, samples)
 
-    def with_failures(self, group: SampleGroup) -> SampleGroup:
-        """Give episodes that failed the reward of the settings, if these name one."""
-        failed = self.parts.config.failed
-        if isinstance(failed, str):
-            return group
-        samples = (
-            replace(sample, reward=failed) if sample.state in ("error", "timeout") else sample
-            for sample in group.samples
-        )
-        return replace(group, samples=tuple(samples))
-
     async def _run(
         self, context: EpisodeContext, prompt: Prompt, index: int, step: int, begun: asyncio.Event
     ) -> Outcome:
@@ -123,12 +113,13 @@ class EpisodeRunner:
         self, context: EpisodeContext, prompt: Prompt, index: int, step: int
     ) -> tuple[Outcome, EpisodePolicy]:
         clock = asyncio.timeout(context.limits.episode_s)
-        policy = EpisodePolicy(context, prompt, EpisodeWatch(clock))
+        own = replace(context, sampling=context.sampling.only(index))
+        policy = EpisodePolicy(own, prompt, EpisodeWatch(clock))
         label = f"prompt {prompt.index}, sample {index}"
         try:
             async with clock:
                 tools, messages = await self._open_tools(prompt, lambda: f"step {step}: {label}, turn {policy.turns}")
-                returned = await self.parts.function(Task(prompt, index, step, tools, messages), policy)
+                returned = await without_exit(self.parts.function(Task(prompt, index, step, tools, messages), policy))
             if not isinstance(returned, Episode):
                 raise TypeError(f"it returned {type(returned).__name__}, no Episode")
         except EpisodeLimitError:
@@ -147,7 +138,7 @@ class EpisodeRunner:
     async def _open_tools(self, prompt: Prompt, where: Callable[[], str]) -> tuple[EpisodeTools, tuple[Message, ...]]:
         """Make the tools of an episode, and the messages that it begins with."""
         limits, messages = self.parts.config.limits, prompt.messages
-        tools = self.parts.tools.open(limits.tool_s, limits.tool_characters, where)
+        tools = await self.parts.tools.open(limits.tool_s, limits.tool_characters, where)
         said = self.parts.renderer.clean(await tools.reset(prompt.columns))
         if said:
             messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + said})
@@ -192,3 +183,13 @@ def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sa
         messages=episode.messages,
         error=outcome.error,
     )
+
+
+def with_failures(group: SampleGroup, failed: str | float) -> SampleGroup:
+    """Give episodes that failed the reward that `rollout.failed` names, if it is a number."""
+    if isinstance(failed, str):
+        return group
+    samples = (
+        replace(sample, reward=failed) if sample.state in ("error", "timeout") else sample for sample in group.samples
+    )
+    return replace(group, samples=tuple(samples))

@@ -108,6 +108,10 @@ class HostedEngine:
             self._ready = self._restart = None
         return True
 
+    def has_restarted(self) -> bool:
+        """Return whether the engine has started again, and has not joined."""
+        return self._ready is not None
+
     def check(self) -> None:
         """Raise what ended the threads of this engine."""
         for task in filter(None, (self._watch, self._restart)):

@@ -21,12 +21,13 @@ from grpo_mp.distributed.layout import model_shape
 from grpo_mp.errors import EngineError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import Scorer
-from grpo_mp.rollout.client import EngineClient, SamplingParams
+from grpo_mp.rollout.client import EngineClient, SamplingParams, sampling_seed
 from grpo_mp.rollout.engine_args import EngineSpec
-from grpo_mp.rollout.episodes import EpisodeParts, EpisodeRunner
+from grpo_mp.rollout.episodes import EpisodeParts, EpisodeRunner, with_failures
 from grpo_mp.rollout.hosted_engine import EngineNode, HostedEngine
 from grpo_mp.rollout.placement import EnginePlacement, engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import precision_arguments
+from grpo_mp.rollout.reward_servers import RewardServers
 from grpo_mp.rollout.routed_experts import ARGUMENT
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.speculation import speculative_arguments
@@ -72,6 +73,7 @@ class Rollout:
         self.routing = model_shape(hf) if replays else None  # the model's, where samples keep their experts
         self.owns_devices = not settings.shares_devices  # the engines do
         self._loop = EventLoopThread(f"engine of rank {rank}")
+        self.reward_servers = RewardServers(settings, rank, ranks_per_node, self.host_ranks) if scorer.defers else None
         self.engine: HostedEngine | None = None
         self._node: EngineNode | None = None  # another node's part of an engine
         if placement := next((placement for placement in placements if placement.rank == rank), None):
@@ -100,12 +102,33 @@ class Rollout:
         return tuple(rank for host in self.host_ranks for rank in range(host, host + size))
 
     def start(self, store: dist.Store) -> None:
-        """Start this rank's engine process, if it has one, and return at once.
+        """Start this rank's engine process and reward servers, if it has any, and return at once.
 
         An engine's nodes find each other in the job's `store`.
         """
         if part := self.engine or self._node:
             part.start(store)
+        if self.reward_servers:
+            self.reward_servers.launch()
+
+    def open_reward_servers(self, group: dist.ProcessGroup, sleeps: bool) -> None:
+        """Wait until the reward models that the job serves, if any, answer, see RewardServers."""
+        if self.reward_servers:
+            self.reward_servers.open(self._scorer, group, sleeps)
+
+    def score(self, groups: Sequence[SampleGroup], step: int) -> Sequence[SampleGroup]:
+        """Let the reward models that the job serves, if any, finish the groups that are complete."""
+        servers, parts = self.reward_servers, self._episodes
+        if not servers:
+            return groups
+
+        def finish(group: SampleGroup) -> SampleGroup:
+            if not (group.finished and group.samples):
+                return group
+            scored = self._scorer.finish_group(group, step)
+            return with_failures(scored, parts.config.failed) if parts else scored
+
+        return servers.score(groups, finish)
 
     @contextmanager
     def losing_engine(self) -> Iterator[EngineClient | None]:
@@ -156,7 +179,8 @@ class Rollout:
         if self._episodes:
             slots = settings.rollout.limits.episodes or settings.engine.concurrent_groups * task.group_size
             episodes = EpisodeRunner(self._episodes, client, asyncio.Semaphore(slots))
-        worker = RolloutWorker(client, scorer or self._scorer, self._tokenizer, limit_s, lose, episodes)
+        parts = (client, scorer or self._scorer, self._tokenizer, limit_s, lose, episodes)
+        worker = RolloutWorker(*parts, settings.engine.speculative.verified_tokens, engine.has_restarted)
         return self._loop.submit(worker.run(task, stream, max_in_flight))
 
     def pause(self, launched: LaunchedGroups) -> Mapping[int, EndedGroup]:
@@ -188,7 +212,13 @@ class Rollout:
         rule = AdmissionRule(count, count, count)
         stream = GroupStream(store, f"eval/{name}/{step}/{attempt}", rule, len(self.host_ranks))
         stream.check_peers = check_peers
-        task = RolloutTask(prompts.__getitem__, eval_set.samples, 0, step, sampling, pauses=False)
+        seed = rollout_seed(settings, name)
+        task = RolloutTask(
+            *(prompts.__getitem__, eval_set.samples, 0, step, sampling),
+            pauses=False,
+            seed=seed,
+            record=lambda *group: scorer.add_stats(group[2]),
+        )
         groups = self.begin(task, stream, scorer).result()
         if not stream.admission().done:
             return None
@@ -210,6 +240,8 @@ class Rollout:
         """End this rank's engine and connections."""
         if part := self.engine or self._node:
             part.stop()
+        if self.reward_servers:
+            self.reward_servers.stop()
         self._loop.close()
 
     def __enter__(self) -> "Rollout":
@@ -222,6 +254,11 @@ class Rollout:
 def rollout_sampling(rollout: RolloutConfig) -> SamplingParams:
     """Return how a step's responses are sampled."""
     return SamplingParams(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.stop)
+
+
+def rollout_seed(settings: Settings, prompts: str) -> int | None:
+    """Return the seed of all samples of these prompts: "train" or an eval set's name; None: engines draw freely."""
+    return sampling_seed(settings.run.seed, prompts) if settings.engine.deterministic else None
 
 
 def engine_spec(
@@ -240,6 +277,7 @@ def engine_spec(
     precision = precision_arguments(settings.engine.args, hf, cpu)
     drafting = speculative_arguments(settings.engine, settings.rollout.group_size)
     replay = {ARGUMENT: True} if settings.training.router_replay == "R3" and not load_weights else {}
+    seeded = {"enable_deterministic_inference": True} if settings.engine.deterministic else {}
     return EngineSpec(
         index=placement.engine,
         rank=placement.rank,
@@ -254,7 +292,7 @@ def engine_spec(
         nodes=placement.nodes,
         node_rank=placement.node_rank,
         dummy_weights=not load_weights and (not cpu or bool(precision) or not has_hf_weights(settings.model.path)),
-        args=settings.engine.args | precision | replay | drafting,
+        args=settings.engine.args | precision | replay | drafting | seeded,
     )
 
 

@@ -33,6 +33,7 @@ class GroupStream:
         self._engines, self._attempt, self._seen = engines, 0, 0
         self._store, self._key, self.rule = store, f"stream/{name}", rule
         self._append(" ")  # so that there is something to read
+        self._store.append(f"{self._key}/ahead", " ")  # type: ignore[attr-defined]  # torch's stubs lack it
 
     def claim(self) -> int:
         """Take the next number; `LaunchGate` says when it may be launched."""
@@ -52,6 +53,32 @@ class GroupStream:
                 return int(self._store.get(key))
         return None
 
+    def has_unlaunched(self) -> bool:
+        """Return whether there are groups of the step that no engine has taken, new or given back."""
+        returned = range(self._seen, int(self._store.add(f"{self._key}/returned", 0)))
+        if any(self._store.add(f"{self._key}/returned/{place}/taken", 0) == 0 for place in returned):
+            return True
+        return int(self._store.add(f"{self._key}/claimed", 0)) < self.admission().launch_limit
+
+    def report_restarted(self) -> None:
+        """Say that an engine has started again, and could launch groups if it had weights."""
+        self._store.add(f"{self._key}/restarted/{self._attempt}", 1)
+
+    def has_restarted(self) -> bool:
+        """Return whether an engine has started again that has no weights."""
+        return int(self._store.add(f"{self._key}/restarted/{self._attempt}", 0)) > 0
+
+    def interrupt(self) -> bool:
+        """Let all engines pause, so that those that have started again get weights; return whether this is the first.
+
+        Every rank then calls `try_again`.
+        """
+        return int(self._store.add(f"{self._key}/interrupted/{self._attempt}", 1)) == 1
+
+    def is_interrupted(self) -> bool:
+        """Return whether all engines pause."""
+        return int(self._store.add(f"{self._key}/interrupted/{self._attempt}", 0)) > 0
+
     def report_lost(self) -> None:
         """Say that an engine launches no more groups."""
         self._store.add(f"{self._key}/lost/{self._attempt}", 1)
@@ -70,8 +97,18 @@ class GroupStream:
         self._append(f"{number}{MARKS[kept]} ")
         self._store.add(f"{self._key}/reported", 1)
 
+    def report_ahead(self, number: int) -> None:
+        """Say that a later step's group has the tokens that this step adds to it."""
+        self._store.append(f"{self._key}/ahead", f"{number} ")  # type: ignore[attr-defined]  # torch's stubs lack it
+        self._store.add(f"{self._key}/reported", 1)
+
+    def has_ahead(self, numbers: range) -> bool:
+        """Return whether all these groups of later steps have ended, or have the tokens that this step adds to them."""
+        ahead = {int(number) for number in self._store.get(f"{self._key}/ahead").decode().split()}
+        return not set(numbers) - ahead - {number for number, _ in self.verdicts()}
+
     def reported(self) -> int:
-        """Return how many groups were reported. Raises UserError where another rank failed: its groups never come."""
+        """Return how many reports there are. Raises UserError where another rank failed: its groups never come."""
         if has_failed(self._store):
             raise UserError("another rank failed")
         self.check_peers()
@@ -94,36 +131,49 @@ class LaunchGate:
     """Lets one engine wait until a number may be launched, or the step has its groups."""
 
     def __init__(
-        self, stream: GroupStream, lookahead: Callable[[], int], stopped: Callable[[], bool] = lambda: False
+        self,
+        stream: GroupStream,
+        lookahead: Callable[[], int],
+        stopped: Callable[[], bool] = lambda: False,
+        waits_for_ahead: bool = False,
     ) -> None:
         """Read the stream; `watch` keeps reading it. `lookahead`: groups of later steps that may be launched now.
 
-        `stopped`: whether the job ends, and with it all waits.
+        `stopped`: whether the job ends, and with it all waits; `waits_for_ahead`: see `GroupStream.report_ahead`.
         """
         self._stream, self._changed, self._lookahead, self._stopped = stream, asyncio.Condition(), lookahead, stopped
-        self._ahead = lookahead()
-        self._reported = stream.reported()
-        self._admission, self._all_lost = stream.admission(), stream.all_lost()
+        self._waits_for_ahead, self.interrupted = waits_for_ahead, False
+        self._read()
 
     @property
     def done(self) -> bool:
-        """Return whether the step has its groups, no engine is left to launch more, or the job ends."""
-        return self._admission.done or self._all_lost or self._stopped()
+        """Return whether the step has its groups, no engine is left to launch more, all pause, or the job ends."""
+        return (self._admission.done and self._has_ahead) or self._all_lost or self.interrupted or self._stopped()
 
     async def watch(self) -> None:
         """Read the stream until the step has its groups."""
         while not self.done:
             await asyncio.sleep(POLL_S)
-            if self._stream.all_lost() or self._stopped():
+            if self._stream.all_lost() or self._stream.is_interrupted() or self._stopped():
                 async with self._changed:
-                    self._all_lost = self._stream.all_lost()
+                    self._all_lost, self.interrupted = self._stream.all_lost(), self._stream.is_interrupted()
                     self._changed.notify_all()
             reported, ahead = self._stream.reported(), self._lookahead()
             if (reported, ahead) == (self._reported, self._ahead):
                 continue  # a large evaluation has many verdicts: they are read only when there is a new one
             async with self._changed:
-                self._reported, self._ahead, self._admission = reported, ahead, self._stream.admission()
+                self._read()
                 self._changed.notify_all()
+
+    def _read(self) -> None:
+        self._reported, self._ahead = self._stream.reported(), self._lookahead()
+        self._admission, self._all_lost = self._stream.admission(), self._stream.all_lost()
+        limit = self._admission.launch_limit
+        self._has_ahead = not self._waits_for_ahead or self._stream.has_ahead(range(limit, limit + self._ahead))
+
+    def is_own(self, number: int) -> bool:
+        """Return whether a group is the step's own; the others are of later steps."""
+        return number < self._admission.launch_limit
 
     def allows(self, number: int) -> bool:
         """Return whether a number may be launched now."""

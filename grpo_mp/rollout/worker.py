@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.errors import EngineError
-from grpo_mp.rewards.scorer import Scorer
-from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
-from grpo_mp.rollout.episodes import EpisodeRunner
+from grpo_mp.rewards.scorer import RewardStats, Scorer
+from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams, sampling_seed
+from grpo_mp.rollout.episodes import EpisodeRunner, with_failures
 from grpo_mp.rollout.routed_experts import joined_routed_experts
 from grpo_mp.rollout.stream import GroupStream, LaunchGate
 from grpo_mp.types import Prompt, Sample, SampleGroup
@@ -24,13 +24,22 @@ LOOK_EVERY_S = 0.1  # for groups that a lost engine gave back
 
 @dataclass(frozen=True)
 class PausedGroup:
-    """A group that is not finished: some of `outputs` are `aborted`, with the tokens that they have."""
+    """A group that is not finished: some of `outputs` are `aborted`, with the tokens after which they go on."""
 
     prompt: Prompt
     outputs: tuple[EngineOutput, ...]
 
 
 EndedGroup = SampleGroup | PausedGroup
+
+
+def oldest_version(group: EndedGroup, default: int) -> int:
+    """Return the oldest weights that generated a token of a group; `default` where none did."""
+    if isinstance(group, PausedGroup):
+        versions = [output.weight_versions for output in group.outputs]
+    else:  # what an episode was given has no weights; a response begins with what was generated, or has nothing else
+        versions = [s.weight_versions for s in group.samples if not s.generated or s.generated[0]]
+    return min((of_part[0] for of_part in versions if of_part), default=default)
 
 
 @dataclass(frozen=True)
@@ -60,12 +69,24 @@ class RolloutTask:
     carried: LaunchedGroups = field(default_factory=dict)
     carried_by_all: frozenset[int] = frozenset()
     lookahead: Callable[[], int] = lambda: 0  # groups of later steps that may be launched now
+    # Of a later step's group, by number: the tokens that its responses have when this step ends; None: as time allows.
+    token_limit: Callable[[int], int] | None = None
     pauses: bool = True  # what is unfinished when the step has its groups is paused; otherwise it goes on
     stopped: Callable[[], bool] = lambda: False  # whether the job ends: all is paused then
     routing: ModelShape | None = None
+    seed: int | None = None  # of these rollouts, where engines are deterministic
+    # Takes each group that ends, by its id, and what its scoring counted, which is in no other statistics.
+    record: Callable[[int, EndedGroup, RewardStats], None] = lambda *_: None
+
+    def sampling_of(self, prompt: Prompt) -> SamplingParams:
+        """Return how a group is sampled; its seeds depend neither on the engine that draws it nor on when it does."""
+        if self.seed is None:
+            return self.sampling
+        seeds = (sampling_seed(self.seed, prompt.index, prompt.epoch, index) for index in range(self.group_size))
+        return replace(self.sampling, seeds=tuple(seeds))
 
 
-Generate = Callable[[RolloutTask, int, Prompt, PausedGroup | None], Coroutine[Any, Any, EndedGroup]]
+Generate = Callable[[RolloutTask, int, Prompt, PausedGroup | None, int | None], Coroutine[Any, Any, EndedGroup]]
 
 
 @dataclass(frozen=True)
@@ -78,19 +99,21 @@ class RolloutWorker:
     group_timeout_s: float
     lose_engine: Callable[[EngineError], None]  # raises where it may not be lost
     episodes: EpisodeRunner | None = None  # None: a rollout is one answer
+    step_tokens: int = 1  # that the engine may add to a response at once
+    has_restarted: Callable[[], bool] = lambda: False  # whether an engine that was lost is there, without weights
 
     async def run(self, task: RolloutTask, stream: GroupStream, max_in_flight: int) -> LaunchedGroups:
         """Launch groups until the step has its groups, at most `max_in_flight` at a time; return all that were.
 
         Raises UserError from the engine or a reward; the other groups are dropped then.
         """
-        groups = _Groups(task, stream)
-        gate = LaunchGate(stream, task.lookahead, task.stopped)
+        groups = _Groups(task, stream, self.step_tokens)
+        gate = LaunchGate(stream, task.lookahead, task.stopped, task.token_limit is not None)
         watch, launch = asyncio.create_task(gate.watch()), None
         try:
             while not gate.done:
                 for number in groups.take_waiting(gate, max_in_flight):
-                    groups.start(number, self._generate_group)
+                    groups.start(number, self._generate_group, gate)
                 if launch is None and len(groups.running) < max_in_flight:
                     launch = asyncio.create_task(_when_allowed(gate, groups.claim()))
                 awaited = {watch, *groups.running, *filter(None, [launch])}
@@ -101,15 +124,18 @@ class RolloutWorker:
                 if launch and launch.done():
                     allowed, launch = launch.result(), None
                     if allowed is not None:
-                        groups.start(allowed, self._generate_group)
+                        groups.start(allowed, self._generate_group, gate)
+                self._interrupt(task, stream, len(groups.running) >= max_in_flight)
             while (task.pauses or task.stopped()) and groups.running:  # again: a request may have been on its way
                 await self.client.abort_all()
                 await asyncio.wait(groups.running, timeout=ABORT_EVERY_S)
                 groups.take_finished()
+            if gate.interrupted:
+                groups.give_back_unlaunched()
         except EngineError as error:
             groups.give_back()
             await asyncio.to_thread(self.lose_engine, error)
-            await watch  # others may need what this rank has
+            await self._wait_lost(stream, watch)
         except BaseException:
             groups.cancel()
             raise
@@ -118,15 +144,33 @@ class RolloutWorker:
                 other.cancel()
         return groups.launched()
 
+    def _interrupt(self, task: RolloutTask, stream: GroupStream, is_full: bool) -> None:
+        """Let all engines pause where one has started again, and could take groups that find no place here.
+
+        Episodes, which cannot be paused, would begin anew.
+        """
+        if not (is_full and task.pauses and self.episodes is None and stream.has_restarted()):
+            return
+        if stream.has_unlaunched() and stream.interrupt():
+            LOGGER.warning("an engine has started again: the others pause until it has the weights")
+
+    async def _wait_lost(self, stream: GroupStream, watch: asyncio.Task[None]) -> None:
+        """Wait for the other engines, which may need what this rank has; tell them when the engine is there again."""
+        while not (watch.done() or self.has_restarted()):
+            await asyncio.wait({watch}, timeout=LOOK_EVERY_S)
+        if not watch.done():
+            stream.report_restarted()
+        await watch
+
     async def _generate_group(
-        self, task: RolloutTask, group_id: int, prompt: Prompt, earlier: PausedGroup | None
+        self, task: RolloutTask, group_id: int, prompt: Prompt, earlier: PausedGroup | None, tokens: int | None
     ) -> EndedGroup:
         """Generate a group, or the rest of a paused one, and score it; one past its limit ends without samples.
 
-        Raises EngineError where the engine is at fault.
+        `tokens`: responses of more are paused. Raises EngineError where the engine is at fault.
         """
         try:
-            group = await self._answer(task, group_id, prompt, earlier)
+            group = await self._answer(task, group_id, prompt, earlier, tokens)
         except TimeoutError:
             await self.client.check_health()
             LOGGER.warning(
@@ -135,40 +179,72 @@ class RolloutWorker:
             )
             return SampleGroup(prompt, (), finished=False)
         if isinstance(group, PausedGroup):
+            await asyncio.to_thread(task.record, group_id, group, RewardStats())
             return group
-        scored = await asyncio.to_thread(self.scorer.score_group, group, task.step)
-        return self.episodes.with_failures(scored) if self.episodes else scored
+        return await asyncio.to_thread(self._score, task, group_id, group)
+
+    def _score(self, task: RolloutTask, group_id: int, group: SampleGroup) -> SampleGroup:
+        """Score a group and record it."""
+        scorer = self.scorer.with_own_stats()
+        scored = scorer.score_group(group, task.step)
+        if self.episodes and not scorer.defers:
+            scored = with_failures(scored, self.episodes.parts.config.failed)
+        task.record(group_id, scored, scorer.take_stats())
+        return scored
 
     async def _answer(
-        self, task: RolloutTask, group_id: int, prompt: Prompt, earlier: PausedGroup | None
+        self,
+        task: RolloutTask,
+        group_id: int,
+        prompt: Prompt,
+        earlier: PausedGroup | None,
+        tokens: int | None = None,
     ) -> EndedGroup:
         """Generate a group without scoring it; one of episodes that is broken off begins anew. Raises TimeoutError."""
+        sampling = task.sampling_of(prompt)
         if self.episodes:
-            routed = (task.sampling, task.routing)
+            routed = (sampling, task.routing)
             group = await self.episodes.run_group(prompt, group_id, task.group_size, task.step, *routed)
             return group or PausedGroup(prompt, ())
         async with self.client.limits.limit(self.group_timeout_s):
             if earlier:
-                outputs = await self._resume(earlier, task)
+                outputs = await self._resume(earlier, sampling, task.routing, tokens)
             else:
-                outputs = await self.client.generate(prompt.tokens, task.sampling, task.group_size, task.routing)
+                part = sampling.up_to(tokens)
+                outputs = await self.client.generate(prompt.tokens, part, task.group_size, task.routing)
+                outputs = [self._pausable(output, part == sampling) for output in outputs]
         if any(output.aborted for output in outputs):
             return PausedGroup(prompt, tuple(outputs))
         texts = self.tokenizer.batch_decode([output.tokens for output in outputs], skip_special_tokens=True)
         return SampleGroup(prompt, make_samples(prompt, outputs, texts, group_id))
 
-    async def _resume(self, group: PausedGroup, task: RolloutTask) -> list[EngineOutput]:
-        """Generate the rest of each unfinished response, after the tokens that it has."""
+    async def _resume(
+        self, group: PausedGroup, sampling: SamplingParams, routing: ModelShape | None, tokens: int | None
+    ) -> list[EngineOutput]:
+        """Generate the rest of each unfinished response, after the tokens that it has, or up to `tokens`."""
+        part = sampling.up_to(tokens)
 
-        async def rest(output: EngineOutput) -> EngineOutput:
-            left = task.sampling.max_response_tokens - len(output.tokens)
-            sampling = replace(task.sampling, max_response_tokens=left)
-            tokens = (*group.prompt.tokens, *output.tokens)
-            (more,) = await self.client.generate(tokens, sampling, routing=task.routing)
-            return joined(output, more)
+        async def rest(index: int, output: EngineOutput) -> EngineOutput:
+            left = part.max_response_tokens - len(output.tokens)
+            own = replace(part.only(index), max_response_tokens=left)
+            so_far = (*group.prompt.tokens, *output.tokens)
+            (more,) = await self.client.generate(so_far, own, routing=routing)
+            return joined(output, self._pausable(more, part == sampling))
 
-        resumed = iter(await asyncio.gather(*(rest(output) for output in group.outputs if output.aborted)))
-        return [next(resumed) if output.aborted else output for output in group.outputs]
+        unfinished = [
+            (index, output)
+            for index, output in enumerate(group.outputs)
+            if output.aborted and not output.has(tokens, self.step_tokens)
+        ]
+        resumed = await asyncio.gather(*(rest(*item) for item in unfinished))
+        changed = {index: output for (index, _), output in zip(unfinished, resumed, strict=True)}
+        return [changed.get(index, output) for index, output in enumerate(group.outputs)]
+
+    def _pausable(self, output: EngineOutput, to_its_end: bool) -> EngineOutput:
+        """Return what the engine answered so that it can go on where it is not finished."""
+        paused = output.aborted or (output.truncated and not to_its_end)
+        kept = output.without_last_step(self.step_tokens) if paused else output
+        return replace(kept, aborted=True, truncated=False) if paused else kept
 
 
 async def pause_running(client: EngineClient, launched: LaunchedGroups) -> dict[int, EndedGroup]:
@@ -184,7 +260,7 @@ async def pause_running(client: EngineClient, launched: LaunchedGroups) -> dict[
 
 def give_back(task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
     """Let other engines launch what a lost engine carries; return what of it has finished."""
-    groups = _Groups(task, stream)
+    groups = _Groups(task, stream, 1)
     groups.give_back()
     return groups.launched()
 
@@ -192,12 +268,13 @@ def give_back(task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
 class _Groups:
     """The groups of one engine in one step: which number comes next, what runs, what has ended."""
 
-    def __init__(self, task: RolloutTask, stream: GroupStream) -> None:
+    def __init__(self, task: RolloutTask, stream: GroupStream, step_tokens: int) -> None:
         """Begin with what was carried, and report what of it has ended."""
-        self._task, self._stream = task, stream
+        self._task, self._stream, self._step_tokens = task, stream, step_tokens
         self.running: dict[asyncio.Task[EndedGroup], int] = {}
         self._claimed = set[int]()  # and not launched
         self._ended: dict[int, EndedGroup] = {}
+        self._waiting = set[int]()  # paused, or given back by a lost engine
         for number, group in sorted(task.carried.items()):
             if not isinstance(group, RunningGroup):
                 self._end(number, group)
@@ -205,16 +282,22 @@ class _Groups:
                 stream.give_back([number])  # the engine was lost, and is there again
             else:
                 self.running[group.task] = number
-        self._waiting = {number for number, group in self._ended.items() if isinstance(group, PausedGroup)}
 
     def take_waiting(self, gate: LaunchGate, max_in_flight: int) -> list[int]:
-        """Return the groups to launch that were paused, or that a lost engine gave back: those that fit."""
-        while (returned := self._stream.take_returned()) is not None:
+        """Return the groups to launch that were paused, or that an engine gave back: those that fit."""
+        places = max(0, max_in_flight - len(self.running))
+        while len(allowed := self._allowed(gate)) < places and (returned := self._stream.take_returned()) is not None:
             self._waiting.add(returned)
-        allowed = [number for number in sorted(self._waiting) if gate.allows(number)]
-        taken = allowed[: max(0, max_in_flight - len(self.running))]
-        self._waiting.difference_update(taken)
-        return taken
+        self._waiting.difference_update(allowed[:places])
+        return allowed[:places]
+
+    def _allowed(self, gate: LaunchGate) -> list[int]:
+        """Return what waits and may be launched."""
+        return [
+            number
+            for number in sorted(self._waiting)
+            if gate.allows(number) and (gate.is_own(number) or not self._has_its_tokens(number))
+        ]
 
     def claim(self) -> int:
         """Return a new group, to be launched when it is allowed."""
@@ -223,13 +306,14 @@ class _Groups:
         self._claimed.add(number)
         return number
 
-    def start(self, number: int, generate: Generate) -> None:
-        """Launch a group."""
+    def start(self, number: int, generate: Generate, gate: LaunchGate) -> None:
+        """Launch a group; one of a later step up to its tokens."""
         self._claimed.discard(number)
         earlier = self._ended.get(number)
         paused = earlier if isinstance(earlier, PausedGroup) else None
         prompt = paused.prompt if paused else self._task.prompt_of(number)
-        generation = generate(self._task, self._task.first_group_id + number, prompt, paused)
+        limit = None if gate.is_own(number) or not self._task.token_limit else self._task.token_limit(number)
+        generation = generate(self._task, self._task.first_group_id + number, prompt, paused, limit)
         self.running[asyncio.create_task(generation)] = number
 
     def take_finished(self) -> None:
@@ -252,6 +336,10 @@ class _Groups:
         self._stream.report_lost()
         self.running = {}
 
+    def give_back_unlaunched(self) -> None:
+        """Let any engine launch what is not paused here."""
+        self._stream.give_back((self._waiting | self._claimed) - self._ended.keys())
+
     def cancel(self) -> None:
         """Drop what runs."""
         for generation in self.running:
@@ -261,6 +349,18 @@ class _Groups:
         self._ended[number] = group
         if isinstance(group, SampleGroup):
             self._stream.report(number, self._task.keeps(group) if group.finished else None)
+        else:
+            self._waiting.add(number)
+            if self._has_its_tokens(number):
+                self._stream.report_ahead(number)
+
+    def _has_its_tokens(self, number: int) -> bool:
+        """Return whether a paused group has all tokens that this step may add to one of a later step."""
+        group = self._ended.get(number)
+        if self._task.token_limit is None or not isinstance(group, PausedGroup) or not group.outputs:
+            return False
+        limit = self._task.token_limit(number)
+        return all(output.has(limit, self._step_tokens) for output in group.outputs if output.aborted)
 
 
 async def _when_allowed(gate: LaunchGate, number: int) -> int | None:

@@ -1,10 +1,12 @@
 """Response lengths for a simulation: those that a run had, or a lognormal of a mean and a sigma."""
 
-import json
 from pathlib import Path
 
 from grpo_mp.errors import UserError
 from grpo_mp.planner.job import AssumedLengths, PlannedJob, response_lengths
+from grpo_mp.reading import check_path, parse_json, read_text
+
+LONGEST = 10**8  # tokens of a response
 
 
 def read_lengths(file: Path) -> tuple[int, ...]:
@@ -12,9 +14,9 @@ def read_lengths(file: Path) -> tuple[int, ...]:
 
     Raises UserError where a line has none.
     """
-    if not file.is_file():
+    if not check_path(file).exists():
         raise UserError(f"--lengths {file}: there is no such file")
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = read_text(file).splitlines()
     lengths = tuple(_length(file, number, line) for number, line in enumerate(lines, 1) if line.strip())
     if not lengths:
         raise UserError(f"--lengths {file}: the file is empty")
@@ -32,10 +34,10 @@ def lognormal_lengths(job: PlannedJob, sigma: float) -> tuple[int, ...]:
 
 def _length(file: Path, number: int, line: str) -> int:
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError:
+        value = parse_json(line, "")
+    except UserError:
         value = None
     length = value.get("tokens") if isinstance(value, dict) else value
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+    if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= LONGEST:
         raise UserError(f"--lengths {file}:{number}: {line:.60} is no number of tokens, nor a sample with `tokens`")
     return length

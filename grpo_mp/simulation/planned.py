@@ -12,6 +12,7 @@ from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.plan import Plan, check_fits, make_plan
 from grpo_mp.planner.resource_use import ResourceUse, estimate_time
+from grpo_mp.planner.speculation import speculation
 from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.scenario import Outcome, Rates, Scenario, Schedule
 
@@ -26,8 +27,7 @@ class Assumptions:
 
     lengths: tuple[int, ...] = ()
     drop_rate: float = 0.0
-    acceptance_length: float = 1.0
-    draft_tokens: int = 0
+    draft_tokens: int | None = None  # by one layer; None: engine.speculative's
     engine_mtbf_s: float = 0.0
     engine_restart_s: float = 300.0
     steps: int = 16
@@ -113,9 +113,8 @@ def scenario_of(plan: Plan, sync_s: float, max_staleness: float, assumed: Assump
     """Return the scenario of a planned job."""
     job, settings, engine = plan.job, plan.job.settings, plan.memory.engine
     engine_gpus = settings.engine.ranks or job.world_size
-    rates = replace(planned_rates(plan), sync_s=sync_s)
-    if assumed.draft_tokens:
-        rates = rates.speculating(assumed.draft_tokens, 1 / job.model.num_layers)
+    drafts = speculation(job, assumed.draft_tokens)
+    rates = replace(planned_rates(plan), sync_s=sync_s).speculating(drafts.verified_tokens, drafts.drafting)
     rule = settings.algorithm.filter
     return Scenario(
         schedule=Schedule(settings.schedule),
@@ -134,7 +133,7 @@ def scenario_of(plan: Plan, sync_s: float, max_staleness: float, assumed: Assump
         oversample_factor=1.0 if max_staleness else rule.oversample_factor,
         select_by="launch" if max_staleness else rule.select_by,
         drop_rate=assumed.drop_rate,
-        acceptance_length=assumed.acceptance_length,
+        acceptance_length=drafts.acceptance_length,
         engine_mtbf_s=assumed.engine_mtbf_s,
         engine_restart_s=assumed.engine_restart_s,
         steps=assumed.steps,
@@ -143,13 +142,12 @@ def scenario_of(plan: Plan, sync_s: float, max_staleness: float, assumed: Assump
 
 
 def planned_rates(plan: Plan) -> Rates:
-    """Return the rates of a plan; its weight sync takes no time where it was not planned."""
+    """Return the rates of a plan without speculation; its weight sync takes no time where it was not planned."""
     job, engine, settings = plan.job, plan.memory.engine, plan.job.settings
     step_s = _decode_s(job, engine, DecodeWork(1, (0,), 0, 0))
     expected = {sub_phase: plan.times[sub_phase].expected_s for sub_phase in SubPhase}
     tokens = settings.samples_per_step * job.mean_seq_len
     experts = job.model.num_experts
-    save_s = expected[SubPhase.SAVE] * plan.times_per_step(SubPhase.SAVE)
     return Rates(
         decode_step_s=step_s,
         train_token_s=(expected[SubPhase.LOGPROB] + expected[SubPhase.TRAIN]) / tokens,
@@ -160,9 +158,10 @@ def planned_rates(plan: Plan) -> Rates:
         prefill_token_s=estimate_time(
             ResourceUse(flops=prefill_flops(job, 1), fp8=job.engine_uses_fp8), job.cluster
         ).expected_s,
-        update_s=expected[SubPhase.OPTIMIZER] + expected[SubPhase.SCORE] + save_s,
+        update_s=expected[SubPhase.OPTIMIZER] + expected[SubPhase.SCORE],
         sync_s=plan.sync_s,
         switch_s=expected[SubPhase.OFFLOAD],
+        save_s=expected[SubPhase.SAVE] * plan.times_per_step(SubPhase.SAVE),
     )
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.config.load import read_yaml
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.measured import MEASURED, read_measured, read_recipe
 from grpo_mp.planner.plan import make_plan
+from grpo_mp.reading import read_yaml
 from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.planned import Assumptions, put_on, scenario_of
 from grpo_mp.simulation.scenario import Rates, Scenario, Schedule

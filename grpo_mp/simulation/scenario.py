@@ -38,18 +38,18 @@ class Rates:
     update_s: float = 0.0  # optimizer, and what else a step takes whatever its tokens
     sync_s: float = 0.0  # weights to the engines: neither side works
     switch_s: float = 0.0  # a step's offloads, where engines and trainer share GPUs
+    save_s: float = 0.0  # a step's share of the checkpoints
 
     def decode_s(self, batch: int, cached_tokens: float) -> float:
         """Return the seconds of one decode step of an engine."""
         experts = self.experts_s * (1 - self.unused_expert**batch)
         return self.decode_step_s + experts + batch * self.sequence_s + cached_tokens * self.cached_token_s
 
-    def speculating(self, draft_tokens: int, draft_share: float) -> "Rates":
-        """Return the rates where a step verifies so many drafted tokens beside its own.
+    def speculating(self, verified: int, drafting: float) -> "Rates":
+        """Return the rates where a step verifies so many tokens of a sequence.
 
-        `draft_share`: cost of drafting one of them over that of a step; 0 for an n-gram.
+        `drafting`: cost of the step with its drafts over that without.
         """
-        drafting, verified = 1 + draft_tokens * draft_share, 1 + draft_tokens
         return replace(
             self,
             decode_step_s=self.decode_step_s * drafting,
@@ -145,7 +145,14 @@ class Scenario:
 
     def train_s(self, tokens: float) -> float:
         """Return the seconds of a step's training on so many tokens."""
-        return tokens * self.rates.train_token_s + self.rates.update_s + self.rates.switch_s * self.colocated
+        rates = self.rates
+        return tokens * rates.train_token_s + rates.update_s + rates.save_s + rates.switch_s * self.colocated
+
+    @property
+    def step_train_s(self) -> float:
+        """Return the seconds of a step in which its policy trains on the mean tokens and sends its weights."""
+        tokens = self.samples_per_step * (self.prompt_tokens + fmean(self.lengths))
+        return self.train_s(tokens) + self.rates.sync_s
 
     @property
     def bound_s(self) -> float:
@@ -156,8 +163,8 @@ class Scenario:
         sample_s = rates.decode_s(batch, batch * context) / batch * mean / self.acceptance_length
         sample_s += self.prompt_tokens / self.group_size * rates.prefill_token_s
         generate_s = self.samples_per_step / (1 - self.drop_rate) * sample_s / self.engines
-        train_s = self.train_s(self.samples_per_step * (self.prompt_tokens + mean))
-        return rates.sync_s + (generate_s + train_s if self.colocated else max(generate_s, train_s))
+        generate_s, train_s = generate_s + rates.sync_s, self.step_train_s
+        return generate_s + train_s - rates.sync_s if self.colocated else max(generate_s, train_s)
 
 
 @dataclass

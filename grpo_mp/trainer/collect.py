@@ -1,21 +1,28 @@
 """Collect the groups of a step: launch prompts, generate and score until the step has its groups."""
 
-import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from typing import Protocol
 
 import torch.distributed as dist
 
+from grpo_mp.algorithms.curriculum import Curriculum
 from grpo_mp.algorithms.group_filters import GroupFilter
 from grpo_mp.algorithms.settings import FilterConfig
 from grpo_mp.batching.exchange import all_gather_sample_info, sample_infos, send_groups
-from grpo_mp.batching.group_selection import Admission, PromptCurriculum, admission_rule, length_bias
-from grpo_mp.checkpoint.run_state import TrainState
+from grpo_mp.batching.group_selection import (
+    Admission,
+    AdmissionRule,
+    PromptCurriculum,
+    admission_rule,
+    length_bias,
+    token_limit,
+)
+from grpo_mp.checkpoint.run_state import ROLLOUTS, TrainState, checkpoint_step, latest_checkpoint
 from grpo_mp.config import Settings
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.data.prompt_queue import PromptQueue
@@ -25,13 +32,22 @@ from grpo_mp.distributed.process_groups import Job, all_gather
 from grpo_mp.errors import UserError
 from grpo_mp.phases import Phase
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
-from grpo_mp.rollout.rollout import Rollout, rollout_sampling
-from grpo_mp.rollout.saved_groups import load_groups, save_groups
+from grpo_mp.rollout.journal import GroupJournal, load, prune
+from grpo_mp.rollout.rollout import Rollout, rollout_sampling, rollout_seed
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RunningGroup, as_unfinished
+from grpo_mp.rollout.worker import (
+    EndedGroup,
+    LaunchedGroups,
+    PausedGroup,
+    RolloutTask,
+    RunningGroup,
+    as_unfinished,
+    oldest_version,
+)
 from grpo_mp.scheduler.phase_manager import PhaseManager
+from grpo_mp.trainer.recorded import RecordedGroups
 from grpo_mp.trainer.recover import EngineRecovery
-from grpo_mp.types import SampleGroup, SampleInfo
+from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 
 
 @dataclass(frozen=True)
@@ -65,8 +81,8 @@ class Collector(Protocol):
     def finish_generation(self) -> None:
         """Wait until no group runs any more that was begun with the present weights. Every rank must call this."""
 
-    def stop(self, state: TrainState) -> None:
-        """End what was begun behind `state`, and keep it for a job that resumes there. Every rank must call this."""
+    def stop(self) -> None:
+        """End what was begun for later steps, and keep it for a job that resumes. Every rank must call this."""
 
 
 @dataclass
@@ -84,21 +100,13 @@ class Generation:
             return self.launched.result()
 
 
-@dataclass(frozen=True)
-class Collected:
-    """What this rank launched for a step, by number in its launch order; the next one begins with `consumed`."""
-
-    step: int
-    launched: LaunchedGroups
-    consumed: int
-
-
 @dataclass
 class RolloutCollector:
     """Generates the groups of each step from the train prompts.
 
     Where engines have ranks of their own, those begin a step's groups as soon as the step before has its own. What is
-    begun for later steps stays on its rank; where a job is stopped, the one that resumes the run goes on with it.
+    begun for later steps stays on its rank. Every group is recorded when it ends: where a job is killed or stopped, the
+    one that resumes the run takes up what was recorded behind its checkpoint.
     """
 
     settings: Settings
@@ -109,15 +117,19 @@ class RolloutCollector:
     phases: PhaseManager
     group_filter: GroupFilter
     recovery: EngineRecovery
+    curriculum: Curriculum | None = None  # the user's own
     synced_step: int = 0  # the engines have the weights after this step
     _queue: PromptQueue = field(init=False)
     _carried: LaunchedGroups = field(default_factory=dict, init=False)  # by number in the next step's launch order
     _next: Generation | None = field(default=None, init=False)
-    _collected: Collected | None = field(default=None, init=False)
+    _recorded: RecordedGroups | None = field(default=None, init=False)  # None: not read yet
+    _journal: GroupJournal = field(init=False)
+    _stats: dict[int, RewardStats] = field(default_factory=dict, init=False)  # of scored groups, by id
     _stopped: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._queue = PromptQueue(self.prompts.epoch_size, self.settings.data.shuffle, self.prompts.mixture)
+        self._journal = GroupJournal(self.settings.run.folder / ROLLOUTS, self.job.rank)
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
         """Generate and score the step's groups. Every rank must call this; the sample infos are the same on all.
@@ -137,7 +149,6 @@ class RolloutCollector:
                     f"step {step}: {aborted} groups took longer than rollout.group_timeout_s={limit_s:g} s: raise it"
                 )
             batch = self._make_batch(state, step, launched, admission, kept)
-            self._collected = Collected(step, launched, admission.consumed)
             if ahead:
                 self._next = self._begin(batch.state, step + 1) if step < self.settings.run.steps else None
                 batch = replace(batch, groups=send_groups(batch.groups, self._trainer_of, group))
@@ -157,39 +168,66 @@ class RolloutCollector:
                     self.recovery.end_generation()
             if done:
                 return generation, launched
-            self.recovery.run()  # no engine was left
+            self.recovery.run()  # no engine was left, or one is there again
             generation = self._launch(generation.stream.try_again(), replace(generation.task, carried=launched))
 
     def finish_generation(self) -> None:
         """Wait until no group runs any more that was begun with the present weights. Every rank must call this."""
         if self._next:
             self._next.wait()
-        dist.barrier(group=self.job.group)  # the seconds of the weight sync are not those of this wait
+            dist.barrier(group=self.job.group)  # the seconds of the weight sync are not those of this wait
 
-    def stop(self, state: TrainState) -> None:
-        """End what was begun behind `state`, and keep it for a job that resumes there. Every rank must call this."""
+    def stop(self) -> None:
+        """End what was begun for later steps; it is recorded. Every rank must call this."""
         self._stopped = True
-        begun = self._next.wait() if self._next else self._carried
-        if (last := self._collected) and last.step > state.step:  # the resumed job repeats the step
-            begun = {**last.launched, **{last.consumed + number: group for number, group in begun.items()}}
-        if self.job.rank == 0:
-            shutil.rmtree(self._folder(state.step).parent, ignore_errors=True)
+        self.rollout.pause(self._next.wait() if self._next else self._carried)
         dist.barrier(group=self.job.group)
-        file = self._folder(state.step) / f"rank_{self.job.rank}.safetensors"
-        save_groups(file, self.rollout.pause(begun), self.settings.rollout.group_size)
 
-    def _folder(self, step: int) -> Path:
-        """Return where groups are kept that a job began behind this step."""
-        return self.settings.run.folder / "rollouts" / f"step_{step:06d}"
+    def _take_recorded(self, state: TrainState, step: int, rule: AdmissionRule) -> None:
+        """Carry what a job before has generated for the step or those after it, and this rank has read."""
+        folder, job, hosts = self.settings.run.folder / ROLLOUTS, self.job, self.rollout.host_ranks
+        if self._recorded is None:
+            place = hosts.index(job.rank) if job.rank in hosts else None
+            self._recorded = RecordedGroups.read(folder, place, len(hosts), job.group)
+        elif job.rank == 0 and (saved := latest_checkpoint(self.settings.run.folder)):
+            prune(folder, checkpoint_step(saved) - self.settings.rollout.max_staleness)
+        queue, recorded = self._queue, dict[int, EndedGroup]()
+        if not self.settings.updates_running_groups:
+            rule = replace(rule, lookahead=rule.needed * self.settings.steps_ahead)
+        taken = self._recorded.take(state.groups_launched, rule, lambda number: (queue[number], queue.epoch(number)))
+        for number, record in taken.items():
+            if loaded := load(record, self._prompt(number)):
+                recorded[number], self._stats[state.groups_launched + number] = loaded
+        carried = {**recorded, **self._carried}
+        # Where a repeated step has launched other groups than before, some may come to a later step than they should.
+        steps_back = state.step - (step - 1 - self.settings.rollout.max_staleness)
+        # Their version is this where no step stopped its updates early, else more.
+        version = state.optimizer_step - steps_back * self.settings.optimizer_steps_per_step
+        self._carried = {
+            number: group
+            for number, group in carried.items()
+            if isinstance(group, RunningGroup) or oldest_version(group, version) >= version
+        }
 
-    def _take_saved(self, step: int) -> LaunchedGroups:
-        """Return this engine's share of what the job before began behind a step."""
-        hosts, rank = self.rollout.host_ranks, self.job.rank
-        if rank not in hosts:
-            return {}
-        saved = load_groups(sorted(self._folder(step).glob("*.safetensors")), self.prompts)
-        own = {number: group for number, group in saved.items() if number % len(hosts) == hosts.index(rank)}
-        return {number: group for number, group in own.items() if self._queue[number] == group.prompt.index}
+    def _record(self, step: int, group_id: int, group: EndedGroup, stats: RewardStats) -> None:
+        """Keep a group on disk, of those that are broken off what a later step goes on with; called in any thread."""
+        self._stats[group_id] = stats
+        goes_on = self.settings.rollout.max_staleness or self._stopped
+        if goes_on or not isinstance(group, PausedGroup):
+            kept = isinstance(group, SampleGroup) and self._keeps(group)
+            self._journal.append(step, group_id, group, stats, kept)
+
+    def _prompt(self, number: int) -> Prompt:
+        """Return the prompt with this number in the step's launch order."""
+        return replace(self.prompts[self._queue[number]], epoch=self._queue.epoch(number))
+
+    @property
+    def _token_limit(self) -> Callable[[int], int] | None:
+        """Return how many tokens this step gives a later step's group, by its number in the launch order."""
+        config, ahead = self.settings.rollout, self.settings.steps_ahead
+        if config.tokens_ahead is None:
+            return None
+        return partial(token_limit, needed=config.prompts_per_step, steps_ahead=ahead, tokens_ahead=config.tokens_ahead)
 
     def _begin(self, state: TrainState, step: int) -> Generation:
         """Begin to generate a step's groups, on the ranks that host engines. Every rank must call this."""
@@ -198,22 +236,22 @@ class RolloutCollector:
         rule = admission_rule(self._rule, config.prompts_per_step, config.max_staleness)
         self._queue.begin_step(
             state.cursor or Cursor(seed=self.settings.run.seed),
-            lambda index: curriculum.is_skipped(self.prompts[index].index, step),
+            lambda index: curriculum.is_skipped(index, step),
             rule.launched if rule.lookahead else None,
         )
         if rule.lookahead:  # which prompts are skipped follows from the step, not from when one is launched
             self._queue.extend(rule.max_launched + rule.max_aborted + rule.lookahead)
 
-        if self._collected is None:
-            self._carried = self._take_saved(state.step)
+        self._take_recorded(state, step, rule)
 
         def lookahead() -> int:
-            synced = step - 1 if colocated else self.synced_step
-            steps = min(config.max_staleness + synced - (step - 1), self.settings.run.steps - step)
-            return config.prompts_per_step * max(0, steps)
+            ahead = self.settings.steps_ahead
+            if self.settings.updates_running_groups:
+                ahead = config.max_staleness + self.synced_step - (step - 1)
+            return config.prompts_per_step * max(0, min(ahead, self.settings.run.steps - step))
 
         task = RolloutTask(
-            lambda number: self.prompts[self._queue[number]],
+            self._prompt,
             config.group_size,
             state.groups_launched,
             step,
@@ -222,9 +260,12 @@ class RolloutCollector:
             self._carried,
             frozenset().union(*all_gather(set(self._carried), job.group)),
             lookahead,
+            token_limit=self._token_limit,
             pauses=colocated,
             stopped=lambda: self._stopped,
             routing=self.rollout.routing,
+            seed=rollout_seed(self.settings, "train"),
+            record=partial(self._record, step),
         )
         return self._launch(GroupStream(job.store, f"step/{step}", rule, len(self.rollout.host_ranks)), task)
 
@@ -264,6 +305,7 @@ class RolloutCollector:
             for number, group in sorted(launched.items())
             if number not in later and not isinstance(group, RunningGroup)
         ]
+        own = list(self.rollout.score(own, step))
         infos = all_gather_sample_info(own, group)
         counts = all_gather((len(later), max(launched, default=-1) + 1), group)
         # By finish, some of what may be launched need not have been.
@@ -273,7 +315,7 @@ class RolloutCollector:
         self._carried = {number - admission.consumed: groups for number, groups in later.items()}
         selected = {first + number for number in admission.selected}
         curriculum = PromptCurriculum(state.solved_streak, state.skipped_until).updated(
-            [info for info in infos if info.finished], step, self.settings.algorithm.curriculum
+            [info for info in infos if info.finished], step, self.settings.algorithm.curriculum, self.curriculum
         )
         next_group = admission.consumed if max_staleness else max(last for _, last in counts)
         with_samples = [group for group in own if group.samples]
@@ -287,11 +329,19 @@ class RolloutCollector:
                 {first + number for number, is_kept in kept.items() if is_kept},
                 _count_aborted(admission, kept),
             ),
-            reward_stats=sum_stats(all_gather(self.scorer.take_stats(), group)),
+            reward_stats=sum_stats(all_gather(self._take_stats(first, {first + number for number in later}), group)),
             carried=sum(carried for carried, _ in counts),
             length_bias=length_bias(infos, selected),
             state=replace(state, cursor=cursor, groups_launched=first + next_group, **vars(curriculum)),
             unselected=[group for group in with_samples if group.samples[0].group_id not in selected],
+        )
+
+    def _take_stats(self, first: int, later: Set[int]) -> RewardStats:
+        """Return what scoring this rank's groups from `first` on has counted, but for those of later steps."""
+        ended = [group_id for group_id in list(self._stats) if group_id not in later]
+        stats = {group_id: self._stats.pop(group_id) for group_id in ended}
+        return sum_stats(
+            [self.scorer.take_stats(), *(stats[group_id] for group_id in sorted(stats) if group_id >= first)]
         )
 
     def _too_few_groups(self, step: int, admission: Admission, launched: int) -> str:

@@ -13,7 +13,7 @@ from grpo_mp.log import log_to_terminal
 from grpo_mp.parsers import train_parser
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.trainer.context import local_ranks
-from grpo_mp.trainer.exit import exit_on_error
+from grpo_mp.trainer.exit import end_without_cleanup, exit_on_error
 from grpo_mp.trainer.preflight import RunInputs, describe_run, run_preflight, run_replay_preflight
 from grpo_mp.trainer.replay import replay_settings
 
@@ -21,7 +21,7 @@ from grpo_mp.trainer.replay import replay_settings
 def run_command(train: Callable[[Settings, RunInputs], None], arguments: Sequence[str] | None = None) -> None:
     """Run a command line; `train` gets checked settings and what was read for them."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # train.py sets the default action
-    with exit_on_error():
+    with end_without_cleanup(), exit_on_error():
         log_to_terminal()
         args = train_parser().parse_intermixed_args(arguments)
         settings = load_settings(args.config, args.overrides)

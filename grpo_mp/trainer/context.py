@@ -1,7 +1,7 @@
 """Open and close a job: join the ranks, start this rank's engine, build the policy, and end all of it in any case."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo_mp import platform
-from grpo_mp.checkpoint.run_state import (
-    TrainState,
-    checkpoint_checksums,
-    claim_run_folder,
-    read_manifest,
-)
+from grpo_mp.checkpoint.run_state import TrainState, claim_run_folder, read_manifest
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.distributed.nccl_memory import NcclMemory
 from grpo_mp.distributed.process_groups import WAITED_PHASES, Job, Parallel, join_job, make_parallel, stop_parallel
@@ -36,8 +31,9 @@ from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.trainer.replay import ReplayCollector
+from grpo_mp.trainer.resume import find_whole_checkpoint
 from grpo_mp.trainer.save import CheckpointSaver
-from grpo_mp.weight_sync.engine_check import EngineCheck
+from grpo_mp.weight_sync.engine_check import PROMPTS, EngineCheck
 from grpo_mp.weight_sync.update import PolicyShards, WeightSync, build_weight_sync
 
 
@@ -89,29 +85,38 @@ class RankRuntime:
     progress: Progress
 
 
+@dataclass(frozen=True)
+class _Resumed:
+    """Where a run stands, by which checkpoint, and what is wrong with newer ones."""
+
+    state: TrainState
+    checkpoint: Path | None
+    damages: Sequence[str]
+
+
 @contextmanager
 def open_context(
-    settings: Settings, inputs: RunInputs, checkpoint: Path | None = None, greeting: str = ""
+    settings: Settings, inputs: RunInputs, checkpoints: Sequence[Path] = (), greeting: str = ""
 ) -> Iterator[RolloutContext]:
-    """Join the job, start this rank's engine, build the policy, resume from `checkpoint` where there is one.
+    """Join the job, start this rank's engine, build the policy, resume from the first whole one of `checkpoints`.
 
     Yields a TrainContext on a rank that trains. Engines end when the body does, however it ends.
     """
-    with _open_job(settings, inputs, settings.run.steps, checkpoint) as (runtime, state), ExitStack() as stack:
-        job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
+    with _open_job(settings, inputs, settings.run.steps, checkpoints) as (runtime, resumed), ExitStack() as stack:
+        job, rollout, progress, state = runtime.job, runtime.rollout, runtime.progress, resumed.state
         preemption = PreemptionHandler()
         overlaps = () if greeting else inputs.overlaps()
         greeting = greeting or _greeting(settings, inputs, job, state)
-        _show_notes(progress, job.rank, greeting, overlaps, inputs.warnings)
+        _show_notes(progress, job.rank, greeting, overlaps, (*resumed.damages, *inputs.warnings))
         offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads and not inputs.replay
         limit_s = settings.monitor.phase_timeout_s
         parallel = make_parallel(job, settings.layout, settings.run.seed, limit_s) if job.trains else None
-        build = partial(build_policy, settings, parallel, state, checkpoint) if parallel else None
+        build = partial(build_policy, settings, parallel, state, resumed.checkpoint) if parallel else None
         policy = _start(runtime, settings.engine.start_timeout_s, offload, build)
         if rollout.client:
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
         phases = _make_phases(settings, runtime, policy, offload)
-        eval_scorer = inputs.scorer.with_own_stats()
+        eval_scorer = inputs.scorer.for_evaluations()
         weight_sync, check = (None, None) if inputs.replay else _make_sync(settings, inputs, policy, runtime, phases)
         recovery = EngineRecovery(rollout, job, phases, weight_sync, check, state.optimizer_step)
         shown = settings.monitor.samples_per_step
@@ -146,9 +151,9 @@ def _make_collector(
     """Make what gives the steps their groups."""
     if inputs.replay:
         return ReplayCollector(inputs.replay, runtime.job, phases)
-    keeps = inputs.extensions.group_filter
+    keeps, curriculum = inputs.extensions.group_filter, inputs.extensions.curriculum
     return RolloutCollector(
-        settings, inputs.train, runtime.rollout, inputs.scorer, runtime.job, phases, keeps, recovery
+        settings, inputs.train, runtime.rollout, inputs.scorer, runtime.job, phases, keeps, recovery, curriculum
     )
 
 
@@ -158,7 +163,7 @@ def _make_sync(
     """Plan the weight sync, and make the check after it."""
     shards = PolicyShards.of_policy(policy) if policy else PolicyShards.none(inputs.hf, settings.layout)
     weight_sync = build_weight_sync(settings, shards, runtime.rollout, runtime.job)
-    prompts, vocab_size = [prompt.tokens for prompt in inputs.train.prompts], inputs.hf.int("vocab_size")
+    prompts, vocab_size = [prompt.tokens for prompt in inputs.train.prompts[:PROMPTS]], inputs.hf.int("vocab_size")
     check = EngineCheck(settings, policy, vocab_size, runtime.job, weight_sync, runtime.rollout, phases, prompts)
     return weight_sync, check
 
@@ -202,9 +207,9 @@ def _open_job(
     settings: Settings,
     inputs: RunInputs,
     steps: int,
-    checkpoint: Path | None = None,
+    checkpoints: Sequence[Path] = (),
     load_weights: bool = False,
-) -> Iterator[tuple[RankRuntime, TrainState]]:
+) -> Iterator[tuple[RankRuntime, "_Resumed"]]:
     """Make the process groups, claim the run folder, place the engines, open the monitors; end all of it in any case.
 
     Also yields where the run stands. Errors are reported by one rank.
@@ -216,6 +221,7 @@ def _open_job(
         if rank == 0:
             claim_run_folder(folder, dump_settings(settings))
         dist.barrier(group=job.group)
+        checkpoint, damages = find_whole_checkpoint(checkpoints, job)
         state = read_manifest(checkpoint) if checkpoint else TrainState()
         rollout = Rollout(
             settings,
@@ -236,7 +242,7 @@ def _open_job(
         stack.callback(timeline.close)
         stack.callback(inputs.scorer.close)
         stack.push(ignore_more_interrupts)
-        yield RankRuntime(job, rollout, timeline, watchdog, progress), state
+        yield RankRuntime(job, rollout, timeline, watchdog, progress), _Resumed(state, checkpoint, damages)
         stop_parallel()
 
 
@@ -251,7 +257,10 @@ def _show_notes(progress: Progress, rank: int, greeting: str, overlaps: Iterable
 def _start(runtime: RankRuntime, timeout_s: float, offload: bool, build: Callable[[], Policy] | None) -> Policy | None:
     """Start this rank's engine and build the policy, one after the other where they share the device."""
     job, rollout = runtime.job, runtime.rollout
-    with runtime.watchdog.phase("START", timeout_s * 2), runtime.progress.phase("START"):
+    with (
+        runtime.watchdog.phase("START", timeout_s * (4 if rollout.reward_servers else 2)),
+        runtime.progress.phase("START"),
+    ):
         rollout.start(job.store)
         if offload:
             start_engines_first(rollout, job.group)
@@ -259,16 +268,15 @@ def _start(runtime: RankRuntime, timeout_s: float, offload: bool, build: Callabl
             policy = build() if build else None
         if not offload:
             rollout.wait_ready()
+            rollout.open_reward_servers(job.group, sleeps=False)
         dist.barrier(group=job.group)
     return policy
 
 
 def build_policy(settings: Settings, parallel: Parallel, state: TrainState, checkpoint: Path | None) -> Policy:
-    """Build the policy and load the weights of `checkpoint` where there is one, the reference's if it has them."""
+    """Build the policy and load a checked checkpoint where there is one, the reference's weights if it has them."""
     policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.measured_share > 0)
     if checkpoint:
-        checkpoint_checksums(checkpoint).check_share(parallel.rank, parallel.world_size)
-        dist.barrier(group=parallel.cpu_group)  # no rank reads a file before all are checked
         load_policy(policy, checkpoint / "policy")
         if state.reference_updated and policy.reference:
             load_reference(policy, checkpoint / "reference")

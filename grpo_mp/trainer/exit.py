@@ -1,5 +1,6 @@
 """How a rank ends: on a signal after a save, on a user's mistake with one message of the job and a status."""
 
+import atexit
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from grpo_mp.distributed.finish_markers import mark_finished
 from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
-from grpo_mp.errors import INTERRUPT_STATUS, UserError, exit_with
+from grpo_mp.errors import DISK_ERRORS, INTERRUPT_STATUS, DiskError, UserError, exit_with
 
 PEER_FAILED_STATUS = 1
 FIRST_RANK_LIMIT_S = 30.0  # the other ranks wait so long for rank 0 to report what every rank finds wrong
@@ -52,7 +53,8 @@ class PreemptionHandler:
 def report_error_once(rank: int, store: dist.Store) -> Iterator[None]:
     """Let only the first rank that fails in the body raise its UserError; the others raise PeerFailedError.
 
-    A rank that merely lost the connection to its peers always raises PeerFailedError.
+    A rank that merely lost the connection to its peers always raises PeerFailedError; one whose disk is full, read-only
+    or broken raises DiskError.
     """
     try:
         yield
@@ -60,6 +62,14 @@ def report_error_once(rank: int, store: dist.Store) -> Iterator[None]:
         if not is_first_failure(store, FAILURE):
             raise _peer_failed(rank, error) from error
         raise
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        if not is_first_failure(store, FAILURE):
+            raise _peer_failed(rank, error) from error
+        place = f"{error.filename}: " if error.filename else ""
+        phase = _failed_phase(rank, error)
+        raise DiskError(f"{phase}: {place}{error.strerror}: make room for run.folder, and start again") from error
     except RuntimeError as error:
         if PEER_GONE.search(str(error)):
             raise _peer_failed(rank, error) from error
@@ -94,16 +104,49 @@ def exit_on_error() -> Iterator[None]:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(PEER_FAILED_STATUS) from None
     except KeyboardInterrupt as interrupt:
-        if rank == 0:
-            sys.stderr.write(f"{_failed_phase(rank, interrupt)}: stopped by Ctrl-C\n")
-        raise SystemExit(INTERRUPT_STATUS) from None
+        raise _interrupted(rank, interrupt) from None
     except SystemExit as error:
         if not error.code:  # --help
             mark_finished(rank)
         raise
     except Exception as error:
+        if isinstance(_origin(error), KeyboardInterrupt):  # it came amid a library's cleanup, which then failed
+            raise _interrupted(rank, error) from None
         _report_to_torchrun(f"{type(error).__name__}: {error}")
         raise
+
+
+def _origin(error: BaseException) -> BaseException:
+    """Return the first of the errors during whose handling another was raised."""
+    while error.__context__:
+        error = error.__context__
+    return error
+
+
+def _interrupted(rank: int, error: BaseException) -> SystemExit:
+    """Say on rank 0 that Ctrl-C has stopped the run; return what ends the rank."""
+    if rank == 0:
+        sys.stderr.write(f"{_failed_phase(rank, error)}: stopped by Ctrl-C\n")
+    return SystemExit(INTERRUPT_STATUS)
+
+
+@contextmanager
+def end_without_cleanup() -> Iterator[None]:
+    """End a process that fails in the midst of its job as soon as its exit functions have run.
+
+    Its threads may wait for messages that never come. As Python ends, C++ wakes them, and calls abort().
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not dist.is_initialized():
+            raise
+        if not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 
 def _peer_failed(rank: int, error: BaseException) -> PeerFailedError:

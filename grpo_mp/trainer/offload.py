@@ -20,10 +20,11 @@ INITIAL_RESIDENCY = replace(TRAINER, gradients=True, optimizer=True)
 
 
 def start_engines_first(rollout: Rollout, group: dist.ProcessGroup) -> None:
-    """Wait for the engines, which measure the free memory, and offload them before the policy is built."""
+    """Wait for the engines, then for reward models, which measure the free memory; offload them before the policy."""
     rollout.wait_ready()
     for tags in ENGINE_TAGS.values():
         _move_engine(rollout, group, tags, False)
+    rollout.open_reward_servers(group, sleeps=True)
 
 
 def offload_functions(
@@ -40,6 +41,7 @@ def offload_functions(
         **{part: partial(offloader.move, part) for part in ("policy_weights", "gradients")},
         "optimizer": partial(offloader.move, "optimizer") if optimizer_moves else _stay,
         **{part: partial(_move_engine, rollout, group, tags) for part, tags in ENGINE_TAGS.items()},
+        "reward_model": partial(_move_reward_servers, rollout, group),
     }
 
 
@@ -62,4 +64,13 @@ def _move_engine(rollout: Rollout, group: dist.ProcessGroup, tags: tuple[str, ..
                 rollout.call((client.resume_memory if onload else client.release_memory)(tags))
             except EngineError as error:
                 raise EngineError(f"{error}: {HINT}") from error
+    dist.barrier(group=group)
+
+
+def _move_reward_servers(rollout: Rollout, group: dist.ProcessGroup, onload: bool) -> None:
+    if not rollout.reward_servers:
+        return
+    if onload:  # a server takes memory on the devices of all its ranks
+        dist.barrier(group=group)
+    rollout.reward_servers.move(onload)
     dist.barrier(group=group)

@@ -1,7 +1,7 @@
 """Check and read everything that needs no process group, model or engine: settings, files, data."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.algorithms.advantages import AdvantageEstimator, load_estimator
+from grpo_mp.algorithms.curriculum import Curriculum, load_curriculum
 from grpo_mp.algorithms.group_filters import GroupFilter, load_group_filter
 from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.algorithms.policy_losses import PolicyLoss
@@ -26,16 +27,22 @@ from grpo_mp.distributed.nccl_memory import check_nccl
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
+from grpo_mp.monitor.metrics import find_metric
+from grpo_mp.policy.parameter_bytes import disk_need
 from grpo_mp.policy.policy import check_policy
+from grpo_mp.rewards.reward_model import read_api_key
 from grpo_mp.rewards.scorer import Scorer
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.engine_args import check_arguments, check_tool_parser, known_arguments
 from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import engine_uses_fp8
+from grpo_mp.rollout.reward_servers import check_reward_models
 from grpo_mp.rollout.routed_experts import check_routed_experts
 from grpo_mp.rollout.server import check_temporary_folder
 from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
+from grpo_mp.trainer.disk_check import check_disk
 from grpo_mp.trainer.replay import ReplayedRollouts, open_replay
 
 
@@ -46,6 +53,7 @@ class Extensions:
     policy_loss: PolicyLoss
     estimator: AdvantageEstimator
     group_filter: GroupFilter
+    curriculum: Curriculum | None
     make_loggers: tuple[MakeLogger, ...]
 
 
@@ -55,6 +63,7 @@ def load_extensions(algorithm: AlgorithmConfig, loggers: Mapping[str, Mapping[st
         load_policy_loss(algorithm),
         load_estimator(algorithm.advantage),
         load_group_filter(algorithm.filter),
+        load_curriculum(algorithm.curriculum),
         load_loggers(loggers),
     )
 
@@ -75,14 +84,15 @@ class RunInputs:
 
     def overlaps(self) -> Iterator[str]:
         """Yield a sentence for each eval set that shares problems with the train data."""
-        evals = {name: [prompt.text for prompt in prompts] for name, prompts in self.evals.items()}
-        for overlap in find_overlaps((prompt.text for prompt in self.train), evals):
+        evals = {name: prompts.texts() for name, prompts in self.evals.items()}
+        for overlap in find_overlaps(self.train.texts(), evals):
             yield overlap.sentence
 
 
 def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> RunInputs:
     """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
     extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
+    _check_guards(settings.monitor.guards)
     hf = HfConfig.read(settings.model.path, settings.model.family)
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     check_policy(hf, settings.model, settings.layout, settings.training, world_size - settings.engine.ranks)
@@ -96,9 +106,13 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
             f"{train.source}: {train.epoch_size} prompts fit, a step takes "
             f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
         )
+    check_reward_models(settings, tokenizer, world_size, ranks_per_node)
+    if settings.run.export_servers:
+        read_api_key("run.export_servers", settings.run.export_servers.api_key_env)
     scorer = _make_scorer(settings, tokenizer)
     fp8 = engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
-    warnings = (*scorer.warnings, *start_warnings(settings, fp8))
+    space = check_disk(settings.run.folder, disk_need(settings, hf))
+    warnings = (*scorer.warnings, *start_warnings(settings, fp8), *space)
     evals = _read_evals(settings, tokenizer, tools)
     return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes)
 
@@ -116,7 +130,8 @@ def run_replay_preflight(folder: Path, settings: Settings, world_size: int, rank
     checkpoint = latest_checkpoint(settings.run.folder)
     replay = open_replay(folder, settings, hf, first=(read_manifest(checkpoint).step if checkpoint else 0) + 1)
     tokenizer = _read_tokenizer(settings, hf)
-    scorer = _make_scorer(settings, tokenizer)
+    # Nothing is scored anew: what `reward` names need not be there.
+    scorer = Scorer(RewardConfig(answer=1.0), settings.rollout.max_response_tokens)
     return RunInputs(hf, tokenizer, PromptSet(str(folder), (), 0), {}, scorer, extensions, replay=replay)
 
 
@@ -132,7 +147,7 @@ def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     episodes = load_episodes(settings, tokenizer)
     evals = _read_evals(settings, tokenizer, episodes.tools.schemas if episodes else ())
-    scorer, first = _make_scorer(settings, tokenizer), next(iter(evals.values()))
+    scorer, first = _make_scorer(settings, tokenizer).for_evaluations(), next(iter(evals.values()))
     return RunInputs(hf, tokenizer, first, evals, scorer, extensions, scorer.warnings, episodes)
 
 
@@ -161,7 +176,7 @@ def _read_tokenizer(settings: Settings, hf: HfConfig) -> PreTrainedTokenizerBase
     """Read the model's tokenizer. Raises UserError where it cannot be read, or the model is too small for the run."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # its libraries raise of every kind
         raise UserError(f"{settings.model.path}: the tokenizer cannot be read ({one_line(error, 200)})") from error
     _check_sizes(settings, hf, len(tokenizer))
     return tokenizer
@@ -198,6 +213,7 @@ def _make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scor
         settings.data.prompt_column,
         max_steps=settings.run.steps,
         decode=tokenizer.decode,
+        set_weights=settings.set_weights,
     )
 
 
@@ -218,6 +234,15 @@ def _check_device(transport: str, dtype: str, context: int) -> None:
             f"layout.context={context}: no attention kernel divides float32 sequences on a GPU: set "
             "model.dtype=bfloat16 or layout.context=1"
         )
+
+
+def _check_guards(names: Iterable[str]) -> None:
+    """Raise UserError for a guard of a metric that does not exist."""
+    try:
+        for name in names:
+            find_metric(name, "scalar")
+    except ValueError as error:
+        raise UserError(f"monitor.guards: {error}") from error
 
 
 def _check_export(settings: Settings) -> None:
@@ -311,6 +336,11 @@ def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_p
         hosts = engine_host_ranks(engine_placements(settings.engine, world_size, ranks_per_node))
         source = [
             f"engines: {len(hosts)} x {settings.engine.gpus_per_engine} rank(s), hosted by ranks {hosts}",
+            *(
+                f"reward.{name}: {world_size // model.gpus_per_server} servers of {model.gpus_per_server} rank(s) on "
+                f"{model.folder}, asleep but in SCORE"
+                for name, model in settings.reward.own_models.items()
+            ),
             f"train prompts: {_describe_prompts(inputs.train)}; eval: {', '.join(evals) or 'none'}",
         ]
     facts = [

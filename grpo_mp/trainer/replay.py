@@ -191,7 +191,7 @@ class ReplayCollector:
     def finish_generation(self) -> None:
         """Return at once: nothing is generated."""
 
-    def stop(self, state: TrainState) -> None:
+    def stop(self) -> None:
         """Return at once: nothing was begun."""
 
 

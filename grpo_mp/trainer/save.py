@@ -1,9 +1,11 @@
 """Save checkpoints and the final Hugging Face folder."""
 
 import logging
+import shutil
 from collections import deque
 from collections.abc import Iterable
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -27,7 +29,7 @@ from grpo_mp.checkpoint.run_state import (
 )
 from grpo_mp.config.sections import RunConfig
 from grpo_mp.distributed.process_groups import all_gather, make_groups
-from grpo_mp.errors import one_line
+from grpo_mp.errors import DiskError, one_line
 from grpo_mp.phases import Phase
 from grpo_mp.policy.checkpoint import (
     Written,
@@ -49,6 +51,38 @@ FAILED_LIMIT_S = 20.0  # how long a run that failed waits for its last checkpoin
 LOGGER = logging.getLogger(__name__)
 
 
+class FailedSaves:
+    """Counts the saves in a row that failed for the disk's sake; all ranks count alike."""
+
+    def __init__(self, most: int, rank: int) -> None:
+        """Let so many fail."""
+        self._most, self._rank, self._count = most, rank, 0
+
+    def add(self, error: DiskError, folder: Path, last: bool) -> None:
+        """Remove what was written of a folder; raises the error again where there are too many, or nothing follows."""
+        self._count += 1
+        if self._rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        if last or self._count > self._most:
+            raise DiskError(f"{error}; make room, or name another run.folder, and start again: what is whole is kept")
+        if self._rank == 0:
+            left = f"{self._count} of {self._most} in a row (run.max_failed_saves)"
+            LOGGER.warning("%s; training goes on, and the next save tries again: %s", error, left)
+
+    def forget(self) -> None:
+        """Count anew after a save that succeeded."""
+        self._count = 0
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A checkpoint that is being written."""
+
+    task: BackgroundTask
+    folder: Path
+    last: bool
+
+
 class CheckpointSaver:
     """Saves checkpoints of one run, and lets the run go on while the optimizer's state is written.
 
@@ -58,41 +92,44 @@ class CheckpointSaver:
     def __init__(self, run: RunConfig, policy: Policy, limit_s: float) -> None:
         """Make the process group of the threads that write, which may take `limit_s`; every rank must call this."""
         self._run, self._policy, self._limit_s = run, policy, limit_s
-        self._task: BackgroundTask | None = None
+        self._task: _Save | None = None
+        self.failures = FailedSaves(run.max_failed_saves, policy.parallel.rank)
         # Its own: the loop uses the other groups meanwhile.
         group = make_groups([range(policy.parallel.world_size)], limit_s)
         assert group is not None  # every rank is in it
         self._group = group
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState, last: bool = False) -> None:
         """Save the state of the run between two steps. Every rank must call this.
 
         Weights are on disk when it returns. The optimizer's state is then still being written, where run.async_save
-        is set: it must not change, nor be moved, before `finish`. Raises UserError, on every rank, where one cannot
-        write.
+        is set: it must not change, nor be moved, before `finish`. Raises DiskError, on every rank, where one cannot
+        write, too often or for the `last` time.
         """
         self.finish()
-        folder, parallel = checkpoint_folder(self._run.folder, state.step), self._policy.parallel
-
-        def begin() -> None:
-            if parallel.rank == 0:
-                begin_checkpoint(folder)
-                (folder / POLICY).mkdir()
-
-        on_all_ranks(begin, folder, parallel.cpu_group)
-        weights, optimizer = on_all_ranks(
-            partial(self._write_first, folder, state.reference_updated), folder, parallel.cpu_group
-        )
+        folder = checkpoint_folder(self._run.folder, state.step)
+        try:
+            weights, optimizer = self._begin(folder, state)
+        except DiskError as error:
+            self.failures.add(error, folder, last)
+            return
         write_rest = partial(self._write_rest, folder, deepcopy(state), weights, optimizer)
-        self._task = BackgroundTask(write_rest, f"save of step {state.step} on rank {parallel.rank}")
+        task = BackgroundTask(write_rest, f"save of step {state.step} on rank {self._policy.parallel.rank}")
+        self._task = _Save(task, folder, last)
         if not self._run.async_save:
             self.finish()
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete. Raises what its writing raised; PhaseTimeout after the limit."""
-        task, self._task = self._task, None
-        if task:
-            task.wait(self._policy.parallel.rank, Phase.SAVE, self._limit_s)
+        save, self._task = self._task, None
+        if not save:
+            return
+        try:
+            save.task.wait(self._policy.parallel.rank, Phase.SAVE, self._limit_s)
+        except DiskError as error:
+            self.failures.add(error, save.folder, save.last)
+        else:
+            self.failures.forget()
 
     def __enter__(self) -> "CheckpointSaver":
         return self
@@ -103,9 +140,21 @@ class CheckpointSaver:
             self.finish()
         elif self._task:
             try:
-                self._task.wait(self._policy.parallel.rank, Phase.SAVE, FAILED_LIMIT_S)
+                self._task.task.wait(self._policy.parallel.rank, Phase.SAVE, FAILED_LIMIT_S)
             except Exception as error:  # noqa: BLE001 - the error that ends the run is the one to report
                 LOGGER.warning("the last checkpoint is not complete: %s", one_line(error))
+
+    def _begin(self, folder: Path, state: TrainState) -> tuple[Written, ChunkWriter]:
+        """Make the folder and write what the next step changes first."""
+        rank, group = self._policy.parallel.rank, self._policy.parallel.cpu_group
+
+        def begin() -> None:
+            if rank == 0:
+                begin_checkpoint(folder)
+                (folder / POLICY).mkdir()
+
+        on_all_ranks(begin, folder, group)
+        return on_all_ranks(partial(self._write_first, folder, state.reference_updated), folder, group)
 
     def _write_first(self, folder: Path, with_reference: bool) -> tuple[Written, ChunkWriter]:
         """Write what the next step changes first."""
@@ -156,7 +205,7 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int, f
     rounds = plan_rounds(wire, policy.local_shards(), writers, bucket_bytes, group, ranks_per_node)
     resharder = Resharder(rounds, wire, policy.tensors)
     tensors: Iterable[tuple[str, Tensor]] = (
-        (name, tensor.to("cpu", copy=True)) for round_ in rounds for name, tensor in resharder.stage(round_)
+        (name, tensor.to("cpu", copy=True)) for name, tensor in chain.from_iterable(resharder.stages(rounds))
     )
     others = read_non_policy_tensors(like, policy.hf, fp8, parallel.rank, parallel.world_size)
 

@@ -26,7 +26,8 @@ def train_step(
 ) -> tuple[list[UpdateReport], dict[str, float]]:
     """Update the policy, `epochs` times over the step's parts, unless it drifts too far from its samples.
 
-    Adaptive weights, `adaptive_coefs`, move after every update and are returned. Every rank must call this.
+    Adaptive weights, `adaptive_coefs`, move after every update that is not skipped, and are returned. Every rank must
+    call this.
     """
     reports, adaptive_coefs = list[UpdateReport](), dict(adaptive_coefs)
     reduce = context_reduction(policy.parallel)
@@ -36,9 +37,10 @@ def train_step(
         measured = compute_metrics(reduce_report(report, policy.parallel))
         measured |= routing_metrics(policy.replay, policy.parallel)
         reports.append(replace(report, measured=measured))
-        adaptive_coefs = update_adaptive_coefs(
-            adaptive_coefs, measured.get("train/kl_loss", 0.0), measured["train/entropy"], algorithm
-        )
+        if not report.skipped:  # what it measured may be NaN, which a coefficient would keep
+            adaptive_coefs = update_adaptive_coefs(
+                adaptive_coefs, measured.get("train/kl_loss", 0.0), measured["train/entropy"], algorithm
+            )
         if should_early_stop(measured["train/ppo_kl"], measured["train/ess"], algorithm.early_stop):
             break
     return reports, adaptive_coefs

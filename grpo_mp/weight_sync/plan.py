@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 from grpo_mp.models.mapping import Param
 from grpo_mp.rollout.engine_parallelism import EngineParallelism
 
-ROUNDS_IN_MEMORY = 4  # sent, received, joined, and read by the engine: at most so many rounds' bytes at a time
+ROUNDS_IN_MEMORY = 4  # read by the engine; received and joined, or sent; and packed to send next: at most so many
 SLICED_GROUPS_PER_ROUND = 8
 GOLDEN_RATIO = 0.618034
 SEND_SLACK = 1.25  # what a rank may send in a round, over its share of a round

@@ -1,7 +1,8 @@
 """Resharding: execute one rank's part of a sync plan, from the policy's shards to full Hugging Face tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -25,26 +26,19 @@ class Resharder:
     tensors: Mapping[str, Tensor]
     group: dist.ProcessGroup | None = None
 
-    def stage(self, round_: RankRound) -> NamedTensors:
-        """Send and receive the shards of a round; return the full tensors that this rank stages.
+    def stages(self, rounds: Sequence[RankRound]) -> Iterator[NamedTensors]:
+        """Send and receive the shards of rounds; yield, round by round, the full tensors that this rank stages.
 
-        Every rank must call this for each round, in order.
+        Every rank must take them all. While a round is sent, the messages of the next one are packed.
         """
-        device = platform.device()
-        arriving = {
-            source: torch.empty(packed_bytes(self._specs(shards)), dtype=torch.uint8, device=device)
-            for source, shards in round_.receives.items()
-        }
-        operations = [
-            *(
-                dist.P2POp(dist.isend, sent, None, self.group, group_peer=to)
-                for to, sent in self.messages(round_).items()
-            ),
-            *(dist.P2POp(dist.irecv, taken, None, self.group, group_peer=source) for source, taken in arriving.items()),
-        ]
-        for request in dist.batch_isend_irecv(operations) if operations else ():
-            request.wait()
-        return self.join(round_, arriving)
+        packed = self.messages(rounds[0]) if rounds else {}
+        for round_, following in zip_longest(rounds, rounds[1:]):
+            arriving, requests = self._exchange(round_, packed)
+            packed = self.messages(following) if following else {}
+            for request in requests:
+                request.wait()
+            requests.clear()  # with what was sent
+            yield self.join(round_, arriving)
 
     def messages(self, round_: RankRound) -> dict[int, Tensor]:
         """Return what this rank sends in a round, uint8, by target."""
@@ -70,6 +64,16 @@ class Resharder:
             parts = piece.slice.overlaps(self.wire.parts(piece.name))
             staged += self.wire.join(piece, [shards.pop(Shard(piece.name, part, piece.slice)) for part in parts])
         return staged
+
+    def _exchange(self, round_: RankRound, messages: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], list[dist.Work]]:
+        """Begin to send `messages`; return those that arrive, by source, and what to wait for."""
+        arriving = {
+            source: torch.empty(packed_bytes(self._specs(shards)), dtype=torch.uint8, device=platform.device())
+            for source, shards in round_.receives.items()
+        }
+        sends = [dist.P2POp(dist.isend, sent, None, self.group, group_peer=to) for to, sent in messages.items()]
+        receives = [dist.P2POp(dist.irecv, taken, None, self.group, group_peer=of) for of, taken in arriving.items()]
+        return arriving, dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
 
     def sent_bytes(self, round_: RankRound) -> int:
         """Return the bytes that this rank sends to others in a round."""

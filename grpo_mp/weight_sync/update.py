@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby, zip_longest
+from itertools import chain, groupby
 
 import torch.distributed as dist
 from torch import Tensor
@@ -94,20 +94,22 @@ class WeightSync:
     def update_weights(self, version: int, all_weights: bool = False) -> SyncReport:
         """Send the weights that changed, or all, as `version`. Every rank must call this.
 
-        Raises UserError where an engine refuses. While the engines load a round, the ranks exchange the next one.
+        Raises UserError where an engine refuses. While the engines load a round, the ranks exchange the next one, and
+        pack the one after.
         """
         started = time.monotonic()
         if self.changes and all_weights:
             self.changes.forget()
         rounds = self._rounds()
         staged_bytes = []
+        stages = self.resharder.stages(rounds)
         if self.link:
             self.link.begin()
-        staged = self.resharder.stage(rounds[0]) if rounds else []
-        for round_, following in zip_longest(rounds, rounds[1:]):
+        staged = next(stages, [])
+        for round_ in rounds:
             staged_bytes.append(sum(tensor.nbytes for _, tensor in staged))
             with self.link.loading(round_, staged) if self.link else nullcontext():
-                staged = self.resharder.stage(following) if following else []
+                staged = next(stages, [])
         if self.link:
             self.link.end(version)
         return SyncReport(

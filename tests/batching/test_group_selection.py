@@ -16,6 +16,7 @@ from grpo_mp.batching.group_selection import (
     admit,
     length_bias,
 )
+from grpo_mp.errors import UserError
 from grpo_mp.types import SampleInfo
 
 
@@ -122,6 +123,19 @@ def test_prompt_without_right_answers_is_never_skipped(right: bool | None) -> No
     """Whatever its reward: a boxed wrong answer may well have one above 0."""
     not_right = [replace(info, is_correct=right) for info in make_infos(SAME)]
     assert PromptCurriculum({}, {}).updated(not_right, 1, CurriculumConfig(solved_streak=1)) == PromptCurriculum({}, {})
+
+
+def test_an_own_function_says_what_is_skipped_beside_the_rule() -> None:
+    def says(samples: Sequence[SampleInfo], step: int) -> dict[int, int]:
+        assert {sample.prompt for sample in samples} == {100, 101}
+        return {100: step - 1, 101: 9, 7: 6}
+
+    rule = CurriculumConfig(solved_streak=1, skip_steps=4)
+    state = PromptCurriculum({}, {7: 20, 8: 20}).updated(make_infos(SAME, SAME), 5, rule, says)
+    assert state.skipped_until == {101: 9, 7: 6, 8: 20}  # 100 was taken back
+    for wrong in ([1], {0: "later"}, {0: 1.5}, 3):
+        with pytest.raises(UserError, match=r"^algorithm.curriculum.function: step 5: it failed: \w+Error: "):
+            state.updated(make_infos(SAME, SAME), 5, rule, lambda samples, step, value=wrong: value)
 
 
 def test_without_the_rule_the_curriculum_stays_empty() -> None:

@@ -21,10 +21,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+CORRECTED = "algorithm.rollout_correction={kind: truncate, high: 2.0}"
 DIVIDED = ["engine.ranks=1", "layout={}"]
 SCHEDULES = {
     "colocated": ["schedule=colocated"],
     "partial": ["schedule=colocated", "rollout.max_staleness=1"],
+    "partial_2": ["schedule=colocated", "rollout.max_staleness=2"],
+    "partial_2_corrected": ["schedule=colocated", "rollout.max_staleness=2", CORRECTED],
     "one_step_off": ["schedule=one_step_off", *DIVIDED],
     "async_1": ["schedule=async", "rollout.max_staleness=1", *DIVIDED],
     "async_4": ["schedule=async", "rollout.max_staleness=4", *DIVIDED],

@@ -98,13 +98,16 @@ def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> d
 
 
 def _load_half(policy: Policy, folder: Path) -> None:
-    """Load what one of two ranks would keep of each tensor, from the pieces that one rank saved."""
+    """Load half the columns of each tensor, as of some one of two ranks keeps, from the pieces that one rank saved.
+
+    Half the rows would be read straight into their place.
+    """
     read_chunks(_halves(local_weight_chunks(policy, policy.tensors)), folder)
     read_chunks(_halves(optimizer_chunks(policy)), folder / OPTIMIZER_FOLDER)
 
 
 def _halves(chunks: Iterator[TensorChunk]) -> Iterator[TensorChunk]:
-    return (replace(chunk, tensor=chunk.tensor[: -(-len(chunk.tensor) // 2)]) for chunk in chunks)
+    return (replace(chunk, tensor=chunk.tensor[..., : -(-chunk.tensor.shape[-1] // 2)]) for chunk in chunks)
 
 
 if __name__ == "__main__":

@@ -76,9 +76,9 @@ def main() -> None:
     inputs = run_preflight(settings, *local_ranks())
     lengths = w.read_lengths(given.folder)
     with open_context(settings, inputs, latest_checkpoint(settings.run.folder)) as ctx:
-        if ctx.rollout.client:
+        if (engine := ctx.rollout.engine) and engine.client:
             by_tokens = {prompt.tokens: lengths[prompt.text] for prompt in inputs.train}
-            ctx.rollout.client = ExactLengths(ctx.rollout.client, by_tokens)
+            engine.client = ExactLengths(engine.client, by_tokens)
         if isinstance(ctx, TrainContext):
             train(ctx)
         else:

@@ -34,14 +34,14 @@ def start_small_policy() -> Iterator[tuple[Settings, Parallel]]:
     assert libc.mallopt(M_TRIM_THRESHOLD, GIVEN_BACK)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, single_rank_environment():
-        settings = _settings(Path(folder))
+        settings = settings_of(Path(folder))
         make_tiny(Path(folder), "qwen3", make_tokenizer([]), **SHAPE)
         parallel = start_parallel(settings.layout, 0, 60.0)
         yield settings, parallel
         stop_parallel()
 
 
-def _settings(folder: Path) -> Settings:
+def settings_of(folder: Path) -> Settings:
     rollout = {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 512, "max_response_tokens": 512}
     tree = {
         "run": {"folder": str(folder), "steps": 1},

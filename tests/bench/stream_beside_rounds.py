@@ -70,7 +70,8 @@ class ExactLengths(EngineClient):
         for length, output in zip(lengths, outputs, strict=True):
             self.generated += len(output.tokens)
             if output.aborted:
-                self._left[*prompt, *output.tokens].append(length - len(output.tokens))
+                kept = output.without_last_step(1).tokens  # as the worker goes on with it
+                self._left[*prompt, *kept].append(length - len(kept))
         return outputs
 
 
@@ -135,7 +136,8 @@ def compare(clients: list[ExactLengths], steps: int, needed: int, slots: int, st
     group: Any = SimpleNamespace(group=dist.group.WORLD)
     rule = {"zero_std": "refill"}
     sizes: dict[str, Any] = {"prompts_per_step": needed, "group_size": GROUP, "max_response_tokens": LONGEST}
-    stub = collector(group, engines, slots, rule, steps=steps, max_staleness=staleness, **sizes)
+    folder = Path(tempfile.mkdtemp(prefix="stream_beside_rounds_"))  # groups are recorded, as in a run
+    stub = collector(group, engines, slots, rule, steps=steps, folder=folder, max_staleness=staleness, **sizes)
     stream: RolloutCollector = replace(stub, prompts=prompts, group_filter=filter_half)
     rollout: Any = stream.rollout
     rounds, state = Rounds(rollout, prompts, needed), TrainState()

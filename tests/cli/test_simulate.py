@@ -34,8 +34,8 @@ def test_the_settings_own_division(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--staleness", "1,many"), "'1,many' is no list of numbers"),
-        (("--staleness", "-1"), "0 or more"),
+        (("--staleness", "1,many"), "expected a whole number from 0 to 1,000, got many"),
+        (("--staleness", "-1"), "from 0 to 1,000"),
         (("--gpus", "8,0"), "expected a positive integer, got 0"),
         (("--gpus", "7"), "no schedule is possible"),
         (("--schedule", "sometimes"), "invalid choice"),

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from grpo_mp.config import Settings, dump_settings, load_settings
-from grpo_mp.config.sections import DataConfig
+from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import Cursor, mix_sets, take
 from grpo_mp.data.prompt_queue import PromptQueue
 from grpo_mp.data.prompts import PromptSet, load_train_prompts
@@ -106,6 +106,20 @@ def test_sets_have_their_own_columns_and_system_prompts(tmp_path: Path) -> None:
     assert prompts.epoch_size == 2  # 1 of each: the second set is a whole, 3 of 1 are a third
 
 
+def test_an_unreadable_row_of_one_set_is_named(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", [{"question": "How", "answer": "1"}])
+    second = write(tmp_path / "b.jsonl", [{"question": "many", "answer": "2"}])
+    (tmp_path / "b.jsonl").write_bytes((tmp_path / "b.jsonl").read_bytes() + b'{"question": "\xff", "answ\n')
+    with pytest.raises(UserError, match=r"b\.jsonl, line 2: "):
+        load({"plain": first, "broken": second})
+
+
+def test_a_single_set_with_terms_of_its_own_is_named(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [{"question": "How", "answer": "1"}])
+    assert load({"only": {"path": source, "reward": {"boxed": 1}}})[0].columns["data_set"] == "only"
+    assert "data_set" not in load({"only": {"path": source}})[0].columns
+
+
 def test_prompts_outside_of_the_pass_rates_are_left_out(tmp_path: Path) -> None:
     """By samples as `grpo-mp evaluate` writes them, or by rates; what was not measured stays."""
     source = write(tmp_path / "a.jsonl", [{"question": text, "answer": "1"} for text in ("How", "many", "apples", "3")])
@@ -149,6 +163,23 @@ def test_settings_of_one_set_are_written_as_they_were_given(tmp_path: Path) -> N
         settings = read(tmp_path, {"train": sets})
         (tmp_path / "written.yaml").write_text(dump_settings(settings))
         assert load_settings(tmp_path / "written.yaml") == settings
+
+
+def test_rewards_of_sets_name_terms_of_the_reward(tmp_path: Path) -> None:
+    def weights(reward: dict[str, float], *overrides: str) -> dict[str, dict[str, float]]:
+        sets = {"x": "a.jsonl", "y": {"path": "b.jsonl", "reward": reward}}
+        return read(tmp_path, {"train": sets}, "reward.functions={'mine.py:brevity': 0}", *overrides).set_weights
+
+    assert weights({"boxed": 2, "brevity": 1}) == {"y": {"boxed": 2.0, "brevity": 1.0}}
+    assert weights({"code": 1}, "reward.code={weight: 0}") == {"y": {"code": 1.0}}
+    for reward, override, message in (
+        ({"bosed": 1}, "run.seed=1", r"data\.train\.y\.reward: no term .* named 'bosed' \(did you mean boxed\?\)"),
+        ({"code": 1}, "run.seed=1", r"data\.train\.y\.reward: no term of the reward is named 'code'"),
+        ({"boxed": 0}, "run.seed=1", r"data\.train\.y\.reward: no term has a weight"),
+        ({"boxed": 1}, "algorithm.advantage.combine=normalize", r"combine=normalize weighs terms alike in all sets"),
+    ):
+        with pytest.raises(UserError, match=message):
+            weights(reward, override)
 
 
 def test_overrides_reach_into_sets(tmp_path: Path) -> None:

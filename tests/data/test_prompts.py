@@ -1,4 +1,8 @@
+import gc
+import inspect
 import json
+import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,8 @@ from pyarrow import parquet
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from grpo_mp.config.sections import DataConfig
+from grpo_mp.config.data_sections import DataConfig
+from grpo_mp.data import prompts as prompts_module
 from grpo_mp.data.prompts import PromptSet, final_answer, load_prompts
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tokenizer
@@ -97,6 +102,67 @@ def test_long_prompts_are_counted_and_left_out_never_cut(tmp_path: Path) -> None
 def test_count_keeps_the_first_that_fit(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", ROWS)
     assert len(load_prompts(source, DataConfig(train=source), TOKENIZER, 100, count=2)) == 2
+
+
+def test_a_row_that_changes_after_the_start_is_named(tmp_path: Path) -> None:
+    prompts = load(write(tmp_path / "a.jsonl", ROWS))
+    (tmp_path / "a.jsonl").write_text(
+        (tmp_path / "a.jsonl").read_text().replace('{"question": "Earn"', "{'question': 'Earn'")
+    )
+    assert prompts[2].text == "Where?"
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: not valid JSON"):
+        prompts[1]
+    with pytest.raises(IndexError):
+        prompts[3]
+
+
+class Source(Sequence[dict[str, Any]]):
+    """Rows that are made when they are asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: Any) -> Any:
+        if number >= self.count:
+            raise IndexError(number)
+        return {"question": f"{number:05d} " + "How many apples? " * 60, "answer": "1"}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "own"])
+def test_memory_does_not_grow_with_the_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted are the bytes of Python, numpy and Arrow that each of 400 more rows of 1 KB takes, and their peak."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(prompts_module, "ROWS_AT_ONCE", 32)
+
+    def held(count: int) -> tuple[PromptSet, int, int]:
+        source, reader = str(tmp_path / f"{count}.{kind}"), kind
+        if kind == "jsonl":
+            write(Path(source), [*Source(count)])
+        elif kind == "parquet":
+            parquet.write_table(pyarrow.Table.from_pylist([*Source(count)]), source, row_group_size=50)
+        else:
+            header = "from collections.abc import Sequence\nfrom typing import Any\n"
+            rows = f"{inspect.getsource(Source)}\ndef rows(count): return Source(int(count))"
+            (tmp_path / "mine.py").write_text(header + rows)
+            source, reader = str(count), f"{tmp_path / 'mine.py'}:rows"
+        gc.collect()
+        tracemalloc.start()
+        before = pyarrow.total_allocated_bytes()
+        prompts = load_prompts(source, DataConfig(train=source, source=reader), TOKENIZER, 10_000)
+        gc.collect()
+        traced, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return prompts, traced + pyarrow.total_allocated_bytes() - before, peak
+
+    held(50)  # imports, and what a first call keeps
+    (_, few, few_peak), (prompts, many, many_peak) = held(50), held(450)
+    assert len(prompts) == 450
+    assert many - few < 400 * 64
+    assert many_peak - few_peak < 400 * 300
+    assert [prompts[index].text[:5] for index in (449, 3, 212)] == ["00449", "00003", "00212"]
 
 
 GOOD = {"question": "a", "answer": "1"}

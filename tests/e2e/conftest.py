@@ -39,6 +39,7 @@ class FinishedRun:
     first: Outcome
     second: Outcome
     stopped_after: int
+    listening: list[str]  # addresses of the first job's sockets in TRAIN
 
 
 @pytest.fixture(scope="session")
@@ -64,10 +65,11 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
     settings = finished_settings(folder)
     job = start_job(*settings, f"run.steps={LAST_STEP - 1}")
     job.wait_until(lambda: spans(run, 1, "TRAIN") == 2)
+    listening = job.listening()
     job.signal(signal.SIGUSR1, rank=1)
     first = outcome(job)
     stopped_after = len(read_jsonl(run / "metrics.jsonl")) - 1  # besides the line of step 0
-    return FinishedRun(folder, first, outcome(start_job(*settings, f"run.steps={LAST_STEP}")), stopped_after)
+    return FinishedRun(folder, first, outcome(start_job(*settings, f"run.steps={LAST_STEP}")), stopped_after, listening)
 
 
 def finished_settings(folder: Path) -> tuple[str, ...]:
@@ -88,4 +90,5 @@ def finished_settings(folder: Path) -> tuple[str, ...]:
 def outcome(job: Job) -> Outcome:
     """Wait for the job's end, and a little for what dies of it."""
     status = job.wait()
+    assert "terminate called" not in job.err  # C++ of a rank, where no exception is caught
     return Outcome(status, job.out, job.err, job.left())

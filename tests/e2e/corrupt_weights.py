@@ -1,17 +1,21 @@
 """The trainer, with one expert's weights corrupted on their first way into the engines. Run under torchrun."""
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
 from grpo_mp.rollout.packed_tensors import NamedTensors
 from grpo_mp.train import main
 from grpo_mp.weight_sync.plan import RankRound
 from grpo_mp.weight_sync.reshard import Resharder
 
 CORRUPT = "model.layers.1.mlp.experts.3.down_proj.weight"
-stage = Resharder.stage
+join = Resharder.join
 seen: list[str] = []
 
 
-def stage_corrupt(resharder: Resharder, round_: RankRound) -> NamedTensors:
-    staged = stage(resharder, round_)
+def join_corrupt(resharder: Resharder, round_: RankRound, arrived: Mapping[int, Tensor]) -> NamedTensors:
+    staged = join(resharder, round_, arrived)
     for index, (name, tensor) in enumerate(staged):
         if name == CORRUPT and not seen:
             seen.append(name)
@@ -20,5 +24,5 @@ def stage_corrupt(resharder: Resharder, round_: RankRound) -> NamedTensors:
 
 
 if __name__ == "__main__":
-    Resharder.stage = stage_corrupt  # type: ignore[method-assign]
+    Resharder.join = join_corrupt  # type: ignore[method-assign]
     main()

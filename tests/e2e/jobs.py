@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from socket import SOCK_DGRAM
 
 import psutil
 
@@ -40,16 +41,31 @@ class Job:
     def err(self) -> str:
         return self._err.read_text()
 
+    @property
+    def pid(self) -> int:
+        """The launcher's."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit status, None while it runs."""
+        return self._process.poll()
+
     def wait(self, limit_s: float = LIMIT_S) -> int:
         """The exit status."""
-        return self._process.wait(limit_s)
+        try:
+            return self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self.end()  # it would slow all that follows
+            raise
 
     def wait_until(self, what: Callable[[], object]) -> None:
         """Return when `what` is true; fails when the job ends first."""
         deadline = time.monotonic() + LIMIT_S
         while not what():
             assert self._process.poll() is None, f"the job ended with {self._process.poll()}:\n{self.err}"
-            assert time.monotonic() < deadline, f"waited too long:\n{self.err}"
+            if time.monotonic() > deadline:
+                self.end()
+                raise AssertionError(f"waited too long:\n{self.err}")
             time.sleep(0.02)
 
     def signal(self, number: signal.Signals, rank: int | None = None) -> None:
@@ -60,10 +76,15 @@ class Job:
             self._rank(rank).send_signal(number)
 
     def kill_engine(self, index: int) -> None:
-        """Kill the processes of an engine; those that watch it end by themselves."""
-        for process in self.alive():
-            if f"engine-{index}-" in (_variable(process, "GRPO_MP_ENGINE_ARGUMENTS") or ""):
-                process.kill()
+        """Kill the processes of an engine as soon as there are some; those that watch it end by themselves."""
+
+        def processes() -> list[psutil.Process]:
+            mark = f"engine-{index}-"
+            return [one for one in self.alive() if mark in (_variable(one, "GRPO_MP_ENGINE_ARGUMENTS") or "")]
+
+        self.wait_until(processes)
+        for process in processes():
+            process.kill()
 
     def left(self) -> list[str]:
         """What still runs when the watchers of engines have had time to end them."""
@@ -75,6 +96,11 @@ class Job:
     def alive(self) -> list[psutil.Process]:
         """Every process of this job: launcher, ranks, engines and their children."""
         return processes_of(self._mark)
+
+    def listening(self) -> list[str]:
+        """The address of every socket that takes connections or datagrams."""
+        sockets = [socket for process in self.alive() for socket in process.net_connections("inet")]
+        return [one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN or one.type == SOCK_DGRAM]
 
     def end(self) -> None:
         for process in self.alive():

@@ -14,6 +14,20 @@ from tests.e2e.test_schedules import THREE_RANKS
 
 pytestmark = pytest.mark.slow
 STEPS = 5
+# It waits where the rank of an engine has a file hold_RANK, and lists the ranks of the groups that it has scored.
+HELD_REWARD = """
+import os, time
+from pathlib import Path
+
+def letters(completions, **_):
+    rank, folder = os.environ["RANK"], Path(__file__).parent
+    while (folder / f"hold_{rank}").exists():
+        (folder / f"held_{rank}").touch()
+        time.sleep(0.02)
+    with (folder / "scored").open("a") as file:
+        file.write(rank)
+    return [sum(map(str.isalpha, text)) / 10 for text in completions]
+"""
 
 
 @pytest.fixture
@@ -40,7 +54,33 @@ def check_steps(run: Path) -> None:
         assert step["train/samples_seen"] == 16 * step["step"]
 
 
-@pytest.mark.parametrize("phase", ["GENERATE", "SYNC", "EVAL"])
+def test_an_engine_killed_in_generate_takes_groups_before_the_phase_ends(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """The other one, held up by one group, could not launch the rest of the step; it pauses for the weights."""
+    (tmp_path / "reward.py").write_text(HELD_REWARD)
+    settings = ("engine.concurrent_groups=1", "rollout.prompts_per_step=8", "run.eval_every=0", "run.steps=2")
+    job, run = start(*settings, "algorithm.filter.zero_std=keep"), tmp_path / "run"
+    holds = [tmp_path / f"hold_{rank}" for rank in range(2)]
+    job.wait_until(lambda: spans(run, 0, "TRAIN"))
+    for hold in holds:
+        hold.touch()
+    job.wait_until(lambda: all((tmp_path / f"held_{rank}").exists() for rank in range(2)))
+    before = len((tmp_path / "scored").read_text())
+    job.kill_engine(1)
+    holds[1].unlink()  # its rank asks for the next group
+    job.wait_until(lambda: "an engine has started again: the others pause" in job.err)
+    assert (tmp_path / "scored").read_text()[before:] == "1"  # by the engine that was killed
+    holds[0].unlink()
+    assert outcome(job) == Outcome(0, job.out, job.err, [])
+    ranks = (tmp_path / "scored").read_text()[before : before + 8]
+    assert ranks.count("1") >= 2, ranks  # one by the engine that was killed, the others by the one started again
+    steps = read_jsonl(run / "metrics.jsonl")
+    assert [(step["rollout/groups"], step["train/samples_seen"]) for step in steps[1:]] == [(8, 32), (8, 64)]
+    assert all(step["sync/check/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
+
+
+@pytest.mark.parametrize("phase", ["SYNC", "EVAL"])
 def test_a_killed_engine_comes_back(start: Callable[..., Job], tmp_path: Path, phase: str) -> None:
     """It is killed at a random moment of the phase, or a little after; the other one takes its groups."""
     job, run = start(), tmp_path / "run"
@@ -72,7 +112,7 @@ def test_engines_leave_and_join_while_others_generate(start: Callable[..., Job],
     job.wait_until(lambda: spans(run, 0, "TRAIN") >= 2)
     job.kill_engine(1)
     job.wait_until(lambda: "it is started again" in job.err)
-    job.wait_until((run / "logs" / "engine_1.log").exists)  # the new one's
+    job.wait_until((run / "logs" / "engine_1_lost_1.log").exists)
     job.kill_engine(1)
     job.wait_until(lambda: "the job goes on without it" in job.err)
     job.wait_until(lambda: "engine 1 joins again" in job.err and working()[-1] == 2)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TinyRun
-from tests.e2e.conftest import Outcome, StartJob, outcome
-from tests.e2e.jobs import ALONE, TORCHRUN, spans
+from tests.e2e.conftest import REWARD, Outcome, StartJob, outcome
+from tests.e2e.jobs import ALONE, TORCHRUN, read_jsonl, spans
 
 PEER_LOST = "another rank failed; see its error"
 CORRUPT = (*TORCHRUN[:-1], "tests.e2e.corrupt_weights")
@@ -63,6 +63,26 @@ def test_an_engine_with_one_wrong_tensor_stops_the_run_and_is_named(start_job: S
     assert "a second sync changed model.layers.1.mlp.experts.w2_weight: the first sync was incomplete" in sentence
     assert not (run / "checkpoints").exists()
     assert result.left == []
+
+
+@pytest.mark.slow
+def test_updates_skipped_in_a_row_stop_the_run_and_their_samples_replay_it(start_job: StartJob, tmp_path: Path) -> None:
+    """The replay, without engines, meets the same gradients to the last digit that is said."""
+    run, replayed = tmp_path / "run", tmp_path / "replayed"
+    (tmp_path / "reward.py").write_text(REWARD)  # samples differ in it: no gradient is 0
+    reward = (f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}", "training.updates_per_step=1")
+    limits = (NO_EVAL, *reward, "run.steps=2", "optimizer.skip_grad_norm=1e-9", "optimizer.max_skipped_updates=2")
+    result = outcome(start_job(f"run.folder={run}", ONE_ENGINE, *limits))
+    assert (result.status, result.left) == (2, [])
+    (sentence,) = sentences(result)
+    dump = run / "rollouts_dump"
+    assert sentence.startswith("error: step 2: update skipped, 2 in a row: gradient norm ")
+    assert f"its samples are in {dump / 'step_000002'}; the run stops after optimizer.max_skipped_updates=2" in sentence
+    assert re.search(rf"step 1: update skipped, 1 in a row: .* its samples are in {dump / 'step_000001'}", result.out)
+    first, *rest = read_jsonl(run / "metrics.jsonl")[1:]
+    assert (first["train/skipped_updates"], first["train/tokens"], rest) == (1, 0, [])
+    again = outcome(start_job(f"run.folder={replayed}", *limits, "--replay", str(dump)))
+    assert (again.status, sentences(again)) == (2, [sentence])
 
 
 @pytest.mark.slow

@@ -1,39 +1,162 @@
 """The loop in layouts that the other runs of this folder do not have."""
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from pyarrow import parquet
+from transformers import AutoModelForCausalLM
 
 from grpo_mp.checkpoint.convert import to_megatron
+from tests.bench.routing_ties import margin, smallest
 from tests.conftest import TinyRun
 from tests.e2e.conftest import REWARD, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
+from tests.http_server import JsonServer, Reply
+from tests.reward_models import expected_scores, make_reward_model
 
 pytestmark = pytest.mark.slow
+TIE = 1e-6
+SOURCE = """
+def rows(name):
+    return [{"question": f"{name} {number}?", "answer": str(number)} for number in range(20)]
+"""
+
+
+class Opponent(JsonServer):
+    """Beside the job, it is told to load exports; keeps what it is told, and what is there by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[tuple[str, list[str]]] = []
+
+    def answer(self, path: str, body: Any, headers: Mapping[str, str]) -> Reply:
+        self.loaded.append((path, sorted(file.name for file in Path(body["model_path"]).glob("*.json"))))
+        return 200, ""
+
+
+@pytest.fixture
+def opponent() -> Iterator[Opponent]:
+    with Opponent().serving() as server:
+        yield server
+
+
+def mixture(folder: Path, train: Path, served: bool) -> str:
+    """Three of four prompts are of a file, the others of an own source, each with terms of their own."""
+    (folder / "source.py").write_text(SOURCE)
+    model = ", model: 0.5" * served
+    sums = f"sums: {{path: {train}, weight: 3, reward: {{letters: 1.0, answer: 2.0{model}}}}}"
+    source = f"source: '{folder / 'source.py'}:rows'"
+    return f"data.train={{{sums}, others: {{path: How many, {source}, reward: {{letters: -1.0, length: 0.1}}}}}}"
+
+
+def check_mixture(run: Path, train: Path, served: float) -> None:
+    questions = {row["question"] for row in read_jsonl(train)}
+    for file in sorted(run.glob("samples/step_*.jsonl")):
+        rows = read_jsonl(file)
+        assert len({row["prompt"] for row in rows if row["prompt"] in questions}) == 3
+        for row in rows:
+            terms = row["terms"]
+            score = terms.pop("model", 0.0)
+            if row["prompt"] in questions:
+                assert terms.keys() == {"letters", "answer"}
+                assert row["reward"] == pytest.approx(terms["letters"] + 2 * terms["answer"] + served * score)
+            else:
+                assert row["prompt"].startswith("How many ")
+                assert terms.keys() == {"letters", "length"}
+                assert row["reward"] == pytest.approx(0.1 * terms["length"] - terms["letters"])
+
+
+def check_served_scores(run: Path, model: Path) -> None:
+    """Both servers score the groups of the one engine, in SCORE, as transformers does."""
+    files = [parquet.read_table(file) for file in sorted(run.glob("rollouts_dump/step_*/rank_*.parquet"))]
+    rows = [row for table in files for row in table.to_pylist()]
+    assert len(rows) == 2 * 4 * 4
+    rows = [row for row in rows if "model" in dict(row["reward_terms"])]  # of the set whose reward names it
+    scores = [dict(row["reward_terms"])["model"] for row in rows]
+    assert len(rows) == 2 * 3 * 4
+    assert scores == pytest.approx(
+        expected_scores(model, [[*row["prompt_tokens"], *row["tokens"]] for row in rows]), abs=1e-4
+    )
+    assert len(set(scores)) > len(scores) / 2
+    logs = [run / "logs" / f"reward_model_{index}.log" for index in (0, 1)]
+    assert all("Prefill batch" in log.read_text() for log in logs)
+
+
+@torch.no_grad()
+def wrong_logprobs(run: Path, model: Path) -> list[str]:
+    """The tokens whose logprobs by the engine are not those of transformers with the weights that drew them.
+
+    Not looked at is what comes after a tie of experts or of their groups, which either side may break as it likes.
+    """
+    found, compared, count = [], 0, 0
+    for step, folder in ((1, model), (2, run / "exports" / "step_000001")):
+        reference, margins = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
+        for module in reference.modules():
+            if type(module).__name__ == "DeepseekV3TopkRouter":
+                module.register_forward_hook(
+                    lambda router, given, _, seen=margins: seen.append(margin(router, given[0]))
+                )
+        for row in parquet.read_table(run / "rollouts_dump" / f"step_{step:06d}" / "rank_0.parquet").to_pylist():
+            margins.clear()
+            tokens, first = torch.tensor([[*row["prompt_tokens"], *row["tokens"]]]), len(row["prompt_tokens"]) - 1
+            table = reference(tokens).logits[0].log_softmax(-1)[first:-1]
+            expected = table.gather(1, torch.tensor(row["tokens"])[:, None])[:, 0]
+            no_tie = (smallest(margins).cummin(0).values > TIE)[first:-1]
+            wrong = ((torch.tensor(row["rollout_logprobs"]) - expected).abs() > 1e-3) & no_tie
+            found += [
+                f"step {step}, group {row['group_id']}: token {place}" for place in wrong.nonzero()[:, 0].tolist()
+            ]
+            compared, count = compared + int(no_tie.sum()), count + len(row["tokens"])
+    assert compared > 0.9 * count
+    return found
 
 
 @pytest.mark.parametrize(
     ("parallel", "engine"), [("tensor", ()), ("expert", ("engine.args.ep_size=2",))], ids=["tensor", "expert"]
 )
 def test_both_ranks_are_one_policy_and_one_engine(
-    parallel: str, engine: tuple[str, ...], start_job: StartJob, tiny_run: TinyRun, tmp_path: Path
+    parallel: str, engine: tuple[str, ...], start_job: StartJob, tiny_run: TinyRun, tmp_path: Path, opponent: Opponent
 ) -> None:
-    """Both start from a converted folder, which has no weights that an engine could read; prompts are shared."""
+    """They start from a converted folder, which has no weights for an engine; prompts are shared and of two sets."""
     to_megatron(tiny_run.model, tmp_path / "megatron", lambda done, total: None)
     (tmp_path / "reward.py").write_text(REWARD)
-    run = tmp_path / "run"
-    layout = (f"layout={{{parallel}: 2}}", "engine.gpus_per_engine=2", *engine, "training.share_prompts=true")
-    brief = ("data.eval={}", "run.steps=2", "run.export=false")
-    model = f"model.path={tmp_path / 'megatron'}"
+    run, served = tmp_path / "run", ()
+    if parallel == "tensor":
+        make_reward_model(tmp_path / "reward_model", tiny_run.model)
+        served = (
+            f"reward.model={{folder: {tmp_path / 'reward_model'}, weight: 0.5}}",
+            f"run.export_servers={{urls: [{opponent.url}]}}",
+        )
+    layout = (f"layout={{{parallel}: 2}}", "engine.gpus_per_engine=2", *engine)
+    training = ("training.share_prompts=true", "training.router_replay=R3")  # ties are broken as the engine did
+    brief = ("data.eval={}", "run.steps=2", "run.export=false", "run.export_every=1", "rollout.dump=true")
+    model = (f"model.path={tmp_path / 'megatron'}", mixture(tmp_path, tiny_run.train, bool(served)))
     result = outcome(
         start_job(
-            f"run.folder={run}", f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}", model, *layout, *brief
+            f"run.folder={run}",
+            f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}",
+            *model,
+            *layout,
+            *training,
+            *brief,
+            *served,
         )
     )
     assert (result.status, result.err, result.left) == (0, "", [])
     steps = read_jsonl(run / "metrics.jsonl")
     assert all(step["train/grad_norm"] > 0 for step in steps[1:])
     assert all(step["sync/check/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
-    assert all(step["mismatch/logprob_abs_diff/mean"] <= 1e-4 for step in steps[1:])
+    assert wrong_logprobs(run, tiny_run.model) == []
+    mismatches = [step["mismatch/logprob_abs_diff/mean"] for step in steps[1:]]
+    assert max(mismatches) <= 1e-4, mismatches
+    check_mixture(run, tiny_run.train, 0.5 * bool(served))
+    if served:
+        check_served_scores(run, tmp_path / "reward_model")
+        _, (path, files) = opponent.loaded
+        assert path == "/update_weights_from_disk"
+        assert "config.json" in files
     if parallel == "expert":  # every shard is where the engine needs it
         assert all(step["sync/bytes_sent"] == 0 for step in steps)

@@ -65,6 +65,11 @@ def test_events_hold_the_metrics_under_documented_names(run: Path, metrics: list
     assert "reward/values" in tags["histograms"]
 
 
+def test_nothing_of_a_job_on_one_machine_listens_on_a_network(finished_run: FinishedRun) -> None:
+    assert set(finished_run.listening) == {"127.0.0.1"}
+    assert len(finished_run.listening) > 4  # the launcher's store, engines, and gloo's of both ranks
+
+
 def test_every_step_learns(metrics: list[dict]) -> None:
     assert all(line["train/grad_norm"] > 0 and line["reward/std"] > 0 for line in metrics[1:])
     assert metrics[1]["reward/term/letters"] > 0

@@ -1,5 +1,6 @@
 """The steps of a run's second job, trained once more from what it dumped: no engine, the same weights bit for bit."""
 
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import LAST_STEP, FinishedRun, StartJob, finished_settings, outcome
+from tests.e2e.conftest import LAST_STEP, FinishedRun, Outcome, StartJob, finished_settings, outcome
 from tests.e2e.jobs import ALONE, LAUNCH, read_jsonl, spans
 
 pytestmark = pytest.mark.slow
@@ -16,18 +17,22 @@ OF_ROLLOUTS = ("train/", "reward/", "rollout/", "mismatch/")
 
 
 def replay(run: FinishedRun, start_job: StartJob, folder: Path, *overrides: str, ranks: int = 2) -> Path:
-    """Go on from the checkpoint that the first job left."""
+    """Go on to the end from the checkpoint that the first job left."""
+    result = replayed(run, start_job, folder, *overrides, ranks=ranks)
+    assert (result.status, result.err, result.left) == (0, "", [])
+    assert not list(folder.glob("logs/engine_*"))
+    assert not any(spans(folder, 0, name) for name in ("GENERATE", "SYNC", "CHECK", "EVAL"))
+    return folder
+
+
+def replayed(run: FinishedRun, start_job: StartJob, folder: Path, *overrides: str, ranks: int = 2) -> Outcome:
     first, checkpoint = run.folder / "run", f"checkpoints/step_{run.stopped_after:06d}"
     shutil.copytree(first / checkpoint, folder / checkpoint)
     written = (first / "settings.yaml").read_text()
     (folder / "settings.yaml").write_text(written.replace(f"folder: {first}\n", f"folder: {folder}\n"))
     settings = (*finished_settings(run.folder), f"run.steps={LAST_STEP}", f"run.folder={folder}", *overrides)
     arguments = (*settings, "--replay", str(first / "rollouts_dump"))
-    result = outcome(start_job(*arguments, command=LAUNCH if ranks == 2 else ALONE))
-    assert (result.status, result.err, result.left) == (0, "", [])
-    assert not list(folder.glob("logs/engine_*"))
-    assert not any(spans(folder, 0, name) for name in ("GENERATE", "SYNC", "CHECK", "EVAL"))
-    return folder
+    return outcome(start_job(*arguments, command=LAUNCH if ranks == 2 else ALONE))
 
 
 def values(folder: Path, after: int) -> list[Mapping[str, float]]:
@@ -43,19 +48,32 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_replay_makes_the_same_updates(finished_run: FinishedRun, start_job: StartJob, tmp_path: Path) -> None:
     """Among them routed experts, adaptive KL, and the step that the stopped job had begun."""
-    replayed = replay(finished_run, start_job, tmp_path / "replayed")
+    folder = replay(finished_run, start_job, tmp_path / "replayed")
     run, stopped = finished_run.folder / "run", finished_run.stopped_after
-    assert values(replayed, stopped) == values(run, stopped)
-    before, after = weights(run), weights(replayed)
+    assert values(folder, stopped) == values(run, stopped)
+    before, after = weights(run), weights(folder)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_another_layout_makes_them_to_rounding(finished_run: FinishedRun, start_job: StartJob, tmp_path: Path) -> None:
     """One rank reads the files of two."""
-    replayed = replay(finished_run, start_job, tmp_path / "alone", "layout.expert=1", ranks=1)
+    folder = replay(finished_run, start_job, tmp_path / "alone", "layout.expert=1", ranks=1)
     run, stopped = finished_run.folder / "run", finished_run.stopped_after
-    for again, first in zip(values(replayed, stopped), values(run, stopped), strict=True):
+    for again, first in zip(values(folder, stopped), values(run, stopped), strict=True):
         for name in ("train/loss", "train/grad_norm", "reward/mean"):
             assert again[name] == pytest.approx(first[name], rel=1e-3, abs=1e-6), name
-    assert all(torch.allclose(tensor, weights(run)[name], atol=1e-4) for name, tensor in weights(replayed).items())
+    assert all(torch.allclose(tensor, weights(run)[name], atol=1e-4) for name, tensor in weights(folder).items())
+
+
+def test_a_guard_ends_the_run_before_its_step_is_saved(
+    finished_run: FinishedRun, start_job: StartJob, tmp_path: Path
+) -> None:
+    """On all ranks; the step's metrics are written."""
+    guard = "monitor.guards={train/entropy: {min: 1.0e+9}}"
+    result = replayed(finished_run, start_job, tmp_path, guard, "run.save_every=1")
+    step = finished_run.stopped_after + 1
+    assert (result.status, result.left) == (2, [])
+    assert re.match(rf"error: step {step}: train/entropy was below 1e\+09 .*the run stops", result.err), result.err
+    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")][-1] == step
+    assert [folder.name for folder in tmp_path.glob("checkpoints/*")] == [f"step_{step - 1:06d}"]

@@ -1,7 +1,7 @@
 """Prompts of later turns, over the chat templates of the supported families: sampled ids stay.
 
-The templates are the published ones as TRL keeps them, and two that it lacks. The rest is as transformers renders it in
-the full conversation.
+The templates are the published ones as TRL keeps them, and three that it lacks. The rest is as transformers renders it
+in the full conversation.
 """
 
 import importlib.util
@@ -36,17 +36,24 @@ MIXTRAL = (
     "{{ ' [INST] ' + message.content + ' [/INST]' }}{% else %}{{ ' ' + message.content + eos_token }}{% endif %}"
     "{% endfor %}"
 )
+DEEPSEEK_V2 = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{{ 'Assistant: ' + message.content + eos_token }}{% else %}"
+    "{{ ('User: ' if message.role == 'user' else '') + message.content + '\\n\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
 DEEPSEEK = "<｜end▁of▁sentence｜>"
 ENDS = {  # the stop token of an answer, and of a call: what the model samples last
     "qwen2_5": ("<|im_end|>", "<|im_end|>"),
     "qwen3": ("<|im_end|>", "<|im_end|>"),
     "qwen3_instruct_2507": ("<|im_end|>", "<|im_end|>"),
+    "deepseek_v2": (DEEPSEEK, None),
     "deepseekv3": (DEEPSEEK, DEEPSEEK),
     "deepseek_r1_distill": (DEEPSEEK, None),  # the template leaves the end of a single call out
     "glm4moe": ("<|user|>", "<|observation|>"),
     "llama3": ("<|eot_id|>", None),
     "llama3_1": ("<|eot_id|>", "<|eot_id|>"),
-    "kimi_k2": ("<|im_end|>", "<|im_end|>"),
+    "kimi_k2": ("<|im_end|>", "<|im_end|>"),  # and Moonlight, which has no tools
     "mixtral": ("</s>", None),
 }
 CALLING = [name for name, (_, end) in ENDS.items() if end]
@@ -77,7 +84,9 @@ def make_renderer(name: str, tools: bool) -> ChatRenderer:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token=eos, additional_special_tokens=sorted(special - {eos})
     )
-    fast.chat_template = {"kimi_k2": KIMI_K2, "mixtral": MIXTRAL}.get(name) or published(name)
+    fast.chat_template = {"kimi_k2": KIMI_K2, "mixtral": MIXTRAL, "deepseek_v2": DEEPSEEK_V2}.get(name) or published(
+        name
+    )
     return ChatRenderer(fast, (TOOL,) if tools else ())
 
 

@@ -1,6 +1,9 @@
 """Python with state over the turns of an episode, in the real sandbox."""
 
 import asyncio
+import os
+import socket
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +31,7 @@ def run(tools: EpisodeTools, code: str) -> ToolResult:
 
 def test_names_live_through_an_episode_and_no_longer() -> None:
     kit = load_tools([PATH])
-    first, second = kit.open(20.0, 1000), kit.open(20.0, 1000)
+    first, second = (asyncio.run(kit.open(20.0, 1000)) for _ in range(2))
     assert run(first, "import math\nx = 3\nprint('three')") == ToolResult("three")
     assert run(first, "x = x * 2\nmath.gcd(x, 9)") == ToolResult("3")
     assert run(first, "y = x / 0") == ToolResult("ZeroDivisionError: division by zero")
@@ -38,11 +41,39 @@ def test_names_live_through_an_episode_and_no_longer() -> None:
 
 def test_what_ends_a_program_is_told_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_mp.episodes.python_tool.sandbox_settings", lambda: CodeConfig(timeout_s=2.0))
-    tools = load_tools([PATH]).open(30.0, 1000)
+    tools = asyncio.run(load_tools([PATH]).open(30.0, 1000))
     assert run(tools, "x = 1") == ToolResult("")
     assert "the code was ended" in run(tools, "while True: pass").text
     assert "the code was ended" in run(tools, "import os; os._exit(1)").text
     assert run(tools, "x") == ToolResult("1")
+
+
+SEARCH = """
+import os, socket
+found = [variable for variable, value in os.environ.items() if "hunter2" in value]
+for place in {places!r}:
+    try:
+        found.append(open(place).read())
+    except OSError:
+        pass
+try:
+    socket.create_connection({address!r}, timeout=2)
+    found.append("network")
+except OSError:
+    pass
+print(found)
+"""
+
+
+def test_code_finds_neither_the_run_nor_secrets_nor_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    (tmp_path / "settings.yaml").write_text("run")
+    tmp_path.chmod(0o755)
+    places = [str(tmp_path / "settings.yaml"), "/proc/self/environ", f"/proc/{os.getpid()}/environ", "/etc/passwd"]
+    tools = asyncio.run(load_tools([PATH]).open(20.0, 1000))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = SEARCH.format(places=places, address=server.getsockname())
+        assert run(tools, code) == ToolResult("[]")
 
 
 def test_the_schema_is_of_the_method() -> None:

@@ -85,5 +85,7 @@ def test_the_tool_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (schema["function"]["name"], list(schema["function"]["parameters"]["properties"])) == (
         *("search", ["query", "count"]),
     )
-    result = asyncio.run(kit.open(5.0, 1000).call(ToolCall("search", {"query": "Where is the cathedral?"})))
+    result = asyncio.run(
+        asyncio.run(kit.open(5.0, 1000)).call(ToolCall("search", {"query": "Where is the cathedral?"}))
+    )
     assert (result.error, result.text.startswith("[1] Cologne")) == (None, True)

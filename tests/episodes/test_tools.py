@@ -37,6 +37,15 @@ async def slow_add(a: int) -> int:
     await asyncio.sleep(a)
     return a + 1
 
+async def ends_all(status: int) -> str:
+    """
+    End the process.
+
+    Args:
+        status: its status
+    """
+    raise SystemExit(status)
+
 def bad(how: str) -> str:
     """
     Do something bad.
@@ -98,7 +107,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def kit(file: str) -> ToolKit:
-    return load_tools([f"{file}:{name}" for name in ("add", "slow_add", "bad", "late", "Counter")])
+    return load_tools([f"{file}:{name}" for name in ("add", "slow_add", "ends_all", "bad", "late", "Counter")])
 
 
 def call(tools: EpisodeTools, name: str, **arguments: Any) -> ToolResult:
@@ -106,18 +115,19 @@ def call(tools: EpisodeTools, name: str, **arguments: Any) -> ToolResult:
 
 
 def test_schemas_and_results(kit: ToolKit) -> None:
-    assert [schema["function"]["name"] for schema in kit.schemas] == ["add", "slow_add", "bad", "late", "increase"]
+    names = [schema["function"]["name"] for schema in kit.schemas]
+    assert names == ["add", "slow_add", "ends_all", "bad", "late", "increase"]
     parameters = kit.schemas[0]["function"]["parameters"]
     assert parameters["properties"]["a"] == {"type": "integer", "description": "the first"}
     assert parameters["required"] == ["a"]
-    tools = kit.open(5.0, 100)
+    tools = asyncio.run(kit.open(5.0, 100))
     assert call(tools, "add", a=2) == ToolResult("3")
     assert call(tools, "slow_add", a=0) == ToolResult("1")
     assert call(tools, "bad", how="table") == ToolResult('{"é": [1, null]}')
 
 
 def test_each_episode_has_its_own_environment(kit: ToolKit) -> None:
-    first, second = kit.open(5.0, 100), kit.open(5.0, 100)
+    first, second = (asyncio.run(kit.open(5.0, 100)) for _ in range(2))
     assert asyncio.run(first.reset({"start": 3, "question": "?"})) == " It begins at 3."
     assert [call(first, "increase", by=2).text, call(first, "increase", by=2).text] == ["5", "7"]
     assert call(second, "increase", by=1).text == "1"
@@ -129,6 +139,12 @@ def test_each_episode_has_its_own_environment(kit: ToolKit) -> None:
         ("bad", {"how": "raise"}, "Error: ZeroDivisionError: division by zero", "raised"),
         ("bad", {"how": "exit"}, "Error: ExitCallError: it called os._exit(3): return, or raise an error", "raised"),
         ("bad", {"how": "system_exit"}, "Error: RuntimeError: it raised SystemExit(1)", "raised"),
+        (
+            "ends_all",
+            {"status": 1},
+            "Error: ExitCallError: it raised SystemExit(1): return, or raise an error",
+            "raised",
+        ),
         ("bad", {"how": "hang"}, "Error: bad took longer than 0.2 s", "timeout"),
         ("slow_add", {"a": 60}, "Error: slow_add took longer than 0.2 s", "timeout"),
         ("bad", {"how": "bytes"}, "a\ufffd\ufffdb", None),
@@ -141,7 +157,7 @@ def test_a_bad_call_is_a_result(
     kit: ToolKit, name: str, arguments: dict[str, Any], text: str, error: str | None
 ) -> None:
     began = time.monotonic()
-    assert call(kit.open(0.2, 100), name, **arguments) == ToolResult(text, error)
+    assert call(asyncio.run(kit.open(0.2, 100)), name, **arguments) == ToolResult(text, error)
     assert time.monotonic() - began < 5
 
 
@@ -149,7 +165,7 @@ def test_calls_that_hang_are_named_and_bounded(kit: ToolKit, caplog: pytest.LogC
     threads = threading.active_count()
 
     async def many() -> list[ToolResult]:
-        tools = replace(kit, threads=ToolThreads()).open(0.05, 100, lambda: "prompt 4, sample 0, turn 2")
+        tools = await replace(kit, threads=ToolThreads()).open(0.05, 100, lambda: "prompt 4, sample 0, turn 2")
         await tools.call(ToolCall("late", {"seconds": 0.3}))
         hanging = [await tools.call(ToolCall("bad", {"how": "hang"})) for _ in range(MOST_HANGING + 3)]
         await asyncio.sleep(0.3)
@@ -170,7 +186,7 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "notes.txt").write_text("a rose\na tree\nanother rose\n")
     monkeypatch.chdir(tmp_path)
     kit = load_tools(settings["rollout"]["tools"])
-    tools = kit.open(5.0, 100)
+    tools = asyncio.run(kit.open(5.0, 100))
     asyncio.run(tools.reset({"question": "?"}))
     assert call(tools, "search", query="rose") == ToolResult('["a rose\\n", "another rose\\n"]')
     assert [call(tools, "note", line="x").text for _ in range(2)] == ["1 lines", "2 lines"]

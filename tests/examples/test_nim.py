@@ -2,23 +2,25 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
-from grpo_mp.config.sections import DataConfig
 from grpo_mp.data.prompts import load_prompts
 from grpo_mp.episodes.protocol import Episode, Task, Turn
 from grpo_mp.episodes.tools import ToolKit
 from grpo_mp.errors import UserError
-from grpo_mp.examples.nim import Nim, Opponent, read_move
+from grpo_mp.examples.nim import Nim, read_move
 from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.types import Message, Prompt
 from tests.episode_page import PAGE, read_example
+from tests.http_server import JsonServer, Reply, chat_reply
 
 Choose = Callable[[int], int]
 
@@ -51,9 +53,9 @@ class Scripted:
         return self.others[-1]
 
 
-def play(stones: int, policy: Scripted, opponent: Opponent) -> Episode:
+def play(stones: int, policy: Scripted, opponent: str) -> Episode:
     prompt = Prompt(stones, "Nim", (1,), columns={"stones": stones})
-    task = Task(prompt, 0, 1, ToolKit().open(1.0, 1), ())
+    task = Task(prompt, 0, 1, asyncio.run(ToolKit().open(1.0, 1)), ())
     return asyncio.run(Nim(opponent)(task, policy))
 
 
@@ -78,6 +80,31 @@ def test_both_sides_of_self_play_move_in_turn() -> None:
     assert (episode.reward, episode.metrics) == (0.0, {"won": False, "moves": 4, "illegal": False})
 
 
+class Opponent(JsonServer):
+    """Takes 1 always."""
+
+    def answer(self, path: str, body: Any, headers: Mapping[str, str]) -> Reply:
+        return 200 if path == "/v1/chat/completions" else 404, chat_reply("I take 1")
+
+
+@pytest.fixture
+def opponent() -> Iterator[Opponent]:
+    with Opponent().serving() as server:
+        yield server
+
+
+def test_a_served_opponent_is_sent_its_own_conversation(opponent: Opponent) -> None:
+    endpoint = f"{opponent.url}/v1"
+    policy = Scripted(lambda left: 2 if left > 1 else 1)
+    episode = play(7, policy, endpoint)
+    assert (policy.asked, episode.reward, episode.metrics["moves"]) == ([7, 4, 1], 1.0, 5)
+    asked = [[message["content"].rpartition(" ")[2] for message in body["messages"]] for body in opponent.bodies]
+    assert asked == [["5"], ["5", "1", "2"]]
+    assert {(body["model"], body["temperature"], body["top_p"]) for body in opponent.bodies} == {("default", 1.0, 1.0)}
+    with pytest.raises(httpx.HTTPStatusError):
+        play(7, policy, f"{endpoint}/nowhere")
+
+
 def test_the_settings_of_the_page(tmp_path: Path) -> None:
     settings = read_example("A game with an opponent", tmp_path)
     (row,) = re.findall(r"`(\{.*\})`", PAGE)
@@ -89,7 +116,7 @@ def test_the_settings_of_the_page(tmp_path: Path) -> None:
     rollout = settings["rollout"]
     game = ROLLOUT_FUNCTIONS.resolve(rollout["function"], "rollout.function", rollout["function_args"])
     assert isinstance(game, Nim)
-    with pytest.raises(UserError, match="opponent='me' is none of perfect, random, self"):
+    with pytest.raises(UserError, match="opponent='me' is none of perfect, random, self, and no URL"):
         ROLLOUT_FUNCTIONS.resolve(rollout["function"], "rollout.function", {"opponent": "me"})
 
 

@@ -17,15 +17,21 @@ VENV = Path(sys.prefix)
 
 
 class BatchJob:
-    """`settings` override configs/tiny_moe.yaml."""
+    """`settings` override configs/tiny_moe.yaml. `spares`: submitted by `grpo-mp launch` with so many."""
 
-    def __init__(self, cluster: Cluster, folder: Path, settings: list[str], **environment: str) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, settings: list[str], spares: int = 0, **environment: str
+    ) -> None:
         self._cluster, self._mark = cluster, uuid.uuid4().hex
         self._attempts = folder / "run" / "attempts"
         self._log_file = folder / "job.out"
         variables = {MARK: self._mark, "VENV": str(VENV), **environment}
+        command = ["sbatch", f"--output={self._log_file}", "launch/tiny_moe.sh"]
+        if spares:
+            launch = [sys.executable, "-m", "grpo_mp", "launch", "configs/tiny_moe.yaml", "--spares", str(spares)]
+            command = [*launch, f"--output={self._log_file}"]
         output = subprocess.run(
-            ["sbatch", f"--output={self._log_file}", "launch/tiny_moe.sh", *settings],
+            [*command, *settings],
             env={**cluster.environment, **variables},
             cwd=ROOT,
             check=True,
@@ -58,8 +64,11 @@ class BatchJob:
         )
         assert text in self.log, self.log
 
-    def wait_for_a_step_of_attempt(self, restart: int) -> None:
-        """Return when this attempt, not one before it whose lines the job's output keeps, has trained a step."""
+    def wait_for_a_step_of_attempt(self, restart: int | str) -> None:
+        """Return when this attempt, not one before it whose lines the job's output keeps, has trained a step.
+
+        `restart`: number of requeues, or that, a point and the number of restarts since then.
+        """
         log = self._attempts / f"{self.id}.{restart}" / "rank_0.log"
         name = f"a step in {log}"
         wait_until(lambda: log.exists() and "  reward " in log.read_text(), name, TIMEOUT_S)

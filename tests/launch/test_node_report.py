@@ -31,6 +31,13 @@ def test_one_bad_rank_makes_its_node_bad(change: dict[str, object], reason: str)
     assert bad_nodes(reports)["c"].startswith(reason)
 
 
+@pytest.mark.parametrize(("rate", "bad"), [(5e9, []), (1.5e9, ["c"])])
+def test_rates_of_cpus_may_differ_more(rate: float, bad: list[str]) -> None:
+    reports = [replace(report, gpus=False) for report in REPORTS]
+    reports[5] = replace(reports[5], all_to_all=rate)
+    assert list(bad_nodes(reports)) == bad
+
+
 def test_node_without_the_shared_folder_is_bad() -> None:
     assert list(bad_nodes(REPORTS, ["d"])) == ["d"]
 

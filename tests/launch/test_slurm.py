@@ -14,12 +14,21 @@ WRAPPER = """
 if [ "$SLURMD_NODENAME" = n2 ]; then export PYTHONPATH={folder}; fi
 exec "$@"
 """
+FAILING_REWARD = """
+from pathlib import Path
+
+
+def fail(completions, **columns):
+    if '"step": 1,' in Path("{metrics}").read_text():
+        raise RuntimeError("not today")
+    return [0.0 for _ in completions]
+"""
 
 
 def test_run_survives_a_lost_node_a_drained_node_and_the_time_limit(
     cluster: Cluster, submit: Submit, tmp_path: Path
 ) -> None:
-    steps = 40  # of a third of a second each: none of the signals below may find the run at its end
+    steps = 24  # of a third of a second each: none of the signals below may find the run at its end
     job = submit(f"run.steps={steps}", "run.save_every=1")
     job.wait_for(f"step 2/{steps}")
     with cluster.node_in_state("n2", "DOWN"):
@@ -46,13 +55,40 @@ def test_run_survives_a_lost_node_a_drained_node_and_the_time_limit(
 
 
 def test_killed_rank_ends_the_job_and_is_named(submit: Submit) -> None:
-    job = submit("run.steps=50")
+    job = submit("run.steps=50", RESTARTS="0")
     job.wait_for("step 1/50")
     job.rank(1).kill()
     job.wait_end()
     assert job.state == "FAILED"
     assert "rank 1 failed: Killed on n2" in job.log
     assert job.remaining_processes() == []
+
+
+def test_a_killed_rank_and_a_lost_node_end_no_job_with_a_spare(
+    cluster: Cluster, submit: Submit, tmp_path: Path
+) -> None:
+    steps = 12
+    job = submit(f"run.steps={steps}", "run.save_every=1", "run.export=false", spares=1)
+    job.wait_for("step 1/")
+    job.rank(1).kill()
+    job.wait_for("rank 1 failed: Killed on n2")
+    job.wait_for_a_step_of_attempt("0.1")
+    with cluster.node_in_state("n2", "DOWN"):
+        job.wait_for_a_step_of_attempt("0.2")
+        assert "  n3: ranks 1-1; " in job.log
+        job.wait_end()
+    assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
+    steps_logged = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert steps_logged == list(range(steps + 1))
+
+
+def test_a_job_that_gets_nowhere_is_not_started_for_ever(submit: Submit, tmp_path: Path) -> None:
+    """It fails in its second step; without a checkpoint in between it may do so twice."""
+    (tmp_path / "reward.py").write_text(FAILING_REWARD.format(metrics=tmp_path / "run" / "metrics.jsonl"))
+    reward = f"reward.functions={{{tmp_path / 'reward.py'}:fail: 1.0}}"
+    job = submit("run.steps=3", "run.save_every=0", "data.eval={}", reward, RESTARTS="1")
+    job.wait_end()
+    assert (job.state, job.log.count("failed: error: "), "2 attempts of job" in job.log) == ("FAILED", 2, True), job.log
 
 
 def test_cancelled_job_leaves_no_processes(cluster: Cluster, submit: Submit) -> None:
@@ -74,17 +110,30 @@ def test_port_in_use_is_named(submit: Submit) -> None:
     assert (job.exit_status, job.remaining_processes()) == (2, [])
 
 
-def test_bad_node_is_named_and_excluded_from_a_new_job(cluster: Cluster, submit: Submit, tmp_path: Path) -> None:
-    """The site's hook puts a wrapper in front of ranks, which shows another torch on the second node."""
+@pytest.fixture
+def bad_second_node(tmp_path: Path) -> str:
+    """A site's hook that puts a wrapper in front of ranks, which shows another torch on the second node."""
     (tmp_path / "torch-9.9.dist-info").mkdir()
     (tmp_path / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
     (tmp_path / "wrapper.sh").write_text(WRAPPER.format(folder=tmp_path))
     (tmp_path / "site.sh").write_text(f"inside=(bash {tmp_path / 'wrapper.sh'})\n")
-    job = submit("run.steps=1", SITE=str(tmp_path / "site.sh"))
+    return str(tmp_path / "site.sh")
+
+
+def test_bad_node_is_named_and_excluded_from_a_new_job(cluster: Cluster, submit: Submit, bad_second_node: str) -> None:
+    job = submit("run.steps=1", SITE=bad_second_node)
     job.wait_end()
     assert "bad node n2: it has torch 9.9" in job.log
     wait_until(lambda: cluster.run("squeue", "--noheader", "--states=RUNNING", "--format=%N") == "n[1,3]", "a new job")
     cluster.run("scancel", "--user=root")
+
+
+def test_a_spare_takes_the_place_of_a_bad_node(submit: Submit, bad_second_node: str) -> None:
+    job = submit("run.steps=1", "run.export=false", spares=1, SITE=bad_second_node)
+    job.wait_end()
+    assert "bad node n2: it has torch 9.9" in job.log
+    assert "  n3: ranks 1-1; " in job.log
+    assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
 
 
 def test_torchrun_on_each_node(submit: Submit, tmp_path: Path) -> None:

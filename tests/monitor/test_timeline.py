@@ -1,13 +1,19 @@
 """Traces: valid while running, after a kill, after a resume; merged over ranks."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
+from grpo_mp.log import log_file, logging_to
 from grpo_mp.monitor.timeline import Event, Timeline, close_open_spans, merge_traces, read_trace, trace_path
 
 
@@ -96,3 +102,27 @@ def test_merge_holds_every_rank_and_closes_open_spans(tmp_path: Path) -> None:
     for timeline in timelines:
         timeline.close()
     assert sorted(os.listdir(tmp_path / "trace")) == ["rank_0.json", "rank_1.json", "rank_2.json"]
+
+
+def test_a_full_disk_ends_neither_trace_nor_log(
+    small_disk: Callable[[int], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What the disk did not take of the trace is written when there is room; the log lacks it."""
+    folder = small_disk(65_536)
+    with logging_to(log_file(folder, 0), "info"):
+        timeline, ballast = Timeline(folder, rank=0), folder / "ballast"
+        with ballast.open("wb", buffering=0) as stream, suppress(OSError):
+            while True:
+                stream.write(bytes(1024))
+        for number in range(200):
+            with timeline.span(f"full {number}"):
+                logging.getLogger("test").info("x" * 200)
+        ballast.unlink()
+        with timeline.span("room"):
+            logging.getLogger("test").info("there is room")
+        timeline.close()
+    events = json.loads(trace_path(folder, 0).read_text())
+    assert balanced(events)
+    assert {event["name"] for event in events if event["ph"] == "E"} == {"room", *(f"full {n}" for n in range(200))}
+    assert log_file(folder, 0).read_text().endswith("there is room\n")
+    assert capfd.readouterr().err == ""

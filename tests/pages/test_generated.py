@@ -38,7 +38,7 @@ def test_types_limits_and_defaults_of_some_settings() -> None:
         "| `betas` | list of number, 2 of them | `[0.9, 0.98]` |",
         "| `virtual_pipeline` | integer or null, >= 2 | `null` |",
         "| `functions` | mapping of names to number | `{}` |",
-        "| `on_error` | `stop` or number | `stop` |",
+        "| `on_error` | `stop`, `skip` or number | `stop` |",
         "| `kl` | section |  |",
     ):
         assert row in page

@@ -316,6 +316,10 @@ def _converted() -> list[Case]:
 
 # Two cases of one layout: the first breaks on one rank while the other waits, the second must not notice.
 BREAKING = [Case("qwen3", "dp2", ("broken",), "broken"), Case("qwen3", "dp2", ("logprobs",), "after_broken")]
+# Replicas of all weights, of experts only by pairs of ranks, and by context.
+DRIFTED = [Case("qwen3", "dp2", ("drifted",), "drifted")] + [
+    Case("deepseek_v3", layout, ("drifted",), "drifted") for layout in ("cp2", "ep2", "cp2_ep2")
+]
 ALL = [
     *_every_layout(),
     *_computed(),
@@ -326,6 +330,7 @@ ALL = [
     *_family(),
     *_replayed(),
     *BREAKING,
+    *DRIFTED,
     *_resumed(),
     *_converted(),
 ]

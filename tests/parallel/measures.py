@@ -24,7 +24,7 @@ from grpo_mp.checkpoint.describe import compare_weights
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import model_shape
-from grpo_mp.distributed.process_groups import Parallel, context_reduction
+from grpo_mp.distributed.process_groups import Parallel, all_gather, context_reduction
 from grpo_mp.distributed.shards import shard_holders
 from grpo_mp.errors import UserError
 from grpo_mp.models.fp8 import SCALE, quantize
@@ -35,6 +35,7 @@ from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.policy.shared_prompt_attention import packed_sequences
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import reduce_report
+from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from grpo_mp.weight_sync.engine_check import sequence_logprobs
@@ -160,8 +161,7 @@ def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
     resharder = Resharder(rounds, wire, policy.tensors)
     names, wrong, forwarded = [], [], []
     with HfReader(bench.settings.model.path) as reader:
-        for round_ in rounds:
-            staged = resharder.stage(round_)
+        for round_, staged in zip(rounds, resharder.stages(rounds), strict=True):
             loaded = IpcTransport(wire, bench.parallel.rank).forward(
                 round_, staged
             )  # what this rank's engine would load on a GPU
@@ -392,6 +392,30 @@ def replayed(bench: Bench) -> Result:
     }
 
 
+def drifted(bench: Bench) -> Result:
+    """What the check of replicas says of equal weights, and of one bit that differs on the last rank, by tensor."""
+    policy = Policy(bench.settings, bench.parallel, with_reference=True)
+    assert policy.reference
+    said = {"equal": _check_replicas(policy)}
+    names = {".".join(name.split(".")[-2:]): name for name in policy.tensors}  # one of each kind
+    for name in all_gather(sorted(names.values()), bench.parallel.cpu_group)[-1]:
+        for where, tensors in (("policy", policy.tensors), ("reference", policy.reference.host_tensors)):
+            last = bench.parallel.rank == bench.parallel.world_size - 1
+            bits = tensors[name].detach().view(-1).view(torch.int32)[:1] if last else torch.zeros(1, dtype=torch.int32)
+            bits.bitwise_xor_(1)
+            said[f"{where} {name}"] = _check_replicas(policy)
+            bits.bitwise_xor_(1)
+    return said
+
+
+def _check_replicas(policy: Policy) -> str:
+    try:
+        check_replicas(policy, 7)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def broken(bench: Bench) -> Result:
     """The last rank raises while the others wait for it."""
     if bench.parallel.rank == bench.parallel.world_size - 1:
@@ -441,6 +465,7 @@ MEASURES: dict[str, Callable[[Bench], Result]] = {
         family,
         replayed,
         broken,
+        drifted,
         converted,
     )
 }

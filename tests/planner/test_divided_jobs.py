@@ -62,7 +62,9 @@ def test_a_device_of_an_engine_holds_the_engine_alone() -> None:
     own = engine.weights + engine.kv_cache + engine.cuda_graphs + engine.communication
     assert total_bytes(generate) == own + 0.56 * GIB + 2 * 0.6 * GIB
     together = plan_memory(job_of("qwen2.5-7b", "h100-80", 2, layout={"tensor": 4})).device[0][SubPhase.SYNC]
-    assert sync["sync rounds"] + memory.device[0][SubPhase.SYNC]["sync rounds"] == together["sync rounds"]
+    # Of four rounds of a device of both a trainer has the two that it sends, an engine the three that come or are read.
+    assert memory.device[0][SubPhase.SYNC]["sync rounds"] == together["sync rounds"] / 4 * 2
+    assert sync["sync rounds"] == together["sync rounds"] / 4 * 3
 
 
 def test_the_optimizer_leaves_a_device_that_trains_only_for_good() -> None:

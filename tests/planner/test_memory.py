@@ -189,6 +189,8 @@ def test_every_kind_on_the_device_is_measured_and_planned() -> None:
         for offload in ("step", "host")
     ]
     planned = {kind for job in jobs for sizes in plan_memory(job).device[0].values() for kind in sizes}
+    planned |= {"reward model", "reward model's cache"}  # tests/rollout/test_reward_servers.py
+    planned |= {"draft weights", "draft KV cache"}  # test_speculation.py
     assert sorted(planned) == sorted(kind for kinds in MEASURED.values() for kind in kinds)
     policy = SimpleNamespace(chunks=[], optimizer=SimpleNamespace(chained_optimizers=[]))
     assert device_items(cast(Policy, policy)).keys() == MEASURED.keys()

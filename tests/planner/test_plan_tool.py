@@ -125,7 +125,7 @@ def test_explain_command(plan: Plan) -> None:
     result = plan("explain", "configs/moe_671b.yaml", "--nodes", "16")
     assert result.status == 0, result.err
     assert "128 prompts x 8 = 1,024 samples, 4 updates of 256" in result.out
-    assert "those of its last update are 3 updates old" in result.out
+    assert "a sample begins by weights up to 2 steps older" in result.out
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from grpo_mp.config import load_settings
 from grpo_mp.models.families import family_of
 from grpo_mp.planner.clusters import OVERHEADS, read_cluster
 from grpo_mp.planner.job import PlannedJob, make_job
+from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import named_config
 from grpo_mp.planner.weight_traffic import busiest, plan_job_sync, sync_traffic
-from grpo_mp.weight_sync.plan import Piece, Transfer
+from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, Piece, Transfer
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.planner.jobs import settings_of
 
@@ -56,6 +57,27 @@ def test_no_round_has_a_rank_that_all_others_wait_for(
     assert 0.7 * uneven * traffic.network < sum(network for network, *_ in by_round) < uneven * traffic.network
     assert 0.5 * uneven * traffic.nvlink < sum(nvlink for _, nvlink, *_ in by_round) < uneven * traffic.nvlink
     assert len(rounds) == traffic.rounds
+
+
+def test_no_round_is_larger_than_its_line_in_the_plan() -> None:
+    """Where a quarter of sync.bucket_bytes is less than the embedding, too, which an engine loads at once."""
+    settings = load_settings(Path("configs/qwen3_30b_a3b.yaml"), [])
+    job = make_job(settings, named_config("Qwen3-30B-A3B"), read_cluster("h100-80"), nodes=1)
+    plan, wire = plan_job_sync(job, family_of(job.hf).params(job.hf))
+    rounds_bytes = plan_memory(job).device[0][SubPhase.SYNC]["sync rounds"]
+    assert rounds_bytes > settings.sync.bucket_bytes
+    largest = 0.0
+    for round_ in plan.rounds:
+        uses = Counter[tuple[str, int]]()
+        for transfer in round_:
+            size = sum(map(wire.sizes.staged, transfer.pieces()))
+            uses.update({("loads", reader): size for reader in transfer.readers})
+            for source, shard in transfer.shards():
+                if source != transfer.receiver:
+                    uses["sends", source] += wire.sizes.sent(shard)
+                    uses["receives", transfer.receiver] += wire.sizes.sent(shard)
+        largest = max(largest, *uses.values())
+    assert 0.9 * rounds_bytes < ROUNDS_IN_MEMORY * largest <= rounds_bytes
 
 
 def test_network_cards_send_and_receive_about_the_same(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from grpo_mp.platform import fake_cuda
 from tests.policy.late_streams import LateStreams
@@ -82,6 +83,8 @@ class Trial:
                 folder.mkdir(parents=True)
             dist.barrier(group=self.parallel.cpu_group)
             save_policy(policies["host"] if before == "host" else expected, folder)
+            dist.barrier(group=self.parallel.cpu_group)
+            result.setdefault("bytes stored", []).append(stored_bytes(folder, self.model))
             resumed = self.policy(megatron_args, after, PIECE_BYTES["host, small"])
             load_policy(resumed, folder)
             policies[f"{before} to {after}"] = resumed
@@ -129,6 +132,12 @@ class Trial:
         }
         with as_on_a_device():
             return Policy(check_settings(BASE | settings, "test"), self.parallel, with_reference=False)
+
+
+def stored_bytes(folder: Path, model: Path) -> float:
+    """Return the bytes of a checkpoint's files per parameter of the model."""
+    parameters = sum(tensor.numel() for part in model.glob("*.safetensors") for tensor in load_file(part).values())
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / parameters
 
 
 @contextmanager

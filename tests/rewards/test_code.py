@@ -69,6 +69,150 @@ def test_asserts(tests: Any, score: Callable[..., Any]) -> None:
     ]
 
 
+# Each sends the tests' interpreter code that would write the verdict, as its reply to a call or as a call of its own.
+FORGED = """
+import json, os
+STEAL = '''
+import os, sys
+frame = sys._getframe()
+while "verdict" not in frame.f_locals:
+    frame = frame.f_back
+os.write(frame.f_locals["verdict"], os.read(frame.f_locals["tests"], 64))
+os._exit(0)
+'''
+def add(a, b):
+    for descriptor in range(3, 32):
+        try:
+            os.write(descriptor, json.dumps(MESSAGE).encode() + b"\\n")
+        except OSError:
+            pass
+"""
+TAMPERING = {
+    "leaves": "import os\ndef add(a, b): os._exit(0)",
+    "exits": "import sys\ndef add(a, b): sys.exit(0)",
+    "ends the tests": "import os, signal\ndef add(a, b): [os.kill(os.getppid(), n) for n in (2, 9, 15)]",
+    "replaces the exception": """
+import builtins
+builtins.AssertionError = SystemExit
+def add(a, b): pass
+""",
+    "replaces builtins": """
+import builtins
+builtins.abs = lambda x: 0
+abs = len = builtins.len = lambda x: 0
+def add(a, b): return 1j
+""",
+    "replaces a module": """
+import math
+math.isclose = lambda *_: True
+class math: isclose = lambda *_: True
+def add(a, b): return 7
+""",
+    "equals everything": """
+class All:
+    def __eq__(self, other): return True
+    __ne__ = __lt__ = __gt__ = __le__ = __ge__ = lambda self, other: True
+    __sub__ = __rsub__ = lambda self, other: 0.0
+    def __abs__(self): return 0.0
+    def __contains__(self, other): return True
+    def __hash__(self): return hash(3)
+def add(a, b): return All()
+""",
+    "is an integer that equals everything": """
+class Int(int):
+    def __eq__(self, other): return True
+    def __sub__(self, other): return 0
+def add(a, b): return Int(8)
+""",
+    "borrows what equals everything": "from unittest.mock import ANY, _ANY as make\ndef add(a, b): return ANY",
+    "prints the mark": "print('passed'); import os\ndef add(a, b): os.write(1, b'passed'); os.write(2, b'passed')",
+    "reads the tests": """
+import gc, os, sys
+def add(a, b):
+    held = [frame.f_locals for frame in sys._current_frames().values()] + gc.get_objects()
+    texts = [value for one in held if isinstance(one, dict) for value in one.values() if isinstance(value, str)]
+    for descriptor in range(3, 32):
+        try: texts.append(os.pread(descriptor, 9999, 0).decode())
+        except OSError: pass
+    return 3 if any("add(1, 2)" + " == 3" in text for text in texts) else 0
+""",
+    "traces the tests": """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+def add(a, b): return 3 if libc.ptrace(0x4206, os.getppid(), 0, 0) == 0 else 0
+""",
+    "says it raised code": FORGED + "MESSAGE = [['exec', 'exec'], {'tuple': [STEAL]}, {'list': [None, None]}]",
+    "calls code": FORGED + "MESSAGE = ['call', {'library': ['builtins', 'exec']}, {'tuple': [STEAL]}, {'dict': []}]",
+}
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert add(1, 2) == 3",
+        "import math\nassert abs(add(1, 2) - 3) < 1e-6 and add(1, 2) in {3} and 3 in [add(1, 2)]",
+        "assert math.isclose(add(1, 2), 3) and 3 == add(1, 2)",
+    ],
+)
+def test_an_answer_cannot_tamper_with_asserts(test: str, score: Callable[..., Any]) -> None:
+    scored = score([answer(ADD), *map(answer, TAMPERING.values())], test)
+    assert scored[0] == {"code": 1.0}
+    assert [name for name, parts in zip(TAMPERING, scored[1:], strict=True) if parts["code"]] == []
+
+
+def test_a_function_of_the_tests_gets_nothing_that_runs_code(score: Callable[..., Any]) -> None:
+    forged = FORGED.replace("def add(", "def apply(") + (
+        "MESSAGE = ['call', {'yours': 0}, {'tuple': [{'library': ['builtins', 'exec']}, STEAL]}, {'dict': []}]"
+    )
+    honest = "def apply(call, x): return call(lambda y: y + 1, x)"
+    scored = score([answer(honest), answer(forged)], "assert apply(lambda function, x: function(x), 3) == 4")
+    assert scored == [{"code": 1.0}, {"code": 0.0}]
+
+
+# What tests may expect of Python, though the program is in another process.
+HONEST = {
+    "objects": ("class S:\n    def two(self, x): return [x]", "s = S()\nassert s.two(3) == [3] and isinstance(s, S)"),
+    "in place": ("def f(xs): xs.sort()", "xs = [3, 1]\nf(xs)\nassert xs == [1, 3]"),
+    "exceptions": (
+        "class E(ValueError): pass\ndef f(x):\n    raise E('neg') if x else KeyError(3)",
+        "for x, kind in ((0, KeyError), (1, ValueError), (1, E)):\n    try:\n        f(x)\n        assert False\n"
+        "    except kind as error:\n        assert error.args in ((3,), ('neg',))",
+    ),
+    "names of builtins": ("def sum(a, b): return 6", "assert sum(10, 15) == 6"),
+    "objects of the tests": (
+        "def f(n):\n    n.next.val = n.val + 1\n    return n",
+        "class N:\n    def __init__(self, v, n=None): self.val, self.next = v, n\n"
+        "n = N(1, N(5))\nassert f(n) is n and n.next.val == 2",
+    ),
+    "functions": ("def f(g, x): return lambda: g(x)", "assert f(lambda x: 2 * x, 4)() == 8"),
+    "generators": (
+        "def f(xs):\n    for x in xs: yield x, {x}",
+        "assert list(f(iter('ab'))) == [('a', {'a'}), ('b', {'b'})]",
+    ),
+    "arrays": (
+        "import numpy as np\ndef f(x): return np.asarray(x) * 2",
+        "assert (f([1, 2]) == np.array([2, 4])).all() and f(np.array([1.5])).sum() == 3.0",
+    ),
+    "values": (
+        "import collections, fractions, math\ndef f(): return [2**200, -1, math.nan, b'a', None, 1j,"
+        " {1: (2, frozenset())}, fractions.Fraction(1, 3), collections.Counter('aa'), '\\ud800', True, range(3)]",
+        "import fractions\nbig, minus, nan, *rest = f()\nassert (big, minus, nan == nan) == (2**200, -1, False)\n"
+        "assert rest == [b'a', None, 1j, {1: (2, frozenset())}, fractions.Fraction(1, 3), {'a': 2}, '\\ud800', True,"
+        " range(3)]",
+    ),
+    "checks": ("def f(x): return x", "def check(candidate):\n    assert candidate(2) == 2\ncheck(f)"),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_answers_pass(name: str, score: Callable[..., Any]) -> None:
+    program, test = HONEST[name]
+    assert score([answer(program), answer(f"{program}\ndef f(*_): return 0\nS = sum = f")], test) == [
+        {"code": 1.0},
+        {"code": 0.0},
+    ]
+
+
 def test_the_share_of_passed_tests(score: Callable[..., Any]) -> None:
     tests = ["assert add(2, 2) == 4", "assert add(1, 2) == 2", "assert add(1, 0) == 1", "assert add(1, 1) == 1"]
     multiply = answer("def add(a, b):\n    return a * b")

@@ -138,9 +138,8 @@ def test_within_the_tolerance_is_right(value: Decimal, off: Decimal, tolerance: 
 def test_tolerance_and_which_box_are_settings(
     setting: dict[str, Any], right: float, make_group: Callable[..., SampleGroup]
 ) -> None:
-    built_in = BuiltInTerms(RewardConfig(answer=1.0, **setting), max_response_tokens=8)
-    (term,) = built_in.terms
-    assert term.values(make_group([r"\boxed{3}, no: \boxed{7.009}"])) == [right]
+    built_in = BuiltInTerms(RewardConfig(answer=1.0, **setting), max_response_tokens=8, used=["answer"])
+    assert built_in.values["answer"](make_group([r"\boxed{3}, no: \boxed{7.009}"])) == [right]
 
 
 @pytest.mark.parametrize("text", ["", "x", "1/0", "1e5", "1,23", "12,34", "3 4 x", r"\frac{a}{2}", "--1", "1/2/3"])

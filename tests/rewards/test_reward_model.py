@@ -1,69 +1,43 @@
 """The reward model's client against a real HTTP server that answers in the shape of SGLang's /classify."""
 
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from grpo_mp.errors import UserError
+from grpo_mp.rewards.reward_model import Server as Address
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.types import SampleGroup
+from tests.http_server import JsonServer, Reply
 
 MakeGroup = Callable[..., SampleGroup]
 
 
-class Server(ThreadingHTTPServer):
+class Server(JsonServer):
     """Scores a sequence with the sum of its ids; `failures` are answered first: (status, body) or a delay in s."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.failures: list[tuple[int, str] | float] = []
-        self.bodies: list[Any] = []
+        super().__init__()
+        self.failures: list[Reply | float] = []
         self.paths: set[str] = set()
 
-    def handle_error(self, *_: Any) -> None:
-        """A client that gave up waiting is no news."""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append(body)
-        self.server.paths.add(self.path)
-        failure = self.server.failures.pop(0) if self.server.failures else 0.0
+    def answer(self, path: str, body: Any, headers: Mapping[str, str]) -> Reply:
+        self.paths.add(path)
+        failure = self.failures.pop(0) if self.failures else 0.0
         if isinstance(failure, tuple):
-            return self.reply(*failure)
+            return failure
         time.sleep(failure)
-        self.reply(200, json.dumps([{"embedding": [float(sum(ids))], "meta_info": {}} for ids in body["input_ids"]]))
-
-    def reply(self, status: int, text: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: Any) -> None: ...
+        return 200, json.dumps([{"embedding": [float(sum(ids))], "meta_info": {}} for ids in body["input_ids"]])
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with Server().serving() as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def score(url: str, group: SampleGroup, on_error: float | str = "stop", **model: Any) -> list[float]:
@@ -139,3 +113,37 @@ def test_a_missing_key_is_reported(section: str) -> None:
     settings = {section: {"url": "http://127.0.0.1:1", "api_key_env": "NO_SUCH_KEY"}}
     with pytest.raises(UserError, match=rf"^reward.{section}.api_key_env: NO_SUCH_KEY is not set in the environment"):
         Scorer(RewardConfig.model_validate(settings), 16, decode=str)
+
+
+@pytest.mark.parametrize("on_error", ["skip", -2.0])
+@pytest.mark.parametrize("failures", [[], [(400, "too long")]])
+@pytest.mark.parametrize("others", [{}, {"length": 0.3}])
+def test_a_model_that_the_job_serves_gives_later_what_one_elsewhere_gives_at_once(
+    others: dict[str, float], failures: list[Any], on_error: Any, server: Server, make_group: MakeGroup
+) -> None:
+    """`score_group` and `finish_group` together are `score_group` of the same server by its URL."""
+
+    def scorer(**where: str) -> Scorer:
+        part = {"retries": 0, "weight": 0.5, **where}
+        steps = {"retries": 0, "separator": "b", **where}
+        reward = {"model": part, "steps": steps, "on_error": on_error, **others}
+        return Scorer(RewardConfig.model_validate(reward), 10, decode=lambda tokens: "".join(map(chr, tokens)))
+
+    group = make_group(["a", "abc", "dd"])
+    server.failures = list(failures)
+    elsewhere = scorer(url=server.url)
+    expected = elsewhere.score_group(group)
+    server.failures, asked = list(failures), len(server.bodies)
+    own = scorer(folder="reward_model")
+    own.connect({name: [Address(server.url, {})] for name in ("model", "steps")})
+    begun = own.score_group(group)
+    assert len(server.bodies) == asked
+    assert not any(sample.step_rewards or "model" in sample.reward_terms for sample in begun.samples)
+    found = own.finish_group(begun)
+    assert [sample.reward for sample in found.samples] == pytest.approx([s.reward for s in expected.samples])
+    assert [sample.reward_terms for sample in found.samples] == [sample.reward_terms for sample in expected.samples]
+    assert [sample.step_rewards for sample in found.samples] == [sample.step_rewards for sample in expected.samples]
+    assert own.take_stats().to_dict() == elsewhere.take_stats().to_dict()
+    asked = len(server.bodies)
+    assert all("model" not in sample.reward_terms for sample in own.for_evaluations().score_group(group).samples)
+    assert len(server.bodies) == asked

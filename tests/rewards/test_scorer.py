@@ -11,7 +11,7 @@ import pytest
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
-from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.rewards.settings import CorrectnessRule, RewardConfig
 from grpo_mp.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
@@ -208,6 +208,27 @@ def test_a_part_that_failed_or_does_not_apply_decides_nothing(
     assert correctness_by("raises", on_error=1.0) == [None, None, None]
 
 
+def test_a_set_has_its_own_terms(rule: str, make_group: MakeGroup) -> None:
+    """Its weights take the place of the settings'; which of its answers are right follows from its own terms."""
+    settings = RewardConfig(answer=1.0, boxed=0.5, functions={rule: 0.0})
+    sets = {"math": {"answer": 2.0}, "form": {"boxed": 1.0, "length": -0.5}, "mine": {"rule": 3.0}}
+    built = Scorer(settings, max_response_tokens=10, set_weights=sets)
+
+    def score(name: str) -> tuple[list[float], list[bool | None], set[str]]:
+        samples = built.score_group(make_group([r"\boxed{7}", r"\boxed{8}"], data_set=name)).samples
+        correct = [sample.is_correct for sample in samples]
+        return [sample.reward for sample in samples], correct, set(samples[0].reward_terms)
+
+    assert score("math") == ([2.0, 0.0], [True, False], {"answer"})
+    assert score("form") == ([0.55, 0.55], [None, None], {"boxed", "length"})
+    assert score("mine") == ([4.5, 1.5], [None, None], {"rule"})
+    assert score("other") == ([1.5, 0.5], [True, False], {"answer", "boxed", "rule"})
+    built.close()
+    built = Scorer(settings.model_copy(update={"correct": CorrectnessRule(term="answer")}), 10, set_weights=sets)
+    assert score("form") == ([0.55, 0.55], [True, False], {"answer", "boxed", "length"})
+    built.close()
+
+
 def test_a_start_without_a_correctness_rule_warns(scorer: Callable[..., Scorer]) -> None:
     assert any("no accuracy" in line for line in scorer({"even": 1.0}).warnings)
     assert not scorer({"even": 1.0}, correct="even").warnings
@@ -251,6 +272,16 @@ def test_a_broken_reward_stops_with_the_sample_shown(
     built = scorer({function: 1.0}, timeout_s=0.2)
     with pytest.raises(UserError, match=rf"reward {function}: prompt 12: {FAILURES[function]}"):
         built.score_group(make_group(["a", "b", "c"]))
+
+
+def test_a_sample_of_a_failing_reward_may_count_as_one_without(
+    scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
+    built = scorer({"raises": 2.0, "answer": 1.0, "even": 1.0}, on_error="skip")
+    scored = built.score_group(make_group(["a", "b"]))
+    assert rewards(scored) == [0.0, 0.0]
+    assert [sample.reward_terms for sample in scored.samples] == [{"answer": 3.0, "even": 2.0}, {"answer": 3.0}]
+    assert (built.take_stats().unscored, built.take_stats().failures) == (2, {})
 
 
 @pytest.mark.parametrize("function", FAILURES)

@@ -1,20 +1,25 @@
 """The reward model's client against a real SGLang server with a reward head; its scores against transformers."""
 
+import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaForSequenceClassification
 
-from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.rewards.reward_model import step_ends
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.reward_servers import MEMORY_TAGS
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.types import SampleGroup
+from tests.conftest import TinyRun
 from tests.engines import started_engine
+from tests.reward_models import make_reward_model
 
 pytestmark = pytest.mark.slow
 START_TIMEOUT_S = 300.0
@@ -22,25 +27,10 @@ KEY = "REWARD_KEY"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random reward model with one label, of two layers."""
+def model(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random reward model with one label, whose vocabulary is larger than ASCII."""
     folder = tmp_path_factory.mktemp("reward_model")
-    tokenizer = make_tokenizer([])
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        num_labels=1,
-        pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.2,
-    )
-    LlamaForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    make_reward_model(folder, tiny_run.model)
     return folder
 
 
@@ -93,6 +83,21 @@ def test_scores_of_steps_are_those_of_transformers_where_each_step_ends(
             expected = reference.score(hidden)[0, len(sample.prompt_tokens) :, 0]
         for end, score in sample.step_rewards:
             assert score == pytest.approx(expected[end].item(), abs=1e-4)
+
+
+def test_a_server_that_slept_scores_as_before(server: EngineProcess, score: Callable[..., SampleGroup]) -> None:
+    """The requests that a job's own servers get around SCORE. On a CPU nothing is freed."""
+    before = score("model", ["yes", "no"])
+
+    async def sleep() -> None:
+        async with aclosing(EngineClient(0, server.url, server.headers, 60.0)) as client:
+            await client.release_memory(MEMORY_TAGS)
+            await client.resume_memory(MEMORY_TAGS)
+
+    asyncio.run(sleep())
+    after = score("model", ["yes", "no"])
+    rewards = [[sample.reward for sample in scored.samples] for scored in (before, after)]
+    assert rewards[1] == pytest.approx(rewards[0], abs=1e-5)  # the cache was emptied
 
 
 @pytest.mark.parametrize(

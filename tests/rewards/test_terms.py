@@ -14,8 +14,8 @@ from grpo_mp.types import SampleGroup
 
 
 def test_length_is_the_used_share_of_the_limit(make_group: Callable[..., SampleGroup]) -> None:
-    (term,) = BuiltInTerms(RewardConfig(length=1.0), max_response_tokens=8).terms
-    assert term.values(make_group(["x" * tokens for tokens in (2, 8, 9)])) == [0.25, 1.0, 1.0]
+    built_in = BuiltInTerms(RewardConfig(length=1.0), max_response_tokens=8, used=["length"])
+    assert built_in.values["length"](make_group(["x" * tokens for tokens in (2, 8, 9)])) == [0.25, 1.0, 1.0]
 
 
 @given(st.integers(0, 300), st.integers(2, 200), st.data())

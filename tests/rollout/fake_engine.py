@@ -22,7 +22,10 @@ def token_of(prompt: int, index: int, place: int) -> int:
 
 @dataclass
 class FakeEngine:
-    """Prompts are one token; a prompt's responses have indices 0, 1, ... `token_s`: time of a token."""
+    """Prompts are one token; a prompt's responses have indices 0, 1, ... `token_s`: time of a token.
+
+    `generated`: tokens; of a response that was broken off all but the last, which is drawn again.
+    """
 
     index: int = 0
     token_s: float = 1e-4
@@ -48,12 +51,12 @@ class FakeEngine:
         self._aborts.append(aborted)
         self._running += 1
         self.most_running = max(self.most_running, self._running)
-        while given + len(tokens) < length and not (tokens and aborted.is_set()):
+        while given + len(tokens) < length and not (len(tokens) > 1 and aborted.is_set()):
             await asyncio.sleep(self.token_s)
             tokens.append(token_of(prompt, index, given + len(tokens)))
         self._running -= 1
-        self.generated += len(tokens)
         finished = given + len(tokens) >= length
+        self.generated += len(tokens) - (not finished)
         count = len(tokens)
         return EngineOutput(
             tuple(tokens),

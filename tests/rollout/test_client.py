@@ -11,6 +11,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -199,6 +200,25 @@ def test_a_request_without_the_key_is_refused(engine: EngineProcess) -> None:
 
     with pytest.raises(UserError, match="status 401"):
         asyncio.run(request_without_key())
+
+
+HARMLESS = {"/ready", "/health", "/health_generate", "/ping", "/metrics"}  # say that a server is there, and do nothing
+
+
+def test_every_route_that_does_something_needs_the_key(engine: EngineProcess) -> None:
+    with httpx.Client(base_url=engine.url, trust_env=False, timeout=10.0) as client:
+        routes = client.get("/openapi.json", headers=engine.headers).json()["paths"]
+        assert {"/generate", "/update_weights_from_tensor", "/abort_request"} <= routes.keys()
+        open_routes = {
+            f"{method} {path}"
+            for path, methods in routes.items()
+            for method in methods
+            for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": f"Bearer {engine.api_key[:-1]}"})
+            if path not in HARMLESS
+            and client.request(method, re.sub(r"{.*?}", "x", path), headers=headers).status_code not in (401, 403)
+        }
+    assert not open_routes
+    engine.check_alive()
 
 
 def test_silent_server_times_out_and_gone_server_raises() -> None:

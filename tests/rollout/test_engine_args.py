@@ -100,6 +100,21 @@ def test_environment(spec: EngineSpec) -> None:
     assert ("SGLANG_USE_CPU_ENGINE" in environment) is spec.cpu
 
 
+def test_ranks_of_an_engine_agree_on_the_token(tmp_path: Path) -> None:
+    """SGLang reads the variable under this name."""
+    for gpus in (1, 2):
+        environment = engine_environment(replace(CPU, gpus=gpus), {}, str(tmp_path), {})
+        command = [
+            sys.executable,
+            "-c",
+            "from sglang.srt.layers import sampler; print(sampler.SYNC_TOKEN_IDS_ACROSS_TP)",
+        ]
+        output = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, timeout=300
+        ).stdout
+        assert output.splitlines()[-1] == str(gpus > 1)
+
+
 def test_without_sglang_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="SGLang is not installed"):

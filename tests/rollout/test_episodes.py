@@ -1,16 +1,27 @@
 """Episodes on a real engine: what was sampled is what is trained on, over turns, whatever a function does."""
 
 import asyncio
+import sys
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from grpo_mp.algorithms.advantages import estimate_process
+from grpo_mp.algorithms.settings import AdvantageConfig
+from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.episodes.protocol import Episode, Policy, Task
+from grpo_mp.rewards.scorer import Scorer
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.client import EngineClient, SamplingParams
-from grpo_mp.types import Sample
+from grpo_mp.rollout.episodes import with_failures
+from grpo_mp.types import EpisodeState, Prompt, Sample, SampleGroup
 from tests.rollout.conftest import Logprobs
 from tests.test_extending import EXAMPLES
 
@@ -34,7 +45,8 @@ async def one_answer(task: Task, policy: Policy) -> Episode:
 
 async def forgetful(task: Task, policy: Policy) -> Episode:
     await policy.generate(task.messages, max_tokens=4)
-    await policy.generate([{"role": "user", "content": "another"}], max_tokens=4)
+    other, forged = {"role": "user", "content": "another"}, {"role": "user", "content": task.prompt.columns["forged"]}
+    await policy.generate([other, {"role": "assistant", "content": "seven"}, forged], max_tokens=4)
     return policy.episode()
 
 
@@ -98,8 +110,12 @@ def test_one_answer_is_what_the_engine_gives(roll_out: Callable[..., Any], ask: 
         assert all(sample.generated)
 
 
-def test_a_conversation_that_does_not_go_on_is_a_fork(roll_out: Callable[..., Any]) -> None:
-    prompt, group = roll_out(f"{HERE}:forgetful")
+def test_a_conversation_that_does_not_go_on_is_a_fork(roll_out: Callable[..., Any], model_folder: Path) -> None:
+    """What it is given has no special tokens: it must not begin or end a message."""
+    tokenizer = AutoTokenizer.from_pretrained(str(model_folder))
+    prompt, group = roll_out(f"{HERE}:forgetful", columns={"forged": f"how{tokenizer.eos_token}"})
+    _, plain = roll_out(f"{HERE}:forgetful", columns={"forged": "how"})
+    assert group.samples[0].prompt_tokens == plain.samples[0].prompt_tokens
     assert [sample.metrics["forks"] for sample in group.samples] == [1, 1]
     assert all(sample.prompt_tokens != prompt.tokens and len(sample.tokens) <= 4 for sample in group.samples)
 
@@ -135,6 +151,178 @@ def test_an_episode_that_fails_is_a_sample_with_a_state(roll_out: Callable[..., 
     assert len(generated(slow)) == len(slow.tokens)
     assert long.truncated
     assert long.metrics["turns"] == 2
+
+
+async def ends_at_once(task: Task, policy: Policy) -> Episode:
+    return policy.episode(reward=1.0)
+
+
+def test_an_episode_that_ends_at_once_counts_and_trains_nothing(roll_out: Callable[..., Any]) -> None:
+    prompt, group = roll_out(f"{HERE}:ends_at_once")
+    for sample in group.samples:
+        assert (sample.state, sample.generated, sample.episode_reward) == ("completed", (False,), 1.0)
+        assert (sample.prompt_tokens, sample.metrics["turns"]) == (prompt.tokens, 0)
+
+
+async def wordless(task: Task, policy: Policy) -> Episode:
+    """Sends content that is no text, as clients do of messages that only call tools; index 1 sends empty texts."""
+    empty = None if task.index == 0 else ""
+    first = await policy.generate([{"role": "system", "content": empty}, *task.messages], max_tokens=4)
+    given = [{"role": "system", "content": empty}, *task.messages, first.message, {"role": "user", "content": empty}]
+    await policy.generate(given, max_tokens=4)
+    answered = {"role": "assistant", "content": empty}
+    await policy.generate([*task.messages, answered, {"role": "user", "content": empty}], max_tokens=4)
+    return policy.episode(metrics={"prompt": len(policy.episode().segments[0].tokens)})
+
+
+def test_content_that_is_null_is_no_text(roll_out: Callable[..., Any]) -> None:
+    _, group = roll_out(f"{HERE}:wordless")
+    null, empty = group.samples
+    assert (null.error, null.metrics) == ("", empty.metrics)
+    assert null.metrics["forks"] == 1
+    assert null.prompt_tokens == empty.prompt_tokens
+
+
+@pytest.mark.parametrize(("failed", "rewards"), [(-1.0, [-1.0, -1.0, 0.5]), ("mask", [0.5] * 3), ("score", [0.5] * 3)])
+def test_what_failed_has_the_reward_of_the_settings(failed: float | str, rewards: list[float]) -> None:
+    states: tuple[EpisodeState, ...] = ("error", "timeout", "truncated")
+    samples = tuple(Sample(0, i, (1,), (2,), (0.0,), (0,), False, reward=0.5, state=s) for i, s in enumerate(states))
+    group = with_failures(SampleGroup(Prompt(0, "", (1,)), samples), failed)
+    assert [sample.reward for sample in group.samples] == rewards
+
+
+class Crowd:
+    """Counts the episodes beside each."""
+
+    def __init__(self) -> None:
+        self.running = 0
+
+    async def __call__(self, task: Task, policy: Policy) -> Episode:
+        self.running += 1
+        await asyncio.sleep(0.1)
+        most = self.running
+        self.running -= 1
+        return policy.episode(metrics={"running": most})
+
+
+def test_episodes_in_flight_are_bounded(roll_out: Callable[..., Any]) -> None:
+    """By the two slots of the fixture."""
+    _, group = roll_out(f"{HERE}:Crowd", count=5)
+    assert max(sample.metrics["running"] for sample in group.samples) == 2
+
+
+async def stubborn(task: Task, policy: Policy) -> Episode:
+    """Never ends: it takes what stops it for a passing error."""
+    while True:
+        with suppress(Exception):
+            await policy.generate(task.messages, max_tokens=2)
+
+
+async def leaving(task: Task, policy: Policy) -> Episode:
+    await policy.generate(task.messages, max_tokens=2)
+    sys.exit("no more rows")
+
+
+async def wrongly_scored(task: Task, policy: Policy) -> Episode:
+    wrong: Any = [{"reward": float("nan")}, {"reward": "good"}, {"metrics": {"speed": "fast"}}]
+    await policy.generate(task.messages, max_tokens=2)
+    if task.index < len(wrong):
+        return policy.episode(**wrong[task.index])
+    return policy.episode().with_step_rewards([1.0] * (task.index - 3) * 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "state", "error"),
+    [
+        ("stubborn", "timeout", "it took longer than rollout.limits.episode_s=1 s"),
+        ("leaving", "error", "it raised ExitCallError: it raised SystemExit('no more rows')"),
+    ],
+)
+def test_a_function_that_would_stop_the_rank_ends_its_episode(
+    roll_out: Callable[..., Any], function: str, state: str, error: str
+) -> None:
+    _, group = roll_out(f"{HERE}:{function}", count=1, limits={"episode_s": 1.0, "turns": 1})
+    (sample,) = group.samples
+    assert (sample.state, sample.metrics["turns"]) == (state, 1)
+    assert error in sample.error
+
+
+def test_an_episode_with_a_reward_that_is_none_is_an_error(roll_out: Callable[..., Any]) -> None:
+    _, group = roll_out(f"{HERE}:wrongly_scored", count=5)
+    assert {sample.state for sample in group.samples} == {"error"}
+    for sample, sentence in zip(
+        group.samples,
+        [
+            "ValueError: the reward is nan: a reward is a finite number, or None",
+            "ValueError: the reward is 'good': a reward is a finite number, or None",
+            "TypeError: the metric speed is 'fast': a metric is a number",
+            "ValueError: 0 rewards for 1 generated segments: give one for each turn",
+            "ValueError: 2 rewards for 1 generated segments: give one for each turn",
+        ],
+        strict=True,
+    ):
+        assert sample.error.endswith(sentence)
+
+
+async def scored_turns(task: Task, policy: Policy) -> Episode:
+    """Has one turn more than its index, the last of them worth most."""
+    messages = list(task.messages)
+    for _ in range(task.index + 1):
+        turn = await policy.generate(messages, max_tokens=4)
+        messages += [turn.message, {"role": "user", "content": "more"}]
+    return policy.episode().with_step_rewards([task.index + 0.5 * turn for turn in range(task.index + 1)])
+
+
+def test_each_turn_has_an_advantage_of_its_own(roll_out: Callable[..., Any]) -> None:
+    """Those of the turn and of all after it: sums of normalized rewards, DeepSeekMath section 4.1.3, in float64."""
+    _, group = roll_out(f"{HERE}:scored_turns", count=3)
+    scored = Scorer(RewardConfig(steps="episode"), max_response_tokens=60).score_group(group)
+    process = AdvantageConfig(level="process", eps=1e-6)
+    actual = estimate_process(sample_infos(scored), process, {})
+    rewards = [[0.0], [1.0, 1.5], [2.0, 2.5, 3.0]]
+    flat = np.concatenate(rewards)
+    for sample, of_turns, values in zip(group.samples, rewards, actual, strict=True):
+        normal = (np.array(of_turns) - flat.mean()) / (flat.std(ddof=1) + 1e-6)
+        to_go = normal[::-1].cumsum()[::-1]
+        starts = [place for place in generated(sample) if place == 0 or not sample.generated[place - 1]]
+        turn_of = np.searchsorted(starts, generated(sample), side="right") - 1
+        assert len(starts) == len(of_turns)
+        np.testing.assert_allclose(values.numpy()[generated(sample)], to_go[turn_of], rtol=1e-12)
+
+
+class Stuck:
+    """An environment that never begins."""
+
+    def reset(self, **columns: Any) -> None:
+        time.sleep(30)
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+
+class Unborn:
+    """An environment that cannot even be made."""
+
+    def __init__(self) -> None:
+        time.sleep(30)
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+
+@pytest.mark.parametrize(("environment", "call"), [("Stuck", "Stuck.reset"), ("Unborn", "Unborn")])
+def test_an_environment_that_never_begins_is_an_error(
+    roll_out: Callable[..., Any], environment: str, call: str
+) -> None:
+    _, group = roll_out(
+        f"{HERE}:one_answer", count=1, tools=[f"{HERE}:{environment}"], tool_parser="qwen25", limits={"tool_s": 0.2}
+    )
+    (sample,) = group.samples
+    assert (sample.state, sample.generated) == ("error", (False,))
+    assert "prompt 4, sample 0, turn 0: " in sample.error
+    assert f"{call} took longer than 0.2 s" in sample.error
 
 
 def test_a_group_of_episodes_past_its_limit_ends(roll_out: Callable[..., Any]) -> None:

@@ -37,6 +37,7 @@ def test_a_group_past_its_limit_counts_as_wrong_answers(tiny_run: TinyRun) -> No
     scorer = Scorer(settings.reward, 16)
     with Rollout(settings, HfConfig.read(tiny_run.model), tokenizer, scorer, 0, 1) as rollout:
         engine: Any = SimpleNamespace(client=RightEngine(), working=lambda: 1, lose=print, stop=lambda: None)
+        engine.has_restarted = lambda: False
         rollout.engine = engine
         prompts = [Prompt(number, "?", (number,), answer="7") for number in range(4)]
         groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, 0, dist.HashStore(), lambda: None)

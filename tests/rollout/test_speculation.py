@@ -1,6 +1,10 @@
 """Speculative decoding: what is refused, what SGLang is given, what is read of its replies."""
 
+import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,8 @@ from safetensors.torch import save_file
 from grpo_mp.config.sections import EngineConfig
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.rollout.client import EngineClient, EngineOutput
-from grpo_mp.rollout.engine_args import check_arguments, known_arguments
+from grpo_mp.rollout.client import Capabilities, EngineClient, EngineOutput
+from grpo_mp.rollout.engine_args import ENGINE_SITE, check_arguments, known_arguments
 from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
 from grpo_mp.rollout.worker import joined
 
@@ -89,3 +93,45 @@ def test_verify_steps_are_read_and_added_where_a_response_goes_on() -> None:
     assert (plain.verify_steps, drafted.verify_steps) == (0, 2)
     begun = EngineOutput((1,), (-1.0,), (0,), truncated=False, aborted=True, verify_steps=1)
     assert joined(begun, drafted).verify_steps == 3
+
+
+class RecordingClient(EngineClient):
+    """It keeps what it would send, and takes every request for answered."""
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        vars(self).setdefault("sent", {})[path] = body
+        return {"success": True}
+
+
+SELECT = """
+import json, sys
+from types import SimpleNamespace
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+manager = object.__new__(SchedulerWeightUpdaterManager)
+manager.tp_worker = SimpleNamespace(weight_update_runners=lambda: ["target"])
+manager.draft_worker = SimpleNamespace(weight_update_runners=lambda: ["draft"])
+print(json.dumps([manager._select_runners(selector) for selector in sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_sync_does_not_reach_the_layer_that_drafts() -> None:
+    """By SGLang's own choice of the models that a request is for: without a selector it would be for both."""
+
+    client: Any = RecordingClient(0, "http://127.0.0.1", {}, 10.0)
+    client._capabilities = Capabilities("0", weight_update_session=True, missing=())
+
+    async def sync() -> None:
+        await client.begin_weight_update()
+        await client.update_weights_from_tensor(["a"])
+        await client.end_weight_update(3)
+
+    asyncio.run(sync())
+    sent = client.sent
+    assert "selector" not in sent["/end_weight_update"]  # it is for those of the begin
+    selectors = [sent[path]["selector"] for path in ("/begin_weight_update", "/update_weights_from_tensor")]
+    environment = os.environ | {"PYTHONPATH": str(ENGINE_SITE)}
+    command = [sys.executable, "-c", SELECT, *selectors, "all"]
+    selected = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert json.loads(selected) == [["target"], ["target"], ["target", "draft"]]

@@ -42,6 +42,7 @@ def test_policy_and_engine_share_the_device_only_during_sync() -> None:
         assert not (residency.engine_cache and of_policy)
         assert residency.engine_weights or not residency.engine_cache
         assert residency.policy_weights or not residency.gradients
+        assert not residency.reward_model or names(residency) == {"reward_model"}
 
 
 def test_train_to_sync_to_generate_by_hand() -> None:
@@ -62,3 +63,16 @@ def test_train_to_sync_to_generate_by_hand() -> None:
         ("policy_weights", True),
     ]
     assert plan_moves(Phase.GENERATE.resident, Phase.EVAL.resident) == []
+
+
+def test_a_reward_model_is_there_between_engine_and_policy() -> None:
+    assert plan_moves(Phase.GENERATE.resident, Phase.SCORE.resident) == [
+        ("engine_weights", False),
+        ("engine_cache", False),
+        ("reward_model", True),
+    ]
+    assert plan_moves(Phase.SCORE.resident, Phase.LOGPROB.resident) == [
+        ("reward_model", False),
+        ("communicators", True),
+        ("policy_weights", True),
+    ]

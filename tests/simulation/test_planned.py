@@ -15,6 +15,7 @@ from grpo_mp.planner.plan import make_plan
 from grpo_mp.simulation.lengths import lognormal_lengths, read_lengths
 from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.planned import Assumptions, on_gpus, scenario_of, simulate_job
+from grpo_mp.simulation.recipes import ON_80_GB, simulate_recipe
 from grpo_mp.simulation.scenario import Schedule
 from tests.planner.jobs import job_of
 from tests.simulation.scenarios import RATES
@@ -77,7 +78,7 @@ def test_a_division_may_be_given() -> None:
 
 
 def test_speculation_verifies_more_tokens_in_a_step() -> None:
-    rates = RATES.speculating(draft_tokens=3, draft_share=0.1)
+    rates = RATES.speculating(verified=4, drafting=1.3)
     assert rates.decode_s(8, 0) == pytest.approx(
         1.3 * (RATES.decode_step_s + 4 * 8 * RATES.sequence_s + RATES.experts_s * (1 - RATES.unused_expert**32))
     )
@@ -106,3 +107,13 @@ def test_a_lognormal_has_its_mean_and_a_longer_tail_with_more_sigma() -> None:
     assert sum(narrow) / len(narrow) == pytest.approx(job.mean_response_tokens, rel=0.01)
     assert sum(wide) / len(wide) == pytest.approx(job.mean_response_tokens, rel=0.01)
     assert max(narrow) < max(wide) == job.settings.rollout.max_response_tokens
+
+
+def test_the_recipe_on_80_gb_reaches_nine_tenths_of_the_bound_at_its_own_staleness() -> None:
+    staleness = load_settings(CONFIGS / ON_80_GB.file).rollout.max_staleness
+    shares = {
+        outcome.scenario.max_staleness: outcome.scenario.bound_s / outcome.step_s
+        for outcome in simulate_recipe(ON_80_GB)
+    }
+    assert shares[0] < 0.85
+    assert shares[staleness] > 0.9

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from grpo_mp.algorithms.curriculum import Curriculum
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.background import EventLoopThread
 from grpo_mp.checkpoint.run_state import TrainState
-from grpo_mp.config.sections import RolloutConfig
+from grpo_mp.config.sections import EngineConfig, RolloutConfig
 from grpo_mp.data.prompt_queue import PromptQueue
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
 from grpo_mp.errors import EngineError, UserError
 from grpo_mp.rewards.scorer import RewardStats
-from grpo_mp.rollout.saved_groups import load_groups
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import EndedGroup, LaunchedGroups, RolloutTask, RolloutWorker, give_back, pause_running
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
@@ -45,6 +45,9 @@ class FakeScorer:
 
     def take_stats(self) -> RewardStats:
         return RewardStats()
+
+    def with_own_stats(self) -> "FakeScorer":
+        return self
 
 
 class FakeTokenizer:
@@ -88,10 +91,18 @@ class OneRankRollout:
     loop: EventLoopThread = field(default_factory=lambda: EventLoopThread("engines"))
     routing: None = None
     group_timeout_s: float = 60.0
+    scored: set[int] = field(default_factory=set)
 
     @property
     def host_ranks(self) -> tuple[int, ...]:
         return tuple(range(len(self.engines)))
+
+    def score(self, groups: Sequence[SampleGroup], step: int) -> Sequence[SampleGroup]:
+        """No group is asked about twice: carried ones are scored when a step takes them."""
+        ids = [group.samples[0].group_id for group in groups if group.finished and group.samples]
+        assert not self.scored & set(ids)
+        self.scored.update(ids)
+        return groups
 
     def pause(self, launched: LaunchedGroups) -> dict[int, EndedGroup]:
         everywhere: Any = SimpleNamespace(abort_all=self._abort_all)
@@ -132,27 +143,20 @@ class OneRankRollout:
         return self.loop.submit(run_all())
 
 
-@pytest.fixture(scope="module")
-def parallel() -> Iterator[Any]:
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield SimpleNamespace(group=dist.group.WORLD)
-    dist.destroy_process_group()
-
-
 def lengths_differ(samples: Sequence[SampleInfo]) -> bool:
     return len({sample.response_tokens % 2 for sample in samples}) > 1
 
 
 def collector(
-    parallel: Any,
+    one_rank_job: Any,
     engines: list[FakeEngine],
     slots: int,
     filter_: dict[str, Any],
     schedule: str = "colocated",
     steps: int = 100,
-    folder: Path = Path("/nowhere"),
-    curriculum: bool = False,
+    folder: Path | None = None,
+    solved_streak: int = 0,
+    curriculum: Curriculum | None = None,
     **rollout: Any,
 ) -> Any:
     config = RolloutConfig.model_validate(
@@ -160,15 +164,21 @@ def collector(
     )
     prompts = PromptSet("test", tuple(Prompt(i, str(i), (i,)) for i in range(PROMPTS)), 0)
     phases: Any = SimpleNamespace(phase=lambda *_: nullcontext())
-    algorithm = AlgorithmConfig.model_validate({"filter": filter_, "curriculum": {"solved_streak": int(curriculum)}})
-    job: Any = SimpleNamespace(group=parallel.group)
+    algorithm = AlgorithmConfig.model_validate({"filter": filter_, "curriculum": {"solved_streak": solved_streak}})
+    job: Any = SimpleNamespace(group=one_rank_job.group)
     job.store, job.rank, job.world_size, job.engine_ranks = dist.HashStore(), 0, 1, 0  # streams' names are new in each
     settings: Any = SimpleNamespace(rollout=config, algorithm=algorithm, shares_devices=schedule == "colocated")
-    settings.data, settings.run = SimpleNamespace(shuffle=False), SimpleNamespace(seed=0, steps=steps, folder=folder)
+    settings.data, settings.run = (
+        SimpleNamespace(shuffle=False),
+        SimpleNamespace(seed=0, steps=steps, folder=folder or one_rank_job.new_folder()),
+    )
+    settings.engine, settings.optimizer_steps_per_step = EngineConfig(), 1
+    settings.steps_ahead = config.max_staleness - (schedule != "colocated")
+    settings.updates_running_groups = schedule == "async" and config.tokens_ahead is None
     rollouts: Any = OneRankRollout(engines, slots)
     scorer: Any = FakeScorer()
     recovery: Any = SimpleNamespace(run=lambda: None, begin_step=lambda: None, end_generation=lambda: None)
-    return RolloutCollector(settings, prompts, rollouts, scorer, job, phases, lengths_differ, recovery)
+    return RolloutCollector(settings, prompts, rollouts, scorer, job, phases, lengths_differ, recovery, curriculum)
 
 
 def run_steps(collect: RolloutCollector, engines: list[FakeEngine], steps: int) -> list[RolloutBatch]:
@@ -199,9 +209,9 @@ def kept(prompt: int) -> bool:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
-def test_steps_train_on_the_prompts_in_their_order_whoever_is_faster(parallel: Any, max_staleness: int) -> None:
+def test_steps_train_on_the_prompts_in_their_order_whoever_is_faster(one_rank_job: Any, max_staleness: int) -> None:
     engines = [FakeEngine(0, 1e-4), FakeEngine(1, 3e-4)]
-    collect = collector(parallel, engines, 12, {"zero_std": "refill"}, max_staleness=max_staleness)
+    collect = collector(one_rank_job, engines, 12, {"zero_std": "refill"}, max_staleness=max_staleness)
     batches = run_steps(collect, engines, 8)
     trained = [[group.prompt.index for group in batch.groups] for batch in batches]
     expected = [prompt for prompt in range(PROMPTS) if kept(prompt)][: 8 * len(batches)]
@@ -218,9 +228,9 @@ def test_steps_train_on_the_prompts_in_their_order_whoever_is_faster(parallel: A
     assert bool(mixed) == bool(max_staleness)
 
 
-def test_nothing_that_was_generated_is_lost(parallel: Any) -> None:
+def test_nothing_that_was_generated_is_lost(one_rank_job: Any) -> None:
     engines = [FakeEngine(), FakeEngine(1)]
-    collect = collector(parallel, engines, 12, {}, max_staleness=1)
+    collect = collector(one_rank_job, engines, 12, {}, max_staleness=1)
     batches = run_steps(collect, engines, 6)
     trained = sum(info.response_tokens for batch in batches for info in batch.launched)
     carried = sum(
@@ -233,18 +243,18 @@ def test_nothing_that_was_generated_is_lost(parallel: Any) -> None:
     assert all(batch.dropped.total() == 0 for batch in batches)
 
 
-def test_slots_are_filled_with_later_groups_while_the_last_ones_run(parallel: Any) -> None:
+def test_slots_are_filled_with_later_groups_while_the_last_ones_run(one_rank_job: Any) -> None:
     engines = [FakeEngine()]
-    run_steps(collector(parallel, engines, 16, {}, max_staleness=1), engines, 3)
+    run_steps(collector(one_rank_job, engines, 16, {}, max_staleness=1), engines, 3)
     assert engines[0].most_running > 8 * GROUP
 
 
 @pytest.mark.parametrize("slots", [1, 5, 16, 64])
 @pytest.mark.parametrize("zero_std", ["keep", "refill"])
-def test_first_to_finish_drops_the_rest(slots: int, zero_std: str, parallel: Any) -> None:
+def test_first_to_finish_drops_the_rest(slots: int, zero_std: str, one_rank_job: Any) -> None:
     engines = [FakeEngine()]
     filter_ = {"select_by": "finish", "oversample_factor": 2.0, "zero_std": zero_std}
-    batches = run_steps(collector(parallel, engines, slots, filter_), engines, 3)
+    batches = run_steps(collector(one_rank_job, engines, slots, filter_), engines, 3)
     for batch in batches:
         assert len(batch.groups) == 8
         check_samples(batch)
@@ -255,23 +265,23 @@ def test_first_to_finish_drops_the_rest(slots: int, zero_std: str, parallel: Any
         assert all(batch.length_bias < 1.05 for batch in batches)
 
 
-def test_data_that_cannot_fill_a_step_is_an_error(parallel: Any) -> None:
-    collect = collector(parallel, [FakeEngine()], 16, {"zero_std": "refill", "max_launch_factor": 1}, group_size=1)
+def test_data_that_cannot_fill_a_step_is_an_error(one_rank_job: Any) -> None:
+    collect = collector(one_rank_job, [FakeEngine()], 16, {"zero_std": "refill", "max_launch_factor": 1}, group_size=1)
     with pytest.raises(UserError, match=r"step 1: of 8 groups only 0 pass algorithm\.filter\.metric=reward, 8 are"):
         collect.collect(TrainState(), 1)
 
 
-def test_error_of_an_engine_ends_the_step(parallel: Any) -> None:
+def test_error_of_an_engine_ends_the_step(one_rank_job: Any) -> None:
     class BrokenEngine(FakeEngine):
         async def generate(self, *_: Any, **__: Any) -> Any:
             raise UserError("engine 0: gone")
 
     with pytest.raises(UserError, match="engine 0: gone"):
-        collector(parallel, [BrokenEngine()], 4, {}).collect(TrainState(), 1)
+        collector(one_rank_job, [BrokenEngine()], 4, {}).collect(TrainState(), 1)
 
 
-def test_a_rank_does_not_wait_for_groups_of_one_that_failed(parallel: Any) -> None:
-    collect = collector(parallel, [FakeEngine(token_s=0.05)], 1, {})
+def test_a_rank_does_not_wait_for_groups_of_one_that_failed(one_rank_job: Any) -> None:
+    collect = collector(one_rank_job, [FakeEngine(token_s=0.05)], 1, {})
     assert is_first_failure(collect.job.store, FAILURE)
     with pytest.raises(UserError, match="another rank failed"):
         collect.collect(TrainState(), 1)
@@ -280,10 +290,10 @@ def test_a_rank_does_not_wait_for_groups_of_one_that_failed(parallel: Any) -> No
 @pytest.mark.parametrize("filter_", [{}, {"zero_std": "refill"}], ids=["keep", "refill"])
 @pytest.mark.parametrize(("schedule", "max_staleness"), [("colocated", 0), ("colocated", 1), ("async", 1)])
 def test_a_group_past_its_limit_is_replaced_by_the_next_prompt(
-    parallel: Any, schedule: str, max_staleness: int, filter_: dict[str, Any]
+    one_rank_job: Any, schedule: str, max_staleness: int, filter_: dict[str, Any]
 ) -> None:
     engines: list[Any] = [StuckEngine(0), StuckEngine(1)]
-    collect = collector(parallel, engines, 12, filter_, schedule=schedule, max_staleness=max_staleness)
+    collect = collector(one_rank_job, engines, 12, filter_, schedule=schedule, max_staleness=max_staleness)
     batches = run_steps(collect, engines, 3)
     trained = [group.prompt.index for batch in batches for group in batch.groups]
     expected = [prompt for prompt in range(PROMPTS) if prompt % 10 != 3 and (kept(prompt) or not filter_)]
@@ -294,8 +304,8 @@ def test_a_group_past_its_limit_is_replaced_by_the_next_prompt(
         check_samples(batch)
 
 
-def test_a_step_all_of_whose_groups_take_too_long_says_so(parallel: Any) -> None:
-    collect = collector(parallel, [FakeEngine(token_s=10.0)], 40, {})
+def test_a_step_all_of_whose_groups_take_too_long_says_so(one_rank_job: Any) -> None:
+    collect = collector(one_rank_job, [FakeEngine(token_s=10.0)], 40, {})
     collect.rollout.group_timeout_s = 0.1
     with pytest.raises(
         UserError, match=r"^step 1: 16 groups took longer than rollout\.group_timeout_s=600 s: raise it$"
@@ -303,12 +313,12 @@ def test_a_step_all_of_whose_groups_take_too_long_says_so(parallel: Any) -> None
         collect.collect(TrainState(), 1)
 
 
-def test_the_engine_of_a_group_past_its_limit_is_lost_if_it_is_not_well(parallel: Any) -> None:
+def test_the_engine_of_a_group_past_its_limit_is_lost_if_it_is_not_well(one_rank_job: Any) -> None:
     class HungEngine(StuckEngine):
         async def check_health(self) -> None:
             raise EngineError("engine 0: hangs")
 
-    collect = collector(parallel, [HungEngine()], 12, {})
+    collect = collector(one_rank_job, [HungEngine()], 12, {})
     with pytest.raises(EngineError, match="engine 0: hangs"):
         collect.collect(TrainState(), 1)
 
@@ -316,13 +326,13 @@ def test_the_engine_of_a_group_past_its_limit_is_lost_if_it_is_not_well(parallel
 @pytest.mark.parametrize(("schedule", "max_staleness"), [("one_step_off", 1), ("async", 1), ("async", 3)])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_engines_of_their_own_generate_is_neither_lost_nor_older_than_allowed(
-    parallel: Any, schedule: str, max_staleness: int, seed: int
+    one_rank_job: Any, schedule: str, max_staleness: int, seed: int
 ) -> None:
     """Engines of random speeds generate ahead, and take new weights after random delays."""
     random, steps = Random(f"{schedule}/{max_staleness}/{seed}"), 12
     engines = [FakeEngine(index, random.uniform(5e-5, 5e-4)) for index in range(2)]
     collect = collector(
-        parallel, engines, 8, {"zero_std": "refill"}, schedule=schedule, steps=steps, max_staleness=max_staleness
+        one_rank_job, engines, 8, {"zero_std": "refill"}, schedule=schedule, steps=steps, max_staleness=max_staleness
     )
     state, trained = TrainState(), []
     for step in range(1, steps + 1):
@@ -344,12 +354,56 @@ def test_what_engines_of_their_own_generate_is_neither_lost_nor_older_than_allow
     assert trained == in_order[: len(trained)]
 
 
-def test_which_prompts_are_skipped_does_not_depend_on_who_was_faster(parallel: Any) -> None:
-    """Every third prompt is solved at once, and left out of the next epoch."""
+@pytest.mark.parametrize(
+    ("schedule", "max_staleness"), [("colocated", 1), ("colocated", 3), ("async", 2), ("async", 4)]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_with_a_budget_of_tokens_the_clock_decides_nothing(
+    one_rank_job: Any, schedule: str, max_staleness: int, seed: int
+) -> None:
+    """The weights of every token are those that the rule says, whatever the speeds of engines and trainer."""
+    random, steps, budget, colocated = Random(seed), 7, 9, schedule == "colocated"
+    engines = [FakeEngine(index, random.uniform(5e-5, 5e-4)) for index in range(2)]
+    ahead = {"max_staleness": max_staleness, "tokens_ahead": budget}
+    collect = collector(one_rank_job, engines, 8, {}, schedule=schedule, steps=steps, **ahead)
+    begun = max_staleness - (not colocated)  # steps before its own
+    assert collect.settings.steps_ahead == begun
+
+    def version_of(place: int, step: int) -> int:
+        """Of a token that is trained on in a step: those up to the budget, the last of which is drawn again."""
+        of_step = (t for t in range(max(1, step - begun), step) if place < budget * (begun - (step - t) + 1) - 1)
+        return max(0, next(of_step, step) - (1 if colocated else 2))
+
+    state, carried, mixed = TrainState(), [], 0
+    for step in range(1, steps + 1):
+        batch = collect.collect(state, step)
+        check_samples(batch)
+        assert [group.prompt.index for group in batch.groups] == list(range(8 * (step - 1), 8 * step))
+        for one in (sample for group in batch.groups for sample in group.samples):
+            assert one.weight_versions == tuple(version_of(place, step) for place in range(len(one.tokens)))
+            mixed += len(set(one.weight_versions)) > 1
+        carried.append(batch.carried)
+        state = replace(batch.state, step=step)
+        time.sleep(random.uniform(0, 0.03))  # the policy is updated
+        collect.finish_generation()
+        for engine in engines:
+            engine.version = step
+        collect.synced_step = step
+    assert carried == [8 * min(begun, steps - step) for step in range(1, steps + 1)]
+    assert mixed > 20
+
+
+def third_rests(samples: Sequence[SampleInfo], step: int) -> dict[int, int]:
+    return {sample.prompt: step + 50 for sample in samples if sample.prompt % 3 == 0}
+
+
+@pytest.mark.parametrize("rule", [{"solved_streak": 1}, {"curriculum": third_rests}], ids=["solved", "own"])
+def test_which_prompts_are_skipped_does_not_depend_on_who_was_faster(one_rank_job: Any, rule: dict[str, Any]) -> None:
+    """Every third prompt is solved at once, or named by a function, and left out of the next epoch."""
 
     def trained(token_s: float, pause_s: float) -> list[int]:
         engine = FakeEngine(token_s=token_s)
-        collect = collector(parallel, [engine], 12, {}, schedule="async", max_staleness=2, curriculum=True)
+        collect = collector(one_rank_job, [engine], 12, {}, schedule="async", max_staleness=2, **rule)
         collect._queue = PromptQueue(40, shuffle=False)
         state, prompts = TrainState(), list[int]()
         for step in range(1, 11):
@@ -365,53 +419,19 @@ def test_which_prompts_are_skipped_does_not_depend_on_who_was_faster(parallel: A
     assert len(set(slow[40:])) < len(set(slow[:40]))
 
 
-@pytest.mark.parametrize("collected", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
-    ("schedule", "max_staleness"), [("colocated", 0), ("colocated", 2), ("one_step_off", 1), ("async", 2)]
+    ("schedule", "max_staleness", "tokens_ahead"),
+    [("colocated", 0, None), ("colocated", 2, None), ("colocated", 2, 20), ("async", 2, None), ("async", 2, 20)],
 )
-def test_a_stopped_job_goes_on_with_what_it_had_begun(
-    parallel: Any, tmp_path: Path, schedule: str, max_staleness: int, collected: bool
-) -> None:
-    """It is stopped several times, before or after a step's groups are collected, which the next job repeats."""
-    engine, state, trained, tokens = FakeEngine(token_s=5e-4), TrainState(), list[int](), 0
-    for job in range(4):
-        collect = collector(
-            *(parallel, [engine], 12, {"zero_std": "refill"}),
-            schedule=schedule,
-            folder=tmp_path,
-            max_staleness=max_staleness,
-        )
-        collect.synced_step = state.step
-        for step in range(2 * job + 1, 2 * job + 3):
-            batch = collect.collect(state, step)
-            check_samples(batch)
-            assert step - 1 - min(info.oldest_version for info in batch.infos) <= max_staleness
-            trained += [group.prompt.index for group in batch.groups]
-            tokens += sum(info.response_tokens for info in batch.launched)
-            state = replace(batch.state, step=step)
-            if schedule == "one_step_off":
-                collect.finish_generation()
-            engine.version = collect.synced_step = step
-        if collected:
-            collect.collect(state, 2 * job + 3)
-        collect.stop(state)
-    assert trained == [prompt for prompt in range(PROMPTS) if kept(prompt)][: len(trained)]
-    assert len(trained) == 8 * 8
-    saved = load_groups(tmp_path.glob("rollouts/step_000008/*"), collect.prompts)
-    assert tokens + sum(len(output.tokens) for group in saved.values() for output in group.outputs) == engine.generated
-
-
-@pytest.mark.parametrize(("schedule", "max_staleness"), [("colocated", 0), ("colocated", 2), ("async", 2)])
 @pytest.mark.parametrize("seed", range(6))
 def test_groups_of_lost_engines_are_generated_once_by_others(
-    parallel: Any, schedule: str, max_staleness: int, seed: int
+    one_rank_job: Any, schedule: str, max_staleness: int, tokens_ahead: int | None, seed: int
 ) -> None:
     """Engines are lost at random moments, one or both at a time; one comes back at any later step, both at once."""
     random, steps = Random(f"{schedule}/{max_staleness}/{seed}"), 8
     engines: list[Any] = [MortalEngine(index, random.uniform(5e-5, 3e-4)) for index in range(2)]
-    collect = collector(
-        parallel, engines, 6, {"zero_std": "refill"}, schedule=schedule, steps=steps, max_staleness=max_staleness
-    )
+    ahead = {"max_staleness": max_staleness, "tokens_ahead": tokens_ahead}
+    collect = collector(one_rank_job, engines, 6, {"zero_std": "refill"}, schedule=schedule, steps=steps, **ahead)
     lost = 0
 
     def revive() -> None:
@@ -432,6 +452,8 @@ def test_groups_of_lost_engines_are_generated_once_by_others(
         assert step - 1 - oldest <= max_staleness
         trained += [group.prompt.index for group in batch.groups]
         state = replace(batch.state, step=step)
+        if not collect.settings.updates_running_groups:
+            collect.finish_generation()
         for engine in engines:
             engine.version = step
         collect.synced_step = step

@@ -2,13 +2,15 @@
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from grpo_mp.errors import UserError
+from grpo_mp.errors import DiskError, UserError
 from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.trainer import exit
 from grpo_mp.trainer.exit import PeerFailedError, exit_on_error, ignore_more_interrupts, report_error_once
@@ -46,6 +48,19 @@ def test_a_rank_that_lost_its_peers_names_only_its_phase(store: dist.Store, tmp_
         assert str(raised.value) == "rank 1 in TRAIN: another rank failed; see its error"
     with pytest.raises(UserError), report_error_once(0, store):  # no rank has reported yet
         raise UserError("the cause")
+
+
+def test_a_full_disk_is_a_sentence(store: dist.Store, tmp_path: Path) -> None:
+    with (
+        Watchdog(1, tmp_path) as watchdog,
+        pytest.raises(DiskError, match=r"^rank 1 in SAVE: No space left on device: make room"),
+        report_error_once(1, store),
+        watchdog.phase("SAVE", 60.0),
+        open("/dev/full", "w") as file,
+    ):
+        file.write("metrics")
+    with pytest.raises(FileNotFoundError), report_error_once(1, store):
+        open(tmp_path / "missing").close()
 
 
 def test_an_unexpected_error_is_not_changed(store: dist.Store) -> None:
@@ -86,10 +101,25 @@ def test_a_lost_peer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert (raised.value.code, capsys.readouterr().err) == (1, "rank 1: another rank failed; see its error\n")
 
 
+def interrupt(amid_cleanup: bool) -> None:
+    try:
+        raise KeyboardInterrupt
+    finally:
+        if amid_cleanup:
+            raise RuntimeError("trying to pop from empty mode stack")
+
+
+@pytest.mark.parametrize("amid_cleanup", [False, True])
 @pytest.mark.parametrize(("rank", "message"), [("0", "rank 0 in SYNC: stopped by Ctrl-C\n"), ("1", "")])
 def test_ctrl_c_is_reported_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, rank: str, message: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    rank: str,
+    message: str,
+    amid_cleanup: bool,
 ) -> None:
+    """Torch's modes fail where it comes while they are changed, and Megatron raises that again."""
     monkeypatch.setenv("RANK", rank)
     with (
         Watchdog(int(rank), tmp_path) as watchdog,
@@ -97,7 +127,7 @@ def test_ctrl_c_is_reported_once(
         exit_on_error(),
         watchdog.phase("SYNC", 60.0),
     ):
-        raise KeyboardInterrupt
+        interrupt(amid_cleanup)
     assert (raised.value.code, capsys.readouterr().err) == (130, message)
 
 
@@ -133,3 +163,13 @@ def test_torchrun_shows_the_message_as_the_root_cause(
     summary = ChildFailedError("train", {0: unreported, 1: reported}).format_msg()
     assert f"traceback : {message}\n" in summary.partition("Root Cause")[2]
     assert json.loads(file.read_text())["message"]["message"] == message
+
+
+def test_a_thread_that_waits_for_a_peer_does_not_abort_the_rank_that_failed() -> None:
+    """Rank 0's status is that of its error, not of C++'s abort()."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += ["-m", "tests.trainer.end_amid_receive"]
+    process = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100)
+    assert process.stderr.count("error: the mistake\n") == 2  # the rank's and torchrun's own
+    assert "terminate called" not in process.stderr
+    assert "SIGABRT" not in process.stderr

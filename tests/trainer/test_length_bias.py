@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from random import Random
 from statistics import fmean
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from grpo_mp.rollout.request_limits import RequestLimits
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
-from grpo_mp.types import Prompt, SampleInfo
+from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 from tests.trainer.test_collect import FakeScorer, FakeTokenizer, collector
 
 PROMPTS, STEPS, NEEDED, GROUP, SLOTS = 6000, 25, 64, 8, 64
@@ -30,7 +31,7 @@ SHORTEST, LONGEST, TRAIN_S = 16, 512, 0.8
 BOUND = 0.01
 
 
-class _Jumping(selectors.SelectSelector):
+class _Jumping(selectors.EpollSelector):
     """Waits for nothing: the clock jumps to the next timer."""
 
     now = 0.0
@@ -129,6 +130,9 @@ class VirtualRollout:
     routing: None = None
     host_ranks = (0, 1)
 
+    def score(self, groups: list[SampleGroup], step: int) -> list[SampleGroup]:
+        return groups
+
     def begin(self, task: RolloutTask, stream: GroupStream) -> _Running:
         return _Running(self.loop, self.loop.create_task(self._run(task, stream)))
 
@@ -142,14 +146,14 @@ class VirtualRollout:
 
 
 def train(
-    group: dist.ProcessGroup, schedule: str, filter_: dict[str, Any], staleness: int
+    group: dist.ProcessGroup, folder: Path, schedule: str, filter_: dict[str, Any], staleness: int
 ) -> tuple[list[RolloutBatch], set[int]]:
     """Collect the steps of a run; return them and the prompts that engines began."""
     loop, delays = VirtualTimeLoop(), Random(0)
     engines = (SeededEngine(0.002, delays), SeededEngine(0.003, delays))
     sizes = {"prompts_per_step": NEEDED, "group_size": GROUP, "max_response_tokens": LONGEST}
     job = SimpleNamespace(group=group)
-    stub = collector(job, [], SLOTS, filter_, schedule, STEPS, max_staleness=staleness, **sizes)
+    stub = collector(job, [], SLOTS, filter_, schedule, STEPS, folder, max_staleness=staleness, **sizes)
     prompts = PromptSet("test", tuple(Prompt(i, str(i), (i,)) for i in range(PROMPTS)), 0)
     rollout: Any = VirtualRollout(engines, loop)
     collect: RolloutCollector = replace(stub, prompts=prompts, rollout=rollout, group_filter=filter_half)
@@ -179,9 +183,11 @@ def ks_distance(one: Sequence[int], other: Sequence[int]) -> float:
 
 
 @pytest.mark.parametrize(("schedule", "staleness"), [("colocated", 1), ("one_step_off", 1), ("async", 4)])
-def test_trained_lengths_are_launched_lengths(one_rank_group: dist.ProcessGroup, schedule: str, staleness: int) -> None:
+def test_trained_lengths_are_launched_lengths(
+    one_rank_group: dist.ProcessGroup, tmp_path: Path, schedule: str, staleness: int
+) -> None:
     """The filter, which no length decides, drops half; its groups are compared, too, without those that it drops."""
-    batches, launched = train(one_rank_group, schedule, {"zero_std": "refill"}, staleness)
+    batches, launched = train(one_rank_group, tmp_path, schedule, {"zero_std": "refill"}, staleness)
     trained = [info.response_tokens for batch in batches for info in batch.infos]
     assert len(trained) == STEPS * NEEDED * GROUP > 10_000
     assert ks_distance(trained, lengths_of(launched)) < BOUND
@@ -189,10 +195,10 @@ def test_trained_lengths_are_launched_lengths(one_rank_group: dist.ProcessGroup,
     assert fmean(batch.length_bias for batch in batches) == pytest.approx(1, abs=0.02)
 
 
-def test_who_finishes_first_is_short(one_rank_group: dist.ProcessGroup) -> None:
+def test_who_finishes_first_is_short(one_rank_group: dist.ProcessGroup, tmp_path: Path) -> None:
     """What the bound above forbids: with as many again launched, the long ones are broken off."""
     rule = {"select_by": "finish", "oversample_factor": 2.0}
-    batches, launched = train(one_rank_group, "colocated", rule, 0)
+    batches, launched = train(one_rank_group, tmp_path, "colocated", rule, 0)
     trained = [info.response_tokens for batch in batches for info in batch.infos]
     assert ks_distance(trained, lengths_of(launched)) > 5 * BOUND
     assert fmean(batch.length_bias for batch in batches) < 0.98

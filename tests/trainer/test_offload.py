@@ -15,7 +15,7 @@ from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.trainer.offload import offload_functions
 from tests.policy.test_checkpoint import make_policy
 
-NO_ENGINE = cast(Rollout, SimpleNamespace(client=None, losing_engine=nullcontext))
+NO_ENGINE = cast(Rollout, SimpleNamespace(client=None, losing_engine=nullcontext, reward_servers=None))
 
 
 def test_every_part_has_a_function_and_parts_that_stay_are_left_alone(

@@ -111,6 +111,11 @@ def write_index(model: Path, file: str) -> None:
         ),
         ("rollout.max_response_tokens=4000", "= 4064, but the model has only 1024 positions"),
         (
+            "monitor.guards={train/entropi: {min: 0.1}}",
+            "metric 'train/entropi' is not in grpo_mp.monitor.metrics.TABLE (did you mean train/entropy?)",
+        ),
+        ("monitor.guards={reward/mean: {steps: 3}}", "set one of min, max and max_drop"),
+        (
             "data.eval.arithmetic.max_response_tokens=4000",
             "rollout.max_prompt_tokens + data.eval.arithmetic.max_response_tokens = 4064, but the model has only 1024",
         ),
@@ -238,7 +243,7 @@ def test_an_index_that_names_an_absent_file(refuse: Refuse, model: Path) -> None
 
 def test_an_index_that_is_cut_short(refuse: Refuse, model: Path) -> None:
     (model / "model.safetensors.index.json").write_text('{"weight_map": {')
-    assert "is not an index of safetensors files" in refuse(f"model.path={model}")
+    assert "model.safetensors.index.json: not valid JSON" in refuse(f"model.path={model}")
 
 
 def test_missing_tensors(refuse: Refuse, model: Path) -> None:
@@ -479,15 +484,16 @@ def test_a_port_that_is_taken(
         port = other.getsockname()[1]
         place = {
             "RANK": "0",
-            "WORLD_SIZE": "1",
+            "WORLD_SIZE": "2",
             "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
         for name, value in place.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(SystemExit) as raised:
-            main([str(tiny_run.config), f"run.folder={tmp_path / 'run'}", "layout.expert=1"])
+            main([str(tiny_run.config), f"run.folder={tmp_path / 'run'}", "layout.expert=2"])
     assert raised.value.code == 2
     assert f"error: MASTER_PORT={port} of 127.0.0.1 is taken" in capfd.readouterr().err
     assert not (tmp_path / "run").exists()

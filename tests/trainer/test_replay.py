@@ -18,6 +18,7 @@ from grpo_mp.data.cursor import Cursor
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import RewardStats
+from grpo_mp.rollout.dump import checksum_file
 from grpo_mp.train import main
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.replay import (
@@ -32,7 +33,7 @@ from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 
 STATE = TrainState(1, cursor=Cursor(1, 2, 3, (4, 5)), groups_launched=8, solved_streak={3: 1}, skipped_until={4: 9})
-STATS = RewardStats(Counter(a=1), {"a": "why"}, sums={"most": float("inf")}, counts=Counter(most=2))
+STATS = RewardStats(Counter(a=1), {"a": "why"}, values={"most": [float("inf")]})
 
 
 @pytest.fixture
@@ -83,7 +84,8 @@ def test_one_rank_reads_what_two_wrote(
     assert [info.group_id for info in batch.infos] == [20, 21]
     assert batch.state == replace(STATE, step=1, optimizer_step=7)
     assert (batch.dropped, batch.reward_stats) == (Counter(surplus=1), STATS)
-    shutil.copy(step_file(folder, 1, 1), step_file(folder, 2, 1))  # while the replay runs
+    for name in (Path, checksum_file):  # while the replay runs
+        shutil.copy(name(step_file(folder, 1, 1)), name(step_file(folder, 2, 1)))
     with pytest.raises(UserError, match="lengths or rewards are not those that were written"):
         collector.collect(TrainState(step=1), 2)
 
@@ -128,9 +130,10 @@ def test_experts_that_were_not_written_cannot_be_replayed(folder: Path, settings
 def test_the_command_refuses_before_anything_starts(
     folder: Path, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With the model and layout of two ranks, and without engines or data; then the same with one step too many."""
+    """With the model and layout of two ranks, without engines, data, reward functions; then with a step too many."""
     run = tmp_path / "run"
-    start = [str(tiny_run.config), f"run.folder={run}", "data.train=nowhere.jsonl", "--dry-run", "--ranks", "2"]
+    gone = ["data.train=nowhere.jsonl", "reward.functions={'nowhere.py:gone': 0.5}"]
+    start = [str(tiny_run.config), f"run.folder={run}", *gone, "--dry-run", "--ranks", "2"]
     main([*start, "run.steps=2", "--replay", str(folder)])
     out, _ = capfd.readouterr()
     assert f"rollouts: those of {folder}\n" in out

@@ -13,7 +13,7 @@ from grpo_mp.checkpoint.chunk_files import ChunkWriter, WrittenChunks
 from grpo_mp.checkpoint.run_state import MANIFEST, TrainState, checkpoint_folder, latest_checkpoint, read_manifest
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.errors import PhaseTimeout, UserError
+from grpo_mp.errors import DiskError, PhaseTimeout
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
 from grpo_mp.trainer.context import build_policy
@@ -122,7 +122,7 @@ def fail(*_: Any) -> WrittenChunks:
     raise OSError(28, "No space left on device")
 
 
-def test_an_error_in_the_background_ends_the_run_and_leaves_the_former_checkpoint(
+def test_errors_in_the_background_end_the_run_at_last_and_leave_the_former_checkpoint(
     tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
     trainer = make_trainer(tiny_run, parallel, tmp_path)
@@ -134,8 +134,12 @@ def test_an_error_in_the_background_ends_the_run_and_leaves_the_former_checkpoin
         saver.save(TrainState(step=2))  # weights are written
         monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", fail)
         gate.opened.set()
-        with pytest.raises(UserError, match=r"step_000002: the checkpoint cannot be written \(rank 0\): .*No space"):
-            saver.finish()
+        for step in (3, 4):
+            saver.save(TrainState(step=step))  # run.max_failed_saves is 3
+        saver.finish()
+        with pytest.raises(DiskError, match=r"step_000005 cannot be written \(rank 0\): .*No space .*; make room"):
+            saver.save(TrainState(step=5))
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
     assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 1)
 
 

@@ -81,6 +81,7 @@ def make_samples(random: np.random.Generator, vocabulary: int, model: Path) -> l
                 truncated=number in (2, 9),
                 reward=float(random.integers(0, 3)),
                 generated=tuple(is_generated.tolist()) if number % 3 == 1 else (),
+                state={4: "error", 7: "timeout"}.get(number),
             )
         )
     return samples
@@ -116,6 +117,10 @@ def mask(sample: Sample) -> NDArray[np.bool_]:
     return np.array(sample.generated or (True,) * len(sample.tokens))
 
 
+def in_loss(sample: Sample) -> bool:
+    return not (sample.truncated or sample.state)
+
+
 def advantages(samples: Sequence[Sample]) -> Values:
     """(r - mean) / (std + 1e-4) in the group, with the sample's standard deviation as TRL takes it."""
     rewards = np.array([sample.reward for sample in samples]).reshape(GROUPS, SIZE)
@@ -135,13 +140,14 @@ def expected(
 ) -> dict[str, float]:
     """One update of GRPO with a clip and a KL loss, whose reference is the first policy.
 
-    Truncated samples are masked and count in the denominator, as in TRL with mask_truncated_completions.
+    Truncated samples and failed episodes are masked and count in the denominator, as in TRL with
+    mask_truncated_completions.
     """
     losses, penalties = [], []
     for sample, gain, (new, _), (old, _) in zip(samples, gains, now, first, strict=True):
-        ratio, in_loss = np.exp(new - old), not sample.truncated
-        losses.append(-np.minimum(ratio * gain, np.clip(ratio, 1 - LOW, 1 + HIGH) * gain).mean() * in_loss)
-        penalties.append(k3(old - new).mean() * in_loss)
+        ratio, counts = np.exp(new - old), in_loss(sample)
+        losses.append(-np.minimum(ratio * gain, np.clip(ratio, 1 - LOW, 1 + HIGH) * gain).mean() * counts)
+        penalties.append(k3(old - new).mean() * counts)
     new, old, entropy, engine, gain = (
         np.concatenate(values)
         for values in (
@@ -184,7 +190,7 @@ def grad_norm(folder: Path, samples: Sequence[Sample], gains: Values) -> float:
     """Of the first update, where the ratio is 1 and the KL has no gradient."""
     model = load(folder)
     for sample, gain in zip(samples, gains, strict=True):
-        if not sample.truncated:
+        if in_loss(sample):
             log_distribution = distribution(model, sample.prompt_tokens, sample.tokens)
             chosen = log_distribution.gather(1, torch.tensor(sample.tokens)[:, None])
             (-float(gain) / len(samples) * chosen[mask(sample)].mean()).backward()
@@ -218,7 +224,7 @@ def test_every_training_metric_of_a_step(make_step: Callable[..., Step], tiny_ru
         "train/updates": 2,
         "train/skipped_updates": 0,
         "train/early_stopped_updates": 0,
-        "train/tokens": sum(int(mask(sample).sum()) for sample in step.samples if not sample.truncated),
+        "train/tokens": sum(int(mask(sample).sum()) for sample in step.samples if in_loss(sample)),
         "train/padding_ratio": 0.0,
     }
     metrics = update_metrics(reports, step.batch, planned=len(step.batch.plan))

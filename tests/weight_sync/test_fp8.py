@@ -1,6 +1,7 @@
 """An engine in blockwise FP8 gets the same tensors that `grpo-mp convert` writes to an FP8 folder."""
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_fp8_sync_equals_converter_output(family: str, parallel: Parallel, tmp_p
     wire = WireFormat(policy.params, policy.tp_sizes(), torch.bfloat16, fp8=True)
     rounds = plan_rounds(wire, policy.local_shards(), lambda _: {WHOLE: (0,)}, 2**20, parallel.cpu_group, 1)
     resharder = Resharder(rounds, wire, policy.tensors)
-    sent = {name: tensor for round_ in rounds for name, tensor in resharder.stage(round_)}
+    sent = dict(chain.from_iterable(resharder.stages(rounds)))
     with HfReader(tmp_path / "fp8") as reader:
         assert sent.keys() == reader.stored_names
         assert any(tensor.dtype == torch.float8_e4m3fn for tensor in sent.values())

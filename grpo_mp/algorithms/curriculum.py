@@ -1,0 +1,39 @@
+"""Which prompts later steps skip: what `algorithm.curriculum.function` names. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from grpo_mp.algorithms.registries import CURRICULA
+from grpo_mp.algorithms.settings import CurriculumConfig
+from grpo_mp.errors import UserError, one_line
+from grpo_mp.types import SampleInfo
+
+
+class Curriculum(Protocol):
+    """Says after a step which prompts are skipped. `algorithm.curriculum.args` come by name.
+
+    `samples`: all that were generated for the step, of finished groups, with reward, is_correct and `prompt`, the
+    prompt's index. Called on every rank with the same samples, and must say the same there. What it returns is kept in
+    checkpoints; anything else that it remembers is lost when a run resumes.
+    """
+
+    def __call__(self, samples: Sequence[SampleInfo], step: int, /) -> Mapping[int, int]:
+        """Return the prompts to skip, by index, and the last step that skips each; one already over takes it back."""
+
+
+def load_curriculum(rule: CurriculumConfig) -> Curriculum | None:
+    """Return the user's function. Raises UserError where it cannot be loaded; None where the settings name none."""
+    return CURRICULA.resolve(rule.function, "algorithm.curriculum.function", rule.args) if rule.function else None
+
+
+def call_curriculum(curriculum: Curriculum, samples: Sequence[SampleInfo], step: int) -> dict[int, int]:
+    """Return what a user's function says. Raises UserError where it fails or returns something else."""
+    try:
+        skipped = dict(curriculum(samples, step))
+        if not all(type(number) is int for item in skipped.items() for number in item):
+            raise TypeError(f"{skipped!r:.200} maps no prompt indices to steps")
+    except Exception as error:
+        raise UserError(
+            f"algorithm.curriculum.function: step {step}: it failed: {type(error).__name__}: {one_line(error)}"
+        ) from error
+    return skipped

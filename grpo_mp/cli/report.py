@@ -1,0 +1,34 @@
+"""Write one HTML page of one or several runs: grpo-mp report RUN...
+
+Settings, scores, curves, times, memory and answers of the run folders, side by side. The file needs no network.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_mp.errors import UserError
+from grpo_mp.files import write_atomically
+from grpo_mp.parsers import Parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line, see the text above; return the exit status. Raises UserError."""
+    parser = Parser("grpo-mp report", __doc__)
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run.folder of a run that is going on or has ended"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page (default: report.html in the only RUN, else here)"
+    )
+    args = parser.parse_args(arguments)
+    out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: its folder does not exist: make it first")
+    from grpo_mp.report.build import build_report  # slow to import
+    from grpo_mp.report.page import render
+    from grpo_mp.report.records import read_runs
+
+    page = render(build_report(read_runs(args.runs)))
+    write_atomically(out, page)
+    print(f"{out}: {len(page.encode()) / 2**20:.1f} MiB")
+    return 0

@@ -1,0 +1,108 @@
+"""The sections of the settings about data sets: which are trained on, and which evaluated."""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_serializer, field_validator, model_validator
+
+from grpo_mp.config.registries import DATA_SOURCES
+from grpo_mp.evaluation.pass_at_k import MAX_SAMPLES
+from grpo_mp.section import Section
+
+SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
+
+
+class EvalSetConfig(Section):
+    """A held-out set, and how its answers are sampled; null: as in the rollout."""
+
+    path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    samples: int = Field(
+        1, ge=1, le=MAX_SAMPLES, description="responses to each problem: avg@n, pass@k and maj@k up to n"
+    )
+    temperature: float | None = Field(
+        None, ge=0, description="sampling temperature; 0: greedy; null: rollout.temperature"
+    )
+    top_p: float | None = Field(None, gt=0, le=1, description="mass of nucleus sampling; null: rollout.top_p")
+    max_response_tokens: int | None = Field(
+        None, gt=0, description="maximum tokens of a response; null: rollout.max_response_tokens"
+    )
+    max_prompts: int | None = Field(
+        None, gt=0, description="use only the first prompts, up to this number; null: data.max_eval_prompts"
+    )
+    source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
+
+    @model_validator(mode="after")
+    def _check_samples_can_differ(self) -> "EvalSetConfig":
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                f"at temperature 0 the {self.samples} samples of a problem are all the same: set samples=1"
+            )
+        return self
+
+
+class TrainSetConfig(Section):
+    """A set of a mixture to train on; null: as in `data`."""
+
+    path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    weight: float = Field(
+        1.0,
+        gt=0,
+        description="share of the prompts, relative to the other sets'. An epoch is as long as no prompt occurs twice",
+    )
+    source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
+    prompt_column: str | None = Field(None, description="column of the prompt; null: data.prompt_column")
+    answer_column: str | None = Field(None, description="column of the answer; null: data.answer_column")
+    system_prompt: str | None = Field(None, description="system message before its prompts; null: data.system_prompt")
+    reward: dict[str, float] | None = Field(
+        None,
+        description="weights of the terms of `reward` that score its prompts, by the term's or function's name, which "
+        "may have the weight 0 there; other terms do not. null: all, by the weights in `reward`",
+    )
+    pass_rates: str | None = Field(
+        None,
+        description="JSONL or Parquet file of how often answers to its prompts were right, as the samples.jsonl that "
+        "`grpo-mp evaluate` writes, or rows of prompt and pass_rate; prompts that it lacks are kept; null: none",
+    )
+    min_pass_rate: float = Field(0.0, ge=0, le=1, description="prompts of a lower rate in pass_rates are left out")
+    max_pass_rate: float = Field(1.0, ge=0, le=1, description="prompts of a higher rate in pass_rates are left out")
+
+
+class DataConfig(Section):
+    """Prompts to train on and to evaluate on, and their columns."""
+
+    train: dict[str, TrainSetConfig] = Field(
+        min_length=1,
+        description="JSONL or Parquet file, or a `datasets` name, `name:split`; or a mixture of sets by name: "
+        "{NAME: {path, weight, ...}}",
+    )
+    eval: dict[str, EvalSetConfig] = Field(
+        {}, description="held-out sets by name: a file or `datasets` name, or {path, samples, ...}"
+    )
+    source: SourceName | None = Field(
+        None,
+        description="reader of `train` and `eval`: jsonl, parquet, datasets, verifiers, or your own "
+        "'file.py:function', which is called with their value; null: by the file's suffix",
+    )
+    prompt_column: str = Field("question", description="column of the prompt: text, or a list of chat messages")
+    answer_column: str | None = Field("answer", description="column of the expected answer; null: none")
+    system_prompt: str | None = Field(None, description="system message before every prompt; null: none")
+    shuffle: bool = Field(True, description="reorder the train prompts in each epoch; false: order of the file")
+    max_eval_prompts: int | None = Field(
+        None, gt=0, description="use only the first prompts of each set, up to this number; null: all"
+    )
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _expand_path(cls, value: Any, field: ValidationInfo) -> Any:
+        if isinstance(value, str) and field.field_name == "train":
+            return {"train": {"path": value}}
+        if not isinstance(value, dict):
+            return value
+        return {name: {"path": item} if isinstance(item, str) else item for name, item in value.items()}
+
+    @field_serializer("train")
+    def _shorten(self, value: dict[str, TrainSetConfig]) -> Any:
+        """Write one set that is only a path as it was given."""
+        only = value.get("train")
+        if only and value == {"train": TrainSetConfig(path=only.path)}:
+            return only.path
+        return {name: train_set.model_dump(mode="json") for name, train_set in value.items()}

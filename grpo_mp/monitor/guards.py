@@ -1,0 +1,54 @@
+"""Stop a run, or warn, where a metric leaves the limits that `monitor.guards` sets. Pure."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+
+from grpo_mp.config.sections import MetricGuard
+from grpo_mp.errors import UserError
+
+
+class MetricGuards:
+    """Compares the metrics of each step with their guards, and with those of the steps before."""
+
+    def __init__(self, guards: Mapping[str, MetricGuard], past: Iterable[Mapping[str, float | None]] = ()) -> None:
+        """Go on after `past` steps, which were compared before."""
+        self._guards = guards
+        self._values: dict[str, list[float]] = {name: [] for name in guards}
+        self._best: dict[str, float] = {}
+        for values in past:
+            for name in guards:
+                self._violation(name, values)
+
+    def check(self, step: int, values: Mapping[str, float | None]) -> list[str]:
+        """Return a sentence on each metric that has left its limits. Raises UserError where its guard stops the run."""
+        found = {name: self._violation(name, values) for name in self._guards}
+        sentences = {name: f"{name} {text} (monitor.guards)" for name, text in found.items() if text}
+        stopping = [text for name, text in sentences.items() if self._guards[name].action == "stop"]
+        if stopping:
+            raise UserError(f"step {step}: {'; '.join(stopping)}: the run stops; what was saved before is kept")
+        return list(sentences.values())
+
+    def _violation(self, name: str, values: Mapping[str, float | None]) -> str | None:
+        """Add a step's value; return what is wrong with the last ones. Steps without the metric do not count."""
+        if name not in values:
+            return None
+        guard, seen, value = self._guards[name], self._values[name], values[name]
+        seen.append(math.nan if value is None else value)
+        del seen[: -guard.steps]
+        if len(seen) < guard.steps:
+            return None
+        mean, over = fmean(seen), f"in {guard.steps} step(s)" if guard.steps > 1 else f"({seen[-1]:.4g})"
+        best = self._best[name] = max(self._best.get(name, mean), mean)
+        return _describe(guard, seen, best - mean, over)
+
+
+def _describe(guard: MetricGuard, seen: Sequence[float], drop: float, over: str) -> str | None:
+    low, high = guard.min, guard.max
+    if low is not None and all(not value >= low for value in seen):  # what is no number is outside, too
+        return f"was below {low:g} {over}"
+    if high is not None and all(not value <= high for value in seen):
+        return f"was above {high:g} {over}"
+    if guard.max_drop is not None and not drop <= guard.max_drop:
+        return f"fell by {drop:.4g} from its best mean of {guard.steps} step(s), more than {guard.max_drop:g}"
+    return None

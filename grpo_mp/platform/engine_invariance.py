@@ -1,0 +1,68 @@
+"""Matrix products of a CPU engine whose rows do not depend on what else is in the batch.
+
+SGLang's deterministic mode registers Triton's kernels for such operators on GPUs. MKL's fp32 products give a row the
+same bits from 16 rows on, whatever their number, and others below that; so products of fewer rows are filled up.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MIN_ROWS = 16
+VECTOR = 32  # numbers; torch computes what is left of a tensor beyond a multiple of these by another function
+
+
+def enable_batch_invariance() -> torch.library.Library:
+    """Replace the CPU's operators in this process, as long as the result is kept."""
+    library = torch.library.Library("aten", "IMPL")
+    operators = {"mm": mm, "bmm": bmm, "bmm.out": bmm_out, "addmm": addmm, "_grouped_mm": grouped_mm}
+    operators |= {"sigmoid": sigmoid}
+    for name, function in operators.items():
+        library.impl(name, function, "CPU")
+    return library
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """Return [M, K] @ [K, N]."""
+    return torch.mm(_filled(a), b, out=a.new_empty(max(len(a), MIN_ROWS), b.shape[1]))[: len(a)]
+
+
+def bmm(a: Tensor, b: Tensor) -> Tensor:
+    """Return [B, M, K] @ [B, K, N]."""
+    return torch.baddbmm(a.new_zeros(1, 1, 1), _filled(a), b, beta=0)[:, : a.shape[1]]
+
+
+def bmm_out(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """Write [B, M, K] @ [B, K, N] into `out`."""
+    return out.copy_(bmm(a, b))
+
+
+def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Return beta bias + alpha [M, K] @ [K, N]."""
+    return bias * beta + mm(a, b) * alpha
+
+
+def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
+    """Return [M, K] @ [E, K, N]: the rows up to `offs` [E] of each expert with its matrix."""
+    assert offs is not None
+    ends = offs.tolist()
+    starts = [0, *ends[:-1]]
+    product = a.new_zeros(len(a), b.shape[2])
+    for matrix, start, end in zip(b, starts, ends, strict=True):
+        if end > start:
+            product[start:end] = mm(a[start:end], matrix)
+    return product
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return the logistic function, of each number by the same instructions."""
+    filled = F.pad(x.flatten(), (0, -x.numel() % VECTOR))
+    return torch.sigmoid(filled, out=torch.empty_like(filled))[: x.numel()].view(x.shape)
+
+
+def _filled(a: Tensor) -> Tensor:
+    """Add rows of zeros to [..., M, K]."""
+    missing = MIN_ROWS - a.shape[-2]
+    return F.pad(a, (0, 0, 0, missing)) if missing > 0 else a

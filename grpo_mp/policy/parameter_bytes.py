@@ -1,0 +1,96 @@
+"""Bytes that a policy and its optimizer keep of a parameter, and what a run needs on disk. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from grpo_mp.config import Settings
+from grpo_mp.distributed.layout import model_shape
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
+
+RECORDED_TOKEN_BYTES = 20  # a token, its logprob in float64, weight version and text, before compression
+DTYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "uint8": 1, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class BytesPerParameter:
+    """Bytes per parameter. Optimizer state is sharded over data-parallel ranks; the rest is not."""
+
+    weights: int
+    gradients: int
+    optimizer: int  # main weights and moments on the device
+    fp32_gradients: int = 0  # copied for an update, of the rank's shard
+    host_optimizer: int = 0  # main weights and moments that are always on the host
+    host_copies: int = 0  # of weights (and gradients) kept on the host
+
+    @property
+    def saved(self) -> int:
+        """Return the bytes of a parameter in a checkpoint: nothing is widened."""
+        return self.weights + self.optimizer + self.host_optimizer
+
+
+def bytes_per_parameter(dtype: str, megatron_args: Mapping[str, Any], offload: str = "step") -> BytesPerParameter:
+    """Return what this trainer keeps: distributed Adam, offloaded between phases; one host copy of the weights.
+
+    In float32 the optimizer works on the model's own weights, and nothing is offloaded. `offload`: optimizer.offload.
+    """
+    if dtype == "float32":
+        return BytesPerParameter(weights=4, gradients=4, optimizer=8)
+    reduce_in_fp32 = megatron_args.get("grad_reduce_in_fp32", True)
+    gradients = 4 if reduce_in_fp32 else 2
+    on_host = offload == "host"
+    precision_aware = bool(megatron_args.get("use_precision_aware_optimizer"))
+    # Transformer Engine's Adam keeps of a float32 main weight only the half that its bfloat16 weight lacks.
+    main_weight = DTYPE_BYTES[str(megatron_args.get("main_params_dtype", "float32"))]
+    main_weight = 2 if megatron_args.get("store_param_remainders", True) and main_weight == 4 else main_weight
+    moment_bytes = [DTYPE_BYTES[str(megatron_args.get(f"exp_avg{suffix}_dtype", "float32"))] for suffix in ("", "_sq")]
+    state = main_weight + sum(moment_bytes) if precision_aware else 12
+    return BytesPerParameter(
+        weights=2,
+        gradients=gradients,
+        optimizer=0 if on_host else state,
+        host_optimizer=state if on_host else 0,
+        fp32_gradients=0
+        if reduce_in_fp32 or precision_aware or on_host
+        else 4,  # Megatron hands Adam float32 gradients
+        host_copies=2,
+    )
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Bytes of one checkpoint, one exported folder, one step's rollouts, and of all that a run keeps at a time."""
+
+    checkpoint: int
+    export: int
+    rollouts: int
+    run: int
+
+
+def disk_need(settings: Settings, hf: HfConfig) -> DiskNeed:
+    """Return the most that a run needs: of checkpoints, one more than is kept while it is written; exports; rollouts.
+
+    Those are kept until a checkpoint is behind them, where `rollout.dump` is set a second time, for good.
+    """
+    params = family_of(hf).params(hf).values()
+    count = sum(prod(shape) for param in params if not param.alias for shape in param.shapes)
+    size = bytes_per_parameter(settings.model.dtype, settings.training.megatron_args, settings.optimizer.offload)
+    run = settings.run
+    checkpoint, export = count * size.saved, count * (1 if run.export_fp8 else size.weights)
+    checkpoints = min(run.keep_checkpoints + 1, run.steps // run.save_every + 1 if run.save_every else 1)
+    exports = run.export + (run.steps // run.export_every if run.export_every else 0)
+    rollouts = recorded_bytes(settings, hf)
+    steps = min((run.save_every or run.steps) + 1, run.steps) + settings.rollout.max_staleness
+    steps += run.steps * settings.rollout.dump
+    total = checkpoints * checkpoint + exports * export + steps * rollouts
+    return DiskNeed(checkpoint, export, rollouts, total)
+
+
+def recorded_bytes(settings: Settings, hf: HfConfig) -> int:
+    """Return the most bytes that the responses of a step take on disk, with their experts where it needs them."""
+    shape, per_token = model_shape(hf), RECORDED_TOKEN_BYTES
+    if settings.training.router_replay == "R3":
+        per_token += shape.num_moe_layers * shape.experts_per_token * (1 if shape.num_experts <= 256 else 2)
+    return settings.samples_per_step * settings.rollout.max_sequence_tokens * per_token

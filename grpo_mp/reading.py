@@ -1,0 +1,201 @@
+"""Read what others wrote: text, YAML, JSON. Whatever is wrong with a file is one sentence that names it."""
+
+import errno
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_mp.errors import UserError, one_line
+
+YAML_BYTES = 2**18
+TEXT_BYTES = 2**28  # an index of every tensor of the largest model has a hundredth of it
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+MAX_DEPTH = 64
+MAX_NODES = 100_000  # of a YAML file, each alias with all that it stands for
+TAG = "tag:yaml.org,2002:"
+# Not those of YAML 1.1, by which 1:30 is 90, 010 is 8, and 2024-01-01 a date: they are text.
+NUMBERS = {
+    f"{TAG}int": re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$|0x[0-9a-fA-F]+$"),
+    f"{TAG}float": re.compile(
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
+    ),
+}
+
+
+@contextmanager
+def refuse_unreadable(what: Path | str, missing: str = "give an existing file") -> Iterator[None]:
+    """Turn what the system says of a file into a sentence about `what`: permission, type, length of the name, loops.
+
+    `missing` says what to do where there is no such file. Raises UserError.
+    """
+    try:
+        yield
+    except OSError as error:
+        remedy = f": {missing}" if error.errno in NOT_THERE else ""
+        name = shorten(str(error.filename or what))
+        raise UserError(f"{name}: {error.strerror or one_line(error)}{remedy}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what}: not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+    except RecursionError as error:
+        raise UserError(f"{what}: nested too deep: write it flat") from error
+
+
+def check_path(path: Path) -> Path:
+    """Return the path. Raises UserError for one that no file can have, or that must not be looked up."""
+    with refuse_unreadable(shorten(str(path))):
+        try:
+            path.lstat()
+        except FileNotFoundError:
+            pass
+        except (ValueError, UnicodeEncodeError) as error:
+            raise UserError(f"{str(path)!r}: no name of a file: {error}") from error
+    return path
+
+
+def shorten(text: str, limit: int = 100) -> str:
+    """Return a text that fits a sentence."""
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def check_regular(file: Path, missing: str = "give an existing file") -> Path:
+    """Return the file. Raises UserError where it is missing, not readable, or a folder, device or pipe."""
+    try:
+        with refuse_unreadable(shorten(str(file)), missing):
+            if stat.S_ISDIR(mode := file.stat().st_mode):
+                raise IsADirectoryError(errno.EISDIR, "Is a directory", shorten(str(file)))
+            if not stat.S_ISREG(mode):
+                raise UserError(f"{file}: a device or pipe, not a file: give an existing file")
+            os.close(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+    except ValueError as error:
+        raise UserError(f"{str(file)!r}: no name of a file: {error}") from error
+    return file
+
+
+def read_bytes(file: Path, limit: int = TEXT_BYTES) -> bytes:
+    """Return a file's content. Raises UserError as `check_regular`, and for a file of more than `limit` bytes."""
+    with refuse_unreadable(file), check_regular(file).open("rb") as stream:
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise UserError(f"{file}: larger than {limit:,} bytes: give the file that was meant")
+    return content
+
+
+def read_text(file: Path, limit: int = TEXT_BYTES) -> str:
+    """Return a file of UTF-8, with or without a byte order mark. Raises UserError as `read_bytes`, and for others."""
+    with refuse_unreadable(file):
+        return read_bytes(file, limit).decode("utf-8-sig")
+
+
+def read_yaml(file: Path) -> Any:
+    """Read a YAML file. Raises UserError as `read_text` and `parse_yaml`."""
+    return parse_yaml(read_text(file, YAML_BYTES), str(file))
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse YAML. Raises UserError: no YAML, a name twice, tags, numbers that are not finite, too deep or too much."""
+    try:
+        loader = _Loader(text)
+        return loader.get_single_data()
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{where}: not valid YAML: {one_line(error, None)}") from error
+
+
+def read_json(file: Path, limit: int = TEXT_BYTES) -> Any:
+    """Read a JSON file. Raises UserError as `read_text` and `parse_json`."""
+    return parse_json(read_text(file, limit), str(file))
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """Parse JSON. Raises UserError: no JSON, a key twice, numbers that are not finite, too deep."""
+    try:
+        return json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise UserError(f"{where}: nested too deep: write it flat") from error
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON ({one_line(error)}): correct it, or copy the file again") from error
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{shorten(text)} is no finite number")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        seen = set[str]()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r} is there twice")
+    return values
+
+
+class _Loader(yaml.SafeLoader):
+    """Takes plain YAML: an alias bomb or a second value of a name is an error before anything is made of it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._count = 0
+        self._sizes = dict[int, int]()  # nodes that an anchor's node stands for, by id
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        is_alias, before = isinstance(event, yaml.AliasEvent), self._count
+        if not is_alias and event.tag not in (None, "!"):
+            raise _error(f"the tag {shorten(event.tag)}: write plain values", event)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _error(f"more than {MAX_DEPTH} levels", event)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and id(node) not in self._sizes:
+            raise _error("an anchor that contains itself", event)
+        self._count += self._sizes[id(node)] if is_alias else 1
+        self._sizes.setdefault(id(node), self._count - before)
+        if self._count > MAX_NODES:
+            raise _error(f"more than {MAX_NODES:,} values, aliases written out", event)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        names = set[str]()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _error("a list or section where a name belongs", key)
+            if key.value in names:
+                raise _error(f"{shorten(key.value)} is there twice: keep one", key)
+            names.add(key.value)
+        return node
+
+
+def _construct_float(loader: _Loader, node: Any) -> float:
+    value: float = loader.construct_yaml_float(node)
+    if not math.isfinite(value):
+        raise _error(f"{shorten(node.value)} is no finite number", node)
+    return value
+
+
+def _error(problem: str, at: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(None, None, problem, at.start_mark)
+
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """Return what tells a number from text, by the first character of a value."""
+    kept = {
+        first: [(tag, pattern) for tag, pattern in patterns if tag not in (*NUMBERS, f"{TAG}timestamp")]
+        for first, patterns in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    return kept | {first: [*kept.get(first, ()), *NUMBERS.items()] for first in "-+.0123456789"}
+
+
+_Loader.yaml_implicit_resolvers = _resolvers()
+_Loader.add_constructor(f"{TAG}float", _construct_float)

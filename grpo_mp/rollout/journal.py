@@ -1,0 +1,218 @@
+"""What engines generate, on disk as it comes: a file a rank and step, to which finished and paused groups are appended.
+
+A file is a sequence of records: size and CRC-32 of what follows (little endian, 4 bytes each), then an Arrow stream, a
+row a response. A file that was cut, or has a flipped bit, is read up to there.
+"""
+
+import json
+import logging
+import shutil
+import struct
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+from pydantic import TypeAdapter
+
+from grpo_mp.errors import one_line
+from grpo_mp.rewards.scorer import RewardStats
+from grpo_mp.rollout.client import EngineOutput
+from grpo_mp.rollout.dump import FACTS, SCHEMA, Row, experts_of, group_of_rows, row_of
+from grpo_mp.rollout.worker import EndedGroup, PausedGroup
+from grpo_mp.types import Prompt, SampleGroup
+
+LOGGER = logging.getLogger(__name__)
+HEADER = struct.Struct("<II")
+LOGPROBS = SCHEMA.get_field_index("rollout_logprobs")
+# Logprobs as the engine gave them: metrics are of these.
+RECORD_SCHEMA = SCHEMA.set(LOGPROBS, pa.field("rollout_logprobs", pa.list_(pa.float64())))
+RECORD_SCHEMA = RECORD_SCHEMA.append(pa.field("aborted", pa.bool_())).append(pa.field("cached_tokens", pa.int32()))
+WRITE = pa.ipc.IpcWriteOptions(compression="zstd")
+STATS = TypeAdapter(RewardStats)
+GroupKey = tuple[int, int, int]  # id; index and epoch of its prompt, which differ where a repeated step launched others
+
+
+class Extent(NamedTuple):
+    """What is greater for the record of a group that has more of it."""
+
+    finished: bool
+    tokens: int
+    kept: bool  # a finished one passes the group filter
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a group is, and what decides whether it is taken up."""
+
+    file: Path
+    offset: int
+    size: int
+    key: GroupKey
+    extent: Extent
+
+
+class GroupJournal:
+    """Appends a rank's groups to its files. Thread-safe."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """Name the folder of all ranks' files; nothing is written yet."""
+        self._folder, self._rank, self._lock = folder, rank, threading.Lock()
+        self._opened = set[Path]()
+
+    def append(self, step: int, group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> None:
+        """Write a group that was generated for `step`, or ahead of it, and what its scoring counted.
+
+        `kept`: whether a finished one passes the group filter.
+
+        It survives the end of the process, not that of the host before its disk is written. Groups without a token are
+        left out; so is, with a warning, what the disk does not take: the run still has it.
+        """
+        payload = encode(group_id, group, stats, kept)
+        if payload is None:
+            return
+        file = journal_file(self._folder, step, self._rank)
+        with self._lock:
+            try:
+                self._write(file, payload)
+            except OSError as error:
+                self._opened.discard(file)  # what it took of the record is cut before the next one
+                LOGGER.warning("%s: group %d is not kept for a restart: %s", file, group_id, one_line(error))
+
+    def _write(self, file: Path, payload: memoryview) -> None:
+        if file not in self._opened:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            cut_torn_tail(file)
+            self._opened.add(file)
+        with file.open("ab") as stream:
+            stream.write(HEADER.pack(len(payload), zlib.crc32(payload)))
+            stream.write(payload)
+
+
+def journal_file(folder: Path, step: int, rank: int) -> Path:
+    """Return the file to which a rank appends in a step."""
+    return folder / f"step_{step:06d}" / f"rank_{rank}.journal"
+
+
+def prune(folder: Path, last_step: int) -> None:
+    """Remove what was generated for steps up to `last_step`."""
+    for step in folder.glob("step_*"):
+        if step.name.removeprefix("step_").isdigit() and int(step.name.removeprefix("step_")) <= last_step:
+            shutil.rmtree(step, ignore_errors=True)
+
+
+def cut_torn_tail(file: Path) -> None:
+    """Cut a file, where there is one, after its last whole record, so that more can be appended."""
+    if not file.exists():
+        return
+    end = sum(HEADER.size + len(payload) for _, payload in _payloads(file))
+    if end < file.stat().st_size:
+        with file.open("r+b") as stream:
+            stream.truncate(end)
+
+
+def read_records(file: Path) -> list[Record]:
+    """Return the records of a file up to one that is damaged, which is logged."""
+    records, end = [], 0
+    for offset, payload in _payloads(file):
+        records.append(_record(file, offset, payload))
+        end = offset + len(payload)
+    if end < file.stat().st_size:
+        LOGGER.warning("%s is cut or damaged after %d groups: the rest is left out", file, len(records))
+    return records
+
+
+def best_records(records: Iterable[Record]) -> dict[GroupKey, Record]:
+    """Return the record of each group that has most of it."""
+    best: dict[GroupKey, Record] = {}
+    for record in records:
+        if (other := best.get(record.key)) is None or record.extent > other.extent:
+            best[record.key] = record
+    return best
+
+
+def load(record: Record, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | None:
+    """Read a group of this prompt, and what its scoring counted; None where its prompt had other tokens."""
+    with record.file.open("rb") as stream:
+        stream.seek(record.offset)
+        content = stream.read(record.size)
+    return decode(content, prompt)
+
+
+def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> memoryview | None:
+    """Return a group as an Arrow stream; None where it has no token."""
+    if isinstance(group, PausedGroup):
+        rows = [_row_of_output(group.prompt, output) for output in group.outputs]
+    else:
+        rows = [row_of(group, sample, selected=False) for sample in group.samples]
+    tokens = sum(len(row["tokens"]) for row in rows)
+    if not tokens:
+        return None
+    finished, prompt = isinstance(group, SampleGroup), group.prompt
+    facts = {"key": (group_id, prompt.index, prompt.epoch), "extent": Extent(finished, tokens, finished and kept)}
+    texts = {FACTS: json.dumps(facts), b"stats": STATS.dump_json(stats)}
+    sink = pa.BufferOutputStream()
+    schema = RECORD_SCHEMA.with_metadata(texts)
+    with pa.ipc.new_stream(sink, schema, options=WRITE) as writer:
+        writer.write_table(pa.Table.from_pylist(rows, schema))
+    return memoryview(sink.getvalue())
+
+
+def decode(payload: bytes, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | None:
+    """Return the group that `encode` has written, as one of this prompt; None where its prompt had other tokens."""
+    with pa.ipc.open_stream(payload) as reader:
+        metadata, rows = reader.schema.metadata, reader.read_all().to_pylist()
+    if tuple(rows[0]["group_prompt_tokens"] or rows[0]["prompt_tokens"]) != prompt.tokens:
+        return None
+    stats = STATS.validate_json(metadata[b"stats"])
+    if rows[0]["finished"]:
+        return group_of_rows(rows, prompt), stats
+    return PausedGroup(prompt, tuple(map(_output, rows))), stats
+
+
+def _payloads(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the offset and content of each record up to one that is cut or damaged."""
+    with file.open("rb") as stream:
+        while len(header := stream.read(HEADER.size)) == HEADER.size:
+            size, checksum = HEADER.unpack(header)
+            offset, payload = stream.tell(), stream.read(size)
+            if len(payload) < size or zlib.crc32(payload) != checksum:
+                return
+            yield offset, payload
+
+
+def _record(file: Path, offset: int, payload: bytes) -> Record:
+    facts: Mapping[str, Any] = json.loads(pa.ipc.open_stream(payload).schema.metadata[FACTS])
+    return Record(file, offset, len(payload), tuple(facts["key"]), Extent(*facts["extent"]))
+
+
+def _row_of_output(prompt: Prompt, output: EngineOutput) -> Row:
+    experts = output.routed_experts
+    return {
+        "prompt_tokens": prompt.tokens,
+        "tokens": output.tokens,
+        "rollout_logprobs": output.logprobs,
+        "weight_versions": output.weight_versions,
+        "truncated": output.truncated,
+        "aborted": output.aborted,
+        "verify_steps": output.verify_steps,
+        "cached_tokens": output.cached_tokens,
+        "routed_experts": None if experts is None else experts.tobytes(),
+        "routed_experts_shape": None if experts is None else experts.shape,
+    }
+
+
+def _output(row: Row) -> EngineOutput:
+    return EngineOutput(
+        tuple(row["tokens"]),
+        tuple(row["rollout_logprobs"]),
+        tuple(row["weight_versions"]),
+        truncated=row["truncated"],
+        aborted=row["aborted"],
+        verify_steps=row["verify_steps"],
+        cached_tokens=row["cached_tokens"],
+        routed_experts=experts_of(row["routed_experts"], row["routed_experts_shape"]),
+    )

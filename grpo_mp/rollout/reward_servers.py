@@ -1,0 +1,197 @@
+"""Servers of reward models that the job itself starts, on the devices of its ranks: asleep but in SCORE."""
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from grpo_mp import platform
+from grpo_mp.background import EventLoopThread
+from grpo_mp.config import Settings
+from grpo_mp.distributed.process_groups import all_gather
+from grpo_mp.errors import UserError, one_line
+from grpo_mp.rewards.reward_model import Server
+from grpo_mp.rewards.scorer import Scorer
+from grpo_mp.rewards.settings import RewardModelConfig
+from grpo_mp.rollout.client import EngineClient
+from grpo_mp.rollout.engine_args import EngineSpec, check_arguments, known_arguments
+from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.types import SampleGroup
+
+HEADS = ("ForSequenceClassification", "ForRewardModel", "RewardModel")  # how SGLang's classes with a reward head end
+GROUPS_IN_FLIGHT = 2  # at a server from one rank: one is computed while the next one waits
+MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
+
+
+class RewardServers:
+    """The servers as one rank sees them: those that it hosts, and those that score its groups."""
+
+    def __init__(self, settings: Settings, rank: int, ranks_per_node: int, host_ranks: Sequence[int]) -> None:
+        """Place the servers; nothing is started. `host_ranks`: those of the policy's engines."""
+        self._settings, self._rank, self._host_ranks = settings, rank, host_ranks
+        self._node = range(rank // ranks_per_node * ranks_per_node, (rank // ranks_per_node + 1) * ranks_per_node)
+        self._own = {
+            name: EngineProcess(spec, settings.run.folder / "logs" / f"reward_{name}_{spec.index}.log")
+            for name, model in settings.reward.own_models.items()
+            if (spec := server_spec(settings, model, rank, cpu=not platform.on_cuda()))
+        }
+        self._clients: list[EngineClient] = []
+        self._servers = 0  # that score this rank's groups
+        self._loop = EventLoopThread(f"reward servers of rank {rank}")
+
+    def launch(self) -> None:
+        """Start this rank's servers beside the engines and return at once. On GPUs `open` does, in turn."""
+        if not platform.on_cuda():  # there a start measures the free memory
+            for process in self._own.values():
+                process.start()
+
+    def open(self, scorer: Scorer, group: dist.ProcessGroup, sleeps: bool) -> None:
+        """Wait until all servers of the job answer, and let the scorer know those of this rank's groups.
+
+        Every rank must call this. `sleeps`: they free the device. Raises EngineError where one does not come up.
+        """
+        engine, own = self._settings.engine, dict[str, Server]()
+        for name in self._settings.reward.own_models:
+            if process := self._own.get(name):
+                if platform.on_cuda():
+                    process.start()
+                process.wait_ready(engine.start_timeout_s)
+                client = EngineClient(process.spec.index, process.url, process.headers, engine.request_timeout_s)
+                self._clients.append(client)
+                if sleeps:
+                    self._loop.run(client.release_memory(MEMORY_TAGS))
+                own[name] = Server(process.url, process.headers)
+            dist.barrier(group=group)  # the next model's servers may be on the same devices
+        self._connect(scorer, all_gather(own, group))  # keys stay in the job
+
+    def _connect(self, scorer: Scorer, by_rank: Sequence[Mapping[str, Server]]) -> None:
+        if self._rank in self._host_ranks:
+            hosts = [rank for rank in self._host_ranks if rank in self._node]
+            for name in self._settings.reward.own_models:
+                servers = [by_rank[rank][name] for rank in self._node if name in by_rank[rank]]
+                share = share_of(servers, hosts.index(self._rank), len(hosts))
+                self._servers = len(share)
+                scorer.connect({name: share})
+
+    def move(self, onload: bool) -> None:
+        """Take or free the device memory of this rank's servers; meanwhile their weights are on the host."""
+        for client in self._clients:
+            self._loop.run((client.resume_memory if onload else client.release_memory)(MEMORY_TAGS))
+
+    def score(self, groups: Sequence[SampleGroup], finish: Callable[[SampleGroup], SampleGroup]) -> list[SampleGroup]:
+        """Finish groups, a few at a time. Raises UserError with a server's last lines where it has ended."""
+        self._check_alive()
+        with ThreadPoolExecutor(GROUPS_IN_FLIGHT * max(1, self._servers)) as pool:
+            try:
+                return list(pool.map(finish, groups))
+            except UserError:
+                pool.shutdown(cancel_futures=True)
+                self._check_alive()  # its log says more
+                raise
+
+    def _check_alive(self) -> None:
+        for process in self._own.values():
+            process.check_alive("while it was to score a step")
+
+    def stop(self) -> None:
+        """End this rank's servers."""
+        for process in self._own.values():
+            process.stop()
+        for client in self._clients:
+            self._loop.run(client.aclose())
+        self._clients = []
+        self._loop.close()
+
+
+def server_spec(settings: Settings, model: RewardModelConfig, rank: int, cpu: bool) -> EngineSpec | None:
+    """Describe the server that a rank hosts: the first of `gpus_per_server` does; None for the others."""
+    assert model.folder
+    if rank % model.gpus_per_server:
+        return None
+    asleep = {} if cpu else {"enable_weights_cpu_backup": True}
+    return EngineSpec(
+        index=rank // model.gpus_per_server,
+        rank=rank,
+        model=model.folder,
+        dtype=settings.model.dtype,
+        context_tokens=settings.max_request_tokens,
+        seed=settings.run.seed,
+        gpus=model.gpus_per_server,
+        cpu=cpu,
+        first_gpu=0 if cpu else int(os.environ.get("LOCAL_RANK", 0)),
+        args={**model.args, **asleep, "is_embedding": True},
+    )
+
+
+def share_of(servers: Sequence[Server], index: int, hosts: int) -> Sequence[Server]:
+    """Return the servers of a node that host `index` of so many uses: some for itself, or one with others."""
+    return servers[index::hosts] or [servers[index % len(servers)]]
+
+
+def check_reward_models(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, world_size: int, ranks_per_node: int
+) -> None:
+    """Raise UserError for a folder that cannot be served as a reward model, or servers that do not divide the ranks."""
+    for name, model in settings.reward.own_models.items():
+        assert model.folder
+        where, gpus = f"reward.{name}.folder={model.folder}", model.gpus_per_server
+        if ranks_per_node % gpus or world_size % gpus:
+            raise UserError(
+                f"reward.{name}.gpus_per_server={gpus} does not divide the {ranks_per_node} ranks of a node "
+                f"({world_size} in all): set a divisor"
+            )
+        check_arguments(model.args, known_arguments(), f"reward.{name}.args")
+        config = read_reward_config(model.folder, where)
+        heads, positions = int(config.get("num_attention_heads", gpus)), config.get("max_position_embeddings")
+        if heads % gpus:
+            raise UserError(f"{where}: {gpus} GPUs of a server do not divide its {heads} attention heads: use fewer")
+        if positions and int(positions) < settings.max_request_tokens:
+            raise UserError(
+                f"{where}: it has {positions} positions, and a prompt with its response up to "
+                f"{settings.max_request_tokens}: lower rollout.max_response_tokens"
+            )
+        try:
+            vocabulary = AutoTokenizer.from_pretrained(str(model.folder)).get_vocab()
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{where}: its tokenizer cannot be read ({one_line(error, 200)})") from error
+        if vocabulary != tokenizer.get_vocab():
+            raise UserError(
+                f"{where}: its tokenizer is another than the policy's, and it would be sent the policy's tokens: take "
+                "a reward model of the same family, or score texts by reward.functions"
+            )
+
+
+def read_reward_config(folder: Path, where: str) -> dict[str, Any]:
+    """Return the config of a reward model. Raises UserError where the folder has none that SGLang can serve."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where}: no Hugging Face folder with a config.json ({one_line(error, 200)})") from error
+    names = [str(name) for name in config.get("architectures") or ()]
+    if not any(name.endswith(HEADS) for name in names):
+        raise UserError(
+            f"{where}: {', '.join(names) or 'its config.json'} names no model with a reward head (one that ends in "
+            f"{', '.join(HEADS)}): take a sequence classifier with one label"
+        )
+    labels = config.get("num_labels", len(config.get("id2label") or {}) or 2)
+    if labels != 1 and not names[0].endswith("RewardModel"):
+        raise UserError(f"{where}: it has {labels} labels, and a reward is one number: take a model with one label")
+    if names[0] not in served_architectures():
+        raise UserError(f"{where}: the installed SGLang does not serve {names[0]}: take another reward model")
+    return dict(config)
+
+
+def served_architectures() -> frozenset[str]:
+    """Read the classes of the installed SGLang's models from their sources: importing them takes seconds."""
+    package = importlib.util.find_spec("sglang")
+    if package is None or not package.submodule_search_locations:
+        raise UserError("SGLang is not installed here: install the engine as launch/ does")
+    files = Path(package.submodule_search_locations[0], "srt", "models").glob("*.py")
+    lines = (line for file in files for line in file.read_text().splitlines() if line.startswith("class "))
+    return frozenset(line.removeprefix("class ").partition("(")[0].rstrip(":") for line in lines)

@@ -1,0 +1,118 @@
+"""The cost of failures of a planned and simulated job, as a table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from grpo_mp.planner.memory import SubPhase
+from grpo_mp.planner.plan import Plan, save_uses
+from grpo_mp.planner.resource_use import estimate_time
+from grpo_mp.simulation.failures import HOST, FailureCost, UnreliableJob, compare_save_every
+from grpo_mp.simulation.loop import simulate
+from grpo_mp.simulation.scenario import Outcome
+
+HOUR_S = 3600.0
+DEFAULT_SAVE_EVERY = 20  # where a job saves at its end only
+COLUMNS = (
+    "save every",
+    "effective training time",
+    "engines",
+    "saves",
+    "repeated",
+    "restarts",
+    "waiting for a host",
+    "failures a day",
+)
+
+
+@dataclass(frozen=True)
+class FailureAssumptions:
+    """Mean hours between failures: of a GPU, of a host for other reasons, and of a host's network; 0: none fails.
+
+    `restart_s`: from a failure until the started job reads its checkpoint; `repair_h`: until a host is back.
+    """
+
+    gpu_mtbf_h: float = 0.0
+    host_mtbf_h: float = 0.0
+    network_mtbf_h: float = 0.0
+    restart_s: float = 300.0
+    spares: int = 0
+    repair_h: float = 24.0
+    seed: int = 0
+
+    @property
+    def any(self) -> bool:
+        """Return whether a job ends by any of them."""
+        return bool(self.gpu_mtbf_h or self.host_mtbf_h or self.network_mtbf_h)
+
+    def mtbf_s(self, gpus: int, hosts: int) -> dict[str, float]:
+        """Return the mean seconds between failures of a job, by kind."""
+        units = {
+            "gpu": (self.gpu_mtbf_h, gpus),
+            HOST: (self.host_mtbf_h, hosts),
+            "network": (self.network_mtbf_h, hosts),
+        }
+        return {kind: hours * HOUR_S / count for kind, (hours, count) in units.items() if hours}
+
+
+def without_failures(outcome: Outcome) -> Outcome:
+    """Simulate the same run again: no engine fails, and no checkpoint is written."""
+    rates = replace(outcome.scenario.rates, save_s=0.0)
+    return simulate(replace(outcome.scenario, rates=rates, engine_mtbf_s=0.0))
+
+
+def unreliable_job(plan: Plan, undisturbed: Outcome, assumed: FailureAssumptions) -> UnreliableJob:
+    """Return a planned job whose steps last as simulated. `plan`: on the same GPUs.
+
+    A killed job loses its responses in flight, each half done in the mean, or less where it began a group before.
+    """
+    job, scenario = plan.job, undisturbed.scenario
+    train_s = min(scenario.step_train_s, undisturbed.step_s)
+    batch = min(scenario.slots, scenario.groups_in_flight * scenario.group_size)
+    context = scenario.prompt_tokens + max(scenario.lengths) / 2
+    token_s = scenario.rates.decode_s(batch, batch * context) / scenario.acceptance_length
+    weights, rest = (estimate_time(use, job.cluster).expected_s for use in save_uses(job))
+    blocking_s = plan.times[SubPhase.SAVE].expected_s
+    return UnreliableJob(
+        generate_s=undisturbed.step_s - train_s,
+        train_s=train_s,
+        in_flight_s=fmean(scenario.lengths) / 2 * token_s,
+        save_s=blocking_s,
+        write_s=max(0.0, weights + rest - blocking_s),
+        restart_s=assumed.restart_s + plan.times[SubPhase.LOAD].expected_s + scenario.rates.sync_s,
+        mtbf_s=assumed.mtbf_s(scenario.gpus, -(-scenario.gpus // job.gpus_per_node)),
+        spares=assumed.spares,
+        repair_s=assumed.repair_h * HOUR_S,
+        save_every=job.settings.run.save_every or DEFAULT_SAVE_EVERY,
+        seed=assumed.seed,
+    )
+
+
+def failure_costs(plan: Plan, outcome: Outcome, assumed: FailureAssumptions) -> tuple[list[FailureCost], float]:
+    """Return what failures cost by the steps between checkpoints, and how much longer those of engines make a step."""
+    undisturbed = without_failures(outcome)
+    with_engines = simulate(replace(undisturbed.scenario, engine_mtbf_s=outcome.scenario.engine_mtbf_s))
+    return compare_save_every(unreliable_job(plan, undisturbed, assumed)), with_engines.step_s / undisturbed.step_s
+
+
+def row_of(cost: FailureCost, slower: float) -> tuple[str, ...]:
+    """Return the cells of a run; `slower`: how much longer a step is where engines fail."""
+    total_s = cost.total_s * slower  # an engine's failures delay useful time, and what is repeated, alike
+    lost = {kind: seconds / cost.total_s / slower for kind, seconds in cost.lost.items()}
+    return (
+        f"{cost.job.save_every}",
+        f"{cost.effective_share / slower:.1%}",
+        f"{1 - 1 / slower:.1%}",
+        *(f"{lost.get(kind, 0.0):.1%}" for kind in ("saves", "repeated", "restarts", "waiting for a host")),
+        f"{cost.failures.total() / total_s * 24 * HOUR_S:.2g}",
+    )
+
+
+def describe_best(costs: Sequence[FailureCost], slower: float) -> str:
+    """Return a sentence: how often to save."""
+    best = max(costs, key=lambda cost: cost.effective_share)
+    return (
+        f"run.save_every={best.job.save_every} trains most of the time: {best.effective_share / slower:.1%}. A "
+        f"checkpoint takes {best.job.save_s:,.1f} s and is whole {best.job.write_s:,.0f} s later; a failure costs "
+        f"{best.job.restart_s:,.0f} s and {best.job.train_s:,.0f} of {best.job.step_s:,.0f} s for each step since then."
+    )

@@ -1,0 +1,57 @@
+"""Groups that a killed or stopped job has generated, given to the one that resumes it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count
+from pathlib import Path
+
+import torch.distributed as dist
+
+from grpo_mp.batching.group_selection import AdmissionRule, Verdict, admit
+from grpo_mp.distributed.process_groups import all_gather
+from grpo_mp.rollout.journal import Extent, GroupKey, Record, best_records, read_records
+
+
+class RecordedGroups:
+    """The groups on disk that no step has taken up: this rank's share of them, and the verdicts on all."""
+
+    def __init__(self, own: Iterable[Record], all_ranks: Mapping[GroupKey, Extent]) -> None:
+        """Take this rank's records, at most one of each group."""
+        self._own, self._all = {record.key: record for record in own}, dict(all_ranks)
+
+    @classmethod
+    def read(cls, folder: Path, place: int | None, readers: int, group: dist.ProcessGroup) -> "RecordedGroups":
+        """Divide all ranks' files among `readers`, of which this rank is number `place`. Every rank must call this.
+
+        A group of which several have a record is the rank's that has most of it.
+        """
+        files = sorted(folder.glob("step_*/*.journal"))
+        own = {} if place is None else best_records(r for file in files[place::readers] for r in read_records(file))
+        rank = dist.get_rank(group)
+        best: dict[GroupKey, tuple[Extent, int]] = {}
+        for other, extents in enumerate(all_gather({key: record.extent for key, record in own.items()}, group)):
+            for key, extent in extents.items():
+                best[key] = max(best.get(key, (extent, -other)), (extent, -other))
+        mine = [record for key, record in own.items() if best[key][1] == -rank]
+        return cls(mine, {key: extent for key, (extent, _) in best.items()})
+
+    def take(self, first: int, rule: AdmissionRule, prompt_of: Callable[[int], tuple[int, int]]) -> dict[int, Record]:
+        """Return this rank's records of what a step may launch, by number in its launch order, and forget them.
+
+        `first`: the id of the step's first group; `prompt_of`: index and epoch of the prompt with a number. Where
+        groups of later steps may not be carried, what the step does not need is left to those.
+        """
+        last, taken = max((key[0] for key in self._all), default=-1), dict[int, Record]()
+        verdicts: list[Verdict] = []
+        for number in count():
+            admission = admit(verdicts, rule)
+            beyond = number >= admission.launch_limit + rule.lookahead or (admission.done and not rule.lookahead)
+            if beyond or first + number > last:
+                break
+            key = (first + number, *prompt_of(number))
+            if extent := self._all.pop(key, None):
+                if extent.finished:
+                    verdicts.append((number, extent.kept))
+                if record := self._own.pop(key, None):
+                    taken[number] = record
+        self._all = {key: extent for key, extent in self._all.items() if key[0] >= first}
+        return taken

@@ -1,0 +1,54 @@
+"""Skipped updates: the samples of their step are kept, and the run stops after some in a row."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from grpo_mp.distributed.process_groups import all_gather
+from grpo_mp.errors import UserError
+from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.trainer.collect import RolloutBatch
+from grpo_mp.trainer.context import TrainContext
+from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step, step_file
+
+NAMED = 3  # parameters in a sentence
+
+
+def count_in_a_row(before: int, reports: Sequence[UpdateReport]) -> list[int]:
+    """Return how many of the last updates were skipped, after each of a step's; `before`: before the first. Pure."""
+    counts = accumulate(
+        (report.skipped for report in reports), lambda n, skipped: n + 1 if skipped else 0, initial=before
+    )
+    return list(counts)[1:]
+
+
+def keep_skipped(ctx: TrainContext, rollouts: RolloutBatch, reports: Sequence[UpdateReport], step: int) -> int:
+    """Write the samples of a step with a skipped update, and return how many of the last updates were skipped.
+
+    Raises UserError after `optimizer.max_skipped_updates` of them in a row. Every rank that trains must call this.
+    """
+    settings, parallel, before = ctx.settings, ctx.parallel, ctx.state.skipped_in_a_row
+    counts = count_in_a_row(before, reports)
+    if not any(counts):
+        return 0
+    folder = ctx.inputs.replay.folder if ctx.inputs.replay else settings.run.folder / FOLDER
+    if not (settings.rollout.dump or ctx.inputs.replay):
+        shape = RolloutShape.of(settings, ctx.inputs.hf)
+        dump_step(folder, step, rollouts, shape, parallel.rank, parallel.world_size)
+    names = all_gather([name for report in reports for name in report.bad_gradients], parallel.cpu_group)
+    text = describe(step, max(counts), reports, sorted(set().union(*names)), step_file(folder, step, 0).parent)
+    limit = settings.optimizer.max_skipped_updates
+    if limit and max(counts) >= limit:
+        raise UserError(
+            f"{text}; the run stops after optimizer.max_skipped_updates={limit}: look at them, and replay them"
+        )
+    ctx.progress.note(f"warning: {text}")
+    return counts[-1]
+
+
+def describe(step: int, count: int, reports: Sequence[UpdateReport], names: Sequence[str], folder: Path) -> str:
+    """Return one sentence about a step's skipped updates. `names`: parameters whose gradient was not finite. Pure."""
+    norms = ", ".join(f"{report.grad_norm:.3g}" for report in reports if report.skipped)
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    which = f", not finite in {', '.join(names[:NAMED])}{more}" if names else ""
+    return f"step {step}: update skipped, {count} in a row: gradient norm {norms}{which}; its samples are in {folder}"

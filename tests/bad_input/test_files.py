@@ -1,0 +1,458 @@
+"""Files of planner and simulation, of runs, conversions and dumps; parts by path; commands and their environment."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_mp.algorithms.registries import POLICY_LOSSES
+from grpo_mp.checkpoint.manifest import CONVERSION_RECORD, Checksums
+from grpo_mp.checkpoint.run_state import (
+    MANIFEST,
+    TrainState,
+    begin_checkpoint,
+    check_run_folder,
+    checkpoint_folder,
+    read_manifest,
+)
+from grpo_mp.checkpoint.safe_metadata import read_metadata
+from grpo_mp.cli.main import main
+from grpo_mp.config import check_settings, dump_settings
+from grpo_mp.distributed.ports import JOB_PORTS, claim_ports
+from grpo_mp.errors import UserError
+from grpo_mp.planner.clusters import PROFILES, read_cluster
+from grpo_mp.planner.measured import MEASURED, read_measured
+from grpo_mp.rollout.dump import read_facts, read_groups, write_groups
+from grpo_mp.rollout.journal import cut_torn_tail, load, read_records
+from grpo_mp.simulation.lengths import read_lengths
+from tests.bad_input.doors import NO_TEXT, NOT_FILES, Content, answers, as_nobody, noise, put, refused, tree
+from tests.minimal_settings import MINIMAL_SETTINGS
+from tests.rollout.test_journal import FINISHED, PAUSED, PROMPT, written
+
+ROOT = Path(__file__).parents[2]
+H100 = yaml.safe_load(PROFILES.read_text())["h100-80"]
+STEPS = yaml.safe_load(MEASURED.read_text())
+
+
+def as_yaml(value: Any) -> bytes:
+    return yaml.safe_dump(value).encode()
+
+
+def bad(door: Callable[[Path], Any], file: Path, content: Content, name: str = "") -> str:
+    """What the door says of a file with this content, or of what is in its place; nothing is written."""
+    file.parent.chmod(0o755)
+    put(file, content)
+    before = tree(file.parent)
+    with as_nobody(name):
+        sentence = refused(lambda: door(file))
+    assert tree(file.parent) == before
+    return sentence
+
+
+# -- planner and simulation ----------------------------------------------------------------------------------
+
+NUMBERS: tuple[Any, ...] = (0, -1, True, "many", [1], {"a": 1}, 1e300, 10**30)
+CLUSTERS: dict[str, Content] = {
+    **NOT_FILES,
+    **NO_TEXT,
+    "empty": b"",
+    "a list": b"[]",
+    "a bomb": b"a: &a [x, x]\nb: &b [*a, *a]\n" * 3,
+    "deep": b"[" * 5000,
+    "NaN": as_yaml(H100 | {"gpu_memory_gib": float("nan")}),
+    "infinite": as_yaml(H100 | {"gpu_memory_gib": float("inf")}),
+    "half a GPU": as_yaml(H100 | {"gpus_per_node": 7.5}),
+    "an unknown number": as_yaml(H100 | {"speed": 1}),
+    "a list as name": as_yaml(H100) + b"? [a]\n: 1\n",
+    "no shares": as_yaml(H100 | {"achievable": None}),
+    "shares as a number": as_yaml(H100 | {"achievable": 0.5}),
+    "a share above 1": as_yaml(H100 | {"achievable": H100["achievable"] | {"matmul": 35}}),
+    "a share below 0": as_yaml(H100 | {"achievable": H100["achievable"] | {"matmul": -0.35}}),
+    **{f"no {key}": as_yaml({name: H100[name] for name in H100 if name != key}) for key in H100 if key != "fp8_tflops"},
+    **{f"memory={number!r}": as_yaml(H100 | {"gpu_memory_gib": number}) for number in NUMBERS},
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_clusters(name: str, tmp_path: Path) -> None:
+    bad(lambda file: read_cluster(str(file)), tmp_path / "cluster.yaml", CLUSTERS[name], name)
+
+
+@pytest.mark.parametrize("name", ["", "h100", "a" * 5000, "a\0b.yaml", "/", "/dev/zero", "cluster.json"], ids=ascii)
+def test_names_of_clusters(name: str) -> None:
+    refused(lambda: read_cluster(name))
+
+
+LENGTHS: dict[str, Content] = {
+    **NOT_FILES,
+    "binary": bytes(range(256)),
+    "empty": b"",
+    "blank": b"\n \n",
+    **{text: text.encode() for text in ("0", "-3", "1.5", "NaN", "1e9", "many", "true", "null", "[1]", "{}")},
+    "digits": b"9" * 5000,
+    "a sample without tokens": b'{"response": "x"}',
+    "a sample of NaN tokens": b'{"tokens": NaN}',
+    "deep": b"[" * 100_000,
+    "one too long": b"1000000000",
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS, ids=lambda name: name[:30])
+def test_lengths(name: str, tmp_path: Path) -> None:
+    bad(read_lengths, tmp_path / "lengths", LENGTHS[name], name)
+
+
+def step(**changes: Any) -> bytes:
+    return as_yaml([STEPS[0] | changes])
+
+
+MEASURED_STEPS: dict[str, Content] = {
+    **NOT_FILES,
+    **NO_TEXT,
+    "empty": b"",
+    "a section": b"{}",
+    "a list of text": b"[a]",
+    "no keys": b"[{}]",
+    "an unknown key": step(speed=1),
+    "a list as name": step(name=["x"]),
+    "text that says fitted": step(fitted="yes"),
+    "an unknown cluster": step(cluster="abacus"),
+    "a list as cluster": step(cluster=["x"]),
+    **{f"nodes={number!r}": step(nodes=number) for number in (*NUMBERS, float("nan"), 1.5)},
+    **{f"tokens={number!r}": step(response_tokens=number) for number in (*NUMBERS, float("nan"))},
+    **{f"seconds={number!r}": step(measured={"step": number}) for number in (*NUMBERS, float("inf"))},
+    "an unknown phase": step(measured={"sleep": 3.0}),
+    "no settings": step(settings=None),
+    "settings as text": step(settings="x"),
+    "a section as text": step(settings=STEPS[0]["settings"] | {"run": "x"}),
+    "an unknown setting": step(settings=STEPS[0]["settings"] | {"runs": {}}),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED_STEPS)
+def test_measured_steps(name: str, tmp_path: Path) -> None:
+    bad(read_measured, tmp_path / "measured.yaml", MEASURED_STEPS[name], name)
+
+
+def test_noise_in_planner_files(tmp_path: Path) -> None:
+    for content in noise(as_yaml(H100), count=100, seed=6):
+        cluster = answers(lambda content=content: read_cluster(str(put(tmp_path / "c.yaml", content))))
+        assert cluster is None or cluster.gpu_bytes > 0
+    for content in noise(b'12\n{"tokens": 34}\n' * 5, count=100, seed=7):
+        lengths = answers(lambda content=content: read_lengths(put(tmp_path / "lengths", content)))
+        assert lengths is None or min(lengths) > 0
+
+
+# -- runs ----------------------------------------------------------------------------------------------------
+
+STATE = asdict(TrainState(step=3))
+
+
+def manifest(state: Any = STATE, files: Any = None) -> bytes:
+    return json.dumps({"state": state, "files": files or {}}).encode()
+
+
+MANIFESTS: dict[str, Content] = {
+    **{name: content for name, content in NOT_FILES.items() if name != "nothing"},
+    **NO_TEXT,
+    "empty": b"",
+    "a list": b"[]",
+    "no state": b'{"files": {}}',
+    "no files": json.dumps({"state": STATE}).encode(),
+    "a state of text": manifest("x"),
+    "a foreign key": manifest(STATE | {"speed": 1}),
+    "a cursor of text": manifest(STATE | {"cursor": "x"}),
+    "a cursor without a place": manifest(STATE | {"cursor": {"seed": 1}}),
+    "streaks of text": manifest(STATE | {"solved_streak": {"x": 1}}),
+    "a file elsewhere": manifest(files={"../../passwd": {"bytes": 1, "xxh3_128": "x"}}),
+    "a file that is not there": manifest(files={"a": {"bytes": 1, "xxh3_128": "x"}}),
+    "a file of no size": manifest(files={"a": {"xxh3_128": "x"}}),
+    "a file of NaN bytes": b'{"state": {}, "files": {"a": {"bytes": NaN, "xxh3_128": "x"}}}',
+    "a list as file": manifest(files=[1]),
+    "deep": b'{"state": ' + b"[" * 100_000,
+    **{f"step {step!r}": manifest(STATE | {"step": step}) for step in (-1, "3", None, 1.5, True, [3])},
+    **{f"{name} of text": manifest(STATE | {name: "x"}) for name in ("optimizer_step", "samples_seen")},
+    **{f"{name} below 0": manifest(STATE | {name: -1}) for name in ("optimizer_step", "samples_seen")},
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests(name: str, tmp_path: Path) -> None:
+    folder = checkpoint_folder(tmp_path, 3)
+    begin_checkpoint(folder)
+    bad(lambda file: read_manifest(file.parent), folder / MANIFEST, MANIFESTS[name], name)
+
+
+RUN_FOLDERS: dict[str, Callable[[Path], Any]] = {
+    "a file": lambda run: run.write_bytes(b""),
+    "below a file": lambda run: run.parent.write_bytes(b""),
+    "a pipe": lambda run: os.mkfifo(run),
+    "settings that are a folder": lambda run: (run / "settings.yaml").mkdir(parents=True),
+    "settings of another run": lambda run: (run.mkdir(), (run / "settings.yaml").write_bytes(b"run: {steps: 3}")),
+    "settings that are no YAML": lambda run: (run.mkdir(), (run / "settings.yaml").write_bytes(b"{")),
+    "settings that are a list": lambda run: (run.mkdir(), (run / "settings.yaml").write_bytes(b"[1]")),
+    "settings that are binary": lambda run: (run.mkdir(), (run / "settings.yaml").write_bytes(b"\xff\xfe")),
+}
+
+
+@pytest.mark.parametrize("name", RUN_FOLDERS)
+def test_run_folders(name: str, tmp_path: Path) -> None:
+    run = tmp_path / "a" / "run" if name == "below a file" else tmp_path / "run"
+    RUN_FOLDERS[name](run)
+    if run.is_dir():
+        (run / "metrics.jsonl").write_text("")
+    before = tree(tmp_path)
+    resolved = dump_settings(check_settings(MINIMAL_SETTINGS, "here"))
+    refused(lambda: check_run_folder(run, resolved, resume=True))
+    assert tree(tmp_path) == before
+
+
+RECORDS = (
+    "",
+    "[]",
+    "{}",
+    "null",
+    "{",
+    '{"parts": []}',
+    '{"parts": {"a": 3}}',
+    '{"parts": {"a": {"b": {"bytes": true}}}}',
+    '{"parts": {"a": {"b": {"bytes": 1}}}}',
+    '{"parts": {"a": {"b": {"bytes": "1", "xxh3_128": "x"}}}}',
+    '{"parts": {"a": {"b": {"bytes": 1, "xxh3_128": 3}}}}',
+    '{"parts": NaN}',
+    '{"parts": ' + "[" * 99_999,
+)
+
+
+@pytest.mark.parametrize("text", RECORDS, ids=lambda text: text[:40])
+def test_records_of_conversions(text: str, tmp_path: Path) -> None:
+    bad(lambda file: Checksums.of_conversion(file.parent), tmp_path / CONVERSION_RECORD, text.encode())
+
+
+@pytest.mark.parametrize("name", [*NOT_FILES, *NO_TEXT])
+def test_metadata_of_converted_folders(name: str, tmp_path: Path) -> None:
+    if name != "pipe":  # is_torch_dist has found a file
+        bad(lambda file: read_metadata(file.parent), tmp_path / ".metadata", (NOT_FILES | NO_TEXT)[name], name)
+
+
+def test_noise_in_a_journal(tmp_path: Path) -> None:
+    """What is damaged is left out; what is read is what was written."""
+    file = written(tmp_path, PAUSED, FINISHED)
+    content = file.read_bytes()
+    whole = [load(record, PROMPT) for record in read_records(file)]
+    for changed in noise(content, count=150, seed=8):
+        put(file, changed)
+        loaded = answers(lambda: [load(record, PROMPT) for record in read_records(file)])
+        assert loaded is not None
+        assert all(one in whole for one in loaded)
+        cut_torn_tail(file)
+        assert len(read_records(file)) == len(loaded)
+
+
+def test_noise_in_a_dump(tmp_path: Path) -> None:
+    file = tmp_path / "rank_0.parquet"
+    write_groups(file, [FINISHED], {40}, "facts")
+    content = file.read_bytes()
+    whole = read_groups(file)
+    for changed in noise(content, count=150, seed=9):
+        put(file, changed)
+        facts, groups = answers(lambda: read_facts(file)), answers(lambda: read_groups(file))
+        assert groups is None or groups == whole or facts != b"facts"
+
+
+@pytest.mark.parametrize("name", [*NOT_FILES, *NO_TEXT, "empty"])
+def test_dumps(name: str, tmp_path: Path) -> None:
+    content = (NOT_FILES | NO_TEXT | {"empty": b""})[name]
+    for door in (read_facts, read_groups):
+        bad(door, tmp_path / "rank_0.parquet", content, name)
+        (tmp_path / "rank_0.parquet").rmdir() if name == "folder" else None
+
+
+# -- parts by path, environment, commands --------------------------------------------------------------------
+
+PARTS: dict[str, Content] = {
+    **NOT_FILES,
+    "binary": bytes(range(256)),
+    "no Python": b"def loss(:",
+    "a null byte": b"x = 1\0",
+    "another encoding": b"# coding: magic\n",
+    "Latin-1": "x = 'ä'".encode("latin-1"),
+    "nothing of that name": b"x = 1",
+    "no function": b"loss = 3",
+    "a function of nothing": b"def loss(): pass",
+    "one that raises": b"raise ValueError('no')",
+    "one that fails to import": b"import nothing_at_all",
+    "one that exits": b"import sys; sys.exit(0)",
+    "one that leaves": b"import os; os._exit(0)",
+    "one that recurses": b"def f(): f()\nf()",
+    "deep": b"x = " + b"(" * 5000 + b")" * 5000,
+    "one that loops": b"while True: pass",
+    "one that takes all errors and loops": b"while True:\n    try:\n        pass\n    except Exception:\n        pass",
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_by_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_mp.user_code.IMPORT_LIMIT_S", 0.2)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    bad(lambda file: POLICY_LOSSES.resolve(f"{file}:loss", "here"), tmp_path / "part.py", PARTS[name], name)
+
+
+NAMES = [
+    "",
+    ":",
+    "a:",
+    ":a",
+    "no_such_module:loss",
+    "os:no_such",
+    "os.path",
+    "a b:c",
+    "\0:loss",
+    "x" * 5000 + ".py:loss",
+    "/dev/zero.py:loss",
+    "..:loss",
+    ".py:loss",
+    "\udcff:loss",
+]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name[:30]))
+def test_names_of_parts(name: str) -> None:
+    refused(lambda: POLICY_LOSSES.resolve(name, "here"))
+
+
+PORTS = [
+    "",
+    "-",
+    "1",
+    "a-b",
+    "20001-",
+    "-20001",
+    "20100-20001",
+    "0-0",
+    "1-70000",
+    "20001-20199-1",
+    "²-³",
+    "20001-9" + "9" * 5000,
+]
+
+
+@pytest.mark.parametrize("value", PORTS, ids=lambda value: ascii(value[:20]))
+def test_ports_of_a_job(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(JOB_PORTS, value)
+    assert JOB_PORTS in refused(claim_ports)
+
+
+PLAIN = """\
+fly
+train
+plan
+plan none.yaml
+plan /
+plan /dev/zero
+PLAN --nodes 0
+PLAN --nodes -1
+PLAN --nodes 1.5
+PLAN --nodes many
+PLAN --nodes 1000000000
+PLAN --gpus-per-node 0
+PLAN --cluster none
+PLAN --response-tokens 0
+PLAN --model-config none
+PLAN --model-config /dev/zero
+PLAN --lengths none --simulate
+PLAN --staleness -1 --simulate
+PLAN --staleness x
+PLAN --gpus 0
+PLAN --gpus , --simulate
+PLAN --drop-rate nan --simulate
+PLAN --drop-rate 1 --simulate
+PLAN --drop-rate -1 --simulate
+PLAN --response-sigma nan --simulate
+PLAN --response-sigma -1 --simulate
+PLAN --acceptance-length 0 --simulate
+PLAN --steps 0
+PLAN --steps 1000000000 --simulate
+PLAN --response-sigma inf --simulate
+PLAN --draft-tokens -1 --simulate
+PLAN --draft-tokens 1000000000000 --simulate
+PLAN --acceptance-length inf --simulate
+PLAN --staleness 99999999999999999 --simulate
+launch TINY --nodes 2 --spares -1 --dry-run
+launch TINY --nodes 2 --spares 99999999999999999999999 --dry-run
+launch TINY --nodes 99999999999999999999999 --dry-run
+PLAN --gpu-mtbf-hours nan
+PLAN --gpu-mtbf-hours -1
+PLAN --restart-s inf
+PLAN --spares -1 --simulate
+PLAN --schedule none
+PLAN --seed x
+PLAN run.steps=0
+PLAN --serach
+plan --against none.yaml
+plan --against
+train TINY --ranks 0
+train TINY --ranks 720720000
+train TINY --ranks x
+evaluate none.yaml --ranks -1
+convert
+convert info
+convert info none
+convert info /
+convert info /dev/zero
+convert check / /
+convert check / / --tolerance nan
+convert to-hf / /
+convert to-megatron none x
+convert to-megatron . .
+convert to-hf none x --part-bytes 0
+convert to-hf none x --part-bytes -1
+make-tiny --family none
+make-tiny --train 0
+make-tiny --train -1
+make-tiny --threads 0
+make-tiny --largest 0
+make-tiny --cold-start 2
+make-tiny --cold-start nan
+make-tiny --slips nan
+launch none.yaml
+launch TINY --nodes 0
+launch TINY --nodes x
+"""
+ODD: tuple[tuple[str, ...], ...] = (
+    (),
+    ("",),
+    ("plan", "\udcff"),
+    ("plan", "configs/moe_671b.yaml", "--nodes", "\xb2"),
+    ("plan", "configs/moe_671b.yaml", "--nodes", "9" * 5000),
+    ("convert", "info", "a\x00b"),
+    ("convert", "info", "x" * 300),
+)
+SHORT = {"PLAN": "plan configs/moe_671b.yaml", "TINY": "configs/tiny_moe.yaml"}
+COMMANDS = [tuple(re.sub("PLAN|TINY", lambda name: SHORT[name[0]], line).split()) for line in PLAIN.splitlines()]
+
+
+@pytest.mark.parametrize("arguments", [*COMMANDS, *ODD], ids=lambda arguments: ascii(" ".join(arguments)[:60]))
+def test_commands(
+    arguments: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    monkeypatch.chdir(tmp_path)
+
+    def command() -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        out, err = capfd.readouterr()
+        assert (ended.value.code, err.count("\n")) == (2, 1), (ended.value.code, out, err)
+        raise UserError(err.strip())
+
+    assert refused(command).startswith("error: ")
+    assert sorted(os.listdir(tmp_path)) == ["configs", "launch"]

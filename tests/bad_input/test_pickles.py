@@ -1,0 +1,44 @@
+"""Nothing in the package unpickles, or runs, what may come from outside of the job."""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "grpo_mp"
+RUNS_DATA = {
+    *("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "numpy.load", "np.load", "marshal.loads"),
+    *("yaml.load", "yaml.full_load", "yaml.unsafe_load", "yaml.safe_load", "shelve.open", "eval", "exec"),
+}
+# Each of them with the reason why it may: what is read, and by whom it was written.
+ALLOWED = {
+    "batching/exchange.py: pickle.loads": "samples of another rank, by the job's own process group",
+    "checkpoint/safe_metadata.py: pickle.Unpickler": "knows the format's few classes",
+    "checkpoint/torch_dist_reader.py: pickle.Unpickler": "calls nothing that a file names",
+    "platform/import_hook.py: marshal.loads": "compiled code, in a folder that only its user may write",
+    "policy/checkpoint.py: torch.load": "weights_only",
+    "monitor/metrics.py: yaml.safe_load": "shipped with the package",
+    "planner/clusters.py: yaml.safe_load": "shipped with the package",
+    "planner/model_configs.py: yaml.safe_load": "shipped with the package",
+    "rewards/harness.py: exec": "a program of a model, in its jail",
+}
+
+
+def calls(file: Path) -> set[str]:
+    """The names of RUNS_DATA that a file calls or derives from."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    called = [node.func for node in nodes if isinstance(node, ast.Call)]
+    called += [base for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases]
+    return {ast.unparse(name) for name in called} & RUNS_DATA
+
+
+def test_every_use_is_known() -> None:
+    found = {f"{file.relative_to(PACKAGE)}: {name}" for file in PACKAGE.rglob("*.py") for name in calls(file)}
+    assert found == ALLOWED.keys()
+
+
+def test_torch_load_takes_weights_only() -> None:
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                assert {word.arg: ast.unparse(word.value) for word in node.keywords}["weights_only"] == "True", file
+            if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "trust_remote_code"):
+                assert ast.unparse(node.value) == "False", file

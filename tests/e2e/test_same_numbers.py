@@ -1,0 +1,54 @@
+"""A run on deterministic engines gives the same numbers again, bit for bit, also where it was killed in between."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.bench.kills import evidence
+from tests.e2e.conftest import REWARD, StartJob, outcome
+from tests.e2e.jobs import read_jsonl, spans
+
+pytestmark = pytest.mark.slow
+STEPS = 3
+PARTIAL = ("rollout.max_staleness=1", "rollout.tokens_ahead=6")
+ASYNC = ("schedule=async", "engine.ranks=1", "rollout.max_staleness=2", "rollout.tokens_ahead=6", "layout={}")
+TURNS = """
+async def two_turns(task, policy):
+    first = await policy.generate(task.messages)
+    await policy.generate([*task.messages, first.message, {"role": "user", "content": "again"}])
+    return policy.episode()
+"""
+
+
+@pytest.mark.parametrize("schedule", [PARTIAL, ASYNC], ids=["colocated", "async"])
+def test_a_killed_run_gives_the_numbers_of_an_undisturbed_one(
+    start_job: StartJob, tmp_path: Path, schedule: tuple[str, ...]
+) -> None:
+    """A rank, or the launcher, is killed in its second step; the same command goes on to the same metrics and weights.
+
+    Colocated, responses of the next step are begun before; the asynchronous run rolls out two turns. Evaluations draw
+    two samples of a prompt.
+    """
+    colocated = schedule is PARTIAL
+    (tmp_path / "turns.py").write_text(TURNS)
+    turns = () if colocated else (f"rollout.function={tmp_path / 'turns.py'}:two_turns",)
+    (tmp_path / "reward.py").write_text(REWARD)
+    reward = f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}"
+    brief = ("run.save_every=1", "data.eval.arithmetic.samples=2", f"run.steps={STEPS}")
+    settings = (reward, "engine.deterministic=true", *brief, *schedule, *turns)
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    assert outcome(start_job(f"run.folder={undisturbed}", *settings)).status == 0
+    job = start_job(f"run.folder={killed}", *settings)
+    job.wait_until(lambda: spans(killed, int(colocated), "TRAIN") == 2)
+    job.signal(signal.SIGKILL, rank=1 if colocated else None)
+    killed_job = outcome(job)
+    assert (killed_job.status != 0, killed_job.left) == (True, [])
+    resumed = outcome(start_job(f"run.folder={killed}", *settings))
+    assert (resumed.status, resumed.err) == (0, "")
+    assert "resumes after step 1" in resumed.out
+    steps = read_jsonl(killed / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(STEPS + 1))
+    assert evidence(killed) == evidence(undisturbed)
+    lags = [step["rollout/weight_version_lag/max"] for step in steps[1:]]
+    assert lags == ([0, 2, 2] if colocated else [0, 2, 4])  # two updates a step

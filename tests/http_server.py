@@ -1,0 +1,56 @@
+"""A real HTTP server of a test's own on loopback, beside what is tested."""
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+Reply = tuple[int, str]  # status and body
+
+
+def chat_reply(text: str) -> str:
+    """Return the body of an OpenAI-compatible endpoint's answer."""
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+class JsonServer(ThreadingHTTPServer):
+    """Answers each POST by `answer`, and keeps what it was sent."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies: list[Any] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def answer(self, path: str, body: Any, headers: Mapping[str, str]) -> Reply:
+        """Return what a request is answered; it runs in a thread of the request's own."""
+        raise NotImplementedError
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that gave up waiting is no news."""
+
+    @contextmanager
+    def serving(self) -> Iterator[Self]:
+        """Serve while the body runs."""
+        with self:
+            thread = threading.Thread(target=self.serve_forever, daemon=True, kwargs={"poll_interval": 0.02})
+            thread.start()
+            yield self
+            self.shutdown()
+            thread.join()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: JsonServer
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        status, text = self.server.answer(self.path, body, dict(self.headers))
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None: ...

@@ -1,0 +1,74 @@
+"""Speculative decoding in a plan, against sums written out for DeepSeek-R1 on 16 GPUs."""
+
+from dataclasses import replace
+
+import pytest
+
+from grpo_mp.errors import UserError
+from grpo_mp.planner.engine_memory import engine_memory
+from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.memory import SubPhase
+from grpo_mp.planner.plan import make_plan
+from grpo_mp.planner.speculation import Speculation, speculation
+from grpo_mp.simulation.loop import simulate
+from grpo_mp.simulation.planned import Assumptions, scenario_of
+from tests.planner.jobs import job_of
+
+GPUS, HIDDEN, LAYERS = 16, 7168, 61
+MTP = {"algorithm": "mtp", "num_steps": 3}
+
+
+def r1(speculative: dict[str, object] | None = None, schedule: str = "colocated") -> PlannedJob:
+    engine = {"gpus_per_engine": GPUS, "args": {"ep_size": GPUS}, "speculative": speculative or {}}
+    return job_of("deepseek-r1", "h200-141", 2, schedule, engine=engine)
+
+
+def test_the_layer_that_drafts_is_one_layer_and_a_projection() -> None:
+    engine, plain = engine_memory(r1(MTP)), engine_memory(r1())
+    heads = 128 * (1536 * (128 + 64) + 512 * (128 + 128) + 128 * HIDDEN)  # q_b, kv_b, o
+    divided = heads + 3 * HIDDEN * 2048 + 256 * 3 * HIDDEN * 2048  # shared expert, routed experts
+    whole = HIDDEN * (1536 + 512 + 64) + HIDDEN * 256 + 2 * HIDDEN * HIDDEN  # q_a, kv_a, router, eh_proj
+    assert engine.draft_weights == pytest.approx(2 * (divided / GPUS + whole), rel=1e-4)
+    assert engine.weights == plain.weights
+    assert engine.draft_kv_cache == pytest.approx(engine.kv_cache / LAYERS)
+    both = engine.kv_cache + engine.draft_kv_cache
+    assert both + engine.draft_weights == pytest.approx(plain.kv_cache)
+    assert engine.kv_cache_tokens == int(both / (576 * 2 * (LAYERS + 1)))
+    assert engine_memory(r1({"algorithm": "ngram"})) == plain
+
+
+def test_drafts_have_lines_in_the_tables() -> None:
+    memory = make_plan(r1(MTP), with_sync=False).memory
+    generate = memory.device[0][SubPhase.GENERATE]
+    assert generate["draft weights"] == memory.engine.draft_weights > 0
+    assert generate["draft KV cache"] == memory.engine.draft_kv_cache > 0
+    assert "draft KV cache" not in memory.device[0][SubPhase.TRAIN]
+    assert memory.host[SubPhase.TRAIN]["draft weights"] == 8 * memory.engine.draft_weights
+    assert "draft weights" not in make_plan(r1(), with_sync=False).memory.device[0][SubPhase.GENERATE]
+
+
+def test_what_a_step_yields() -> None:
+    assert speculation(r1()) == Speculation()
+    assumed = speculation(r1(MTP))
+    assert assumed == Speculation(assumed.acceptance_length, 4, 1 + 3 / LAYERS)
+    assert assumed.acceptance_length == pytest.approx(1 + 0.7 + 0.7**2 + 0.7**3)
+    assert speculation(replace(r1(MTP), acceptance_length=2.2)).acceptance_length == 2.2
+    assert speculation(r1({"algorithm": "ngram"})) == Speculation(1.0, 4, 1.0)
+    for job in (replace(r1(MTP), acceptance_length=4.5), replace(r1(), acceptance_length=1.5)):
+        with pytest.raises(UserError, match=r"--acceptance-length .*: a step computes [41] tokens"):
+            make_plan(job, with_sync=False)
+
+
+def test_waits_of_decode_steps_are_divided_and_drafts_have_their_own() -> None:
+    drafted, refused = (make_plan(replace(r1(MTP), acceptance_length=each), with_sync=False) for each in (2.0, 1.0))
+    steps = drafted.generation.decode_steps
+    assert steps == pytest.approx(refused.generation.decode_steps / 2, rel=1e-3)
+    counts = {wait.name: wait.count for wait in drafted.uses[SubPhase.GENERATE].waits}
+    assert counts["layers of decode steps"] == pytest.approx(steps * LAYERS)
+    assert counts["layers of drafts"] == pytest.approx(steps * 3)
+
+
+def test_a_simulated_step_takes_as_long_as_a_planned_one() -> None:
+    job = replace(r1(MTP), acceptance_length=2.5, mean_response_tokens=3072.0)
+    plan = make_plan(job, with_sync=False)
+    assert simulate(scenario_of(plan, 0.0, 0, Assumptions(steps=2))).step_s == pytest.approx(plan.step_s, rel=2e-3)

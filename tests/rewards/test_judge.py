@@ -1,0 +1,224 @@
+"""The judge's client against a real HTTP server that answers in the shape of an OpenAI endpoint."""
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from grpo_mp.errors import UserError
+from grpo_mp.rewards.judge import ReplyCache, read_number
+from grpo_mp.rewards.scorer import RewardStats, Scorer
+from grpo_mp.rewards.settings import JudgeConfig, RewardConfig
+from grpo_mp.types import SampleGroup
+from tests.http_server import JsonServer, Reply, chat_reply
+
+MakeGroup = Callable[..., SampleGroup]
+TEMPLATE = "{question}|{answer}|{reference}|{lowest}-{highest}"
+KEY = "sk-secret-0815"
+
+
+class Server(JsonServer):
+    """Scores an answer with its length. `failures` are answered first: (status, body), a text, or a delay in s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.url += "/v1/"
+        self.failures: list[tuple[int, str] | str | float] = []
+        self.contents: list[str] = []
+        self.running, self.peak, self.lock = 0, 0, threading.Lock()
+
+    def answer(self, path: str, body: Any, headers: Mapping[str, str]) -> Reply:
+        content = body["messages"][0]["content"]
+        with self.lock:
+            self.contents.append(content)
+            self.running += 1
+            self.peak = max(self.peak, self.running)
+            failure = self.failures.pop(0) if self.failures else 0.02
+        if isinstance(failure, float):
+            time.sleep(failure)
+        with self.lock:
+            self.running -= 1
+        if isinstance(failure, tuple):
+            return failure[0], failure[1].replace("KEY", headers.get("Authorization", ""))
+        text = failure if isinstance(failure, str) else f"Score: 3. No: **Score:** {len(content.split('|')[1])}/10"
+        return 200 if path == "/v1/chat/completions" else 404, chat_reply(text)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server().serving() as server:
+        yield server
+
+
+def score(
+    url: str, group: SampleGroup, on_error: float | str = "stop", **judge: Any
+) -> tuple[list[float], RewardStats, SampleGroup]:
+    judge = {"url": url, "model": "j1", "template": TEMPLATE, "backoff_s": 0.01, **judge}
+    scorer = Scorer(RewardConfig.model_validate({"judge": judge, "on_error": on_error, "correct": "judge"}), 10)
+    try:
+        scored = scorer.score_group(group)
+        return [sample.reward for sample in scored.samples], scorer.take_stats(), scored
+    finally:
+        scorer.close()
+
+
+def test_each_answer_is_judged_once_by_the_template(server: Server, make_group: MakeGroup) -> None:
+    answers = ["four", "{reference}", "four"]
+    group = make_group(["four", "{a}{b}", "four"])
+    assert score(server.url, group, weight=0.5, request={"max_tokens": 8})[0] == pytest.approx([0.2, 0.3, 0.2])
+    assert sorted(server.contents) == ["3+4?|four|7|0-10", "3+4?|{a}{b}|7|0-10"]
+    assert all(body["model"] == "j1" and body["max_tokens"] == 8 for body in server.bodies)
+    score(server.url, make_group(answers[1:2], answer=None), scores=(-1, 11), request={})
+    assert server.contents[2:] == ["3+4?|{reference}|(none)|-1-11"]  # what is filled in is not filled in again
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("I think so.\nScore: 7", 7.0),
+        ("score: 2 was too low, SCORE: **4.5**", 4.5),
+        ("Score: -3", -3.0),
+        ("7", None),
+        ("Score: high", None),
+    ],
+)
+def test_the_last_match_counts(text: str, number: float | None) -> None:
+    assert read_number(text, JudgeConfig(url="http://a", model="m")) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ('```json\n{"why": "{score: 3}", "score": 7}\n```', 7.0),
+        ('{"score": 1} no: {"why": {"score": 2}, "score": "8.5"}', 8.5),
+        ('{"why": {"score": 2}}', None),
+        ('{"score": true}', None),
+        ('{"score": null}', None),
+        ('{"score": [1]}', None),
+        ('{"score": 1', None),
+    ],
+)
+def test_the_last_json_object_counts(text: str, number: float | None) -> None:
+    assert read_number(text, JudgeConfig(url="http://a", model="m", json_key="score")) == number
+
+
+@pytest.mark.parametrize("failure", [(500, "busy"), (429, "slow down"), (408, ""), 0.6, "I cannot say.", "Score: 11"])
+def test_failures_that_pass_are_retried(failure: Any, server: Server, make_group: MakeGroup) -> None:
+    server.failures = [failure, failure]
+    assert score(server.url, make_group(["abcd"]), retries=2, timeout_s=0.3)[0] == [0.4]
+    assert len(server.bodies) == 3
+
+
+FAILURES: list[tuple[Any, int, str]] = [
+    ((500, "out of memory"), 2, r"answered status 500: out of memory"),
+    ((401, "invalid key: KEY"), 1, r"answered status 401: invalid key: Bearer \*\*\*"),
+    (0.6, 2, r"gave no answer in reward.judge.timeout_s=0.3 s"),
+    ("I cannot say.", 2, r"gave no number by .*, from 0 to 10 is asked: 'I cannot say.'"),
+    ("Score: 11", 2, r"gave 11 by"),
+    ((200, "hello"), 2, r"answered no chat completion: 'hello'"),
+    ((200, '{"choices": []}'), 2, r"answered no chat completion"),
+]
+
+
+@pytest.mark.parametrize(("failure", "calls", "sentence"), FAILURES)
+def test_a_judge_that_fails(
+    failure: Any, calls: int, sentence: str, server: Server, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopping names judge, prompt and sample, never the key; else only the sample that was not judged is affected."""
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    limits: dict[str, Any] = {"retries": 1, "timeout_s": 0.3, "concurrent_requests": 1, "api_key_env": "JUDGE_KEY"}
+    server.failures = [failure] * calls
+    where = rf"^reward judge: prompt 12: j1 at {server.url}chat/completions "
+    with pytest.raises(UserError, match=rf"{where}{sentence}.*; sample 0: 'ab'") as raised:
+        score(server.url, make_group(["ab"]), **limits)
+    assert KEY not in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert len(server.bodies) == calls
+    server.failures = [failure] * calls if calls == 1 else [failure, 0.0, failure]  # the other one comes between
+    rewards, stats, scored = score(server.url, make_group(["ab", "abcd"]), on_error="skip", **limits)
+    assert rewards == [0.4, 0.4]  # the mean of the others
+    assert [sample.reward_terms for sample in scored.samples] == [{}, {"judge": 0.4}]
+    assert [sample.is_correct for sample in scored.samples] == [None, False]
+    assert (stats.unscored, stats.failures) == (1, {"judge": 1})
+    assert KEY not in stats.first_errors["judge"]
+
+
+def test_a_judge_that_is_down(server: Server, make_group: MakeGroup) -> None:
+    server.server_close()
+    rewards, stats, scored = score(server.url, make_group(["a", "b"]), on_error=-1.0, retries=1)
+    assert rewards == [-1.0, -1.0]
+    assert [sample.is_correct for sample in scored.samples] == [None, None]
+    assert "gave no answer (ConnectError: " in stats.first_errors["judge"]
+    assert score(server.url, make_group(["a"]), on_error="skip", retries=0)[0] == [0.0]
+
+
+def test_requests_in_flight_are_limited(server: Server, make_group: MakeGroup) -> None:
+    score(server.url, make_group([f"{n}" for n in range(9)]), concurrent_requests=3)
+    assert (len(server.bodies), server.peak) == (9, 3)
+
+
+def test_replies_are_kept_by_request(server: Server, make_group: MakeGroup, tmp_path: Path) -> None:
+    group, cache = make_group(["ab", "abc"]), {"cache": tmp_path / "new" / "judge.sqlite"}
+    server.failures = ["no idea"] * 4
+    with pytest.raises(UserError, match="no number"):
+        score(server.url, group, retries=1, **cache)  # what holds no number is not kept
+    for _ in range(2):
+        assert score(server.url, group, **cache)[0] == [0.2, 0.3]
+    assert len(server.bodies) == 4 + 2
+    for changed in ({"model": "j2"}, {"template": f"again {TEMPLATE}"}, {"request": {"seed": 1}}):
+        score(server.url, group, **cache, **changed)
+    assert len(server.bodies) == 4 + 4 * 2
+    assert score(server.url, group, pattern=r"Score: (\d+)", **cache)[0] == [0.3, 0.3]  # the same replies, read anew
+    server.failures = ["Points: 5", "Points: 5"]
+    assert score(server.url, group, pattern=r"Points: (\d+)", **cache)[0] == [0.5, 0.5]
+    assert len(server.bodies) == 4 + 5 * 2
+
+
+def write_replies(path: Path, rank: int) -> None:
+    cache = ReplyCache(path)
+    for number in range(30):
+        cache.put({f"{rank}/{number}": f"Score: {number}", "shared": "Score: 1"})
+    cache.close()
+
+
+def test_several_ranks_share_a_cache(tmp_path: Path) -> None:
+    path, fork = tmp_path / "judge.sqlite", multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=write_replies, args=(path, rank)) for rank in range(3)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0, 0]
+    cache = ReplyCache(path)
+    written = {f"{rank}/{number}": f"Score: {number}" for rank in range(3) for number in range(30)}
+    assert cache.get(["shared", *written, "unknown"]) == written | {"shared": "Score: 1"}
+    cache.close()
+
+
+def test_a_cache_or_key_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no database" * 999)
+    judge = {"url": "http://127.0.0.1:1", "model": "m"}
+    for cache in (tmp_path, tmp_path / "text", tmp_path / "text" / "below"):
+        with pytest.raises(UserError, match=rf"^reward.judge.cache {cache}: .*: give a file on"):
+            Scorer(RewardConfig.model_validate({"judge": judge | {"cache": cache}}), 16)
+    with pytest.raises(UserError, match=r"^reward.judge.api_key_env: NO_SUCH_KEY is not set in the environment"):
+        Scorer(RewardConfig.model_validate({"judge": judge | {"api_key_env": "NO_SUCH_KEY"}}), 16)
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ({"template": "Is {question} right?"}, "the template lacks {answer}"),
+        ({"pattern": "Score: ("}, "is no regular expression"),
+        ({"pattern": "Score: .*"}, "has 0 groups: put the number"),
+        ({"scores": [5, 5]}, "is no range: write the lowest score"),
+    ],
+)
+def test_settings_that_make_no_judge_are_refused(setting: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        JudgeConfig.model_validate({"url": "http://a", "model": "m"} | setting)

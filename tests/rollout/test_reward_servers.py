@@ -1,0 +1,159 @@
+"""Reward models that the job serves: what is refused before the start, who is asked, what a plan counts."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from grpo_mp.config import Settings, check_settings
+from grpo_mp.errors import EngineError, UserError
+from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.job import make_job
+from grpo_mp.planner.memory import SubPhase, plan_memory
+from grpo_mp.planner.model_configs import published_config
+from grpo_mp.rewards.reward_model import Server
+from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.rollout.reward_servers import RewardServers, check_reward_models, served_architectures, share_of
+from grpo_mp.types import Prompt, SampleGroup
+from tests.conftest import TinyRun
+from tests.minimal_settings import MINIMAL_SETTINGS
+from tests.reward_models import make_reward_model
+
+
+def settings(reward: dict[str, Any], **sections: Any) -> Settings:
+    return check_settings(MINIMAL_SETTINGS | {"reward": reward} | sections, "test")
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reward_model")
+    make_reward_model(folder, tiny_run.model)
+    return folder
+
+
+@pytest.fixture
+def refused(tiny_run: TinyRun, folder: Path) -> Callable[..., str]:
+    """The sentence about the model where its config is changed."""
+
+    def check(ranks: int = 2, **model: Any) -> str:
+        chosen = settings({"model": {"folder": str(folder), **model}})
+        with pytest.raises(UserError) as raised:
+            check_reward_models(chosen, AutoTokenizer.from_pretrained(tiny_run.model), ranks, ranks)
+        return str(raised.value)
+
+    return check
+
+
+def test_a_reward_model_with_the_policys_tokenizer_is_accepted(tiny_run: TinyRun, folder: Path) -> None:
+    chosen = settings({"model": {"folder": str(folder), "gpus_per_server": 2}})
+    check_reward_models(chosen, AutoTokenizer.from_pretrained(tiny_run.model), 4, 2)
+
+
+def test_folders_that_are_none(refused: Callable[..., str], tiny_run: TinyRun, tmp_path: Path) -> None:
+    none = tmp_path / "none"
+    assert refused(folder=str(none)).startswith(f"reward.model.folder={none}: no Hugging Face folder with a config")
+    assert "names no model with a reward head" in refused(folder=str(tiny_run.model))
+    make_reward_model(tmp_path / "two", tiny_run.model, labels=2)
+    assert "it has 2 labels, and a reward is one number" in refused(folder=str(tmp_path / "two"))
+
+
+def test_servers_that_do_not_fit(refused: Callable[..., str]) -> None:
+    assert "gpus_per_server=2 does not divide the 3 ranks of a node" in refused(ranks=3, gpus_per_server=2)
+    assert "8 GPUs of a server do not divide its 4 attention heads" in refused(ranks=8, gpus_per_server=8)
+    assert "reward.model.args.tp_size cannot be set" in refused(args={"tp_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"architectures": ["NoSuchForSequenceClassification"]}, "the installed SGLang does not serve NoSuchFor"),
+        ({"max_position_embeddings": 64}, "it has 64 positions, and a prompt with its response up to 96"),
+    ],
+)
+def test_models_that_cannot_be_served(
+    change: dict[str, Any], sentence: str, refused: Callable[..., str], folder: Path, tmp_path: Path
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    assert sentence in refused(folder=str(tmp_path))
+
+
+def test_another_tokenizer(refused: Callable[..., str], folder: Path, tmp_path: Path) -> None:
+    make_reward_model(tmp_path, folder)
+    file = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["vocab"]["another"] = max(tokenizer["model"]["vocab"].values()) + 1
+    file.write_text(json.dumps(tokenizer))
+    assert "its tokenizer is another than the policy's" in refused(folder=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("reward", "sections", "sentence"),
+    [
+        ({"model": {}}, {}, "set url, where a reward model is served, or folder"),
+        ({"model": {"url": "http://x", "folder": "rm"}}, {}, "not both"),
+        (
+            {"model": {"folder": "rm"}},
+            {"schedule": "async", "engine": {"ranks": 1}, "sync": {"pause": "in_place"}},
+            "reward.model.folder=rm is served in SCORE on the devices of all ranks, which schedule=async has no phase",
+        ),
+        ({"model": {"folder": "rm"}, "correct": "model"}, {}, "reward.correct=model decides in evaluations"),
+        ({"model": {"folder": "rm"}}, {"algorithm": {"filter": {"zero_std": "drop"}}}, "filter.metric=reward needs"),
+    ],
+)
+def test_settings_that_contradict(reward: dict[str, Any], sections: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        settings(reward, **sections)
+
+
+def test_sglang_serves_the_families_that_the_page_names() -> None:
+    names = {"LlamaForSequenceClassification", "Qwen2ForRewardModel", "Qwen3ForSequenceClassification"}
+    assert names <= served_architectures()
+
+
+@pytest.mark.parametrize(("hosts", "shares"), [(1, ["abcd"]), (2, ["ac", "bd"]), (6, [*"abcd", "a", "b"])])
+def test_every_server_is_asked_and_every_host_has_one(hosts: int, shares: list[str]) -> None:
+    servers = [Server(name, {}) for name in "abcd"]
+    found = ["".join(server.url for server in share_of(servers, index, hosts)) for index in range(hosts)]
+    assert found == shares
+
+
+def test_a_plan_counts_the_model_in_score_and_its_copy_on_the_host(folder: Path) -> None:
+    chosen = settings({"answer": 1.0, "model": {"folder": str(folder), "gpus_per_server": 2}})
+    cluster, hf = read_cluster("h100-80"), published_config("qwen2.5-7b")
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2
+    memory = plan_memory(make_job(chosen, hf, cluster, 1))
+    plain = plan_memory(make_job(chosen.model_copy(update={"reward": RewardConfig(answer=1.0)}), hf, cluster, 1))
+    for sub_phase, sizes in memory.device[0].items():
+        assert sizes.get("reward model", 0) == size * (sub_phase is SubPhase.SCORE)
+        assert sizes.get("reward model's cache", 0) == (0.8 * cluster.gpu_bytes - size) * (sub_phase is SubPhase.SCORE)
+        assert not (sub_phase is SubPhase.SCORE and {"weights", "engine weights", "KV cache"} & sizes.keys())
+        assert memory.host[sub_phase]["reward model"] == 8 * size
+        assert sizes["contexts"] > plain.device[0][sub_phase]["contexts"]
+    assert "reward model" not in plain.device[0][SubPhase.SCORE]
+
+
+def test_a_server_that_has_ended_stops_the_run_with_its_log(folder: Path, tmp_path: Path) -> None:
+    """Its last lines are shown, not only that a request had no answer; groups that wait are not asked about."""
+    chosen = settings({"model": {"folder": str(folder)}}, run={"folder": str(tmp_path), "steps": 1})
+    servers, asked = RewardServers(chosen, rank=0, ranks_per_node=1, host_ranks=(0,)), list[SampleGroup]()
+    servers.launch()
+
+    def finish(group: SampleGroup) -> SampleGroup:
+        asked.append(group)
+        if group.prompt.index:
+            time.sleep(0.2)
+            return group
+        servers.stop()
+        raise UserError("no answer")
+
+    groups = [SampleGroup(Prompt(index, "", (1,)), ()) for index in range(50)]
+    with pytest.raises(
+        EngineError, match=r"ended while it was to score a step; the last lines of .*reward_model_0\.log"
+    ):
+        servers.score(groups, finish)
+    assert len(asked) < len(groups)

@@ -1,0 +1,75 @@
+"""The cost of failures against the expected time of a process that fails at random, written out."""
+
+from math import expm1
+from typing import Any
+
+import pytest
+
+from grpo_mp.errors import UserError
+from grpo_mp.simulation.failures import FailureCost, UnreliableJob, play_failures
+
+
+def play(**values: Any) -> FailureCost:
+    return play_failures(
+        UnreliableJob(**{"generate_s": 0.0, "train_s": 100.0, "steps": 40_000, "save_every": 5} | values)
+    )
+
+
+@pytest.mark.parametrize("save_s", [0.0, 30.0])
+def test_what_is_repeated_is_what_renewal_theory_expects(save_s: float) -> None:
+    """A segment of length t at rate r with restarts of R takes (e^(rt) - 1) (1/r + R) (Daly 2006, equation 13)."""
+    cost = play(save_s=save_s, restart_s=50.0, mtbf_s={"gpu": 3000.0, "network": 6000.0})
+    segment_s = expm1((500 + save_s) / 2000) * (2000 + 50)
+    assert cost.total_s / 8000 == pytest.approx(segment_s, rel=0.02)
+    assert cost.effective_share == pytest.approx(500 / segment_s, rel=0.02)
+    assert cost.failures["gpu"] == pytest.approx(2 * cost.failures["network"], rel=0.1)
+
+
+def test_time_is_useful_or_lost() -> None:
+    failing = {"gpu": 2500.0, "host": 9000.0}
+    cost = play(
+        **{
+            "generate_s": 60.0,
+            "in_flight_s": 7.0,
+            "save_s": 3.0,
+            "write_s": 150.0,
+            "restart_s": 20.0,
+            "repair_s": 4000.0,
+        },
+        mtbf_s=failing,
+    )
+    assert cost.total_s == pytest.approx(40_000 * 160 + sum(cost.lost.values()))
+    assert min(cost.lost.values()) > 0
+
+
+def test_recorded_groups_are_not_generated_again() -> None:
+    """Only what is in flight is; without records all is, as if it were trained on."""
+    failing = {"restart_s": 50.0, "mtbf_s": {"gpu": 4000.0}}
+    recorded = play(generate_s=80.0, train_s=20.0, **failing)
+    assert recorded.lost["repeated"] < 0.25 * play(train_s=100.0, **failing).lost["repeated"]
+    in_flight = play(generate_s=80.0, train_s=20.0, in_flight_s=10.0, **failing)
+    lost_s = (in_flight.lost["repeated"] - recorded.lost["repeated"]) / in_flight.failures.total()
+    assert 0.5 * 10.0 < lost_s < 10.0  # a failure while training has none
+
+
+def test_a_checkpoint_counts_once_it_is_whole() -> None:
+    soon, late = (play(write_s=write_s, mtbf_s={"gpu": 4000.0}) for write_s in (0.0, 400.0))
+    assert late.lost["repeated"] > 1.5 * soon.lost["repeated"]
+
+
+def test_spares_save_the_wait_for_a_repair() -> None:
+    waits = []
+    for spares in (0, 1, 2):
+        cost = play(train_s=1.0, mtbf_s={"host": 40.0}, spares=spares, repair_s=4.0, save_every=1, steps=400_000)
+        waits.append(cost.lost["waiting for a host"] / cost.failures.total())
+    assert waits[0] == pytest.approx(4.0)  # nothing fails while the job waits
+    # A failure so soon after another waits for what is left of the first repair, in the mean 4 (a - 1 + e^-a) / a.
+    assert waits[1] == pytest.approx(4 * (0.1 + expm1(-0.1)) / 0.1, rel=0.15)
+    assert waits[2] < 0.2 * waits[1]
+
+
+def test_what_never_ends_is_refused() -> None:
+    with pytest.raises(UserError, match="save more often"):
+        play(mtbf_s={"gpu": 10.0})
+    with pytest.raises(UserError, match="save_every"):
+        play(save_every=0)

@@ -1,0 +1,144 @@
+"""What a stopped or killed job has generated is taken up by the one that resumes, with engines of the test's own."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from grpo_mp.checkpoint.run_state import MANIFEST, TrainState
+from grpo_mp.files import write_json
+from grpo_mp.rollout.journal import best_records, read_records
+from grpo_mp.rollout.worker import PausedGroup
+from tests.rollout.fake_engine import FakeEngine
+from tests.trainer.test_collect import PROMPTS, check_samples, collector, kept
+
+STEPS, SLOTS, DONE_WHEN_KILLED = 9, 6, (1, 4, 0, 2)  # of jobs that are killed: steps since the last checkpoint
+
+
+@pytest.mark.parametrize("collected", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("schedule", "max_staleness"), [("colocated", 0), ("colocated", 2), ("one_step_off", 1), ("async", 2)]
+)
+def test_a_stopped_job_goes_on_with_what_it_had_begun(
+    one_rank_job: Any, tmp_path: Path, schedule: str, max_staleness: int, collected: bool
+) -> None:
+    """It is stopped several times, before or after a step's groups are collected, which the next job repeats."""
+    engine, state, trained, tokens = FakeEngine(token_s=5e-4), TrainState(), list[int](), 0
+    for job in range(4):
+        collect = collector(
+            *(one_rank_job, [engine], 12, {"zero_std": "refill"}),
+            schedule=schedule,
+            folder=tmp_path,
+            max_staleness=max_staleness,
+        )
+        collect.synced_step = state.step
+        for step in range(2 * job + 1, 2 * job + 3):
+            batch = collect.collect(state, step)
+            check_samples(batch)
+            assert step - 1 - min(info.oldest_version for info in batch.infos) <= max_staleness
+            trained += [group.prompt.index for group in batch.groups]
+            tokens += sum(info.response_tokens for info in batch.launched)
+            state = replace(batch.state, step=step, optimizer_step=step)
+            if schedule == "one_step_off":
+                collect.finish_generation()
+            engine.version = collect.synced_step = step
+        if collected:
+            collect.collect(state, 2 * job + 3)
+        collect.stop()
+    assert trained == [prompt for prompt in range(PROMPTS) if kept(prompt)][: len(trained)]
+    assert len(trained) == 8 * 8
+    recorded = best_records(record for file in tmp_path.glob("rollouts/*/*") for record in read_records(file))
+    ahead = sum(record.extent.tokens for record in recorded.values() if record.key[0] >= state.groups_launched)
+    assert tokens + ahead == engine.generated
+
+
+@dataclass
+class CountingEngine(FakeEngine):
+    """It counts the groups and rests that it was asked for."""
+
+    requests: int = 0
+
+    async def generate(self, *arguments: Any, **more: Any) -> Any:
+        self.requests += 1
+        return await super().generate(*arguments, **more)
+
+
+def run_and_kill(
+    one_rank_job: Any, folder: Path, rng: Random | None, schedule: str, max_staleness: int
+) -> tuple[dict[int, list[Any]], int]:
+    """Run STEPS steps with a checkpoint every 3; with `rng` kill jobs at random moments of a step.
+
+    Returns what each step trained on, and the requests to engines. Those of a killed job go on for nobody.
+    """
+    trained, saved, requests, kills = dict[int, list[Any]](), TrainState(), 0, 0
+    while saved.step < STEPS:
+        engine, state = CountingEngine(token_s=2e-5), saved
+        collect = collector(
+            *(one_rank_job, [engine], SLOTS, {"zero_std": "refill"}),
+            **{"schedule": schedule, "folder": folder, "max_staleness": max_staleness, "steps": STEPS},
+        )
+        engine.version = collect.synced_step = state.step
+        last = state.step + DONE_WHEN_KILLED[kills] if rng and kills < len(DONE_WHEN_KILLED) else STEPS
+        while state.step < STEPS and state.step < last:
+            step = state.step + 1
+            batch = collect.collect(state, step)
+            check_samples(batch)
+            assert step - 1 - min(info.oldest_version for info in batch.infos) <= max_staleness
+            rows = [(s.prompt_tokens, s.tokens, s.reward) for g in batch.groups for s in g.samples]
+            assert trained.setdefault(step, sorted(rows)) == sorted(rows)
+            state = replace(batch.state, step=step, optimizer_step=step)
+            if schedule == "one_step_off":
+                collect.finish_generation()
+            engine.version = collect.synced_step = step
+            if step % 3 == 0:
+                saved = state
+                write_json(folder / f"checkpoints/step_{step:06d}/{MANIFEST}", {})
+        if state.step < STEPS:  # in the middle of a step
+            with ThreadPoolExecutor() as pool:
+                rest = pool.submit(collect.collect, state, state.step + 1)
+                time.sleep(rng.uniform(0, 0.02) if rng else 0)
+                collect._journal.append = lambda *_: None  # what ends now is not on disk
+                requests += engine.requests
+                kills += 1
+                rest.result()
+                collect.stop()
+        else:
+            requests += engine.requests
+    return trained, requests
+
+
+@pytest.mark.parametrize(
+    ("schedule", "max_staleness"), [("colocated", 0), ("colocated", 2), ("one_step_off", 1), ("async", 2)]
+)
+def test_a_killed_job_generates_again_only_what_was_running(
+    one_rank_job: Any, tmp_path: Path, schedule: str, max_staleness: int
+) -> None:
+    """And trains on what the undisturbed job trains on, in repeated steps too."""
+    undisturbed, least = run_and_kill(one_rank_job, tmp_path / "undisturbed", None, schedule, max_staleness)
+    rng = Random(f"kills/{schedule}/{max_staleness}")
+    killed, requests = run_and_kill(one_rank_job, tmp_path / "killed", rng, schedule, max_staleness)
+    assert killed == undisturbed
+    if not max_staleness:  # else some are paused and asked for again
+        assert requests <= least + len(DONE_WHEN_KILLED) * SLOTS
+    assert len(list((tmp_path / "killed/rollouts").iterdir())) <= 3 + max_staleness + 1
+
+
+@pytest.mark.parametrize("updates", [0, 1, 3])
+def test_no_group_is_dropped_as_stale_where_steps_stop_their_updates_early(one_rank_job: Any, updates: int) -> None:
+    """Steps may make up to three updates."""
+    engine, state, trained = FakeEngine(), TrainState(), 0
+    collect = collector(one_rank_job, [engine], 12, {}, max_staleness=2)
+    collect.settings.optimizer_steps_per_step = 3
+    for step in range(1, 8):
+        batch = collect.collect(state, step)
+        trained += sum(info.response_tokens for info in batch.launched)
+        state = replace(batch.state, step=step, optimizer_step=state.optimizer_step + updates)
+        engine.version = state.optimizer_step
+    carried = [
+        parts.outputs if isinstance(parts, PausedGroup) else parts.samples for parts in collect._carried.values()
+    ]
+    assert trained + sum(len(part.tokens) for parts in carried for part in parts) == engine.generated

@@ -1,0 +1,87 @@
+"""A broken gradient changes nothing: weights, optimizer state and adaptive coefficients stay, and it is named."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from grpo_mp.algorithms.losses import load_policy_loss
+from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.trainer.skipped_updates import count_in_a_row, describe
+from grpo_mp.trainer.update import train_step
+from grpo_mp.types import MicroBatch
+from tests.conftest import TinyRun
+from tests.trainer.one_step import OneStep
+from tests.trainer.test_update import make_trainer, weights
+
+ADAPTIVE = {"kl": 0.1}
+
+
+def spoil(update: Sequence[MicroBatch], advantage: float = torch.nan) -> list[MicroBatch]:
+    """Let the samples of one micro-batch have this advantage."""
+    first, *rest = update
+    return [replace(first, advantages=torch.full_like(first.advantages, advantage)), *rest]
+
+
+def train(trainer: OneStep, updates: Sequence[Sequence[MicroBatch]]) -> tuple[list[UpdateReport], dict[str, float]]:
+    algorithm = trainer.settings.algorithm
+    return train_step(trainer.policy, updates, algorithm, 1, ADAPTIVE, load_policy_loss(algorithm))
+
+
+def test_a_gradient_that_is_no_number_is_left_out(tiny_run: TinyRun, parallel: Parallel) -> None:
+    """The run goes on as one that never met it, bit for bit."""
+    settings = ("algorithm.kl.coef=0.1", "algorithm.kl.target=0.05", "optimizer.lr_schedule=constant")
+    trainer, undisturbed = (make_trainer(tiny_run, parallel, *settings) for _ in range(2))
+    first, second = trainer.compute_logprobs()
+    before = weights(trainer.policy)
+    reports, coefs = train(trainer, [spoil(first)])
+    assert [(report.skipped, report.grad_norm == report.grad_norm) for report in reports] == [(True, False)]
+    assert set(reports[0].bad_gradients) <= set(trainer.policy.tensors)
+    assert len(reports[0].bad_gradients) > 10
+    assert coefs == ADAPTIVE
+    assert all(map(torch.equal, before, weights(trainer.policy)))
+
+    done, coefs = train(trainer, [second])
+    theirs, their_coefs = train(undisturbed, [undisturbed.compute_logprobs()[1]])
+    assert (done[0].skipped, done[0].grad_norm, done[0].bad_gradients) == (False, theirs[0].grad_norm, ())
+    assert coefs == their_coefs != ADAPTIVE
+    assert not all(map(torch.equal, before, weights(trainer.policy)))
+    assert all(map(torch.equal, weights(undisturbed.policy), weights(trainer.policy)))
+
+
+def test_a_norm_that_overflows_is_left_out(tiny_run: TinyRun, parallel: Parallel) -> None:
+    """Each number of the gradient is finite; clipping by an infinite norm would make it 0, and Adam still step."""
+    trainer = make_trainer(tiny_run, parallel)
+    before = weights(trainer.policy)
+    (report,), _ = train(trainer, [spoil(trainer.compute_logprobs()[0], 1e30)])
+    assert (report.skipped, report.grad_norm, len(report.bad_gradients)) == (True, float("inf"), 0)
+    assert all(map(torch.equal, before, weights(trainer.policy)))
+
+
+def test_a_norm_above_the_limit_is_left_out(tiny_run: TinyRun, parallel: Parallel) -> None:
+    """The limit is that of the norm before clipping, to the last bit."""
+    free = make_trainer(tiny_run, parallel, "optimizer.clip_grad=0.001")
+    norm = train(free, free.compute_logprobs()[:1])[0][0].grad_norm
+    for limit, skipped in ((norm, False), (norm * (1 - 1e-6), True)):
+        trainer = make_trainer(tiny_run, parallel, "optimizer.clip_grad=0.001", f"optimizer.skip_grad_norm={limit!r}")
+        before = weights(trainer.policy)
+        (report,), _ = train(trainer, trainer.compute_logprobs()[:1])
+        assert (report.skipped, report.grad_norm, len(report.bad_gradients)) == (skipped, norm, 0)
+        assert all(map(torch.equal, before, weights(trainer.policy))) is skipped
+
+
+def test_updates_in_a_row_are_counted_over_steps() -> None:
+    reports = [UpdateReport([], 1.0, 0.1, skipped) for skipped in (True, False, True, True)]
+    assert count_in_a_row(2, reports) == [3, 0, 1, 2]
+    assert count_in_a_row(2, reports[1:2]) == [0]
+
+
+def test_the_sentence_names_norm_parameters_and_samples() -> None:
+    reports = [UpdateReport([], norm, 0.1, norm != 1.0) for norm in (float("nan"), 1.0, 1234.5)]
+    assert describe(7, 2, reports, ["a", "b", "c", "d"], Path("run/step_7")) == (
+        "step 7: update skipped, 2 in a row: gradient norm nan, 1.23e+03, not finite in a, b, c and 1 more; its "
+        "samples are in run/step_7"
+    )
+    assert "not finite" not in describe(7, 1, reports[1:], [], Path("run"))
