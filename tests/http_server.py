@@ -8,6 +8,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
 Reply = tuple[int, str]  # status and body
+SLOW = 3.0  # s that a request takes which is given up
+
+
+def limit_s(failure: object) -> float:
+    """Return the client's limit: short where the failure is a delay, else longer than any hiccup of the machine."""
+    return 1.0 if failure == SLOW else 60.0
 
 
 def chat_reply(text: str) -> str:

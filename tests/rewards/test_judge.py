@@ -15,7 +15,7 @@ from grpo_mp.rewards.judge import ReplyCache, read_number
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rewards.settings import JudgeConfig, RewardConfig
 from grpo_mp.types import SampleGroup
-from tests.http_server import JsonServer, Reply, chat_reply
+from tests.http_server import SLOW, JsonServer, Reply, chat_reply, limit_s
 
 MakeGroup = Callable[..., SampleGroup]
 TEMPLATE = "{question}|{answer}|{reference}|{lowest}-{highest}"
@@ -107,17 +107,17 @@ def test_the_last_json_object_counts(text: str, number: float | None) -> None:
     assert read_number(text, JudgeConfig(url="http://a", model="m", json_key="score")) == number
 
 
-@pytest.mark.parametrize("failure", [(500, "busy"), (429, "slow down"), (408, ""), 0.6, "I cannot say.", "Score: 11"])
+@pytest.mark.parametrize("failure", [(500, "busy"), (429, "slow down"), (408, ""), SLOW, "I cannot say.", "Score: 11"])
 def test_failures_that_pass_are_retried(failure: Any, server: Server, make_group: MakeGroup) -> None:
     server.failures = [failure, failure]
-    assert score(server.url, make_group(["abcd"]), retries=2, timeout_s=0.3)[0] == [0.4]
+    assert score(server.url, make_group(["abcd"]), retries=2, timeout_s=limit_s(failure))[0] == [0.4]
     assert len(server.bodies) == 3
 
 
 FAILURES: list[tuple[Any, int, str]] = [
     ((500, "out of memory"), 2, r"answered status 500: out of memory"),
     ((401, "invalid key: KEY"), 1, r"answered status 401: invalid key: Bearer \*\*\*"),
-    (0.6, 2, r"gave no answer in reward.judge.timeout_s=0.3 s"),
+    (SLOW, 2, r"gave no answer in reward.judge.timeout_s=1.0 s"),
     ("I cannot say.", 2, r"gave no number by .*, from 0 to 10 is asked: 'I cannot say.'"),
     ("Score: 11", 2, r"gave 11 by"),
     ((200, "hello"), 2, r"answered no chat completion: 'hello'"),
@@ -131,7 +131,7 @@ def test_a_judge_that_fails(
 ) -> None:
     """Stopping names judge, prompt and sample, never the key; else only the sample that was not judged is affected."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    limits: dict[str, Any] = {"retries": 1, "timeout_s": 0.3, "concurrent_requests": 1, "api_key_env": "JUDGE_KEY"}
+    limits: dict[str, Any] = {"retries": 1, "timeout_s": limit_s(failure), "concurrent_requests": 1, "api_key_env": "JUDGE_KEY"}
     server.failures = [failure] * calls
     where = rf"^reward judge: prompt 12: j1 at {server.url}chat/completions "
     with pytest.raises(UserError, match=rf"{where}{sentence}.*; sample 0: 'ab'") as raised:

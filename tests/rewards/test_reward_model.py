@@ -12,7 +12,7 @@ from grpo_mp.rewards.reward_model import Server as Address
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.types import SampleGroup
-from tests.http_server import JsonServer, Reply
+from tests.http_server import SLOW, JsonServer, Reply, limit_s
 
 MakeGroup = Callable[..., SampleGroup]
 
@@ -64,10 +64,10 @@ def test_a_proxy_of_the_environment_is_not_asked(
     assert score(f"{server.url}/", make_group(["a"])) == [100.0]
 
 
-@pytest.mark.parametrize("failure", [(500, "busy"), (503, ""), (429, "slow down"), 0.6])
+@pytest.mark.parametrize("failure", [(500, "busy"), (503, ""), (429, "slow down"), SLOW])
 def test_transient_failures_are_retried(failure: Any, server: Server, make_group: MakeGroup) -> None:
     server.failures = [failure, failure]
-    assert score(server.url, make_group(["a"]), retries=2, timeout_s=0.3) == [100.0]
+    assert score(server.url, make_group(["a"]), retries=2, timeout_s=limit_s(failure)) == [100.0]
     assert len(server.bodies) == 3
 
 
@@ -79,7 +79,7 @@ FAILURES: list[tuple[Any, int, str]] = [
         1,
         r'/classify answered status 400: {"error": {"message": "too long"}}',
     ),
-    (0.6, 2, r"/classify gave no answer \(ReadTimeout: timed out\)"),
+    (SLOW, 2, r"/classify gave no answer \(ReadTimeout: timed out\)"),
     ((200, '[{"embedding": [NaN]}, {"embedding": [1.0]}]'), 1, r"returned nan, which is not finite"),
     ((200, json.dumps([ENTRY])), 1, r"returned 1 values for 2 samples"),
     ((200, json.dumps([ENTRY, {"embedding": [1.0, 2.0]}])), 1, r"not one score per sequence: serve a model with one"),
@@ -95,11 +95,11 @@ def test_broken_answers(failure: Any, calls: int, sentence: str, server: Server,
     group = make_group(["a", "b"])
     server.failures = [failure] * calls
     with pytest.raises(UserError, match=rf"^reward model: prompt 12: .*{sentence}") as raised:
-        score(server.url, group, retries=1, timeout_s=0.3)
+        score(server.url, group, retries=1, timeout_s=limit_s(failure))
     assert len(server.bodies) == calls
     assert "\n" not in str(raised.value)
     server.failures = [failure] * calls
-    assert score(server.url, group, on_error=-2.0, retries=1, timeout_s=0.3) == [-2.0, -2.0]
+    assert score(server.url, group, on_error=-2.0, retries=1, timeout_s=limit_s(failure)) == [-2.0, -2.0]
 
 
 def test_a_server_that_is_down(server: Server, make_group: MakeGroup) -> None:
