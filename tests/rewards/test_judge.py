@@ -117,7 +117,7 @@ def test_failures_that_pass_are_retried(failure: Any, server: Server, make_group
 FAILURES: list[tuple[Any, int, str]] = [
     ((500, "out of memory"), 2, r"answered status 500: out of memory"),
     ((401, "invalid key: KEY"), 1, r"answered status 401: invalid key: Bearer \*\*\*"),
-    (SLOW, 2, r"gave no answer in reward.judge.timeout_s=1.0 s"),
+    (SLOW, 2, r"gave no answer in reward.judge.timeout_s=1 s"),
     ("I cannot say.", 2, r"gave no number by .*, from 0 to 10 is asked: 'I cannot say.'"),
     ("Score: 11", 2, r"gave 11 by"),
     ((200, "hello"), 2, r"answered no chat completion: 'hello'"),
@@ -131,7 +131,8 @@ def test_a_judge_that_fails(
 ) -> None:
     """Stopping names judge, prompt and sample, never the key; else only the sample that was not judged is affected."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    limits: dict[str, Any] = {"retries": 1, "timeout_s": limit_s(failure), "concurrent_requests": 1, "api_key_env": "JUDGE_KEY"}
+    limits: dict[str, Any] = {"retries": 1, "timeout_s": limit_s(failure), "concurrent_requests": 1}
+    limits["api_key_env"] = "JUDGE_KEY"
     server.failures = [failure] * calls
     where = rf"^reward judge: prompt 12: j1 at {server.url}chat/completions "
     with pytest.raises(UserError, match=rf"{where}{sentence}.*; sample 0: 'ab'") as raised:

@@ -59,7 +59,7 @@ FAILURES = {
     "exits": r"raised SystemExit: 3",
     "leaves": r"raised ExitCallError: it called os._exit\(0\): return, or raise an error",
     "leaves_later": r"raised ExitCallError: it called os._exit\(0\)",
-    "hangs": r"took longer than reward.timeout_s=1.0 s",
+    "hangs": r"took longer than reward.timeout_s=1 s",
     "infinite": r"returned inf, which is not finite; sample 1: 'b'",
     "nan": r"returned nan, which is not finite",
     "short": r"returned 1 values for 3 samples",
