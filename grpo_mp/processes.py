@@ -1,10 +1,13 @@
-"""Tie the life of one process to that of another, by what Linux offers: prctl(2)."""
+"""Tie the life of one process to that of another, by what Linux offers: prctl(2); show its stacks on a signal."""
 
 import ctypes
+import faulthandler
 import os
 import signal
+from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+DUMP_SIGNAL = signal.SIGUSR2  # a rank or an engine's process then writes what it does
 
 
 def prctl(option: int, value: int) -> None:
@@ -20,3 +23,20 @@ def end_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def write_stacks_on_signal(folder: Path) -> None:
+    """Let DUMP_SIGNAL append the Python stacks of all threads of this process to its file in `folder`."""
+    file = stacks_file(folder, os.getpid()).open("w")
+    faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
+
+
+def stacks_file(folder: Path, pid: int) -> Path:
+    """Return the file of `write_stacks_on_signal` of a process."""
+    return folder / f"stacks_{pid}.txt"
+
+
+def catches_dump_signal(status: str) -> bool:
+    """Return whether a process whose /proc/PID/status is given has a handler for DUMP_SIGNAL: else it would end."""
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (DUMP_SIGNAL - 1) & 1)

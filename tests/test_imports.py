@@ -60,6 +60,7 @@ ORDER = (
     "checkpoint",
     "monitor",
     "report",
+    "doctor",
     "scheduler",
     "policy",
     "rollout",

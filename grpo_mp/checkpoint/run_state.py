@@ -32,6 +32,7 @@ CHANGEABLE = re.compile(
 FINAL = "final"  # the exported Hugging Face folder
 ROLLOUTS = "rollouts"  # what was generated since the last checkpoint
 CHECKPOINTS = "checkpoints"
+PROCESSES = "processes"  # where each rank runs, what it does when it is asked
 METRICS = "metrics.jsonl"  # a line for each step
 EXPORTS = "exports"  # those that are written while the run goes on
 STEP = re.compile(r"step_([0-9]{6,})")  # other names are copies that users made
@@ -177,6 +178,7 @@ def claim_run_folder(run_folder: Path, resolved: str) -> None:
     file = run_folder / SETTINGS
     if not file.exists() or _settings_difference(read_yaml(file), parse_yaml(resolved, "settings")):
         shutil.rmtree(run_folder / ROLLOUTS, ignore_errors=True)
+    shutil.rmtree(run_folder / PROCESSES, ignore_errors=True)  # of ranks that were killed
     write_atomically(file, resolved)
 
 

@@ -9,12 +9,16 @@ import torch.distributed as dist
 from grpo_mp import platform
 from grpo_mp.errors import UserError
 
+# How many of its last collectives a rank remembers, in torch's flight recorder: `grpo-mp doctor stuck` reads them.
+RECORDER_VARIABLE, RECORDED_COLLECTIVES = "TORCH_FR_BUFFER_SIZE", 1000
+
 
 def rendezvous(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
     """Select this rank's device and return the job's store, this rank and the world size; one rank needs no socket.
 
     Raises UserError where the ranks cannot connect.
     """
+    os.environ.setdefault(RECORDER_VARIABLE, str(RECORDED_COLLECTIVES))
     if platform.on_cuda():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if os.environ["WORLD_SIZE"] == "1":

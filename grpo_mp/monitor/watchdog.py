@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from grpo_mp.monitor.rank_dump import PhaseTime
+
 STUCK_STATUS = 3  # exit status of a process that its watchdog ended
 BEFORE_EXIT_LIMIT_S = 5.0  # for the `before_exit` functions, together
 GRACE_S = 15.0  # how long after a limit the C-level timer ends a process whose threads cannot run
@@ -69,6 +71,11 @@ class Watchdog:
             with self._changed:
                 self._deadlines = [other for other in self._deadlines if other is not deadline]
                 self._rearm()
+
+    def phases(self) -> list[PhaseTime]:
+        """Return the phases that the process is in, the outermost first."""
+        now_s = time.monotonic()
+        return [PhaseTime(deadline.phase, now_s - deadline.started_s) for deadline in list(self._deadlines)]
 
     def close(self) -> None:
         """Stop watching."""

@@ -19,12 +19,14 @@ from grpo_mp.platform import engine_layers
 from grpo_mp.platform.engine_attention import paged_attention
 from grpo_mp.platform.engine_decode import RunningSequences
 from grpo_mp.platform.engine_invariance import enable_batch_invariance
+from grpo_mp.processes import write_stacks_on_signal
 
 
 def register() -> None:
     """Apply the patches. SGLang calls it before it builds a model, in server, scheduler and detokenizer processes."""
     if ENGINE_SCRATCH not in os.environ:
         return
+    write_stacks_on_signal(Path(os.environ[ENGINE_SCRATCH]))
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     hooks = [("managers.load_snapshot.shm_path_for", "after", _move_load_snapshot)]

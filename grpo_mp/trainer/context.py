@@ -16,6 +16,7 @@ from grpo_mp.distributed.nccl_memory import NcclMemory
 from grpo_mp.distributed.process_groups import WAITED_PHASES, Job, Parallel, join_job, make_parallel, stop_parallel
 from grpo_mp.log import log_file, logging_to
 from grpo_mp.monitor.progress import Progress
+from grpo_mp.monitor.rank_dump import RankDumper
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.policy.checkpoint import load_policy, load_reference
@@ -237,7 +238,10 @@ def _open_job(
         stack.enter_context(logging_to(log_file(folder, rank), settings.monitor.log_level))
         stack.enter_context(rollout)
         progress = stack.enter_context(Progress(folder, steps, done=state.step, rank=rank))
-        watchdog = stack.enter_context(Watchdog(rank, folder, before_exit=(progress.stop, rollout.stop)))
+        dumper = RankDumper(rank, folder, lambda: watchdog.phases())
+        before_exit = (dumper.write_last, progress.stop, rollout.stop)
+        watchdog = stack.enter_context(Watchdog(rank, folder, before_exit))
+        stack.enter_context(dumper)
         timeline = Timeline(folder, rank)
         stack.callback(timeline.close)
         stack.callback(inputs.scorer.close)

@@ -1,0 +1,270 @@
+"""What a rank does at this moment: phases, stacks, collectives under way; written when the process gets a signal."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from grpo_mp.checkpoint.run_state import PROCESSES
+from grpo_mp.errors import UserError
+from grpo_mp.files import read_json, write_json
+from grpo_mp.processes import DUMP_SIGNAL
+
+LAST_COLLECTIVES = 20  # of each group that a dump holds
+# torch's recorder of gloo, and where torch is built for CUDA that of NCCL.
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """A phase that a rank is in, and for how many seconds."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ThreadStack:
+    """A thread's frames as 'file:line function', the outermost first."""
+
+    name: str
+    frames: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A call of torch.distributed that a rank has made: the `sequence`-th of its group (from 1), p2p counted apart."""
+
+    group: str  # key of RankDump.groups
+    sequence: int
+    operation: str  # as the recorder names it: 'gloo:all_reduce', 'nccl:recv 0<-1'
+    sizes: tuple[tuple[int, ...], ...]
+    is_p2p: bool
+    is_pending: bool
+    age_s: float  # since the call
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group: its description and its global ranks."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+class RankProcess(NamedTuple):
+    """Where a rank runs."""
+
+    host: str
+    pid: int
+    started_s: float  # since the epoch
+
+
+@dataclass(frozen=True)
+class RankDump:
+    """One rank at one moment."""
+
+    rank: int
+    host: str
+    pid: int
+    time_s: float  # since the epoch
+    phases: tuple[PhaseTime, ...]  # the outermost first
+    threads: tuple[ThreadStack, ...]  # the main thread first
+    groups: Mapping[str, Group]
+    collectives: tuple[Collective, ...]
+    records_all: bool  # no call was forgotten: a group without calls has made none
+    at_limit: bool = False  # written because a phase passed its limit, as the rank's last act
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "RankDump":
+        """Rebuild what `write_json` wrote of a dump. Raises KeyError or TypeError where that is something else."""
+        return RankDump(
+            rank=int(values["rank"]),
+            host=str(values["host"]),
+            pid=int(values["pid"]),
+            time_s=float(values["time_s"]),
+            phases=tuple(PhaseTime(**phase) for phase in values["phases"]),
+            threads=tuple(ThreadStack(thread["name"], tuple(thread["frames"])) for thread in values["threads"]),
+            groups={key: Group(group["name"], tuple(group["ranks"])) for key, group in values["groups"].items()},
+            collectives=tuple(
+                Collective(**{**call, "sizes": tuple(map(tuple, call["sizes"]))}) for call in values["collectives"]
+            ),
+            records_all=bool(values["records_all"]),
+            at_limit=bool(values["at_limit"]),
+        )
+
+
+def process_file(run_folder: Path, rank: int) -> Path:
+    """Return the file that says where a rank runs: host and pid."""
+    return run_folder / PROCESSES / f"rank_{rank}.json"
+
+
+def dump_file(run_folder: Path, rank: int) -> Path:
+    """Return the file of a rank's last dump."""
+    return run_folder / PROCESSES / f"dump_{rank}.json"
+
+
+class RankDumper:
+    """Writes a RankDump each time the process gets DUMP_SIGNAL, from a thread: the main one may hang in a collective.
+
+    A process makes one, in its main thread.
+    """
+
+    def __init__(self, rank: int, run_folder: Path, phases: Callable[[], Iterable[PhaseTime]]) -> None:
+        self.rank = rank
+        self._folder = run_folder
+        self._phases = phases
+        self._wake, self._wakeup_fd = os.pipe()
+        os.set_blocking(self._wakeup_fd, False)
+        self._thread = threading.Thread(target=self._serve, name="rank dump", daemon=True)
+
+    def __enter__(self) -> Self:
+        process = RankProcess(socket.gethostname(), os.getpid(), time.time())
+        write_json(process_file(self._folder, self.rank), process._asdict())
+        # The C-level handler of every signal writes its number there, at once, whatever the main thread does.
+        self._former_fd = signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
+        self._former = signal.signal(DUMP_SIGNAL, _go_on)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # one that is on its way would end the process
+        signal.set_wakeup_fd(self._former_fd)
+        os.close(self._wakeup_fd)
+        self._thread.join()
+        os.close(self._wake)
+        process_file(self._folder, self.rank).unlink(missing_ok=True)
+
+    def write_last(self) -> None:
+        """Write what the rank does as its watchdog ends it."""
+        self.write(at_limit=True)
+
+    def write(self, at_limit: bool = False) -> None:
+        """Write what the rank does now; a disk that does not take it is no reason to end."""
+        try:
+            write_json(dump_file(self._folder, self.rank), asdict(self.current(at_limit)))
+        except OSError as error:
+            logger.warning("what this rank does cannot be written: %s", error)
+
+    def current(self, at_limit: bool = False) -> RankDump:
+        """Return what the rank does now."""
+        now_s = time.time()
+        calls, is_all = recorded_calls(now_s)
+        return RankDump(
+            rank=self.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            time_s=now_s,
+            phases=tuple(self._phases()),
+            threads=thread_stacks(),
+            groups=process_groups(),
+            collectives=last_collectives(calls),
+            records_all=is_all,
+            at_limit=at_limit,
+        )
+
+    def _serve(self) -> None:
+        while numbers := os.read(self._wake, 64):
+            if DUMP_SIGNAL in numbers:
+                self.write()
+
+
+def _go_on(number: int, frame: FrameType | None) -> None:
+    """Handle the signal in the main thread, where there is nothing to do."""
+
+
+def read_process(run_folder: Path, rank: int) -> RankProcess:
+    """Return where a rank runs. Raises UserError for a file that no rank has written."""
+    file = process_file(run_folder, rank)
+    values = read_json(file)
+    try:
+        return RankProcess(str(values["host"]), int(values["pid"]), float(values["started_s"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file} is not what a rank writes when it starts: remove it") from error
+
+
+def read_dump(run_folder: Path, rank: int) -> RankDump | None:
+    """Return a rank's last dump; None where there is none, or something else."""
+    try:
+        return RankDump.from_json(read_json(dump_file(run_folder, rank)))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def thread_stacks() -> tuple[ThreadStack, ...]:
+    """Return the stacks of all Python threads of this process but the caller's, the main thread's first."""
+    frames = sys._current_frames()
+    threads = sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread())
+    stacks = []
+    for thread in threads:
+        if thread is threading.current_thread() or thread.ident not in frames:
+            continue
+        summary = traceback.extract_stack(frames[thread.ident])
+        stacks.append(ThreadStack(thread.name, tuple(f"{f.filename}:{f.lineno} {f.name}" for f in summary)))
+    return tuple(stacks)
+
+
+def process_groups() -> dict[str, Group]:
+    """Return the process groups that this rank belongs to, by the key that torch's recorder uses."""
+    world = distributed_c10d._world
+    groups: dict[str, Group] = {}
+    for group, ranks in list(world.pg_group_ranks.items()):
+        if isinstance(group, dist.ProcessGroup):  # else a mark of a group that this rank is no member of
+            name = world.pg_names[group]
+            groups[name] = Group(group.group_desc or name, tuple(sorted(ranks)))
+    return groups
+
+
+def recorded_calls(now_s: float) -> tuple[list[Collective], bool]:
+    """Return what torch's flight recorder holds, the oldest first, and whether it holds all calls of this rank."""
+    calls: list[Collective] = []
+    is_all = True
+    for name in RECORDERS:
+        if hasattr(torch._C._distributed_c10d, name):
+            entries = json.loads(getattr(torch._C._distributed_c10d, name)(True, False)).get("entries", [])
+            calls += [read_collective(entry, now_s) for entry in entries]
+            is_all &= not entries or entries[0]["record_id"] == 0
+    return calls, is_all
+
+
+def last_collectives(calls: Sequence[Collective]) -> tuple[Collective, ...]:
+    """Return the last LAST_COLLECTIVES calls of each group, and all that are pending, in their order."""
+    kept: list[Collective] = []
+    left: dict[tuple[str, bool], int] = {}
+    for call in reversed(calls):
+        key = call.group, call.is_p2p
+        left[key] = left.get(key, LAST_COLLECTIVES) - 1
+        if call.is_pending or left[key] >= 0:
+            kept.append(call)
+    return tuple(reversed(kept))
+
+
+def read_collective(entry: Mapping[str, Any], now_s: float) -> Collective:
+    """Return an entry of the flight recorder's JSON as a Collective."""
+    is_p2p = bool(entry["is_p2p"])
+    return Collective(
+        group=str(entry["process_group"][0]),
+        sequence=int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"]),
+        operation=str(entry["profiling_name"]),
+        sizes=tuple(tuple(size) for size in entry["input_sizes"]),
+        is_p2p=is_p2p,
+        is_pending=not entry["retired"] and entry["state"] != "completed",
+        age_s=now_s - entry["time_created_ns"] / 1e9,
+    )
