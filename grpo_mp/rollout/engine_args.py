@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.files import ENGINE_SCRATCH
-from grpo_mp.rollout.engine_main import ARGUMENTS
+from grpo_mp.rollout.engine_main import ARGUMENTS, TRAINER_PID
 from grpo_mp.rollout.engine_parallelism import attention_replicas
 from grpo_mp.rollout.shared_memory import LOADER
 
@@ -181,6 +181,7 @@ def engine_environment(
     return {
         **inherited,
         ARGUMENTS: json.dumps(arguments),
+        TRAINER_PID: str(os.getpid()),
         ENGINE_SCRATCH: scratch,
         "TMPDIR": scratch,
         "PYTHONPATH": ":".join(python_path),

@@ -11,11 +11,13 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 
 from grpo_mp.files import ENGINE_SCRATCH
 from grpo_mp.processes import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
 ARGUMENTS = "GRPO_MP_ENGINE_ARGUMENTS"  # ServerArgs as JSON: by environment, since it holds the engine's key
+TRAINER_PID = "GRPO_MP_TRAINER_PID"  # of the process that started this one: it may end before this one asks for it
 WATCH_INTERVAL_S = 0.5
 TERM_GRACE_S = 1.0  # nothing in an engine is worth saving
 REAP_LIMIT_S = 10.0
@@ -24,14 +26,17 @@ WATCHED = {signal.SIGTERM, signal.SIGCHLD}
 
 def main() -> None:
     """Run the server until it has ended; exit with its status."""
-    trainer = os.getppid()
+    trainer = int(os.environ[TRAINER_PID])
     for number in (signal.SIGINT, signal.SIGUSR1):  # for the trainer, which then ends its engines or saves
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
+    watcher = os.getpid()
     server = os.fork()
     if server == 0:
-        _run_server()
+        _run_server(watcher)
+    with suppress(ProcessLookupError):  # it has ended; both make the group, since either may be the first to run
+        os.setpgid(server, server)
     status = _wait_for_server(server, trainer)
     _reap_all(server)
     shutil.rmtree(os.environ[ENGINE_SCRATCH], ignore_errors=True)
@@ -78,9 +83,11 @@ def _reap_all(group: int) -> None:
             return
 
 
-def _run_server() -> None:
+def _run_server(watcher: int) -> None:
     os.setpgid(0, 0)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should the watching process be killed
+    if os.getppid() != watcher:  # it was, before
+        os._exit(128 + signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     arguments = json.loads(os.environ.pop(ARGUMENTS))
 

@@ -107,6 +107,14 @@ def test_nothing_outlives_a_killed_watcher(make_spec: SpecFactory, tmp_path: Pat
             engine.check_alive("in GENERATE")
 
 
+def test_an_engine_whose_trainer_ends_before_it_looks_ends_too(model_folder: Path, tmp_path: Path) -> None:
+    """The trainer is gone while the engine's interpreter still starts."""
+    ends_at_once = START.replace("if sys.argv[3]", "import os; os._exit(0)\nif sys.argv[3]")
+    command = [sys.executable, "-c", ends_at_once, str(model_folder), str(tmp_path / "engine.log"), "at once"]
+    trainer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=START_TIMEOUT_S)
+    wait_until_gone(int(trainer.stdout))
+
+
 @pytest.mark.slow
 def test_a_server_that_cannot_come_up_shows_why(make_spec: SpecFactory, tmp_path: Path) -> None:
     model_folder = tmp_path / "model"
