@@ -4,6 +4,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -26,9 +27,15 @@ def end_with_launcher() -> None:
 
 
 def write_stacks_on_signal(folder: Path) -> None:
-    """Let DUMP_SIGNAL append the Python stacks of all threads of this process to its file in `folder`."""
-    file = stacks_file(folder, os.getpid()).open("w")
-    faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
+    """Let DUMP_SIGNAL append the Python stacks of all threads of this process, or a fork of it, to its file there."""
+
+    def register() -> None:
+        with suppress(FileNotFoundError):  # the folder goes when the engine ends
+            file = stacks_file(folder, os.getpid()).open("w")
+            faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
+
+    register()
+    os.register_at_fork(after_in_child=register)
 
 
 def stacks_file(folder: Path, pid: int) -> Path:

@@ -7,12 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_mp.doctor.findings import exit_status, render
-from grpo_mp.parsers import Parser, non_negative
+from grpo_mp.errors import UserError
+from grpo_mp.parsers import Parser, non_negative, positive_int
 
 STUCK = """Say who waits for whom in a run that does not go on: grpo-mp doctor stuck RUN
 
 Asks every rank on this host what it does, and the engines that they host; changes nothing. For a job of several
 nodes, run it on each of them (srun --overlap), then once more on any.
+"""
+
+MODEL = """Say where policy and engine part from transformers on the same tokens: grpo-mp doctor model FOLDER
+
+Runs a Hugging Face folder in transformers in float32, then in the policy's Megatron model and in an SGLang server in
+--dtype, each alone on this machine's first GPU or on its CPU, and compares the residual stream after each attention
+and each MLP, the chosen experts, and the logprobs. What transformers itself loses in --dtype is the measure.
 """
 
 
@@ -26,7 +34,15 @@ def main(arguments: Sequence[str]) -> int:
     stuck.add_argument("--timeout-s", type=non_negative, default=10.0, metavar="S", help=limit)
     over = "report waits longer than this many seconds (default: 5)"
     stuck.add_argument("--over-s", type=non_negative, default=5.0, metavar="S", help=over)
+    model = commands.add_parser("model", help="a model folder: where policy and engine part", description=MODEL)
+    model.add_argument("folder", type=Path, metavar="FOLDER", help="Hugging Face folder")
+    model.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
+    model.add_argument("--without", choices=["policy", "engine"], action="append", default=[], help="leave it out")
+    model.add_argument("--sequences", type=positive_int, default=4, metavar="N", help="random ones (default: 4)")
+    model.add_argument("--length", type=positive_int, default=64, metavar="N", help="tokens of each (default: 64)")
     args = parser.parse_args(arguments)
+    if args.what == "model":
+        return diagnose_model_folder(args.folder, args.dtype, args.without, args.sequences, args.length)
     return diagnose_stuck(args.run, args.timeout_s, args.over_s)
 
 
@@ -38,4 +54,33 @@ def diagnose_stuck(run_folder: Path, timeout_s: float, over_s: float) -> int:
     dumps, silent, engines = ask_ranks(run_folder, timeout_s)
     findings = diagnose(dumps, silent, over_s)
     print(render([*findings, *shown_engines(engines)]))
+    return exit_status(findings)
+
+
+def diagnose_model_folder(folder: Path, dtype: str, without: Sequence[str], sequences: int, length: int) -> int:
+    """Print where the policy and an engine part from transformers; return the exit status. Raises UserError."""
+    import torch
+
+    from grpo_mp.checkpoint.hf_reader import has_hf_weights
+    from grpo_mp.doctor.activations import run_engine, run_policy, run_transformers
+    from grpo_mp.doctor.model import diagnose_model, random_tokens
+    from grpo_mp.models.hf_config import HfConfig
+    from grpo_mp.trainer.load_models import check_memory
+
+    hf = HfConfig.read(folder)
+    if not has_hf_weights(folder):
+        raise UserError(f"{folder}: no Hugging Face folder with weights: export or convert it first (grpo-mp convert)")
+    longest = hf.int("max_position_embeddings")
+    if not 2 <= length <= longest:
+        raise UserError(f"--length {length}: the model takes 2 to {longest} tokens")
+    check_memory(folder, "run it on a larger machine")
+    tokens = random_tokens(hf.int("vocab_size"), sequences, length)
+    layers = hf.int("num_hidden_layers")
+    reference = run_transformers(folder, tokens, torch.float32)
+    same = None if dtype == "float32" else run_transformers(folder, tokens, getattr(torch, dtype))
+    findings = []
+    for name, run in (("policy", run_policy), ("engine", run_engine)):
+        if name not in without:
+            findings += diagnose_model(name, run(folder, tokens, dtype), reference, same, layers)
+    print(render(findings))
     return exit_status(findings)

@@ -4,7 +4,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -20,6 +20,33 @@ RECENT_S = 120.0  # dumps of other nodes, where the command ran before, are this
 CREATION_SLACK_S = 2.0  # a process begins before it writes its file; more than that and it is another one
 
 
+@dataclass(frozen=True)
+class AskedEngine:
+    """A process of an engine that was asked for its stacks, which it appends to `file`."""
+
+    rank: int  # that hosts it
+    title: str
+    file: Path
+    bytes_before: int
+
+    def text(self) -> str:
+        """Return what it has written since; "" where it has ended."""
+        try:
+            return self.file.read_bytes()[self.bytes_before :].decode(errors="replace")
+        except OSError:
+            return ""
+
+    def has_answered(self) -> bool:
+        """Return whether it has written, or ended."""
+        return "most recent call first" in self.text() or not self.file.exists()
+
+    def stacks(self, most: int = 6) -> EngineStacks:
+        """Return the innermost frames of the thread that had the signal, which is the main one."""
+        thread = self.text().rpartition("Current thread")[2].partition("\n\n")[0]
+        frames = re.findall(r'File "(.*)", line (\d+) in (.*)', thread)
+        return EngineStacks(self.rank, self.title, tuple(f"{name}:{line} {call}" for name, line, call in frames[:most]))
+
+
 def ask_ranks(run_folder: Path, limit_s: float) -> tuple[dict[int, RankDump], dict[int, str], list[EngineStacks]]:
     """Let each rank of this host write a dump; return the dumps, the ranks without one and why, and engines' stacks.
 
@@ -27,7 +54,7 @@ def ask_ranks(run_folder: Path, limit_s: float) -> tuple[dict[int, RankDump], di
     """
     ranks = started_ranks(run_folder)
     asked_s = time.time()
-    waiting, silent, engines = [], {}, []
+    waiting, silent, engines = [], {}, list[AskedEngine]()
     for rank, started in ranks.items():
         if started.host != socket.gethostname():
             dump = read_dump(run_folder, rank)
@@ -41,16 +68,18 @@ def ask_ranks(run_folder: Path, limit_s: float) -> tuple[dict[int, RankDump], di
                 silent[rank] = "its process has ended"
         elif ask(process):
             waiting.append(rank)
-            engines += [(rank, child, file) for child, file in ask_engines(process)]
+            engines += ask_engines(rank, process)
         else:
             silent[rank] = "does not listen yet, or no longer: it starts, or ends"
     deadline = time.monotonic() + limit_s
     while waiting and time.monotonic() < deadline:
         waiting = [rank for rank in waiting if not _is_fresh(read_dump(run_folder, rank), asked_s)]
         time.sleep(POLL_S)
+    while not all(engine.has_answered() for engine in engines) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
     silent |= dict.fromkeys(waiting, f"did not answer in {limit_s:g} s: a call holds Python's lock, or it is stopped")
     dumps = {rank: dump for rank in ranks if rank not in silent and (dump := read_dump(run_folder, rank))}
-    return dumps, silent, [stacks for rank, child, file in engines if (stacks := read_stacks(rank, child, file))]
+    return dumps, silent, [engine.stacks() for engine in engines]
 
 
 def started_ranks(run_folder: Path) -> dict[int, RankProcess]:
@@ -88,26 +117,24 @@ def ask(process: psutil.Process) -> bool:
     return handles
 
 
-def ask_engines(rank: psutil.Process) -> Iterator[tuple[psutil.Process, Path]]:
-    """Ask the processes of the engine that a rank hosts; yield each with the file of its stacks."""
-    for child in rank.children(recursive=True):
+def ask_engines(rank: int, process: psutil.Process) -> list[AskedEngine]:
+    """Ask the processes of the engine that a rank hosts."""
+    asked = []
+    for watcher in process.children():
         try:
-            scratch = child.environ().get(ENGINE_SCRATCH)
+            scratch = watcher.environ().get(ENGINE_SCRATCH)
+            processes = watcher.children(recursive=True) if scratch else []
         except psutil.Error:
-            continue
-        if scratch and (file := stacks_file(Path(scratch), child.pid)).exists() and ask(child):
-            yield child, file
-
-
-def read_stacks(rank: int, process: psutil.Process, file: Path, most: int = 6) -> EngineStacks | None:
-    """Return the last stack of the thread that had the signal, which is the main one; None where there is none."""
-    try:
-        text, title = file.read_text(errors="replace"), " ".join(process.cmdline()[:3])
-    except (OSError, psutil.Error):
-        return None
-    last = text.rpartition("Current thread")[2].partition("\n\n")[0]
-    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', last)
-    return EngineStacks(rank, title, tuple(f"{name}:{line} {function}" for name, line, function in frames[:most]))
+            continue  # it ends
+        for child in processes:  # whose own environment SGLang writes over, when it gives them a title
+            try:
+                file = stacks_file(Path(scratch or ""), child.pid)
+                engine = AskedEngine(rank, " ".join(child.cmdline()[:3]).strip(), file, file.stat().st_size)
+            except (OSError, psutil.Error):
+                continue  # it ends, or is not one that writes its stacks
+            if ask(child):
+                asked.append(engine)
+    return asked
 
 
 def _is_fresh(dump: RankDump | None, asked_s: float) -> bool:

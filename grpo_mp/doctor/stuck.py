@@ -154,7 +154,7 @@ def _silent(silent: Mapping[int, str], waits: Sequence[Wait]) -> list[Finding]:
 
 def shown_engines(engines: Iterable[EngineStacks]) -> list[Finding]:
     """Return where the processes of the engines are."""
-    lines = [f"rank {e.rank}, {e.process}: {' < '.join(e.frames[:3]) or 'no Python code'}" for e in engines]
+    lines = [f"rank {e.rank}, {e.process}: {' < '.join(e.frames[:3]) or 'no answer'}" for e in engines]
     return [Finding(Level.OK, "processes of engines, the innermost call first", lines)] if lines else []
 
 

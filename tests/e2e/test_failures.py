@@ -2,6 +2,8 @@
 
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,10 +116,21 @@ def test_a_rank_that_vanishes_with_status_0_takes_the_job_with_it(start_job: Sta
 
 
 @pytest.mark.slow
-def test_a_killed_rank_takes_the_job_with_it(start_job: StartJob, tmp_path: Path) -> None:
+def test_the_doctor_names_a_stopped_rank_and_a_killed_one_takes_the_job_with_it(
+    start_job: StartJob, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
+    doctor = [sys.executable, "-m", "grpo_mp", "doctor", "stuck", str(run), "--timeout-s"]
     job = start_job(f"run.folder={run}", NO_EVAL)
     job.wait_until(lambda: spans(run, 1, "GENERATE"))
+    healthy = subprocess.run([*doctor, "60"], capture_output=True, text=True, check=False)
+    assert (healthy.returncode, healthy.stderr) == (0, ""), healthy.stdout
+    assert re.search(r"rank 0 is in \w+ for \d+ s, at grpo_mp/.*\n +rank 1 is in ", healthy.stdout)
+    assert re.search(r"rank 1, sglang::scheduler: ", healthy.stdout)
+    job.signal(signal.SIGSTOP, rank=1)
+    stopped = subprocess.run([*doctor, "5"], capture_output=True, text=True, check=False)
+    assert stopped.returncode == 1
+    assert stopped.stdout.startswith("error: rank 1: did not answer in 5 s")
     job.signal(signal.SIGKILL, rank=1)
     result = outcome(job)
     assert result.status == 128 + signal.SIGKILL

@@ -1,0 +1,194 @@
+"""What a model computes on given tokens, layer by layer: in transformers, in the policy's model, in an engine."""
+
+import asyncio
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_mp import platform
+from grpo_mp.errors import UserError
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.policy.forward import sequence_logits
+from grpo_mp.rollout.client import EngineClient
+from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.trainer.load_models import policy_model, transformers_model
+
+EMBEDDING = "embedding"
+START_TIMEOUT_S = 1800.0  # a large folder is read from a slow disk
+REQUEST_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The residual stream at each point of a model, and the experts of each MoE layer, for N tokens in order."""
+
+    points: Mapping[str, Tensor]  # float32 [N, hidden]; see `attention_point` and `layer_point`
+    experts: Mapping[int, Tensor]  # by layer from 0: chosen experts [N, top-k], sorted
+    logprobs: Tensor  # float32 [N - sequences]: of each sequence's tokens but the first
+
+
+def attention_point(layer: int) -> str:
+    """Return the name of the residual stream after a layer's attention; layers count from 0."""
+    return f"layer {layer}, after attention"
+
+
+def layer_point(layer: int) -> str:
+    """Return the name of the residual stream after a layer."""
+    return f"layer {layer}, after its MLP"
+
+
+def point_names(layers: int) -> list[str]:
+    """Return the names of all points in the order of computation."""
+    return [EMBEDDING, *(point(layer) for layer in range(layers) for point in (attention_point, layer_point))]
+
+
+class _Recorder:
+    """Collects what hooks see, sequence after sequence."""
+
+    def __init__(self) -> None:
+        self.points: dict[str, list[Tensor]] = defaultdict(list)
+        self.experts: dict[int, list[Tensor]] = defaultdict(list)
+
+    def add(self, point: str, value: Tensor) -> None:
+        """Keep hidden states [..., hidden] of one sequence."""
+        self.points[point].append(value.detach().float().cpu().reshape(-1, value.shape[-1]).clone())
+
+    def add_experts(self, layer: int, chosen: Tensor) -> None:
+        """Keep the experts [tokens, top-k] of one sequence."""
+        self.experts[layer].append(chosen.detach().cpu().long().sort(-1).values)
+
+    def activations(self, logprobs: Sequence[Tensor]) -> Activations:
+        """Return all sequences as one."""
+        points = {name: torch.cat(values) for name, values in self.points.items()}
+        return Activations(points, {k: torch.cat(v) for k, v in self.experts.items()}, torch.cat([*logprobs]))
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return float32 logprobs [T - 1] of tokens [T] but the first by logits [T, V]."""
+    return logits[:-1].float().log_softmax(-1).gather(-1, tokens[1:, None].to(logits.device))[:, 0].cpu()
+
+
+@torch.no_grad()
+def run_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Activations:
+    """Compute the activations of tokens [sequences, length] in transformers."""
+    model, recorder = transformers_model(folder, dtype).to(platform.device()), _Recorder()
+    taps = {
+        r"model\.embed_tokens": lambda layer, module: _after(module, recorder, EMBEDDING),
+        r"model\.layers\.(\d+)\.post_attention_layernorm": lambda layer, module: _before(
+            module, recorder, attention_point(layer)
+        ),
+        r"model\.layers\.(\d+)": lambda layer, module: _after(module, recorder, layer_point(layer)),
+        r"model\.layers\.(\d+)\.mlp\.experts": lambda layer, module: module.register_forward_pre_hook(
+            lambda _, arguments: recorder.add_experts(layer, arguments[1])
+        ),
+    }
+    _tap(model, taps)
+    return recorder.activations(
+        [token_logprobs(model(row[None].to(platform.device())).logits[0], row) for row in tokens]
+    )
+
+
+@torch.no_grad()
+def run_policy(folder: Path, tokens: Tensor, dtype: str) -> Activations:
+    """Compute the activations of tokens [sequences, length] in the policy's Megatron model, on one rank."""
+    recorder, vocab_size = _Recorder(), HfConfig.read(folder).int("vocab_size")
+    taps = {
+        r"(?:.*\.)?embedding": lambda layer, module: _after(module, recorder, EMBEDDING),
+        r"(?:.*\.)?decoder\.layers\.(\d+)\.pre_mlp_layernorm": lambda layer, module: _before(
+            module, recorder, attention_point(layer)
+        ),
+        r"(?:.*\.)?decoder\.layers\.(\d+)": lambda layer, module: _after(module, recorder, layer_point(layer)),
+        r"(?:.*\.)?decoder\.layers\.(\d+)\.mlp\.router": lambda layer, module: module.register_forward_hook(
+            lambda _, __, output: recorder.add_experts(layer, _experts_of_map(output[1]))
+        ),
+    }
+    with policy_model(folder, dtype) as model:
+        _tap(model, taps)
+        logits = [sequence_logits(model, row)[:, :vocab_size] for row in tokens]
+    return recorder.activations([token_logprobs(*each) for each in zip(logits, tokens, strict=True)])
+
+
+def run_engine(folder: Path, tokens: Tensor, dtype: str) -> Activations:
+    """Compute the activations of tokens [sequences, length] in an SGLang server, which dumps what modules return."""
+    recorder, logprobs = _Recorder(), []
+    layers = HfConfig.read(folder).int("num_hidden_layers")
+    with tempfile.TemporaryDirectory() as scratch, _engine(folder, dtype, tokens.shape[1], Path(scratch)) as client_of:
+        for row in tokens.tolist():
+            logprobs.append(torch.tensor(asyncio.run(client_of(row))))
+        passes = {}
+        for file in sorted(Path(scratch, "dump").glob("*/Pass*.pt")):
+            values = torch.load(file, map_location="cpu", weights_only=True)
+            passes[tuple(values["model.forward_batch_info.input_ids"].tolist())] = values
+        for row in tokens.tolist():
+            if tuple(row) not in passes:
+                raise UserError(f"{folder}: the engine has not dumped the pass of a sequence: see its log")
+            _record_dump(recorder, passes[tuple(row)], layers)
+    return recorder.activations(logprobs)
+
+
+def _record_dump(recorder: _Recorder, values: Mapping[str, Any], layers: int) -> None:
+    """Record one pass of SGLang's dump: norms return what they normalise beside it, the residual stream."""
+    recorder.add(EMBEDDING, values["model.embed_tokens"])
+    for layer in range(layers):
+        following = f"model.layers.{layer + 1}.input_layernorm" if layer + 1 < layers else "model.norm"
+        recorder.add(attention_point(layer), values[f"model.layers.{layer}.post_attention_layernorm"][1])
+        recorder.add(layer_point(layer), values[following][1])
+        chosen = values.get(f"model.layers.{layer}.mlp.topk")
+        if chosen is not None:
+            recorder.add_experts(layer, chosen[1])
+
+
+@contextmanager
+def _engine(folder: Path, dtype: str, length: int, scratch: Path) -> Iterator[Callable[[Sequence[int]], Any]]:
+    """Yield a function that scores a sequence on a server of the folder."""
+    arguments = {"debug_tensor_dump_output_folder": str(scratch / "dump"), "disable_radix_cache": True}
+    spec = EngineSpec(0, 0, folder.resolve(), dtype, length + 1, cpu=not platform.on_cuda(), args=arguments)
+    process = EngineProcess(spec, scratch / "engine.log")
+
+    async def score(row: Sequence[int]) -> list[float]:
+        client = EngineClient(0, process.url, process.headers, REQUEST_TIMEOUT_S)
+        async with aclosing(client):
+            return (await client.score([row]))[0]
+
+    try:
+        process.start()
+        process.wait_ready(START_TIMEOUT_S)
+        yield score
+    finally:
+        process.stop()
+
+
+def _tap(model: nn.Module, taps: Mapping[str, Callable[[int, nn.Module], object]]) -> None:
+    """Call for each module whose name matches a pattern its function, with the layer that the name holds."""
+    for name, module in model.named_modules():
+        for pattern, hook in taps.items():
+            if match := re.fullmatch(pattern, name):
+                hook(int(match[1]) if match.groups() else 0, module)
+
+
+def _after(module: nn.Module, recorder: _Recorder, point: str) -> None:
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        recorder.add(point, output[0] if isinstance(output, tuple) else output)
+
+    module.register_forward_hook(hook)
+
+
+def _before(module: nn.Module, recorder: _Recorder, point: str) -> None:
+    def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        recorder.add(point, arguments[0])
+
+    module.register_forward_pre_hook(hook)
+
+
+def _experts_of_map(routing_map: Tensor) -> Tensor:
+    """Return the experts [tokens, top-k] of a map [tokens, experts] of booleans with top-k in each row."""
+    return routing_map.nonzero()[:, 1].reshape(len(routing_map), -1)

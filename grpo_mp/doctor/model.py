@@ -1,0 +1,138 @@
+"""Where policy and engine part from transformers on the same tokens: pure functions over their activations."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_mp.doctor.activations import EMBEDDING, Activations, attention_point, layer_point
+from grpo_mp.doctor.findings import Finding, Level
+
+FLOAT32_TOLERANCE = 1e-4  # of a point's relative error; sums in another order differ by less
+LOW_PRECISION_FACTOR = 4.0  # how much further from float32 than transformers itself in that precision
+LOW_PRECISION_FLOOR = 0.02  # below it no relative error of bfloat16 is news
+FLOAT32_REROUTED, LOW_PRECISION_REROUTED = 0.01, 0.1  # share of tokens: scores of two experts may be as good as equal
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a model is from the reference at one point.
+
+    `error` is |x - reference| / |reference| over the tokens that had the same experts in all layers so far, which is
+    continuous where a choice of experts is not; `rerouted` the share of the tokens with other experts in this layer,
+    among those that had the same ones before.
+    """
+
+    error: float
+    rerouted: float = 0.0
+
+
+@dataclass(frozen=True)
+class PointError:
+    """A model's distance from transformers in float32, and that of transformers itself in the model's precision."""
+
+    point: str
+    model: Distance
+    own: Distance | None  # None where the precision is float32
+
+    @property
+    def is_large(self) -> bool:
+        """Return whether rounding does not explain it."""
+        if self.own is None:
+            return not (self.model.error <= FLOAT32_TOLERANCE and self.model.rerouted <= FLOAT32_REROUTED)
+        most = max(LOW_PRECISION_FLOOR, LOW_PRECISION_FACTOR * self.own.error)
+        most_rerouted = max(LOW_PRECISION_REROUTED, LOW_PRECISION_FACTOR * self.own.rerouted)
+        return not (self.model.error <= most and self.model.rerouted <= most_rerouted)
+
+
+def relative_error(values: Tensor, reference: Tensor) -> float:
+    """Return |values - reference| / |reference|, in float64; nan of nothing."""
+    return float((values.double() - reference.double()).norm() / reference.double().norm())
+
+
+def distances(model: Activations, reference: Activations, layers: int) -> dict[str, Distance]:
+    """Return the distance at each point in order, while there are tokens with the same experts."""
+    kept = torch.ones(len(next(iter(reference.points.values()))), dtype=torch.bool)
+    found = {EMBEDDING: Distance(relative_error(model.points[EMBEDDING], reference.points[EMBEDDING]))}
+    for layer in range(layers):
+        rerouted = 0.0
+        point = attention_point(layer)
+        found[point] = Distance(relative_error(model.points[point][kept], reference.points[point][kept]))
+        if layer in reference.experts and layer in model.experts:
+            same = (model.experts[layer] == reference.experts[layer]).all(1)
+            rerouted = 1 - float(same[kept].double().mean())
+            kept &= same
+        point = layer_point(layer)
+        found[point] = Distance(relative_error(model.points[point][kept], reference.points[point][kept]), rerouted)
+        if not kept.any():
+            break
+    return found
+
+
+def point_errors(
+    model: Activations, reference: Activations, same_precision: Activations | None, layers: int
+) -> list[PointError]:
+    """Compare a model at every point. `same_precision`: transformers' in the model's, None for float32."""
+    own = distances(same_precision, reference, layers) if same_precision else {}
+    found = distances(model, reference, layers)
+    return [PointError(point, distance, own.get(point)) for point, distance in found.items()]
+
+
+def expert_agreement(candidate: Activations, reference: Activations) -> dict[int, float]:
+    """Return for each MoE layer the share of the reference's experts that the candidate has chosen, too."""
+    shares = {}
+    for layer, experts in reference.experts.items():
+        if layer in candidate.experts:
+            same = (candidate.experts[layer][:, :, None] == experts[:, None, :]).any(1)
+            shares[layer] = float(same.double().mean())
+    return shares
+
+
+def diagnose_model(
+    name: str, model: Activations, reference: Activations, same_precision: Activations | None, layers: int
+) -> list[Finding]:
+    """Return what is found about a model: the 'policy' or the 'engine'."""
+    errors = point_errors(model, reference, same_precision, layers)
+    table = _table(name, errors, model, reference, same_precision)
+    first = next((index for index, each in enumerate(errors) if each.is_large), None)
+    if first is None:
+        return [Finding(Level.OK, f"the {name} computes what transformers does", table)]
+    wrong = errors[first]
+    before = f"{errors[first - 1].point} still agrees ({errors[first - 1].model.error:.1e})" if first else "the first"
+    other = f", other experts for {wrong.model.rerouted:.0%} of the tokens" if wrong.model.rerouted else ""
+    error = f"relative error {wrong.model.error:.1e}{other}"
+    sentence = f"the {name} parts from transformers at: {wrong.point} ({error}); {before}"
+    return [Finding(Level.ERROR, sentence, table, advice(wrong.point))]
+
+
+def _table(
+    name: str,
+    errors: Sequence[PointError],
+    model: Activations,
+    reference: Activations,
+    same_precision: Activations | None,
+) -> list[str]:
+    """Return a line for each point, for the experts of each layer, and for the logprobs."""
+    own = same_precision or reference
+    lines = [f"{'':28} {name:>8}  transformers in the same precision"]
+    lines += [f"{e.point:28} {e.model.error:8.1e}  {e.own.error if e.own else 0:8.1e}" for e in errors]
+    own_agreement = expert_agreement(own, reference)
+    for layer, share in expert_agreement(model, reference).items():
+        lines.append(f"{f'layer {layer}, experts alike':28} {share:8.2%}  {own_agreement[layer]:8.2%}")
+    largest, own_largest = (float((each.logprobs - reference.logprobs).abs().max()) for each in (model, own))
+    return [*lines, f"{'largest logprob difference':28} {largest:8.1e}  {own_largest:8.1e}"]
+
+
+def advice(point: str) -> str:
+    """Return what to look at where a model parts from transformers."""
+    if point == EMBEDDING:
+        return "compare the weights of the embedding, and the padding of its vocabulary"
+    if point.endswith("attention"):
+        return "compare the weights of that layer's attention; look at rope settings, norms of q and k, biases, scale"
+    return "compare the weights of that layer's MLP; look at its router (bias, scale, groups) and its shared experts"
+
+
+def random_tokens(vocab_size: int, sequences: int, length: int, seed: int = 0) -> Tensor:
+    """Return tokens [sequences, length] that are drawn alike each time."""
+    return torch.randint(vocab_size, (sequences, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,138 @@
+"""Where a model parts from transformers: real models with one wrong weight, in the policy and in an engine."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_mp.cli.main import main
+from grpo_mp.doctor.activations import Activations, point_names, run_policy, run_transformers
+from grpo_mp.doctor.findings import Level
+from grpo_mp.doctor.model import diagnose_model, expert_agreement, point_errors, random_tokens
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
+from grpo_mp.models.families import FAMILIES
+from grpo_mp.models.hf_config import HfConfig
+
+LAYERS = 3
+POINTS = point_names(LAYERS)
+MakeModel = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """A random folder of a family, by name; made once."""
+    folders: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in folders:
+            folders[family] = tmp_path_factory.mktemp(family)
+            shape = {"num_hidden_layers": LAYERS, "initializer_range": 0.1}
+            make_tiny(folders[family], family, make_tokenizer(["apples"]), 1, **shape)
+        return folders[family]
+
+    return make
+
+
+def tokens_of(folder: Path) -> torch.Tensor:
+    return random_tokens(HfConfig.read(folder).int("vocab_size"), sequences=2, length=24)
+
+
+def with_changed(folder: Path, copy: Path, name: str, factor: float) -> Path:
+    """Copy a folder, with the weight of one tensor scaled."""
+    shutil.copytree(folder, copy)
+    file = copy / "model.safetensors"
+    weights = load_file(file)
+    weights[name] = weights[name] * factor
+    save_file(weights, file, {"format": "pt"})
+    return copy
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_compared_at_every_point(family: str, make_model: MakeModel) -> None:
+    folder = make_model(family)
+    tokens = tokens_of(folder)
+    reference = run_transformers(folder, tokens, torch.float32)
+    policy = run_policy(folder, tokens, "float32")
+    assert set(reference.points) == set(policy.points) == set(POINTS)
+    errors = point_errors(policy, reference, None, LAYERS)
+    assert [each.point for each in errors] == POINTS
+    assert all(each.model.error < 1e-5 for each in errors)
+    assert set(expert_agreement(policy, reference).values()) <= {1.0}
+    assert set(policy.experts) == set(reference.experts)
+    assert bool(policy.experts) == (family not in ("qwen3", "qwen2", "llama"))
+    torch.testing.assert_close(policy.logprobs, reference.logprobs, atol=1e-3, rtol=0)
+    assert len(policy.logprobs) == 2 * 23
+
+
+@pytest.mark.parametrize(
+    ("name", "point"),
+    [
+        ("model.embed_tokens.weight", "embedding"),
+        ("model.layers.1.self_attn.o_proj.weight", "layer 1, after attention"),
+        ("model.layers.2.mlp.experts.3.down_proj.weight", "layer 2, after its MLP"),
+        ("model.layers.1.mlp.gate.weight", "layer 1, after its MLP"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_wrong_place_is_named(
+    name: str, point: str, dtype: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    folder = make_model("deepseek_v3")
+    tokens = tokens_of(folder)
+    reference = run_transformers(folder, tokens, torch.float32)
+    same = None if dtype == "float32" else run_transformers(folder, tokens, getattr(torch, dtype))
+    (whole,) = diagnose_model("policy", run_policy(folder, tokens, dtype), reference, same, LAYERS)
+    assert whole.level is Level.OK
+    changed = with_changed(folder, tmp_path / "changed", name, 3.0)
+    (finding,) = diagnose_model("policy", run_policy(changed, tokens, dtype), reference, same, LAYERS)
+    assert finding.level is Level.ERROR
+    assert finding.sentence.startswith(f"the policy parts from transformers at: {point} (relative error ")
+
+
+def test_experts_that_differ_are_counted() -> None:
+    def chosen(*rows: list[int]) -> Activations:
+        return Activations({}, {1: torch.tensor(rows)}, torch.zeros(0))
+
+    assert expert_agreement(chosen([0, 1], [2, 3]), chosen([1, 0], [2, 5])) == {1: 0.75}
+
+
+def test_a_value_that_is_not_finite_is_an_error(make_model: MakeModel) -> None:
+    folder = make_model("qwen3")
+    reference = run_transformers(folder, tokens_of(folder), torch.float32)
+    broken = Activations(
+        {name: values * float("nan") for name, values in reference.points.items()}, {}, reference.logprobs
+    )
+    assert diagnose_model("engine", broken, reference, None, LAYERS)[0].level is Level.ERROR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "kimi_k2", "qwen3_moe"])
+def test_policy_and_engine_agree_with_transformers(
+    family: str, make_model: MakeModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "model", str(make_model(family)), "--dtype", "float32", "--length", "24"]) == 0
+    said = capsys.readouterr().out
+    assert "ok: the policy computes what transformers does" in said
+    assert "ok: the engine computes what transformers does" in said
+    assert said.count("layer 2, after its MLP") == said.count("layer 2, experts alike") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["missing"], "missing"),
+        (["--length", "1"], "--length 1: the model takes 2 to 1024 tokens"),
+        (["--length", "5000"], "--length 5000: the model takes 2 to 1024 tokens"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    arguments: list[str], sentence: str, make_model: MakeModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = [] if arguments == ["missing"] else [str(make_model("qwen3"))]
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "model", *folder, *arguments])
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
