@@ -60,7 +60,8 @@ def test_an_engine_killed_in_generate_takes_groups_before_the_phase_ends(
     """The other one, held up by one group, could not launch the rest of the step; it pauses for the weights."""
     (tmp_path / "reward.py").write_text(HELD_REWARD)
     settings = ("engine.concurrent_groups=1", "rollout.prompts_per_step=8", "run.eval_every=0", "run.steps=2")
-    job, run = start(*settings, "algorithm.filter.zero_std=keep"), tmp_path / "run"
+    held = "reward.timeout_s=300"  # as long as an engine takes to start on a busy machine
+    job, run = start(*settings, held, "algorithm.filter.zero_std=keep"), tmp_path / "run"
     holds = [tmp_path / f"hold_{rank}" for rank in range(2)]
     job.wait_until(lambda: spans(run, 0, "TRAIN"))
     for hold in holds:
