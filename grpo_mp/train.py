@@ -12,6 +12,7 @@ if __name__ == "__main__":
     end_with_launcher()
 
 from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
+from grpo_mp.checkpoint.hf_writer import incomplete_folder
 from grpo_mp.checkpoint.run_state import EXPORTS, FINAL, METRICS, complete_checkpoints
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import broadcast
@@ -232,8 +233,9 @@ def export_step(ctx: TrainContext, step: int) -> None:
     try:
         export(ctx, folder)
     except DiskError as error:
-        ctx.saver.failures.add(error, folder, last=False)
+        ctx.saver.failed_exports.add(error, incomplete_folder(folder), last=False)
     else:
+        ctx.saver.failed_exports.forget()
         refresh_servers(ctx, folder)
 
 

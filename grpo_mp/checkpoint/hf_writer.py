@@ -46,7 +46,7 @@ def write_hf(
 
 def begin_hf(folder: Path) -> None:
     """Make the folder that shards are written to until they are complete."""
-    incomplete = _incomplete(folder)
+    incomplete = incomplete_folder(folder)
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
 
@@ -62,10 +62,10 @@ def write_shards(
     for tensors_by_name in _split_by_bytes(tensors, shard_bytes):
         file = f"shard-{writer}-{len(shards)}"
         try:
-            save_file(tensors_by_name, _incomplete(folder) / file, metadata={"format": "pt"})
+            save_file(tensors_by_name, incomplete_folder(folder) / file, metadata={"format": "pt"})
         except SafetensorError as error:  # is no OSError
             raise OSError(f"{file}: {error}") from error
-        sync_to_disk(_incomplete(folder) / file)  # by who wrote it, whose machine has it in memory
+        sync_to_disk(incomplete_folder(folder) / file)  # by who wrote it, whose machine has it in memory
         shards.append(Shard(file, tuple(tensors_by_name), sum(tensor.nbytes for tensor in tensors_by_name.values())))
         tensors_by_name.clear()  # free its memory before the next one is collected
     return shards
@@ -76,7 +76,7 @@ def complete_hf(folder: Path, shards: Sequence[Shard], like: Path, fp8: bool = F
 
     The folder then appears under its name, once all of it is on disk.
     """
-    incomplete = _incomplete(folder)
+    incomplete = incomplete_folder(folder)
     weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards):
         file = shard_name(index + 1, len(shards))
@@ -93,7 +93,8 @@ def complete_hf(folder: Path, shards: Sequence[Shard], like: Path, fp8: bool = F
     sync_to_disk(folder.parent)
 
 
-def _incomplete(folder: Path) -> Path:
+def incomplete_folder(folder: Path) -> Path:
+    """Return where the shards of a folder are until it is complete."""
     return folder.with_name(folder.name + ".incomplete")
 
 

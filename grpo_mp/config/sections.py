@@ -370,12 +370,12 @@ class SyncConfig(Section):
     transport: Literal["auto", "host", "ipc"] = Field(
         "auto", description="host: shared host memory; ipc: CUDA IPC; auto: ipc on GPUs"
     )
-    bucket_bytes: int = Field(
-        2**30,
+    bucket_bytes: int | None = Field(
+        None,
         gt=0,
-        description="memory of a rank for weights on their way; a quarter of it is one round of the sync, or the "
-        "embedding, which an engine loads at once, where that is larger. More makes fewer rounds; lower it if memory "
-        "is short",
+        description="memory of a rank for weights on their way, of which a quarter is one round of the sync; at least "
+        "four times the largest tensor, in most models the embedding, which an engine loads at once. More makes fewer "
+        "rounds. null: 1 GiB, or the least",
     )
     delta: bool = Field(
         True,

@@ -18,6 +18,7 @@ from grpo_mp.planner.reward_memory import reward_memory
 from grpo_mp.planner.weight_traffic import check_lengths
 from grpo_mp.types import expert_id_bytes
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
+from grpo_mp.weight_sync.wire import BUCKET_BYTES
 
 BytesByKind = Mapping[str, float]
 
@@ -216,11 +217,12 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
 
 def _sync_round_bytes(job: PlannedJob) -> float:
     """Return the bytes of the largest round of the weight sync."""
-    row = job.model.hidden_size * job.per_parameter.weights
+    model, row = job.model, job.model.hidden_size * job.per_parameter.weights
     # A slice of an expert has room around it for what the engine takes for the rest.
-    expert = job.model.moe_ffn_hidden_size * row if job.engine_parallelism.expert_tensor > 1 else 0
-    vocabulary = job.model.vocab_size * row  # an engine loads it at once
-    return max(job.settings.sync.bucket_bytes / ROUNDS_IN_MEMORY + expert, vocabulary)
+    expert = model.moe_ffn_hidden_size * row if job.engine_parallelism.expert_tensor > 1 else 0
+    # What an engine loads at once.
+    largest = max(model.vocab_size, 2 * model.ffn_hidden_size, 3 * model.moe_ffn_hidden_size) * row
+    return max((job.settings.sync.bucket_bytes or BUCKET_BYTES) / ROUNDS_IN_MEMORY, largest) + expert
 
 
 def _largest_tensor(model: ModelShape, tensor: int) -> float:

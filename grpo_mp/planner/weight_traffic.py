@@ -14,7 +14,6 @@ from grpo_mp.rollout.engine_parallelism import expert_alignment
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.weight_sync.compare import comparison_sequences
 from grpo_mp.weight_sync.plan import (
-    ROUNDS_IN_MEMORY,
     Piece,
     SyncPlan,
     Transfer,
@@ -53,7 +52,7 @@ def sync_traffic(job: PlannedJob) -> SyncTraffic:
     for transfer, weight in zip(transfers, weights, strict=True):
         count = weight * sum(map(tensors_of, transfer.names))
         tensors |= {reader: tensors.get(reader, 0) + count for reader in transfer.readers}
-    round_bytes = job.settings.sync.bucket_bytes // ROUNDS_IN_MEMORY
+    round_bytes = job_wire_format(job, params).round_bytes(job.settings.sync.bucket_bytes)
     rounds = int(-(-max(loaded, shards) // round_bytes))  # no rank loads, sends or receives more in a round
     return SyncTraffic(network, nvlink, loaded, shards, max(tensors.values()), rounds)
 
@@ -68,12 +67,7 @@ def check_lengths(job: PlannedJob) -> list[int]:
 def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPlan, WireFormat]:
     """Plan the weight sync of these parameters of a job: from its layout to its engines."""
     settings, layout, engine = job.settings, job.settings.layout, job.settings.engine
-    wire = WireFormat(
-        params,
-        {name: tp_size(param, layout) for name, param in params.items()},
-        torch.bfloat16 if settings.model.dtype == "bfloat16" else torch.float32,
-        fp8=job.engine_uses_fp8,
-    )
+    wire = job_wire_format(job, params)
     alignment = expert_alignment(job.engine_parallelism, engine.args, wire.fp8, job.cluster.compute_capability)
     host_ranks = engine_host_ranks(engine_placements(engine, job.world_size, job.gpus_per_node))
     plan = plan_sync(
@@ -82,9 +76,16 @@ def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPla
         engine_readers(host_ranks, job.engine_parallelism, alignment),
         job.gpus_per_node,
         wire.sizes,
-        settings.sync.bucket_bytes // ROUNDS_IN_MEMORY,
+        wire.round_bytes(settings.sync.bucket_bytes),
     )
     return plan, wire
+
+
+def job_wire_format(job: PlannedJob, params: Mapping[str, Param]) -> WireFormat:
+    """Return how these parameters of a job travel to its engines."""
+    tp_sizes = {name: tp_size(param, job.settings.layout) for name, param in params.items()}
+    dtype = torch.bfloat16 if job.settings.model.dtype == "bfloat16" else torch.float32
+    return WireFormat(params, tp_sizes, dtype, fp8=job.engine_uses_fp8)
 
 
 def busiest(

@@ -24,10 +24,13 @@ from grpo_mp.data.overlap import find_overlaps
 from grpo_mp.data.prompts import PromptSet, load_prompts, load_train_prompts
 from grpo_mp.distributed.layout import describe_parallelism, model_shape
 from grpo_mp.distributed.nccl_memory import check_nccl
+from grpo_mp.distributed.shards import tp_size
 from grpo_mp.errors import UserError, one_line
+from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.monitor.metrics import find_metric
+from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.parameter_bytes import disk_need
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.reward_model import read_api_key
@@ -44,6 +47,7 @@ from grpo_mp.rollout.server import check_temporary_folder
 from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
 from grpo_mp.trainer.disk_check import check_disk
 from grpo_mp.trainer.replay import ReplayedRollouts, open_replay
+from grpo_mp.weight_sync.wire import WireFormat
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ def run_replay_preflight(folder: Path, settings: Settings, world_size: int, rank
         raise UserError(f"{folder} is of the run in {settings.run.folder} itself: choose another run.folder")
     _check_device(settings.sync.transport, settings.model.dtype, settings.layout.context)
     check_policy(hf, settings.model, settings.layout, settings.training, world_size)
+    check_bucket(settings, hf, fp8=False)  # of the exports
     _check_export(settings)
     checkpoint = latest_checkpoint(settings.run.folder)
     replay = open_replay(folder, settings, hf, first=(read_manifest(checkpoint).step if checkpoint else 0) + 1)
@@ -166,6 +171,7 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
     check_arguments(settings.engine.args, known_arguments())
     check_temporary_folder()
     check_engine(settings.engine, hf, cpu=not platform.on_cuda())
+    check_bucket(settings, hf, fp8=engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda()))
     if settings.training.router_replay == "R3":
         drafting = speculative_arguments(settings.engine, settings.rollout.group_size)
         check_routed_experts(settings.engine.args | drafting, known_arguments(), model_shape(hf))
@@ -223,6 +229,13 @@ def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
     check_speculation(engine, hf, cpu)
     if not cpu:
         check_engine_parallelism(engine.gpus_per_engine, engine.args, hf)
+
+
+def check_bucket(settings: Settings, hf: HfConfig, fp8: bool) -> None:
+    """Check that a round of `sync.bucket_bytes` holds what an engine loads at once. Raises UserError."""
+    params = family_of(hf).params(hf)
+    tp_sizes = {name: tp_size(param, settings.layout) for name, param in params.items()}
+    WireFormat(params, tp_sizes, DTYPES[settings.model.dtype], fp8).round_bytes(settings.sync.bucket_bytes)
 
 
 def _check_device(transport: str, dtype: str, context: int) -> None:

@@ -93,7 +93,8 @@ class CheckpointSaver:
         """Make the process group of the threads that write, which may take `limit_s`; every rank must call this."""
         self._run, self._policy, self._limit_s = run, policy, limit_s
         self._task: _Save | None = None
-        self.failures = FailedSaves(run.max_failed_saves, policy.parallel.rank)
+        self._failures = FailedSaves(run.max_failed_saves, policy.parallel.rank)
+        self.failed_exports = FailedSaves(run.max_failed_saves, policy.parallel.rank)
         # Its own: the loop uses the other groups meanwhile.
         group = make_groups([range(policy.parallel.world_size)], limit_s)
         assert group is not None  # every rank is in it
@@ -111,7 +112,7 @@ class CheckpointSaver:
         try:
             weights, optimizer = self._begin(folder, state)
         except DiskError as error:
-            self.failures.add(error, folder, last)
+            self._failures.add(error, folder, last)
             return
         write_rest = partial(self._write_rest, folder, deepcopy(state), weights, optimizer)
         task = BackgroundTask(write_rest, f"save of step {state.step} on rank {self._policy.parallel.rank}")
@@ -127,9 +128,9 @@ class CheckpointSaver:
         try:
             save.task.wait(self._policy.parallel.rank, Phase.SAVE, self._limit_s)
         except DiskError as error:
-            self.failures.add(error, save.folder, save.last)
+            self._failures.add(error, save.folder, save.last)
         else:
-            self.failures.forget()
+            self._failures.forget()
 
     def __enter__(self) -> "CheckpointSaver":
         return self
@@ -192,7 +193,7 @@ class CheckpointSaver:
                 LOGGER.warning("an old checkpoint cannot be removed: %s", one_line(error))
 
 
-def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int, fp8: bool = False) -> None:
+def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | None, fp8: bool = False) -> None:
     """Write a policy as a Hugging Face folder: config, tokenizer, template and what is no part of the policy
     (multi-token prediction) from `like`, new weights, as blockwise FP8 with `fp8`.
 

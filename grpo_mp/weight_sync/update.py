@@ -24,7 +24,6 @@ from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.weight_sync.changes import ChangeTracker, keep_changed
 from grpo_mp.weight_sync.plan import (
-    ROUNDS_IN_MEMORY,
     RankRound,
     Readers,
     engine_readers,
@@ -41,17 +40,17 @@ def plan_rounds(
     wire: WireFormat,
     local_shards: Mapping[str, int],
     readers: Readers,
-    bucket_bytes: int,
+    bucket_bytes: int | None,
     group: dist.ProcessGroup,
     ranks_per_node: int,
 ) -> tuple[RankRound, ...]:
     """Plan to bring the policy's weights to their readers; return this rank's part. Every rank must call this.
 
-    `local_shards`: name -> part on this rank; `bucket_bytes`: staging memory of a rank; `group`: all these ranks, which
-    the plan numbers as it does.
+    `local_shards`: name -> part on this rank; `bucket_bytes`: staging memory of a rank, None: what is usual; `group`:
+    all these ranks, which the plan numbers as it does.
     """
     holders = find_holders(wire.params, all_gather(dict(local_shards), group), wire.parts)
-    round_bytes = bucket_bytes // ROUNDS_IN_MEMORY
+    round_bytes = wire.round_bytes(bucket_bytes)
     plan = plan_sync(group_params(wire.params), holders, readers, ranks_per_node, wire.sizes, round_bytes)
     return plan.of_rank(dist.get_rank(group))
 

@@ -12,11 +12,13 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
+from grpo_mp.errors import UserError
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, quantize, quantize_at_once, scale_shape
 from grpo_mp.models.mapping import Param, Shape, join, shard_range, unfuse
 from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, packed_bytes
-from grpo_mp.weight_sync.plan import WHOLE, Piece, Shard, ShardSizes, Slice
+from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, WHOLE, ParamGroup, Piece, Shard, ShardSizes, Slice, group_params
 
+BUCKET_BYTES = 2**30  # memory of a rank for weights on their way, where no setting says otherwise
 Range = tuple[int, int]  # start and stop
 
 
@@ -35,6 +37,33 @@ class WireFormat:
         sent = cache(lambda shard: packed_bytes(self.shard_specs(shard)))
         staged = cache(lambda name, total: packed_bytes(self.specs(Piece(name, Slice(0, total)))))  # slices are equal
         return ShardSizes(sent, lambda piece: staged(piece.name, piece.slice.total))
+
+    def round_bytes(self, bucket_bytes: int | None) -> int:
+        """Return the most that a rank has of a round, where it may have `bucket_bytes` for weights on their way.
+
+        None: 1 GiB, or the least that suffices. Raises UserError for less than that: an engine loads a group at once.
+        """
+        names, largest = self.largest_group
+        least = ROUNDS_IN_MEMORY * largest
+        if bucket_bytes is not None and bucket_bytes < least:
+            raise UserError(
+                f"sync.bucket_bytes={bucket_bytes}: a quarter of it is a round of the weight sync, and "
+                f"{' with '.join(names)}, which an engine loads at once, has {largest:,} bytes: set {least} or more, "
+                "or leave it out"
+            )
+        return (bucket_bytes or max(BUCKET_BYTES, least)) // ROUNDS_IN_MEMORY
+
+    @cached_property
+    def largest_group(self) -> tuple[tuple[str, ...], int]:
+        """Return the parameters that are most bytes of those that an engine loads at once, and their bytes."""
+        by_names = {group.names: self._largest_bytes(group) for group in group_params(self.params)}
+        largest = max(by_names, key=by_names.__getitem__)
+        return largest, by_names[largest]
+
+    def _largest_bytes(self, group: ParamGroup) -> int:
+        """Return the bytes of a group as it is sent or as it is read, whichever are more."""
+        shards = [Shard(name, part) for name in group.names for part in range(self.parts(name))]
+        return max(sum(map(self.sizes.sent, shards)), sum(self.sizes.staged(Piece(name)) for name in group.names))
 
     def parts(self, name: str) -> int:
         """Return into how many parts a parameter is divided."""

@@ -132,7 +132,6 @@ def settings_of(case: Case, model: Path) -> Settings:
         "algorithm": {"kl": {"coef": KL_WEIGHT}},
         "optimizer": {"lr": 1e-2, "eps": 1e-2, "warmup_updates": 1, "lr_schedule": "linear", "weight_decay": 0.1},
         "training": training | case.training,
-        "sync": {"bucket_bytes": 40_000},
     }
     return check_settings(tree, case.name)
 

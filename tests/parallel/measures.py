@@ -108,10 +108,17 @@ def _exported_folders(bench: Bench) -> list[str]:
     wrong = []
     for fp8 in (False, True):
         folder = bench.checkpoints / f"{bench.case.name}_export_{fp8}"
-        export_policy(bench.policy, folder, bench.settings.model.path, bench.settings.sync.bucket_bytes, fp8)
+        policy, model = bench.policy, bench.settings.model.path
+        bucket = _least_bucket(WireFormat(policy.params, policy.tp_sizes(), torch.float32, fp8))
+        export_policy(policy, folder, model, bucket, fp8)
         if bench.parallel.rank == 0:
             wrong += compare_folders(folder, bench.settings.model.path, fp8, bench.policy.params)
     return wrong
+
+
+def _least_bucket(wire: WireFormat) -> int:
+    """Return the least memory for weights on their way: it makes the most rounds."""
+    return ROUNDS_IN_MEMORY * wire.largest_group[1]
 
 
 def _export_to_a_full_disk(bench: Bench) -> str:
@@ -153,8 +160,9 @@ def _ranks(bench: Bench) -> range:
 
 
 def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
-    policy, size = bench.policy, bench.settings.sync.bucket_bytes
+    policy = bench.policy
     wire = WireFormat(policy.params, policy.tp_sizes(), torch.float32)
+    size = _least_bucket(wire)
     rounds = plan_rounds(
         wire, policy.local_shards(), lambda _: {WHOLE: targets}, size, bench.parallel.cpu_group, len(_ranks(bench))
     )
@@ -184,7 +192,7 @@ def _planned_rounds(bench: Bench, wire: WireFormat, targets: tuple[int, ...]) ->
     stages = layers_of_stages(bench.policy.config.num_layers, layout, bench.settings.training.megatron_args)
     sent = {name: param for name, param in wire.params.items() if not param.alias}
     holders = shard_holders(sent, layout, world_size, stages)
-    round_bytes = bench.settings.sync.bucket_bytes // ROUNDS_IN_MEMORY
+    round_bytes = wire.round_bytes(_least_bucket(wire))
     per_node = bench.parallel.job.ranks_per_node
     plan = plan_sync(group_params(sent), holders, lambda _: {WHOLE: targets}, per_node, wire.sizes, round_bytes)
     return plan.of_rank(bench.parallel.rank)

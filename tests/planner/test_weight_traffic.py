@@ -12,7 +12,7 @@ from grpo_mp.planner.clusters import OVERHEADS, read_cluster
 from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import named_config
-from grpo_mp.planner.weight_traffic import busiest, plan_job_sync, sync_traffic
+from grpo_mp.planner.weight_traffic import busiest, job_wire_format, plan_job_sync, sync_traffic
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, Piece, Transfer
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.planner.jobs import settings_of
@@ -59,13 +59,14 @@ def test_no_round_has_a_rank_that_all_others_wait_for(
     assert len(rounds) == traffic.rounds
 
 
-def test_no_round_is_larger_than_its_line_in_the_plan() -> None:
-    """Where a quarter of sync.bucket_bytes is less than the embedding, too, which an engine loads at once."""
-    settings = load_settings(Path("configs/qwen3_30b_a3b.yaml"), [])
+@pytest.mark.parametrize("bucket", ["null", "4GiB"])
+def test_no_round_is_larger_than_its_line_in_the_plan(bucket: str) -> None:
+    """That line is sync.bucket_bytes; without it, here, four times the embedding, which an engine loads at once."""
+    settings = load_settings(Path("configs/qwen3_30b_a3b.yaml"), [f"sync.bucket_bytes={bucket}"])
     job = make_job(settings, named_config("Qwen3-30B-A3B"), read_cluster("h100-80"), nodes=1)
     plan, wire = plan_job_sync(job, family_of(job.hf).params(job.hf))
     rounds_bytes = plan_memory(job).device[0][SubPhase.SYNC]["sync rounds"]
-    assert rounds_bytes > settings.sync.bucket_bytes
+    assert rounds_bytes == (settings.sync.bucket_bytes or 4 * 151936 * 2048 * 2)
     largest = 0.0
     for round_ in plan.rounds:
         uses = Counter[tuple[str, int]]()
@@ -78,6 +79,17 @@ def test_no_round_is_larger_than_its_line_in_the_plan() -> None:
                     uses["receives", transfer.receiver] += wire.sizes.sent(shard)
         largest = max(largest, *uses.values())
     assert 0.9 * rounds_bytes < ROUNDS_IN_MEMORY * largest <= rounds_bytes
+
+
+@pytest.mark.parametrize(("name", "rows"), [("Mixtral-8x22B-v0.1", 3 * 16384), ("DeepSeek-R1", 129280)])
+def test_a_round_holds_what_an_engine_loads_at_once(name: str, rows: int) -> None:
+    """The three matrices of an expert, or the embedding."""
+    job = make_job(settings_of(layout={"expert": 8}), named_config(name), read_cluster("h100-80"), nodes=1)
+    hf = replace(job.hf, values=dict(job.hf.values) | {"num_hidden_layers": 4})
+    _, largest = job_wire_format(job, family_of(hf).params(hf)).largest_group
+    assert largest == rows * job.model.hidden_size * 2
+    planned = plan_memory(job).device[0][SubPhase.SYNC]["sync rounds"]
+    assert planned == max(2**30, ROUNDS_IN_MEMORY * largest)
 
 
 def test_network_cards_send_and_receive_about_the_same(
@@ -116,7 +128,7 @@ def test_rounds_are_those_of_the_whole_plan(layers: str, limited_by_senders: boo
     """One rank that holds most layers sends them to three others, which load them once."""
     megatron = {"pipeline_model_parallel_layout": layers}
     settings = settings_of(
-        layout={"pipeline": 4}, training={"megatron_args": megatron}, sync={"bucket_bytes": 4 * 700 * 2**20}
+        layout={"pipeline": 4}, training={"megatron_args": megatron}, sync={"bucket_bytes": 4 * 1200 * 2**20}
     )
     cluster = replace(read_cluster("h100-80"), gpus_per_node=1)
     job = make_job(settings, named_config("Qwen2.5-7B"), cluster, 4)

@@ -4,12 +4,15 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from grpo_mp import train
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, WrittenChunks
+from grpo_mp.checkpoint.hf_writer import begin_hf, incomplete_folder
 from grpo_mp.checkpoint.run_state import MANIFEST, TrainState, checkpoint_folder, latest_checkpoint, read_manifest
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
@@ -17,7 +20,7 @@ from grpo_mp.errors import DiskError, PhaseTimeout
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
 from grpo_mp.trainer.context import build_policy
-from grpo_mp.trainer.save import CheckpointSaver
+from grpo_mp.trainer.save import CheckpointSaver, FailedSaves
 from tests.conftest import TinyRun
 from tests.trainer.one_step import OneStep, make_batch
 from tests.trainer.test_update import SETTINGS, groups
@@ -165,3 +168,26 @@ def test_a_wait_has_a_limit(tiny_run: TinyRun, parallel: Parallel, tmp_path: Pat
     saver.save(TrainState(step=1))
     with pytest.raises(PhaseTimeout, match=r"^rank 0: SAVE in the background passed its limit of 0\.1 s"):
         saver.finish()
+
+
+def test_failed_exports_leave_nothing_and_count_only_in_a_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_run: TinyRun
+) -> None:
+    settings = load_settings(tiny_run.config, [f"run.folder={tmp_path}", "run.max_failed_saves=1"])
+    exports = FailedSaves(settings.run.max_failed_saves, rank=0)
+    ctx: Any = SimpleNamespace(settings=settings, saver=SimpleNamespace(failed_exports=exports))
+    fails = True
+
+    def export(_: object, folder: Path) -> None:
+        begin_hf(folder)
+        (incomplete_folder(folder) / "shard-0-0").write_bytes(b"half of it")
+        if fails:
+            raise DiskError(f"{folder} cannot be written")
+        incomplete_folder(folder).rename(folder)
+
+    monkeypatch.setattr(train, "export", export)
+    for step, fails in enumerate((True, False, True), start=1):  # noqa: B007 - `export` reads it
+        train.export_step(ctx, step)
+    assert [folder.name for folder in (tmp_path / "exports").iterdir()] == ["step_000002"]
+    with pytest.raises(DiskError, match="make room"):
+        train.export_step(ctx, 4)
