@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 BLOCK = 128
+AT_ONCE = 2**25  # elements that a GPU quantizes at a time
 E4M3_MAX = 448.0
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"  # a weight's factors have its name with this suffix
@@ -63,7 +64,19 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_at_once(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize as `quantize`, bit for bit, in a few large operations: for a GPU. Needs twice the weight in float32."""
+    """Quantize as `quantize`, bit for bit, in few large operations, of AT_ONCE elements or a row of blocks: for a GPU.
+
+    It needs each such part twice in float32.
+    """
+    rows, columns = weight.shape
+    step = max(1, AT_ONCE // (columns * BLOCK)) * BLOCK
+    if rows <= step:
+        return _quantize_part(weight)
+    parts = [_quantize_part(part) for part in weight.split(step)]
+    return torch.cat([values for values, _ in parts]), torch.cat([scale for _, scale in parts])
+
+
+def _quantize_part(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     values, padding = weight.to(torch.float32, copy=True), (0, -columns % BLOCK, 0, -rows % BLOCK)
     padded = functional.pad(values, padding) if any(padding) else values  # it would copy

@@ -9,6 +9,7 @@ from grpo_mp.config import Settings
 from grpo_mp.distributed.communicators import PIPELINE, communicators
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.layout import ModelShape
+from grpo_mp.models.fp8 import AT_ONCE
 from grpo_mp.phases import TRAINER, Phase, Residency
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.clusters import OVERHEADS
@@ -208,11 +209,17 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         # Then the policy scores the sequences of the check; they fill a chunk of logits.
         share = min(1.0, sum(check_lengths(job)) / job.microbatch_tokens)
         scored = max(share * forward_bytes(job, stage), logits_bytes(job, stage, backward=False))
-        return {"sync rounds": staged, "activations": max(0.0, scored - staged)}
+        return {"sync rounds": staged, "activations": max(0.0, scored - staged)} | _quantized(job.engine_uses_fp8)
     if sub_phase is SubPhase.SAVE and _exports(job.settings):
         # As the sync's, but no engine reads them; one rank has all that it writes.
-        return {"export rounds": _sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE * (job.train_ranks > 1)}
+        rounds = _sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE * (job.train_ranks > 1)
+        return {"export rounds": rounds} | _quantized(job.settings.run.export_fp8)
     return {}
+
+
+def _quantized(fp8: bool) -> BytesByKind:
+    """Return the bytes of what is quantized at a time, twice in float32."""
+    return {"quantization": 2.0 * AT_ONCE * 4} if fp8 else {}
 
 
 def _sync_round_bytes(job: PlannedJob) -> float:

@@ -112,10 +112,9 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
     weights = 2 * count.total * per_parameter.weights * job.offloads
     moves = job.offloads and job.optimizer_offload == "step"
     state = sharded * per_parameter.optimizer * 2 * moves  # there and back
-    on_node = min(job.gpus_per_node, job.train_ranks)
     return {
         SubPhase.START: ResourceUse(),  # engines read no weights
-        SubPhase.LOAD: ResourceUse(disk_bytes=count.total * 2 * on_node, host_link_bytes=count.total * 2),
+        SubPhase.LOAD: _load_use(job, count.total, sharded),
         SubPhase.GENERATE: generation_use(job, memory.engine),
         SubPhase.SCORE: ResourceUse(),
         SubPhase.LOGPROB: logprob_use(job, passes) + ResourceUse(host_link_bytes=swap),
@@ -123,6 +122,21 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
         SubPhase.OPTIMIZER: optimizer_use(job, stage),
         SubPhase.OFFLOAD: ResourceUse(host_link_bytes=weights + state) + sleep_use(job),
     }
+
+
+def _load_use(job: PlannedJob, parameters: int, sharded: float) -> ResourceUse:
+    """Return the use of one GPU that a resume takes; a fresh start reads less: its weights alone.
+
+    The ranks read all of the checkpoint once for its checksums, each its share. Then each reads the weights of its
+    `parameters`, the reference's too, which its replicas on the node read as well, and its `sharded` state.
+    """
+    per_parameter, on_node = job.per_parameter, min(job.gpus_per_node, job.train_ranks)
+    nodes = max(1.0, job.train_ranks / job.gpus_per_node)
+    weights = parameters * per_parameter.weights
+    state = sharded * (per_parameter.saved - per_parameter.weights)
+    own = weights * (1 + job.has_reference) + state
+    checked = job.parameters * per_parameter.saved / nodes
+    return ResourceUse(disk_bytes=checked + own * on_node, host_link_bytes=weights + state)
 
 
 def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:

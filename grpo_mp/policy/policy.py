@@ -26,7 +26,7 @@ from grpo_mp.policy.model import PolicyModel, build_chunks
 from grpo_mp.policy.optimizer import build_optimizer, wrap_for_training
 from grpo_mp.policy.reference import Reference
 from grpo_mp.policy.routing_replay import RoutingReplay, check_router_replay
-from grpo_mp.policy.weights import load_hf, local_tensors
+from grpo_mp.policy.weights import clear_weights, load_hf, local_tensors
 from grpo_mp.types import MicroBatch
 
 
@@ -45,8 +45,10 @@ class UpdateReport:
 class Policy:
     """Megatron model, optimizer and reference of this rank."""
 
-    def __init__(self, settings: Settings, parallel: Parallel, with_reference: bool) -> None:
+    def __init__(self, settings: Settings, parallel: Parallel, with_reference: bool, load_weights: bool = True) -> None:
         """Build the model, load this rank's shards of the weights, build the optimizer.
+
+        Without `load_weights` they are zero: a checkpoint will bring them.
 
         Raises UserError where a file of a converted folder differs from its checksum; each rank checks some files.
         """
@@ -58,9 +60,12 @@ class Policy:
         models = build_chunks(self.config, self.hf, settings.training, settings.rollout.temperature)
         self.chunks = wrap_for_training(settings.layout, megatron_args, self.config, models)
         self.tensors = local_tensors(models, self.params, parallel.coords, settings.layout.expert)
-        Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
-        with open_weights(settings.model.path, family=settings.model.family) as reader:
-            load_hf(self.tensors, self.params, reader, parallel.coords, parallel.layout)
+        if load_weights:
+            Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
+            with open_weights(settings.model.path, family=settings.model.family) as reader:
+                load_hf(self.tensors, self.params, reader, parallel.coords, parallel.layout)
+        else:
+            clear_weights(self.tensors, self.params)
         for name, tensor in self.tensors.items():
             # Megatron marks a weight when it initializes it, and counts unmarked ones in the norm on one rank only.
             tensor.tensor_model_parallel = self.params[name].tp_dim is not None  # type: ignore[attr-defined]

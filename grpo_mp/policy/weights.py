@@ -37,6 +37,15 @@ def local_tensors(
 
 
 @torch.no_grad()
+def clear_weights(tensors: dict[str, torch.Tensor], params: dict[str, Param]) -> None:
+    """Set all weights to zero, as rows of vocabulary padding stay, in the dtype that they are kept in."""
+    for name, tensor in tensors.items():
+        if params[name].keep_float32:
+            tensor.data = tensor.data.float()  # Megatron widens it only at the first forward, once rounded to bfloat16
+        tensor.zero_()
+
+
+@torch.no_grad()
 def load_hf(
     tensors: dict[str, torch.Tensor],
     params: dict[str, Param],
@@ -48,6 +57,7 @@ def load_hf(
 
     Raises UserError where a tensor is missing, has another shape than the config says, or a value that is not finite.
     """
+    clear_weights(tensors, params)
     for name, tensor in tensors.items():
         param = params[name]
         count, part = tp_size(param, layout), tensor_part(param, coords)
@@ -58,9 +68,6 @@ def load_hf(
             shard = reader.read(hf_name, param.tp_dim if count > 1 else None, start, stop)
             shards.append(check_finite(shard, reader.folder, hf_name))
         fused = fuse(param, shards)
-        if param.keep_float32:
-            tensor.data = tensor.data.float()  # Megatron widens it only at the first forward, once rounded to bfloat16
-        tensor.zero_()  # rows of vocabulary padding stay zero
         tensor[: fused.shape[0]].copy_(fused)
 
 

@@ -279,7 +279,9 @@ def _start(runtime: RankRuntime, timeout_s: float, offload: bool, build: Callabl
 
 def build_policy(settings: Settings, parallel: Parallel, state: TrainState, checkpoint: Path | None) -> Policy:
     """Build the policy and load a checked checkpoint where there is one, the reference's weights if it has them."""
-    policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.measured_share > 0)
+    with_reference = settings.algorithm.kl.measured_share > 0
+    begins = checkpoint is None or (with_reference and not state.reference_updated)  # or its reference does
+    policy = Policy(settings, parallel, with_reference, load_weights=begins)
     if checkpoint:
         load_policy(policy, checkpoint / "policy")
         if state.reference_updated and policy.reference:

@@ -37,7 +37,7 @@ from grpo_mp.rewards.reward_model import read_api_key
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.engine_args import check_arguments, check_tool_parser, known_arguments
-from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
+from grpo_mp.rollout.engine_parallelism import EXPERT_LOCATION_ARGS, check_engine_parallelism, engine_parallelism
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import engine_uses_fp8
@@ -116,7 +116,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     scorer = _make_scorer(settings, tokenizer)
     fp8 = engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
     space = check_disk(settings.run.folder, disk_need(settings, hf))
-    warnings = (*scorer.warnings, *start_warnings(settings, fp8), *space)
+    warnings = (*scorer.warnings, *start_warnings(settings, fp8), *sync_warnings(settings, hf, fp8), *space)
     evals = _read_evals(settings, tokenizer, tools)
     return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes)
 
@@ -233,9 +233,33 @@ def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
 
 def check_bucket(settings: Settings, hf: HfConfig, fp8: bool) -> None:
     """Check that a round of `sync.bucket_bytes` holds what an engine loads at once. Raises UserError."""
+    _wire_format(settings, hf, fp8).round_bytes(settings.sync.bucket_bytes)
+
+
+def sync_warnings(settings: Settings, hf: HfConfig, fp8: bool) -> list[str]:
+    """Warn of what makes weight syncs larger than they need to be; `fp8`: engines compute in blockwise FP8."""
+    wire, warnings, gpus = _wire_format(settings, hf, fp8), list[str](), settings.engine.gpus_per_engine
+    cut = [
+        name for name, param in wire.params.items() if fp8 and param.is_projection and not wire.is_whole_blocks(name)
+    ]
+    if cut:
+        warnings.append(
+            f"the layout divides {len(cut)} matrices, such as {cut[0]}, inside blocks of 128 x 128: they travel in "
+            f"{settings.model.dtype}, twice the bytes, and are quantized where they are put together: lower "
+            "layout.tensor or layout.expert_tensor"
+        )
+    if engine_parallelism(gpus, settings.engine.args, hf).moves_experts:
+        warnings.append(
+            f"engine.args places experts by their load or more than once ({', '.join(EXPERT_LOCATION_ARGS)}): each "
+            f"weight sync brings all experts to each of an engine's {gpus} GPUs"
+        )
+    return warnings
+
+
+def _wire_format(settings: Settings, hf: HfConfig, fp8: bool) -> WireFormat:
     params = family_of(hf).params(hf)
     tp_sizes = {name: tp_size(param, settings.layout) for name, param in params.items()}
-    WireFormat(params, tp_sizes, DTYPES[settings.model.dtype], fp8).round_bytes(settings.sync.bucket_bytes)
+    return WireFormat(params, tp_sizes, DTYPES[settings.model.dtype], fp8)
 
 
 def _check_device(transport: str, dtype: str, context: int) -> None:

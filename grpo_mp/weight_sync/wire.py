@@ -88,9 +88,11 @@ class WireFormat:
 
     def quantizes_shards(self, name: str) -> bool:
         """Tell whether a parameter is quantized where its shards are: each is whole blocks."""
+        return self.fp8 and self.params[name].is_projection and self.is_whole_blocks(name)
+
+    def is_whole_blocks(self, name: str) -> bool:
+        """Tell whether each part of a parameter is whole blocks of its tensors."""
         param, count = self.params[name], self.parts(name)
-        if not (self.fp8 and param.is_projection):
-            return False
         dim = param.tp_dim
         return count == 1 or dim is None or all(shape[dim] // count % BLOCK == 0 for shape in param.shapes)
 

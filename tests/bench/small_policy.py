@@ -51,7 +51,7 @@ def settings_of(folder: Path) -> Settings:
         "reward": {"answer": 1.0},
         "optimizer": {"lr": 1e-4},
         "training": {"max_tokens_per_microbatch": TOKENS, "recompute": "full"},
-        "sync": {"bucket_bytes": "64MiB"},
+        "sync": {"bucket_bytes": "256MiB"},
     }
     return check_settings(tree, "bench")
 

@@ -5,12 +5,9 @@ Run as grpo_mp.train; writes RUN/engine_N.json.
 
 import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from grpo_mp.config import Settings
 from grpo_mp.rollout.client import EngineClient
@@ -18,6 +15,7 @@ from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.context import RunInputs, TrainContext, open_context
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.weight_sync.update import SyncReport
+from tests.weight_sync.sent_messages import sent_messages
 
 SEQUENCES = [[4, 5, 6, 7, 8, 9, 10], [11, 12, 13, 14]]
 CHANGED = ("experts.linear_fc2.weight3", "input_layernorm.weight", "linear_q_down_proj.weight")
@@ -48,20 +46,6 @@ def sync(ctx: TrainContext, version: int, all_weights: bool = False) -> dict[str
     described = ctx.rollout.call(describe(client)) if client else {}
     sizes = {"sent": report.sent, "staged": report.staged, "rounds": report.rounds, "messages": sum(messages)}
     return {**sizes, **described}
-
-
-@contextmanager
-def sent_messages() -> Iterator[list[int]]:
-    """Yield the bytes of each message that this rank gives to torch.distributed, while the body runs."""
-    exchange, sizes = dist.batch_isend_irecv, list[int]()
-
-    def record(operations: list[dist.P2POp]) -> list[dist.Work]:
-        sizes.extend(operation.tensor.nbytes for operation in operations if operation.op is dist.isend)
-        return exchange(operations)
-
-    dist.batch_isend_irecv = record
-    yield sizes
-    dist.batch_isend_irecv = exchange
 
 
 async def describe(client: EngineClient) -> dict[str, Any]:

@@ -43,6 +43,14 @@ def planned_bytes(hf: HfConfig, gpus: int) -> tuple[list[int], int]:
     return sent, 4 * sum(param.num_elements for param in params.values())
 
 
+def test_two_engines_of_the_quickstart_get_what_they_lack(tmp_path: Path) -> None:
+    """A sync of its model once sent each engine all of it; a rank now sends the other engine half of the experts."""
+    make_tiny(tmp_path, "deepseek_v3", make_tokenizer(vocabulary_words()))
+    sent, model_bytes = planned_bytes(HfConfig.read(tmp_path), gpus=1)
+    assert 4.0e6 < model_bytes < 4.3e6
+    assert max(sent) < 0.6e6
+
+
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_an_engine_has_what_it_would_load_from_the_exported_folder(
     start_job: StartJob, tmp_path: Path, gpus: int

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.errors import UserError
+from grpo_mp.models import fp8
 from grpo_mp.models.fp8 import FP8, dequantize, quantize, quantize_at_once, requantize, scale_shape
 
 SHAPES = [(128, 128), (256, 384), (130, 70), (1, 1), (127, 257), (576, 200)]
@@ -171,7 +172,11 @@ def test_the_index_of_an_fp8_folder_may_split_weight_and_factors(tmp_path: Path)
 
 @pytest.mark.parametrize("shape", [(128, 256), (1, 1), (130, 300), (576, 96)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_quantize_at_once_equals_quantize(shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("at_once", [1, 2 * 96 * 128, 2**25])
+def test_quantize_at_once_equals_quantize(
+    shape: tuple[int, int], dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8, "AT_ONCE", at_once)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     values[:, : shape[1] // 2] *= 1e-3
     values[: shape[0] // 2] *= 0

@@ -1,9 +1,11 @@
 """What is measured in a layout. Each function runs on every rank and returns this rank's part."""
 
 import resource
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from grpo_mp.planner.pipeline_layout import layers_of_stages
 from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.policy.shared_prompt_attention import packed_sequences
+from grpo_mp.rollout.packed_tensors import packed_bytes
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import reduce_report
 from grpo_mp.trainer.replica_check import check_replicas
@@ -49,6 +52,7 @@ from tests.parallel.cases import SMALL, Case
 from tests.parallel.inputs import FAMILY, StepSamples, plan_step, step_microbatches, with_experts
 from tests.policy.by_megatron import copies, load_by_megatron, unequal
 from tests.save_policy import save_policy
+from tests.weight_sync.sent_messages import sent_messages
 
 Result = dict[str, Any]
 
@@ -168,6 +172,10 @@ def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
     )
     resharder = Resharder(rounds, wire, policy.tensors)
     names, wrong, forwarded = [], [], []
+    with sent_messages() as messages:
+        deque(resharder.stages(rounds), maxlen=0)
+    planned = _planned_rounds(bench, wire, targets)
+    sent = [spec for round_ in planned for shard in chain(*round_.sends.values()) for spec in wire.shard_specs(shard)]
     with HfReader(bench.settings.model.path) as reader:
         for round_, staged in zip(rounds, resharder.stages(rounds), strict=True):
             loaded = IpcTransport(wire, bench.parallel.rank).forward(
@@ -181,7 +189,7 @@ def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
         "names": names,
         "wrong": wrong,
         "rounds": len(rounds),
-        "planned": rounds == _planned_rounds(bench, wire, targets),
+        "planned": rounds == planned and sum(messages) == packed_bytes(sent),
         "forwarded": sorted(forwarded) == sorted(everything if bench.parallel.rank in targets else []),
     }
 

@@ -72,7 +72,7 @@ deepseek-coder-7b-{base,instruct}-v1.5
 Kimi-K2-{Base,Instruct,Instruct-0905,Thinking} Kimi-Dev-72B Moonlight-16B-A3B{,-Instruct}
 GLM-4.5{,-Base,-Air,-Air-Base} GLM-4.6 GLM-4.7
 Qwen3-{0.6B,1.7B,4B,8B,14B,30B-A3B}{,-Base} Qwen3-32B Qwen3-4B-SafeRL Qwen3-235B-A22B
-Qwen3-{4B,30B-A3B,235B-A22B}-{Instruct,Thinking}-2507 Qwen3-Coder-{30B-A3B,480B-A35B}-Instruct
+Qwen3-{4B,30B-A3B,235B-A22B}-{Instruct,Thinking}-2507 Qwen3-Coder-{30B-A3B,480B-A35B}-Instruct Qwen3-Coder-480B-A35B
 Qwen2.5-{0.5B,1.5B,3B,7B,14B,32B,72B}{,-Instruct} Qwen2.5-{7B,14B}-Instruct-1M
 Qwen2.5-Coder-{0.5B,1.5B,3B,7B,14B,32B}{,-Instruct} Qwen2.5-Math-{1.5B,7B,72B}{,-Instruct} QwQ-32B{,-Preview}
 Qwen2-{0.5B,1.5B,7B,72B}{,-Instruct} Qwen2-Math-{1.5B,7B,72B}{,-Instruct}

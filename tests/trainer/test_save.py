@@ -12,6 +12,7 @@ import torch
 
 from grpo_mp import train
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, WrittenChunks
+from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.checkpoint.hf_writer import begin_hf, incomplete_folder
 from grpo_mp.checkpoint.run_state import MANIFEST, TrainState, checkpoint_folder, latest_checkpoint, read_manifest
 from grpo_mp.config import load_settings
@@ -67,11 +68,30 @@ def state_of(policy: Policy) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
     return {(chunk.name, chunk.offsets): chunk.tensor.clone() for chunk in chunks}
 
 
+def count_hf_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the tensors that will be read from Hugging Face folders."""
+    names, read = list[str](), HfReader.read
+
+    def counted(reader: HfReader, name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+        names.append(name)
+        return read(reader, name, *args, **kwargs)
+
+    monkeypatch.setattr(HfReader, "read", counted)
+    return names
+
+
+@pytest.mark.parametrize("reference_updated", [False, True])
 def test_a_checkpoint_is_the_state_of_its_step_though_training_goes_on(
-    tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, gate: Gate
+    tiny_run: TinyRun,
+    parallel: Parallel,
+    tmp_path: Path,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    reference_updated: bool,
 ) -> None:
     trainer = make_trainer(tiny_run, parallel, tmp_path)
-    expected, state = state_of(trainer.policy), TrainState(step=1, adaptive_coefs={"kl": 0.1})
+    expected = state_of(trainer.policy)
+    state = TrainState(step=1, adaptive_coefs={"kl": 0.1}, reference_updated=reference_updated)
     written = asdict(state)
     with saver_of(trainer) as saver:
         saver.save(state)
@@ -84,7 +104,10 @@ def test_a_checkpoint_is_the_state_of_its_step_though_training_goes_on(
     folder = latest_checkpoint(tmp_path)
     assert folder == checkpoint_folder(tmp_path, 1)
     assert asdict(read_manifest(folder)) == written
-    loaded = state_of(build_policy(trainer.settings, parallel, TrainState(step=1), folder))
+    state = TrainState(step=1, reference_updated=reference_updated)
+    read = count_hf_reads(monkeypatch)
+    loaded = state_of(build_policy(trainer.settings, parallel, state, folder))
+    assert bool(read) == (not reference_updated)  # the reference alone is still what the model's folder holds
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
     later = state_of(trainer.policy)

@@ -8,9 +8,11 @@ import pytest
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.config import Settings, check_settings, load_settings
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.planner.model_configs import named_config
 from grpo_mp.rollout.precision import engine_uses_fp8
-from grpo_mp.trainer.preflight import start_warnings
+from grpo_mp.trainer.preflight import start_warnings, sync_warnings
 from tests.minimal_settings import MINIMAL_SETTINGS
+from tests.planner.jobs import settings_of as job_settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED = HfConfig(Path("published"), {"model_type": "any"})
@@ -76,3 +78,29 @@ def test_no_recipe_is_warned_of(path: Path) -> None:
     if fp8:
         correction = settings.algorithm.rollout_correction
         assert (correction.kind, correction.level, correction.high) == ("truncate", "token", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "args", "sentences"),
+    [
+        ({"expert": 8}, {}, []),
+        ({"tensor": 2, "expert": 8}, {}, []),  # halves of 2,048, 6,144 and 4,096 rows are whole blocks
+        ({"tensor": 4, "expert": 4, "expert_tensor": 2}, {}, []),
+        (
+            {"tensor": 4, "expert_tensor": 4},  # 192 of the 768 rows of an expert
+            {},
+            ["such as decoder.layers.0.mlp.experts.linear_fc1.weight0, inside blocks of 128 x 128: they travel in"],
+        ),
+        (
+            {"expert": 8},
+            {"enable_eplb": True},
+            ["each weight sync brings all experts to each of an engine's 8 GPUs"],
+        ),
+    ],
+)
+def test_larger_weight_syncs_are_announced(layout: dict[str, int], args: dict[str, Any], sentences: list[str]) -> None:
+    engine = {"gpus_per_engine": 8, "args": {"ep_size": 8, **args}}
+    settings = job_settings(layout=layout, engine=engine, model={"path": "m", "dtype": "bfloat16"})
+    warnings = sync_warnings(settings, named_config("Qwen3-30B-A3B"), fp8=True)
+    assert len(warnings) == len(sentences)
+    assert all(sentence in warning for sentence, warning in zip(sentences, warnings, strict=True))
