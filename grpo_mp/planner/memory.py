@@ -52,6 +52,7 @@ BESIDE_A_SAVE = (SubPhase.GENERATE, SubPhase.SCORE, SubPhase.LOGPROB)
 ALL_RESIDENT = Residency(True, True, True, True, True, True, True)
 # Of a rank that only trains. It waits while engines generate, and nothing leaves its device.
 ONLY_TRAINER = replace(ALL_RESIDENT, engine_weights=False, engine_cache=False, reward_model=False)
+QUANTIZATION_BYTES = 2.0 * 4 * AT_ONCE  # of what is quantized at a time: twice in float32
 NOT_OF_A_TRAINER = (SubPhase.GENERATE, SubPhase.OFFLOAD)
 ROUNDS_OF_AN_ENGINE = ROUNDS_IN_MEMORY - 1  # what arrives, is joined, and is read; it sends none
 ROUNDS_OF_A_TRAINER = 2  # what it sends, and has packed to send next
@@ -209,17 +210,18 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         # Then the policy scores the sequences of the check; they fill a chunk of logits.
         share = min(1.0, sum(check_lengths(job)) / job.microbatch_tokens)
         scored = max(share * forward_bytes(job, stage), logits_bytes(job, stage, backward=False))
-        return {"sync rounds": staged, "activations": max(0.0, scored - staged)} | _quantized(job.engine_uses_fp8)
+        return {
+            "sync rounds": staged,
+            "activations": max(0.0, scored - staged),
+            "quantization": QUANTIZATION_BYTES * job.engine_uses_fp8,
+        }
     if sub_phase is SubPhase.SAVE and _exports(job.settings):
         # As the sync's, but no engine reads them; one rank has all that it writes.
-        rounds = _sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE * (job.train_ranks > 1)
-        return {"export rounds": rounds} | _quantized(job.settings.run.export_fp8)
+        return {
+            "export rounds": _sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE * (job.train_ranks > 1),
+            "quantization": QUANTIZATION_BYTES * job.settings.run.export_fp8,
+        }
     return {}
-
-
-def _quantized(fp8: bool) -> BytesByKind:
-    """Return the bytes of what is quantized at a time, twice in float32."""
-    return {"quantization": 2.0 * AT_ONCE * 4} if fp8 else {}
 
 
 def _sync_round_bytes(job: PlannedJob) -> float:
