@@ -27,7 +27,7 @@ import torch.distributed as dist
 from grpo_mp.algorithms.settings import KLConfig
 from grpo_mp.checkpoint.run_state import MANIFEST, claim_run_folder
 from grpo_mp.config import Settings, dump_settings, load_settings
-from grpo_mp.distributed.process_groups import all_gather
+from grpo_mp.distributed.process_groups import Job, all_gather
 from grpo_mp.errors import UserError
 from grpo_mp.files import read_json, write_json
 from grpo_mp.log import log_to_terminal
@@ -59,6 +59,7 @@ from grpo_mp.trainer.context import EngineContext, open_context, open_engines_on
 from grpo_mp.trainer.exit import exit_on_error
 from grpo_mp.trainer.preflight import RunInputs, run_sampling_preflight
 from grpo_mp.types import Prompt
+from grpo_mp.user_code import is_path
 
 GENERATED = "generated.json"  # all prompts are answered, and how fast
 Recorded = Mapping[int, Record]  # by prompt
@@ -179,13 +180,14 @@ def run(job: SamplingJob, inputs: RunInputs) -> None:
         if rank == 0:
             job.identity.write(job.folder)
             (job.folder / GENERATED).unlink(missing_ok=True)
-        done = _all_recorded(job, rank, size, group)
+            shutil.rmtree(job.folder / PARTS, ignore_errors=True)
+        done = _all_recorded(job, len(prompts), engines.job)
         if done:
             engines.progress.note(f"{len(done):,} of {len(prompts):,} prompts were answered before")
         journal = GroupJournal(job.folder / GROUPS, rank)
         throughput = SampleFarm(job.settings, prompts, engines, journal).run(done.keys())
         with engines.phases.phase(Phase.SAVE, "answers"):
-            recorded = _all_recorded(job, rank, size, group)
+            recorded = _all_recorded(job, len(prompts), engines.job)
             if rank == 0 and len(recorded) == len(prompts):
                 write_json(job.folder / GENERATED, {"prompts": len(prompts), "throughput": asdict(throughput)})
             counts = all_gather(_write_part(job, prompts, recorded, rank, size), group)
@@ -211,19 +213,18 @@ def _engines(job: SamplingJob, inputs: RunInputs) -> Iterator[EngineContext]:
             yield engines
 
 
-def _all_recorded(job: SamplingJob, rank: int, size: int, group: dist.ProcessGroup) -> Recorded:
-    """Return what all ranks find in the journal. Every rank must call this."""
-    shares = all_gather(recorded_share(job.folder, rank, size), group)
-    return {prompt: record for share in shares for prompt, record in share.items()}
+def _all_recorded(job: SamplingJob, prompts: int, ranks: Job) -> Recorded:
+    """Return what all ranks find in the journal of so many prompts. Every rank must call this."""
+    shares = all_gather(recorded_share(job.folder, ranks.rank, ranks.world_size), ranks.group)
+    return {prompt: record for share in shares for prompt, record in share.items() if prompt < prompts}
 
 
 def _write_part(job: SamplingJob, prompts: Sequence[Prompt], recorded: Recorded, rank: int, size: int) -> Counts:
     """Write what this of `size` ranks makes of its share of the recorded prompts."""
-    asked = {prompt: record for prompt, record in recorded.items() if prompt < len(prompts)}
     identity, seed = job.identity, rollout_seed(job.settings, "train")
     source = Source(str(job.name), identity.model, identity.settings_digest, seed)
     writer = PartWriter(job.folder, rank, prompts, job.filters, source, job.has_episodes)
-    return writer.write(share_of_prompts(asked, rank, size))
+    return writer.write(share_of_prompts(recorded, rank, size))
 
 
 def _finish(job: SamplingJob, prompts: int, counts: Counts, parts: int, throughput: Throughput) -> str:
@@ -269,13 +270,20 @@ def _filter_again(job: SamplingJob, prompts: Sequence[Prompt], throughput: Throu
     summary, filters = read_json(job.folder / SUMMARY), job.settings.sample.filters
     files = (job.folder / SAMPLES, checksum_file(job.folder / SAMPLES), job.folder / PASS_RATES)
     speed = throughput.to_dict()
-    same = list(summary.get("filters", {}).items()) == list(filters.items()) and summary.get("prompts") == len(prompts)
+    same = not any(map(is_path, filters))  # a user's file may have changed
+    same = (
+        same
+        and list(summary.get("filters", {}).items()) == list(filters.items())
+        and summary.get("prompts") == len(prompts)
+    )
     if same and all(map(Path.is_file, files)):
         print(f"{job.folder}: done before\n{_describe(job, len(prompts), summary, speed)}")
         return
     shutil.rmtree(job.folder / PARTS, ignore_errors=True)
     claim_run_folder(job.folder, dump_settings(job.settings))
-    counts = _write_part(job, prompts, recorded_share(job.folder, 0, 1), 0, 1)
+    recorded = recorded_share(job.folder, 0, 1)
+    asked = {prompt: record for prompt, record in recorded.items() if prompt < len(prompts)}
+    counts = _write_part(job, prompts, asked, 0, 1)
     print(_finish(job, len(prompts), counts, 1, throughput))
 
 

@@ -41,7 +41,9 @@ def script_share(text: str, scripts: Collection[str]) -> float:
 
 def _scripts_of_words(text: str) -> Iterator[str]:
     """Yield the script of each word; a run of letters is divided where its script changes."""
-    for run in LETTERS.findall(COMMAND.sub(" ", unicodedata.normalize("NFKC", text))):
+    plain = unicodedata.normalize("NFKC", COMMAND.sub(" ", text))
+    letters = "".join(letter for letter in plain if unicodedata.category(letter)[0] != "M")  # without accents, signs
+    for run in LETTERS.findall(letters):
         script, length = "", 0
         for letter in run:
             found = _script(letter)

@@ -66,12 +66,14 @@ class SampleFarm:
         job, settings, done = self.engines.job, self.settings, set(done)
         size = settings.engine.concurrent_groups * len(self.engines.rollout.host_ranks)
         began_s = time.monotonic()
+        # The weights of an engine that is lost come by a sync, for which all others must be idle.
+        ahead = 0 if self.engines.recovery.weight_sync else size * ROUNDS_AHEAD
         total = Throughput(engines=len(self.engines.rollout.host_ranks))
         for first in range(0, len(self.prompts), size):
             prompts = range(first, min(first + size, len(self.prompts)))
             if done.issuperset(prompts):
                 continue
-            self._round(prompts, done, size * ROUNDS_AHEAD)
+            self._round(prompts, done, ahead)
             done.update(*all_gather(self._ended, job.group))
             self._ended = set()
             total = self._sum(time.monotonic() - began_s)
