@@ -143,8 +143,17 @@ def written_text(sample: Sample) -> str:
 
 def _normalized(sample: Sample) -> str:
     """Return what makes two answers the same: their words, of an episode also its calls and their results."""
-    said = json.dumps(sample.messages, sort_keys=True, default=str, ensure_ascii=False) if sample.messages else ""
-    return " ".join((said or sample.text).replace("\\n", " ").split())
+    said = _without_blanks(sample.messages or sample.text)
+    return json.dumps(said, sort_keys=True, default=str)
+
+
+def _without_blanks(value: Any) -> Any:
+    """Return a tree of messages in which texts that differ in blanks are the same."""
+    if isinstance(value, str):
+        return " ".join(value.split())
+    if isinstance(value, Mapping):
+        return {name: _without_blanks(item) for name, item in value.items()}
+    return [_without_blanks(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _within(value: float, low: float | None, high: float | None) -> bool:

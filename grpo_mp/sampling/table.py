@@ -1,7 +1,8 @@
 """Kept answers as rows of a Parquet file: chat messages to train on, and tokens, logprobs and rewards to audit."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from grpo_mp.rollout.client import sampling_seed
-from grpo_mp.rollout.dump import FACTS, NUMBERS, TOKENS, checked_file, encodable
+from grpo_mp.rollout.dump import FACTS, TOKENS, checked_file, encodable
 from grpo_mp.types import Message, Prompt, Sample
 
 ROW_GROUP_BYTES = 2**26  # of a row group before compression: readers and writers hold one at a time
@@ -27,14 +28,14 @@ COLUMNS = {
     "answer": pa.string(),
     "columns": JSON_TEXT,  # the whole data row
     "reward": pa.float64(),
-    "reward_terms": NUMBERS,
+    "reward_terms": JSON_TEXT,  # by name, unweighted
     "is_correct": pa.bool_(),
     "truncated": pa.bool_(),
     "state": pa.string(),
     "error": pa.string(),
     "episode_reward": pa.float64(),
     "step_rewards": pa.list_(pa.struct({"token": pa.int32(), "reward": pa.float64()})),
-    "metrics": NUMBERS,
+    "metrics": JSON_TEXT,
     "extra": JSON_TEXT,
     "prompt_tokens": TOKENS,
     "tokens": TOKENS,
@@ -78,14 +79,14 @@ def row_of(prompt: Prompt, sample: Sample, source: Source) -> Row:
         "answer": None if prompt.answer is None else encodable(prompt.answer),
         "columns": _json(prompt.columns),
         "reward": sample.reward,
-        "reward_terms": list(sample.reward_terms.items()),
+        "reward_terms": _json(sample.reward_terms),
         "is_correct": sample.is_correct,
         "truncated": sample.truncated,
         "state": sample.state,
         "error": encodable(sample.error),
         "episode_reward": sample.episode_reward,
         "step_rewards": [{"token": token, "reward": reward} for token, reward in sample.step_rewards],
-        "metrics": list(sample.metrics.items()),
+        "metrics": _json(sample.metrics),
         "extra": _json(sample.extra),
         "prompt_tokens": sample.prompt_tokens,
         "tokens": sample.tokens,
@@ -118,7 +119,16 @@ def _message(message: Message) -> Row:
 
 
 def _json(value: Any) -> str:
-    return encodable(json.dumps(value, default=str, ensure_ascii=False))
+    return encodable(json.dumps(_finite(value), default=str, ensure_ascii=False))
+
+
+def _finite(value: Any) -> Any:
+    """Return a tree with null for numbers that JSON lacks."""
+    if isinstance(value, Mapping):
+        return {str(name): _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass

@@ -22,10 +22,14 @@ from tests.trainer.test_collect import MortalEngine, OneRankRollout, StuckEngine
 PROMPTS, LONGEST, GROUP = 60, 60, 3
 
 
-class ScoringRollout(OneRankRollout):
-    """Says which tasks were begun, and what they left in memory."""
+class WatchedRollout(OneRankRollout):
+    """Says which tasks were begun."""
 
     begun: list[RolloutTask]
+
+    def score(self, groups: Sequence[SampleGroup], step: int) -> Sequence[SampleGroup]:
+        """What a lost engine had recorded, and not reported yet, is answered and scored again."""
+        return groups
 
     def begin(self, task: RolloutTask, stream: Any) -> Any:
         self.begun.append(task)
@@ -36,7 +40,7 @@ def make_farm(folder: Path, group: dist.ProcessGroup, engines: Sequence[FakeEngi
     sizes = {"prompts_per_step": 1, "group_size": GROUP, "max_prompt_tokens": 1, "max_response_tokens": LONGEST}
     settings: Any = SimpleNamespace(rollout=RolloutConfig.model_validate(sizes), run=SimpleNamespace(seed=0))
     settings.engine = EngineConfig(concurrent_groups=concurrent_groups)
-    rollout = ScoringRollout(list(engines), concurrent_groups)
+    rollout = WatchedRollout(list(engines), concurrent_groups)
     rollout.begun = []
     none = lambda: None  # noqa: E731
     parts: Any = SimpleNamespace(

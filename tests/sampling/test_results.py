@@ -1,6 +1,7 @@
 """What is made of recorded answers: parts of any number of ranks, counts, pass rates that training reads."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def record(folder: Path, prompts: range = range(10)) -> None:
             answer(index, 1 + index, PROMPTS[prompt], is_correct=right(prompt, index), reward=float(index))
             for index in range(ANSWERS)
         ]
-        stats = RewardStats(failures={"judge": 1})  # type: ignore[arg-type]
+        stats = RewardStats(failures=Counter(judge=1))
         journal = GroupJournal(folder / GROUPS, prompt % 3)
         assert journal.append(prompt // 4, prompt, group_of(*samples, prompt=PROMPTS[prompt]), stats, kept=True)
 

@@ -1,6 +1,7 @@
 """Rows of answers: what is written is what the answers are, and what `datasets` and pyarrow read."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ EPISODE = answer(
     generated=(True, False, False, True),
     state="completed",
     messages=TURNS,
-    metrics={"turns": 2.0},
+    metrics={"turns": 2.0, "odd": math.nan},
     step_rewards=((3, 0.25),),
     episode_reward=0.5,
 )
@@ -64,7 +65,7 @@ def test_a_row_is_the_answer(tmp_path: Path) -> None:
     assert [row[name] for name in names] == [3, 3, 2, "How many?", "\\boxed{7}", "7", 1.5, True, False]
     assert (row["prompt_tokens"], row["tokens"]) == ([5, 6], [8, 9, 10])
     assert (row["logprobs"], row["mask"]) == ([-0.5, -1.5, -2.5], [True] * 3)
-    assert dict(row["reward_terms"]) == {"answer": 1.0, "boxed": 1.0}
+    assert json.loads(row["reward_terms"]) == {"answer": 1.0, "boxed": 1.0}
     assert (json.loads(row["columns"]), json.loads(row["extra"])) == ({"level": 2}, {"first": "é"})
     assert row["seed"] == sampling_seed(17, 3, 0, 2)
     assert [row[name] for name in ("model", "model_digest", "settings_digest")] == ["models/x", "abc", "def"]
@@ -77,7 +78,10 @@ def test_an_episode_keeps_its_turns_and_what_was_given(tmp_path: Path) -> None:
     assert [json.loads(row["messages"][1]["tool_calls"]), row["messages"][2]["tool_call_id"]] == [[CALL], "1"]
     assert row["messages"][2]["content"] == "3 ?"  # half a character is none
     assert (row["state"], row["episode_reward"]) == ("completed", 0.5)
-    assert (dict(row["metrics"]), row["step_rewards"]) == ({"turns": 2.0}, [{"token": 3, "reward": 0.25}])
+    assert (json.loads(row["metrics"]), row["step_rewards"]) == (
+        {"turns": 2.0, "odd": None},
+        [{"token": 3, "reward": 0.25}],
+    )
 
 
 def test_datasets_reads_chats_with_arguments_as_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +94,9 @@ def test_datasets_reads_chats_with_arguments_as_objects(tmp_path: Path, monkeypa
     assert row.columns["columns"] == {"level": 2}
 
 
-@pytest.mark.parametrize("row_group_bytes", [1, 10_000, 2**26])
+@pytest.mark.parametrize(("row_group_bytes", "largest"), [(1, 2), (6_000, 20), (2**26, 41)])
 def test_row_groups_are_bounded_and_rows_stay_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_group_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_group_bytes: int, largest: int
 ) -> None:
     monkeypatch.setattr(table, "ROW_GROUP_BYTES", row_group_bytes)
     schema, parts = schema_of(False), [tmp_path / f"{name}.parquet" for name in "abc"]
@@ -108,7 +112,7 @@ def test_row_groups_are_bounded_and_rows_stay_in_order(
     assert [(row["prompt_index"], row["index"]) for row in rows] == written
     with parquet.ParquetFile(tmp_path / "all.parquet") as content:
         sizes = [content.metadata.row_group(i).num_rows for i in range(content.num_row_groups)]
-    assert max(sizes) <= {1: 2, 10_000: 20, 2**26: 40}[row_group_bytes]
+    assert largest / 4 < max(sizes) <= largest
 
 
 def test_without_seeds_a_row_has_none(tmp_path: Path) -> None:
