@@ -105,8 +105,9 @@ def run(job: EvaluationJob, inputs: RunInputs) -> None:
             sync_weights(ctx)
             evaluate_and_report(job, ctx.evaluator)
     else:
-        with open_engines_only(settings, inputs, greeting) as evaluator:
-            evaluate_and_report(job, evaluator)
+        with open_engines_only(settings, inputs, greeting) as engines:
+            shown = settings.monitor.samples_per_step
+            evaluate_and_report(job, Evaluator(inputs.evals, inputs.scorer, samples_shown=shown, **vars(engines)))
 
 
 def evaluate_and_report(job: EvaluationJob, evaluator: Evaluator) -> None:

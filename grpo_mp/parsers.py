@@ -1,4 +1,4 @@
-"""Command-line parsers that are quick to import; those of training and evaluation are here, too."""
+"""Command-line parsers that are quick to import; those of training, evaluation and sampling are here, too."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -18,6 +18,11 @@ EVALUATE = """Answer the held-out problems of data.eval, without training.
 
 --ranks N starts N ranks on this machine. Without it this process is one rank: of torchrun or srun, else the only one.
 Reads data.eval and the rewards of a settings file; the settings.yaml of a run is one.
+"""
+SAMPLE = """Answer the prompts of data.train, score and filter the answers, and write them to a Parquet file.
+
+--ranks N starts N ranks on this machine. Without it this process is one rank: of torchrun or srun, else the only one.
+Reads the settings file of a training run; `sample` says which answers are kept. The same command goes on after a kill.
 """
 
 
@@ -68,6 +73,19 @@ def evaluate_parser() -> Parser:
     source.add_argument("--model", type=Path, help="a Hugging Face or converted folder (default: model.path)")
     source.add_argument("--checkpoint", type=Path, help="RUN/checkpoints/step_N of a run of these settings")
     parser.add_argument("--out", type=Path, help="folder for the results (default: run.folder/evaluate/NAME)")
+    return parser
+
+
+def sample_parser() -> Parser:
+    """Return the parser of `grpo-mp sample` and `python -m grpo_mp.sample`."""
+    parser = settings_parser("sample", SAMPLE)
+    parser.add_argument("--ranks", type=number_of_ranks, help="ranks to start on this machine")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", type=Path, help="a Hugging Face or converted folder (default: model.path)")
+    source.add_argument("--checkpoint", type=Path, help="RUN/checkpoints/step_N of a run of these settings")
+    parser.add_argument("--out", type=Path, help="folder for the answers (default: run.folder/sample/NAME)")
+    samples = "answers to each prompt (default: rollout.group_size)"
+    parser.add_argument("--samples", type=positive_int, metavar="N", help=samples)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from grpo_mp.planner.job import make_job
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.policy import Policy, check_policy
 from grpo_mp.rewards.scorer import Scorer
+from grpo_mp.sampling.filters import apply_filters, load_sample_filters
 from grpo_mp.trainer.preflight import Extensions, load_extensions
 from grpo_mp.types import Prompt, Sample, SampleGroup, SampleInfo
 from tests.algorithms.objective import draw_update, loss_of, objective, to_microbatches
@@ -71,7 +73,7 @@ def make_samples(*rewards: tuple[float, ...]) -> list[SampleInfo]:
 def test_every_kind_has_an_example() -> None:
     headings = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
     assert list(EXAMPLES) == headings
-    assert len(headings) == PAGE.count("```python") == PAGE.count("```yaml") == 10
+    assert len(headings) == PAGE.count("```python") == PAGE.count("```yaml") == 11
 
 
 def test_reward(use: Use) -> None:
@@ -124,6 +126,20 @@ def test_group_filter(use: Use) -> None:
     samples = make_samples((0.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.5, 1.0))
     by_group = [[sample for sample in samples if sample.group_id == group] for group in range(4)]
     assert [extensions.group_filter(group) for group in by_group] == [False, True, False, True]
+
+
+def test_sample_filter(use: Use) -> None:
+    settings, _ = use("Sample filter")
+    filters = load_sample_filters(settings.sample.filters, group_size=4, knows_correct=True)
+    lengths_and_verdicts = ((2, True), (9, False), (6, True), (4, True))
+    samples = tuple(
+        Sample(0, index, (1,), (2,) * length, (-1.0,) * length, (0,) * length, False, is_correct=right)
+        for index, (length, right) in enumerate(lengths_and_verdicts)
+    )
+    dropped = Counter[str]()
+    kept = apply_filters(SampleGroup(Prompt(0, "x", (1,)), samples), filters, dropped)
+    assert [sample.index for sample in kept] == [0, 3]  # of right answers 4 tokens are the mean
+    assert list(dropped.values()) == [1, 1]
 
 
 def test_curriculum(use: Use) -> None:

@@ -24,7 +24,7 @@ SETTINGS = "settings.yaml"
 # Settings that may change between two attempts of a run: what ends it and what it writes, and where it computes.
 CHANGEABLE = re.compile(
     r"run\.(steps|save_every|eval_every|resume|keep_checkpoints|max_failed_saves|async_save|piece_bytes|export\w*)"
-    r"|(layout|engine|sync|monitor)\..+|rollout\.dump"
+    r"|(layout|engine|sync|monitor|sample)\..+|rollout\.dump"
     r"|training\.(max_tokens_per_microbatch|recompute|logprob_chunk_tokens|suspend_communicators)"
     r"|optimizer\.(offload|piece_bytes|skip_grad_norm|max_skipped_updates)"
     r"|training\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"

@@ -20,6 +20,7 @@ from grpo_mp.parsers import (
     count_up_to,
     evaluate_parser,
     number_of_ranks,
+    sample_parser,
     settings_parser,
     train_parser,
 )
@@ -37,6 +38,11 @@ def train(arguments: Sequence[str]) -> int:
 def evaluate(arguments: Sequence[str]) -> int:
     """Run `grpo-mp evaluate`; return the exit status."""
     return _run("grpo_mp.evaluate", evaluate_parser().parse_intermixed_args(arguments).ranks, arguments)
+
+
+def sample(arguments: Sequence[str]) -> int:
+    """Run `grpo-mp sample`; return the exit status."""
+    return _run("grpo_mp.sample", sample_parser().parse_intermixed_args(arguments).ranks, arguments)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ from grpo_mp.reading import refuse_unreadable
 COMMANDS = {
     "train": ("grpo_mp.cli.launch:train", "train a policy; --ranks N starts N ranks on this machine"),
     "evaluate": ("grpo_mp.cli.launch:evaluate", "score a model or a checkpoint on held-out problems"),
+    "sample": ("grpo_mp.cli.launch:sample", "answer prompts, keep the good answers, write them to Parquet"),
     "launch": ("grpo_mp.cli.launch:main", "submit a run to Slurm, or show what would be submitted"),
     "plan": ("grpo_mp.cli.plan:main", "estimate memory and time of a run, without a GPU"),
     "report": ("grpo_mp.cli.report:main", "write one HTML page of one or several runs"),

@@ -1,13 +1,13 @@
-"""Data sources and loggers by name. No torch: a launcher checks names on a login node."""
+"""Data sources, loggers and filters of samples by name. No torch: a launcher checks names on a login node."""
 
 from collections.abc import Callable
 from typing import Any
 
 from grpo_mp.registry import LazyEntry, Registry
 
-ExtensionFunction = Callable[
-    ..., Any
-]  # DataSource of data/rows.py, RolloutFunction of episodes/protocol.py, MakeLogger of monitor/loggers.py
+# DataSource of data/rows.py, RolloutFunction of episodes/protocol.py, MakeLogger of monitor/loggers.py, SampleFilter of
+# sampling/filters.py
+ExtensionFunction = Callable[..., Any]
 
 DATA_SOURCES: Registry[ExtensionFunction] = Registry(
     "data source",
@@ -37,4 +37,13 @@ LOGGERS: Registry[ExtensionFunction] = Registry(
         "trackio": LazyEntry("grpo_mp.monitor.trackers:TrackioLogger"),
     },
     parameters=("run_folder", "first_step", "settings"),
+)
+SAMPLE_FILTERS: Registry[ExtensionFunction] = Registry(
+    "filter of samples",
+    {
+        name: LazyEntry(f"grpo_mp.sampling.filters:{name.title()}")
+        for name in ("right", "best", "reward", "tokens", "complete", "language", "distinct", "first")
+    },
+    parameters=("prompt", "samples"),
+    makes=True,
 )

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from grpo_mp.algorithms.registries import needs_correctness
 from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
 from grpo_mp.config.data_sections import DataConfig, EvalSetConfig
+from grpo_mp.config.sample_section import SampleConfig
 from grpo_mp.config.sections import (
     EngineConfig,
     LayoutConfig,
@@ -44,6 +45,7 @@ class Settings(Section):
     training: TrainingConfig = Field(TrainingConfig(), description="updates of a step, micro-batches, memory, Megatron")
     sync: SyncConfig = Field(SyncConfig(), description="weights from the trainer to the engines")
     monitor: MonitorConfig = Field(MonitorConfig(), description="metrics, logs and time limits")
+    sample: SampleConfig = Field(SampleConfig(), description="what `grpo-mp sample` keeps")
 
     @model_validator(mode="after")
     def _check_updates_divide_samples(self) -> "Settings":

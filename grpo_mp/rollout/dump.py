@@ -4,7 +4,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -63,14 +64,20 @@ def write_groups(file: Path, groups: Iterable[SampleGroup], selected: Collection
 
     Beside it is its checksum, as `xxh128sum` writes and checks it. Holds one group at a time in memory.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.incomplete")
     schema = SCHEMA.with_metadata({FACTS: facts.encode()})
-    with parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
+    with checked_file(file) as temporary, parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
         for group in groups:
             rows = [row_of(group, sample, sample.group_id in selected) for sample in group.samples]
             if rows:
                 writer.write_table(pa.Table.from_pylist(rows, schema))
+
+
+@contextmanager
+def checked_file(file: Path) -> Iterator[Path]:
+    """Yield where the body writes a file, which is whole or absent at its own name; then write its checksum, too."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.incomplete")
+    yield temporary
     sync_to_disk(temporary)
     digest = _digest(temporary)
     temporary.replace(file)
@@ -126,11 +133,11 @@ def row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
         "selected": selected,
         "finished": group.finished,
         "prompt_index": prompt.index,
-        "prompt": _encodable(prompt.text),
-        "answer": None if prompt.answer is None else _encodable(prompt.answer),
+        "prompt": encodable(prompt.text),
+        "answer": None if prompt.answer is None else encodable(prompt.answer),
         "group_prompt_tokens": None if prompt.tokens == sample.prompt_tokens else prompt.tokens,
-        "text": _encodable(sample.text),
-        "error": _encodable(sample.error),
+        "text": encodable(sample.text),
+        "error": encodable(sample.error),
         "reward_terms": list(sample.reward_terms.items()),
         "metrics": list(sample.metrics.items()),
         "step_rewards": [{"token": token, "reward": reward} for token, reward in sample.step_rewards],
@@ -173,6 +180,6 @@ def experts_of(content: bytes | None, shape: list[int] | None) -> ExpertIds | No
     return np.frombuffer(content, dtype).reshape(shape).copy()  # what is read from bytes cannot be written to
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """Return a text without the half surrogates that a tool or an error may leave in it."""
     return text.encode("utf-8", "replace").decode()

@@ -63,8 +63,10 @@ class GroupJournal:
         self._folder, self._rank, self._lock = folder, rank, threading.Lock()
         self._opened = set[Path]()
 
-    def append(self, step: int, group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> None:
+    def append(self, step: int, group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> bool:
         """Write a group that was generated for `step`, or ahead of it, and what its scoring counted.
+
+        Returns whether the disk took it.
 
         `kept`: whether a finished one passes the group filter.
 
@@ -73,7 +75,7 @@ class GroupJournal:
         """
         payload = encode(group_id, group, stats, kept)
         if payload is None:
-            return
+            return True
         file = journal_file(self._folder, step, self._rank)
         with self._lock:
             try:
@@ -81,6 +83,8 @@ class GroupJournal:
             except OSError as error:
                 self._opened.discard(file)  # what it took of the record is cut before the next one
                 LOGGER.warning("%s: group %d is not kept for a restart: %s", file, group_id, one_line(error))
+                return False
+        return True
 
     def _write(self, file: Path, payload: memoryview) -> None:
         if file not in self._opened:

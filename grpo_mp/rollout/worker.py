@@ -77,6 +77,7 @@ class RolloutTask:
     seed: int | None = None  # of these rollouts, where engines are deterministic
     # Takes each group that ends, by its id, and what its scoring counted, which is in no other statistics.
     record: Callable[[int, EndedGroup, RewardStats], None] = lambda *_: None
+    forgets: bool = False  # of a finished group no sample stays in memory: `record` has them
 
     def sampling_of(self, prompt: Prompt) -> SamplingParams:
         """Return how a group is sampled; its seeds depend neither on the engine that draws it nor on when it does."""
@@ -190,7 +191,7 @@ class RolloutWorker:
         if self.episodes and not scorer.defers:
             scored = with_failures(scored, self.episodes.parts.config.failed)
         task.record(group_id, scored, scorer.take_stats())
-        return scored
+        return replace(scored, samples=()) if task.forgets else scored
 
     async def _answer(
         self,

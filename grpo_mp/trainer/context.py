@@ -60,6 +60,11 @@ class RolloutContext:
     preemption: PreemptionHandler
     state: TrainState
 
+    @property
+    def engines(self) -> "EngineContext":
+        """Return what generates."""
+        return EngineContext(self.job, self.rollout, self.phases, self.progress, self.recovery)
+
     def should_stop(self) -> bool:
         """Return whether any rank was asked to stop, once the slowest rank is here too. Every rank must call this."""
         with self.phases.waiting():
@@ -73,6 +78,17 @@ class TrainContext(RolloutContext):
     parallel: Parallel
     policy: Policy
     saver: CheckpointSaver
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """What a rank has of a job that generates and does not train."""
+
+    job: Job
+    rollout: Rollout
+    phases: PhaseManager
+    progress: Progress
+    recovery: EngineRecovery
 
 
 @dataclass(frozen=True)
@@ -188,7 +204,7 @@ def _make_phases(settings: Settings, runtime: RankRuntime, policy: Policy | None
 
 
 @contextmanager
-def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> Iterator[Evaluator]:
+def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> Iterator[EngineContext]:
     """Join the job and start this rank's engine on `model.path`: a job without a policy.
 
     Engines keep the weights that they loaded, and the device. They end when the body does, however it ends.
@@ -199,8 +215,7 @@ def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> I
         _start(runtime, settings.engine.start_timeout_s, offload=False, build=None)
         monitor = settings.monitor
         phases = PhaseManager(runtime.timeline, runtime.watchdog, progress, monitor.phase_timeout_s)
-        recovery, shown = EngineRecovery(rollout, job, phases), monitor.samples_per_step
-        yield Evaluator(inputs.evals, inputs.scorer, rollout, job, phases, progress, shown, recovery)
+        yield EngineContext(job, rollout, phases, progress, EngineRecovery(rollout, job, phases))
 
 
 @contextmanager

@@ -156,6 +156,21 @@ def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node
     return RunInputs(hf, tokenizer, first, evals, scorer, extensions, scorer.warnings, episodes)
 
 
+def run_sampling_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
+    """Check and read what a sampling of the train prompts needs. Raises UserError."""
+    extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
+    hf = HfConfig.read(settings.model.path, settings.model.family)
+    if with_policy:
+        check_policy(hf, settings.model, settings.layout, settings.training, world_size)
+    tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
+    episodes = load_episodes(settings, tokenizer)
+    tools = episodes.tools.schemas if episodes else ()
+    train = load_train_prompts(settings.data, tokenizer, settings.rollout.max_prompt_tokens, tools)
+    check_reward_models(settings, tokenizer, world_size, ranks_per_node)
+    scorer = _make_scorer(settings, tokenizer)
+    return RunInputs(hf, tokenizer, train, {}, scorer, extensions, scorer.warnings, episodes)
+
+
 def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
     """Check run folder, engines, device and sizes; return the model's tokenizer."""
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")

@@ -402,6 +402,9 @@ train TINY --ranks 0
 train TINY --ranks 720720000
 train TINY --ranks x
 evaluate none.yaml --ranks -1
+sample none.yaml
+sample TINY --samples 0
+sample TINY --model . --checkpoint .
 convert
 convert info
 convert info none

@@ -75,6 +75,7 @@ def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, capsys: 
         ["trian"],
         ["train", "--help"],
         ["evaluate", "--help"],
+        ["sample", "--help"],
         ["launch", "--help"],
         ["plan", "--help"],
         ["plan", "none.yaml"],

@@ -1,0 +1,291 @@
+"""Answer prompts without training: `grpo-mp sample`, or `torchrun ... -m grpo_mp.sample` with the same arguments.
+
+A Hugging Face folder is loaded by the engines; for a checkpoint the policy is built as for training, and gives the
+engines its weights. Answers are recorded as they come; a command that is given again goes on after them.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from grpo_mp.processes import end_with_launcher
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
+    end_with_launcher()
+
+import torch.distributed as dist
+
+from grpo_mp.algorithms.settings import KLConfig
+from grpo_mp.checkpoint.run_state import MANIFEST, claim_run_folder
+from grpo_mp.config import Settings, dump_settings, load_settings
+from grpo_mp.distributed.process_groups import Job, all_gather
+from grpo_mp.errors import UserError
+from grpo_mp.files import read_json, write_json
+from grpo_mp.log import log_to_terminal
+from grpo_mp.parsers import sample_parser
+from grpo_mp.phases import Phase
+from grpo_mp.rollout.dump import checksum_file
+from grpo_mp.rollout.journal import GroupJournal, Record
+from grpo_mp.rollout.rollout import engines_can_load_weights, rollout_seed
+from grpo_mp.sampling.farm import SampleFarm, Throughput
+from grpo_mp.sampling.filters import SampleFilter, load_sample_filters
+from grpo_mp.sampling.identity import SamplingIdentity, check_folder
+from grpo_mp.sampling.results import (
+    GROUPS,
+    PARTS,
+    PASS_RATES,
+    SAMPLES,
+    SUMMARY,
+    Counts,
+    PartWriter,
+    join,
+    recorded_share,
+    share_of_prompts,
+    sum_counts,
+)
+from grpo_mp.sampling.table import Source
+from grpo_mp.train import sync_weights
+from grpo_mp.trainer.command_line import started_job
+from grpo_mp.trainer.context import EngineContext, open_context, open_engines_only
+from grpo_mp.trainer.exit import exit_on_error
+from grpo_mp.trainer.preflight import RunInputs, run_sampling_preflight
+from grpo_mp.types import Prompt
+from grpo_mp.user_code import is_path
+
+GENERATED = "generated.json"  # all prompts are answered, and how fast
+Recorded = Mapping[int, Record]  # by prompt
+
+
+@dataclass(frozen=True)
+class SamplingJob:
+    """What is sampled. `settings.run.folder` is where the answers go."""
+
+    settings: Settings
+    checkpoint: Path | None  # of a run; None: the model of the settings
+    filters: Mapping[str, SampleFilter]
+
+    @property
+    def name(self) -> Path:
+        """Return the folder whose weights answer."""
+        return self.checkpoint or self.settings.model.path
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the answers."""
+        return self.settings.run.folder
+
+    @property
+    def needs_policy(self) -> bool:
+        """Return whether the engines cannot load the weights themselves."""
+        return self.checkpoint is not None or not engines_can_load_weights(self.settings.model, self.settings.engine)
+
+    @cached_property
+    def identity(self) -> SamplingIdentity:
+        """Return what the answers follow from."""
+        return SamplingIdentity.of(self.settings, self.name)
+
+    @property
+    def has_episodes(self) -> bool:
+        """Return whether an answer may have several turns."""
+        return self.settings.rollout.rollout_function is not None
+
+    def prompts(self, inputs: RunInputs) -> Sequence[Prompt]:
+        """Return the prompts to answer: of a mixture those of all its sets, each once."""
+        count = self.settings.sample.max_prompts
+        return FirstPrompts(inputs.train.prompts, min(len(inputs.train), count or len(inputs.train)))
+
+
+@dataclass(frozen=True)
+class FirstPrompts(Sequence[Prompt]):
+    """The first of some prompts, read when they are asked for."""
+
+    prompts: Sequence[Prompt]
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a prompt."""
+        return self.prompts[index]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line, see `grpo-mp sample --help`. Raises SystemExit where it fails."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with exit_on_error():
+        log_to_terminal()
+        args = sample_parser().parse_intermixed_args(arguments)
+        job = read_command(args)
+        with started_job(args.ranks) as (world_size, ranks_per_node):
+            inputs = run_sampling_preflight(job.settings, world_size, ranks_per_node, job.needs_policy)
+            check_folder(job.folder, job.identity)
+            run(job, inputs)
+
+
+def read_command(args: argparse.Namespace) -> SamplingJob:
+    """Return the job of a command line. Raises UserError."""
+    settings, checkpoint = load_settings(args.config, args.overrides), args.checkpoint
+    if checkpoint and not (checkpoint / MANIFEST).is_file():
+        raise UserError(f"{checkpoint}: incomplete checkpoint, {MANIFEST} is missing: give RUN/checkpoints/step_N")
+    model = args.model or settings.model.path
+    out = args.out or settings.run.folder / "sample" / (checkpoint or model).absolute().name
+    group_size = args.samples or settings.rollout.group_size
+    deterministic = {"ranks": 0, "deterministic": settings.sample.deterministic}
+    updates = {
+        "run": settings.run.model_copy(update={"folder": out}),
+        "model": settings.model.model_copy(update={"path": model}),
+        "data": settings.data.model_copy(update={"eval": {}}),
+        "rollout": settings.rollout.model_copy(update={"group_size": group_size, "max_staleness": 0}),
+        # All ranks have engines.
+        "schedule": "colocated",
+        "engine": settings.engine.model_copy(update=deterministic),
+        # Nothing is trained: no reference, no experts to replay.
+        "algorithm": settings.algorithm.model_copy(update={"kl": KLConfig()}),
+        "training": settings.training.model_copy(update={"router_replay": "none"}),
+    }
+    knows_correct = settings.reward.correctness_rule is not None
+    filters = load_sample_filters(settings.sample.filters, group_size, knows_correct)
+    job = SamplingJob(settings.model_copy(update=updates), checkpoint, filters)
+    if job.settings.reward.own_models and job.needs_policy:
+        raise UserError(
+            f"{job.name}: a policy gives engines these weights, and no room is left for reward models that the job "
+            "serves: give a Hugging Face folder, or serve them elsewhere and set their url"
+        )
+    return job
+
+
+def run(job: SamplingJob, inputs: RunInputs) -> None:
+    """Sample as one rank of a started job, and leave the results. Raises UserError for what a user can fix.
+
+    Where all prompts are answered no engine starts: answers are filtered anew where the filters have changed.
+    """
+    prompts = job.prompts(inputs)
+    generated = read_json(job.folder / GENERATED)
+    if generated.get("prompts", 0) >= len(prompts):
+        if int(os.environ.get("RANK", 0)) == 0:
+            _filter_again(job, prompts, Throughput(**generated["throughput"]))
+        return
+    with _engines(job, inputs) as engines:
+        rank, size, group = engines.job.rank, engines.job.world_size, engines.job.group
+        if rank == 0:
+            job.identity.write(job.folder)
+            (job.folder / GENERATED).unlink(missing_ok=True)
+            shutil.rmtree(job.folder / PARTS, ignore_errors=True)
+        done = _all_recorded(job, len(prompts), engines.job)
+        if done:
+            engines.progress.note(f"{len(done):,} of {len(prompts):,} prompts were answered before")
+        journal = GroupJournal(job.folder / GROUPS, rank)
+        throughput = SampleFarm(job.settings, prompts, engines, journal).run(done.keys())
+        with engines.phases.phase(Phase.SAVE, "answers"):
+            recorded = _all_recorded(job, len(prompts), engines.job)
+            if rank == 0 and len(recorded) == len(prompts):
+                write_json(job.folder / GENERATED, {"prompts": len(prompts), "throughput": asdict(throughput)})
+            counts = all_gather(_write_part(job, prompts, recorded, rank, size), group)
+            if rank == 0:
+                note = _finish(job, len(prompts), sum_counts(counts), size, throughput)
+        if rank == 0:
+            engines.progress.stop()
+            engines.progress.note(note)
+        dist.barrier(group=group)
+
+
+@contextmanager
+def _engines(job: SamplingJob, inputs: RunInputs) -> Iterator[EngineContext]:
+    """Start the engines, with the weights that answer."""
+    settings, count = job.settings, len(job.prompts(inputs))
+    greeting = f"{job.name}: {count:,} prompts x {settings.rollout.group_size}; starting the engines"
+    if job.needs_policy:
+        with open_context(settings, inputs, [job.checkpoint] if job.checkpoint else [], greeting) as ctx:
+            sync_weights(ctx)
+            yield ctx.engines
+    else:
+        with open_engines_only(settings, inputs, greeting) as engines:
+            yield engines
+
+
+def _all_recorded(job: SamplingJob, prompts: int, ranks: Job) -> Recorded:
+    """Return what all ranks find in the journal of so many prompts. Every rank must call this."""
+    shares = all_gather(recorded_share(job.folder, ranks.rank, ranks.world_size), ranks.group)
+    return {prompt: record for share in shares for prompt, record in share.items() if prompt < prompts}
+
+
+def _write_part(job: SamplingJob, prompts: Sequence[Prompt], recorded: Recorded, rank: int, size: int) -> Counts:
+    """Write what this of `size` ranks makes of its share of the recorded prompts."""
+    identity, seed = job.identity, rollout_seed(job.settings, "train")
+    source = Source(str(job.name), identity.model, identity.settings_digest, seed)
+    writer = PartWriter(job.folder, rank, prompts, job.filters, source, job.has_episodes)
+    return writer.write(share_of_prompts(recorded, rank, size))
+
+
+def _finish(job: SamplingJob, prompts: int, counts: Counts, parts: int, throughput: Throughput) -> str:
+    """Write the files of the answers, the summary last; return what to tell people."""
+    identity = job.identity
+    facts = {
+        "model": str(job.settings.model.path),
+        "checkpoint": str(job.checkpoint) if job.checkpoint else None,
+        "model_digest": identity.model,
+        "settings_digest": identity.settings_digest,
+        "seed": job.settings.run.seed,
+        "deterministic": job.settings.engine.deterministic,
+        "filters": job.settings.sample.filters,
+        "prompts": prompts,
+    }
+    join(job.folder, parts, job.has_episodes, json.dumps(facts))
+    speed = throughput.to_dict()
+    summary = counts.to_dict()
+    write_json(job.folder / SUMMARY, facts | summary | {"last_start": speed})
+    return _describe(job, prompts, summary, speed)
+
+
+def _describe(job: SamplingJob, prompts: int, summary: Mapping[str, Any], speed: Mapping[str, Any]) -> str:
+    """Return the lines that end a sampling."""
+    accuracy = "" if summary["accuracy"] is None else f", {summary['accuracy']:.1%} right"
+    missing = prompts - summary["answered_prompts"]
+    dropped = ", ".join(f"{name} {count:,}" for name, count in summary["dropped"].items()) or "nothing"
+    lines = [
+        f"{summary['samples']:,} answers to {summary['answered_prompts']:,} prompts{accuracy}; dropped: {dropped}; "
+        f"kept {summary['kept']:,} to {summary['kept_prompts']:,} prompts",
+        f"engines: {speed['tokens']:,} tokens in {speed['seconds']:.1f} s, {speed['tokens_per_s']:,.0f} tokens/s",
+        f"Samples:    {job.folder / SAMPLES}",
+        f"Pass rates: {job.folder / PASS_RATES}",
+        f"Summary:    {job.folder / SUMMARY}",
+    ]
+    if missing:
+        lines.insert(1, f"warning: {missing:,} prompts took too long: the same command asks them again")
+    return "\n".join(lines)
+
+
+def _filter_again(job: SamplingJob, prompts: Sequence[Prompt], throughput: Throughput) -> None:
+    """Write the files anew by the present filters, without engines, where they are not there already."""
+    summary, filters = read_json(job.folder / SUMMARY), job.settings.sample.filters
+    files = (job.folder / SAMPLES, checksum_file(job.folder / SAMPLES), job.folder / PASS_RATES)
+    speed = throughput.to_dict()
+    same = not any(map(is_path, filters))  # a user's file may have changed
+    same = (
+        same
+        and list(summary.get("filters", {}).items()) == list(filters.items())
+        and summary.get("prompts") == len(prompts)
+    )
+    if same and all(map(Path.is_file, files)):
+        print(f"{job.folder}: done before\n{_describe(job, len(prompts), summary, speed)}")
+        return
+    shutil.rmtree(job.folder / PARTS, ignore_errors=True)
+    claim_run_folder(job.folder, dump_settings(job.settings))
+    recorded = recorded_share(job.folder, 0, 1)
+    asked = {prompt: record for prompt, record in recorded.items() if prompt < len(prompts)}
+    counts = _write_part(job, prompts, asked, 0, 1)
+    print(_finish(job, len(prompts), counts, 1, throughput))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What the answers of a sampling follow from: settings, weights and data. A folder holds the answers of one of them."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from grpo_mp.checkpoint.run_state import METRICS, complete_checkpoints
+from grpo_mp.config import Settings
+from grpo_mp.errors import UserError
+from grpo_mp.files import write_json
+from grpo_mp.reading import read_json
+
+FILE = "identity.json"
+PARTS, PART_BYTES = 16, 2**16  # of a file of weights that is read
+MODEL_FILES = ("*.safetensors", "*.distcp", "config.json", "tokenizer*.json", "chat_template.jinja", "manifest.json")
+SECTIONS = {
+    "run": {"seed"},
+    "model": {"family", "dtype"},
+    "data": {"train", "source", "prompt_column", "answer_column", "system_prompt"},
+    "rollout": {
+        *("group_size", "max_prompt_tokens", "max_response_tokens", "temperature", "top_p", "stop"),
+        *("tools", "tool_parser", "function", "function_args", "limits", "failed"),
+    },
+    "engine": {"deterministic"},
+}
+
+
+@dataclass(frozen=True)
+class SamplingIdentity:
+    """What decides the answers, and how they are scored; neither where they are computed nor which are kept."""
+
+    settings: Mapping[str, Any]  # by dotted name
+    model: str  # digest of its files
+    data: Mapping[str, str]  # digest of each file, by its path
+
+    @classmethod
+    def of(cls, settings: Settings, model: Path) -> "SamplingIdentity":
+        """Read what identifies a sampling by the weights in `model`, a folder or a checkpoint."""
+        chosen = settings.model_dump(mode="json", include=dict(SECTIONS) | {"reward": True})
+        files = {Path(train_set.path) for train_set in settings.data.train.values()}
+        data = {str(file): _digest(file) for file in sorted(files) if file.is_file()}
+        return cls(dict(_dotted(chosen)), model_digest(model), data)
+
+    @property
+    def settings_digest(self) -> str:
+        """Return one text for all the settings."""
+        return xxhash.xxh3_128_hexdigest(json.dumps(self.settings, sort_keys=True).encode())
+
+    def write(self, folder: Path) -> None:
+        """Write it into the folder of the answers."""
+        write_json(folder / FILE, asdict(self))
+
+
+def check_folder(folder: Path, identity: SamplingIdentity) -> None:
+    """Raise UserError for a folder that holds a run, or answers that follow from anything else."""
+    if (folder / METRICS).exists() or complete_checkpoints(folder):
+        raise UserError(f"{folder} holds a training run: choose another --out")
+    if not (folder / FILE).exists():
+        return
+    if difference := _difference(read_json(folder / FILE), asdict(identity)):
+        raise UserError(f"{folder} holds answers of another sampling ({difference}): choose another --out, or move it")
+
+
+def _difference(old: Any, new: Mapping[str, Any]) -> str:
+    """Describe the first difference; "" where there is none."""
+    before, now = dict(_dotted(old)), dict(_dotted(new))
+    for name in dict.fromkeys((*before, *now)):
+        if before.get(name) != now.get(name):
+            kind, _, rest = name.partition(".")
+            if kind == "settings":
+                return f"{rest} was {before.get(name)!r}, is now {now.get(name)!r}"
+            return "the model's files differ" if kind == "model" else f"the data {rest} differs"
+    return ""
+
+
+def _dotted(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested mappings with its dotted name."""
+    if not isinstance(tree, dict):
+        yield name, tree
+        return
+    for key, value in tree.items():
+        yield from _dotted(value, f"{name}.{key}".removeprefix("."))
+
+
+def model_digest(folder: Path) -> str:
+    """Return a checksum of a model's files: of small ones all, of weights the size and some parts at even distances.
+
+    It differs where training has changed the weights, without reading terabytes.
+    """
+    digest = xxhash.xxh3_128()
+    for file in sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()}):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        last = max(0, size - PART_BYTES)
+        with file.open("rb") as stream:
+            for start in sorted({last * part // (PARTS - 1) for part in range(PARTS)}):
+                stream.seek(start)
+                digest.update(stream.read(PART_BYTES))
+    return digest.hexdigest()
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()

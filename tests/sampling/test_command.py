@@ -1,0 +1,147 @@
+"""The command before any engine starts: what it makes of settings, and which folders it refuses."""
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import parquet
+
+from grpo_mp.checkpoint.run_state import METRICS, SETTINGS
+from grpo_mp.errors import UserError
+from grpo_mp.files import read_json, write_json
+from grpo_mp.parsers import sample_parser
+from grpo_mp.rewards.scorer import RewardStats
+from grpo_mp.rollout.journal import GroupJournal
+from grpo_mp.sample import GENERATED, SamplingJob, read_command, run
+from grpo_mp.sampling.farm import Throughput
+from grpo_mp.sampling.identity import check_folder, model_digest
+from grpo_mp.sampling.results import GROUPS, SAMPLES, SUMMARY
+from grpo_mp.trainer.preflight import run_sampling_preflight
+from grpo_mp.types import SampleGroup
+from tests.conftest import TRAIN_PROMPTS, TinyRun, make_tiny_run
+from tests.sampling.groups import answer
+
+STATS = RewardStats()
+
+
+def command(config: Path, *arguments: str) -> SamplingJob:
+    return read_command(sample_parser().parse_intermixed_args([str(config), *arguments]))
+
+
+def preflight(job: SamplingJob) -> Any:
+    return run_sampling_preflight(job.settings, 1, 1, job.needs_policy)
+
+
+def test_settings_of_a_training_run_are_those_of_a_sampling(tiny_run: TinyRun) -> None:
+    job = command(tiny_run.config, "--samples", "2", "rollout.temperature=0.7", "training.router_replay=R3")
+    settings = job.settings
+    assert (settings.rollout.group_size, settings.rollout.temperature) == (2, 0.7)
+    assert (settings.data.eval, settings.engine.deterministic, settings.training.router_replay) == ({}, True, "none")
+    assert job.folder == tiny_run.folder / "run" / "sample" / "model"
+    assert len(job.prompts(preflight(job))) == TRAIN_PROMPTS
+    assert not command(tiny_run.config, "sample.deterministic=false").settings.engine.deterministic
+
+
+REFUSED = [
+    (["data.train=none.jsonl"], "none.jsonl: no such file: set data.train"),
+    (["--model", "none"], r"none.config\.json"),
+    (["--checkpoint", "none"], "none: incomplete checkpoint, manifest.json is missing"),
+    (["sample.filters=[rihgt]"], r"unknown filter of samples 'rihgt' \(did you mean right\?\)"),
+    (["--samples", "2", "sample.filters={best: {k: 3}}"], "the best k=3 of 2 answers to a prompt are all"),
+    (["sample.filters=[right]", "reward={boxed: 1.0}"], "no reward term defines correctness"),
+    (["sample.filtres=[right]"], r"unknown setting sample.filtres \(did you mean sample.filters\?\)"),
+    (["rollout.max_response_tokens=99999999"], "but the model has only"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), REFUSED)
+def test_mistakes_are_refused_before_an_engine_starts(tiny_run: TinyRun, arguments: list[str], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        preflight(command(tiny_run.config, *arguments))
+
+
+@pytest.fixture(scope="module")
+def own_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """Its files may be changed."""
+    return make_tiny_run(tmp_path_factory.mktemp("own"))
+
+
+CHANGES = {
+    "rollout.temperature=0.5": "rollout.temperature was 1.0, is now 0.5",
+    "rollout.group_size=2": "rollout.group_size was 4, is now 2",
+    "run.seed=1": "run.seed was 0, is now 1",
+    "reward.boxed=0.25": "reward.boxed was 0.5, is now 0.25",
+    "sample.deterministic=false": "engine.deterministic was True, is now False",
+}
+SAME = ("engine.concurrent_groups=3", "sample.filters=[right]", "sample.max_prompts=5", "run.steps=9", "optimizer.lr=1")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_folder_of_other_settings_is_refused(own_run: TinyRun, tmp_path: Path, change: str) -> None:
+    begun = command(own_run.config, "--out", str(tmp_path))
+    begun.identity.write(tmp_path)
+    with pytest.raises(UserError, match=rf"holds answers of another sampling \({CHANGES[change]}\): choose another"):
+        check_folder(tmp_path, command(own_run.config, "--out", str(tmp_path), change).identity)
+    check_folder(tmp_path, command(own_run.config, *SAME).identity)
+
+
+def test_a_folder_of_other_weights_or_data_is_refused(own_run: TinyRun, tmp_path: Path) -> None:
+    begun = command(own_run.config).identity
+    begun.write(tmp_path)
+    data = own_run.train.read_text()
+    own_run.train.write_text(data.replace("How many", "How  many", 1))
+    with pytest.raises(UserError, match=f"the data {own_run.train} differs"):
+        check_folder(tmp_path, command(own_run.config).identity)
+    own_run.train.write_text(data)
+    weights = own_run.model / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    copy = tmp_path / "model"
+    shutil.copytree(own_run.model, copy)
+    assert model_digest(copy) == begun.model
+    (copy / weights.name).write_bytes(content)
+    with pytest.raises(UserError, match="the model's files differ"):
+        check_folder(tmp_path, command(own_run.config, "--model", str(copy)).identity)
+
+
+def test_a_folder_of_a_run_is_refused(tiny_run: TinyRun, tmp_path: Path) -> None:
+    (tmp_path / METRICS).touch()
+    with pytest.raises(UserError, match="holds a training run: choose another --out"):
+        check_folder(tmp_path, command(tiny_run.config).identity)
+
+
+def test_large_files_of_weights_are_not_read_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(2**40)  # without content on disk
+    assert model_digest(tmp_path) != model_digest(tmp_path.parent)
+
+
+def test_other_filters_need_no_engine(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where all prompts are answered the files are written anew from what is recorded."""
+
+    def sample(*filters: str) -> tuple[str, dict[str, Any], list[tuple[int, int]]]:
+        named = f"sample.filters=[{', '.join(filters)}]"
+        job = command(tiny_run.config, "--out", str(tmp_path), "sample.max_prompts=3", named)
+        run(job, preflight(job))
+        rows = parquet.read_table(tmp_path / SAMPLES).to_pylist()
+        return capsys.readouterr().out, read_json(tmp_path / SUMMARY), [(r["prompt_index"], r["index"]) for r in rows]
+
+    job = command(tiny_run.config, "sample.max_prompts=3")
+    for prompt in job.prompts(preflight(job)):
+        samples = [answer(index, 1 + index, prompt, is_correct=index % 2 == 0) for index in range(4)]
+        GroupJournal(tmp_path / GROUPS, 0).append(
+            0, prompt.index, SampleGroup(prompt, tuple(samples)), STATS, kept=True
+        )
+    write_json(tmp_path / GENERATED, {"prompts": 3, "throughput": asdict(Throughput(3, 12, 30, 2.0, 1))})
+    said, summary, rows = sample("right")
+    assert rows == [(prompt, index) for prompt in range(3) for index in (0, 2)]
+    assert "12 answers to 3 prompts, 50.0% right; dropped: right 6; kept 6 to 3 prompts" in said
+    assert (summary["last_start"]["tokens_per_s"], summary["accuracy"]) == (15.0, 0.5)
+    assert sample("right")[0].startswith(f"{tmp_path}: done before\n")
+    said, summary, rows = sample("right", "{first: {count: 1}}")
+    assert (rows, summary["dropped"]) == ([(0, 0), (1, 0), (2, 0)], {"right": 6, "first": 3})
+    assert "done before" not in said
+    assert "count: 1" in (tmp_path / SETTINGS).read_text()

@@ -1,0 +1,195 @@
+"""Which answers each filter keeps, against the definition written out, for every group of small ones."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mp.config import check_settings
+from grpo_mp.errors import UserError
+from grpo_mp.sampling.filters import apply_filters, load_sample_filters
+from grpo_mp.types import Sample
+from tests.minimal_settings import MINIMAL_SETTINGS
+from tests.sampling.groups import PROMPT, answer, group_of
+
+REWARDS, LENGTHS = (0.0, 0.5, 1.0), (1, 2, 3)
+
+
+def kept(samples: Sequence[Sample], *filters: Any, **more: Any) -> list[int]:
+    """Indices of what the filters of the settings keep."""
+    tree = MINIMAL_SETTINGS | {"sample": {"filters": list(filters)}}
+    settings = check_settings(tree, "test.yaml")
+    loaded = load_sample_filters(settings.sample.filters, **{"group_size": 4, "knows_correct": True} | more)
+    return [sample.index for sample in apply_filters(group_of(*samples), loaded, Counter())]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_best_are_those_that_fewer_than_k_are_better_than(k: int) -> None:
+    def is_better(one: Sample, other: Sample) -> bool:
+        if one.reward != other.reward:
+            return one.reward > other.reward
+        if len(one.tokens) != len(other.tokens):
+            return len(one.tokens) < len(other.tokens)
+        return one.index < other.index
+
+    for kinds in product(product(REWARDS[:2], LENGTHS[:2]), repeat=4):
+        samples = [answer(index, length, reward=reward) for index, (reward, length) in enumerate(kinds)]
+        expected = [s.index for s in samples if sum(is_better(other, s) for other in samples) < k]
+        assert kept(samples, {"best": {"k": k}}) == expected
+
+
+@pytest.mark.parametrize("low", [None, *REWARDS])
+@pytest.mark.parametrize("high", [None, *REWARDS])
+def test_ranges_include_their_ends(low: float | None, high: float | None) -> None:
+    if (low is None and high is None) or (low is not None and high is not None and low > high):
+        return
+    ends = {name: end for name, end in (("min", low), ("max", high)) if end is not None}
+    samples = [answer(index, int(2 * value) + 1, reward=value) for index, value in enumerate(REWARDS)]
+    expected = [i for i, value in enumerate(REWARDS) if ends.get("min", 0) <= value <= ends.get("max", 1)]
+    assert kept(samples, {"reward": ends}) == expected
+    assert kept(samples, {"tokens": {name: int(2 * end) + 1 for name, end in ends.items()}}) == expected
+
+
+def test_only_tokens_that_the_policy_generated_count() -> None:
+    samples = [answer(0, 4, generated=(True, False, False, True)), answer(1, 3)]
+    assert kept(samples, {"tokens": {"max": 2}}) == [0]
+
+
+def test_right_are_those_that_are_judged_right() -> None:
+    for verdicts in product((True, False, None), repeat=3):
+        samples = [answer(index, is_correct=verdict) for index, verdict in enumerate(verdicts)]
+        assert kept(samples, "right") == [index for index, verdict in enumerate(verdicts) if verdict]
+
+
+def test_complete_is_what_ended_by_itself() -> None:
+    states = (None, "completed", "truncated", "timeout", "error")
+    kinds = list(product(states, (False, True)))
+    samples = [answer(index, state=state, truncated=cut) for index, (state, cut) in enumerate(kinds)]
+    assert [kinds[index] for index in kept(samples, "complete")] == [(None, False), ("completed", False)]
+
+
+TEXTS = ("a b", " a\n b ", "a  b\t", "ab", "a b c", "")
+
+
+def test_distinct_are_those_without_an_equal_one_before_them() -> None:
+    for texts in product(TEXTS, repeat=3):
+        samples = [answer(index, text=text) for index, text in enumerate(texts)]
+        words = [re.findall(r"\S+", text) for text in texts]
+        assert kept(samples, "distinct") == [index for index, own in enumerate(words) if own not in words[:index]]
+
+
+def test_episodes_are_distinct_where_any_of_their_messages_is() -> None:
+    def episode(index: int, called: str, said: str) -> Sample:
+        messages = ({"role": "assistant", "content": "", "tool_calls": called}, {"role": "assistant", "content": said})
+        return answer(index, text=said, state="completed", messages=messages)
+
+    samples = [episode(0, "f(1)", "2"), episode(1, "f(2)", "2"), episode(2, "f(1)", "2\n"), episode(3, "f(1)", "3")]
+    assert kept(samples, "distinct") == [0, 1, 3]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_first_counts_what_the_filters_before_have_kept(count: int) -> None:
+    samples = [answer(index, is_correct=index % 2 == 1) for index in range(8)]
+    assert kept(samples, "right", {"first": {"count": count}}) == [1, 3, 5, 7][:count]
+    assert kept(samples, {"first": {"count": count}}, "right") == [i for i in range(min(count, 8)) if i % 2]
+
+
+def test_language_is_that_of_the_scripts() -> None:
+    texts = ("two and two", "two and 二", "二加二等于四", "")
+    samples = [answer(index, text=text) for index, text in enumerate(texts)]
+    assert kept(samples, {"language": {"scripts": ["latin"]}}) == [0, 3]
+    assert kept(samples, {"language": {"scripts": ["latin"], "min_share": 0.5}}) == [0, 1, 3]
+    assert kept(samples, {"language": {"scripts": ["cjk", "latin"]}}) == [0, 1, 2, 3]
+
+
+def test_counts_are_what_each_filter_dropped_of_what_the_others_left() -> None:
+    samples = [answer(index, reward=index / 4, is_correct=index > 0, text=str(index // 2)) for index in range(4)]
+    filters = load_sample_filters({"right": {}, "distinct": {}, "best": {"k": 1}}, 4, True)
+    dropped = Counter[str]()
+    assert [sample.index for sample in apply_filters(group_of(*samples), filters, dropped)] == [2]
+    assert dropped == {"right": 1, "distinct": 1, "best": 1}
+
+
+OWN = """
+def odd(prompt, samples): return [s.index % 2 == 1 for s in samples]
+def fails(prompt, samples): raise KeyError("level")
+def short(prompt, samples): return [True]
+def numbers(prompt, samples): return [1 for _ in samples]
+class AtLeast:
+    def __init__(self, tokens): self.tokens = tokens
+    def __call__(self, prompt, samples): return [len(s.tokens) >= self.tokens for s in samples]
+def one_argument(samples): ...
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+
+
+@pytest.mark.usefixtures("own")
+def test_own_functions_and_classes_are_filters() -> None:
+    samples = [answer(index, index + 1) for index in range(4)]
+    assert kept(samples, "own.py:odd") == [1, 3]
+    assert kept(samples, "own.py:odd", {"own.py:AtLeast": {"tokens": 3}}) == [3]
+
+
+REFUSED = {
+    "rihgt": r"unknown filter of samples 'rihgt' \(did you mean right\?\): there are right, best",
+    "own.py:none": "own.py has no none",
+    "own.py:one_argument": r"is called with \(prompt, samples\)",
+    "own.py:fails": r"sample.filters.own.py:fails: prompt 3: it failed: KeyError: 'level'",
+    "own.py:short": r"prompt 3: it returned \[True\]: return true or false for each of the 2",
+    "own.py:numbers": r"prompt 3: it returned \[1, 1\]: return true or false",
+}
+WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"best": {"k": 0}}, "sample.filters.best: k: input should be greater than 0"),
+    ({"best": {"k": 5}}, "sample.filters.best: the best k=5 of 4 answers to a prompt are all: lower k, or raise --s"),
+    ({"best": {"k": "2"}}, "sample.filters.best: k: input should be a valid integer"),
+    ({"best": {"n": 1}}, "sample.filters.best 'best': its arguments: .*unexpected keyword argument 'n'"),
+    ({"reward": {}}, "sample.filters.reward: give min, max, or both"),
+    ({"tokens": {"min": 4, "max": 3}}, "sample.filters.tokens: min 4 is above max 3: nothing would be kept"),
+    ({"first": {}}, "sample.filters.first 'first': its arguments: missing a required argument: 'count'"),
+    ({"language": {"scripts": ["Latn"]}}, r"sample.filters.language: unknown script 'Latn' \(did you mean latin\?\)"),
+    ({"language": {"scripts": []}}, "sample.filters.language: scripts: "),
+]
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_filter_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=REFUSED[name]):
+        kept([answer(0), answer(1)], name)
+
+
+@pytest.mark.parametrize(("named", "sentence"), WRONG_ARGUMENTS)
+def test_arguments_are_checked_at_the_start(named: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        kept([], named)
+
+
+def test_right_needs_to_know_what_is_right() -> None:
+    with pytest.raises(UserError, match="no reward term defines correctness"):
+        kept([], "right", knows_correct=False)
+
+
+@pytest.mark.parametrize("filters", [["right", "right"], [["right"]], {"right": 1}, 3])
+def test_filters_are_a_list_or_a_mapping(filters: Any) -> None:
+    with pytest.raises(UserError, match=r"test.yaml: sample.filters"):
+        check_settings(MINIMAL_SETTINGS | {"sample": {"filters": filters}}, "test.yaml")
+
+
+def test_filters_see_the_prompt() -> None:
+    seen = []
+
+    def look(prompt: Any, samples: Sequence[Sample]) -> list[bool]:
+        seen.append((prompt, [sample.index for sample in samples]))
+        return [False] * len(samples)
+
+    assert apply_filters(group_of(answer(0), answer(1)), {"look": look, "again": look}, Counter()) == ()
+    assert seen == [(PROMPT, [0, 1])]
