@@ -12,7 +12,7 @@ import pytest
 import grpo_mp
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.registries import ADVANTAGE_ESTIMATORS, GROUP_FILTERS, POLICY_LOSSES
-from grpo_mp.config.registries import DATA_SOURCES, LOGGERS, SAMPLE_FILTERS
+from grpo_mp.config.registries import DATA_SOURCES, LOGGERS
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import FAMILIES, MODEL_FAMILIES
 from grpo_mp.registry import Registry
@@ -29,7 +29,6 @@ REGISTRIES: dict[str, Registry[Any]] = {
         GROUP_FILTERS,
         DATA_SOURCES,
         LOGGERS,
-        SAMPLE_FILTERS,
         MODEL_FAMILIES,
     )
 }
