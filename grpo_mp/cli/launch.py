@@ -21,6 +21,7 @@ from grpo_mp.parsers import (
     evaluate_parser,
     number_of_ranks,
     settings_parser,
+    sft_parser,
     train_parser,
 )
 from grpo_mp.processes import end_with_launcher
@@ -32,6 +33,12 @@ def train(arguments: Sequence[str]) -> int:
     """Run `grpo-mp train`; return the exit status."""
     args = train_parser().parse_intermixed_args(arguments)
     return _run("grpo_mp.train", None if args.dry_run else args.ranks, arguments)
+
+
+def sft(arguments: Sequence[str]) -> int:
+    """Run `grpo-mp sft`; return the exit status."""
+    args = sft_parser().parse_intermixed_args(arguments)
+    return _run("grpo_mp.sft", None if args.dry_run else args.ranks, arguments)
 
 
 def evaluate(arguments: Sequence[str]) -> int:

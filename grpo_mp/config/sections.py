@@ -10,6 +10,7 @@ from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.section import Section, as_bytes
 
 PIECE_BYTES = 2**30
+BUCKET_BYTES = 2**30  # of a rank, for weights on their way
 PauseMode = Literal["retract", "in_place"]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 RolloutName = Annotated[str, AfterValidator(ROLLOUT_FUNCTIONS.check_name)]
@@ -371,7 +372,7 @@ class SyncConfig(Section):
         "auto", description="host: shared host memory; ipc: CUDA IPC; auto: ipc on GPUs"
     )
     bucket_bytes: int = Field(
-        2**30,
+        BUCKET_BYTES,
         gt=0,
         description="memory of a rank for weights on their way; a quarter of it is one round of the sync, or the "
         "embedding, which an engine loads at once, where that is larger. More makes fewer rounds; lower it if memory "

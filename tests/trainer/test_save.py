@@ -16,7 +16,7 @@ from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.errors import DiskError, PhaseTimeout
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
-from grpo_mp.trainer.context import build_policy
+from grpo_mp.trainer.job import build_policy
 from grpo_mp.trainer.save import CheckpointSaver
 from tests.conftest import TinyRun
 from tests.trainer.one_step import OneStep, make_batch
@@ -81,7 +81,7 @@ def test_a_checkpoint_is_the_state_of_its_step_though_training_goes_on(
     folder = latest_checkpoint(tmp_path)
     assert folder == checkpoint_folder(tmp_path, 1)
     assert asdict(read_manifest(folder)) == written
-    loaded = state_of(build_policy(trainer.settings, parallel, TrainState(step=1), folder))
+    loaded = state_of(build_policy(trainer.settings, parallel, TrainState(step=1), folder, with_reference=True))
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
     later = state_of(trainer.policy)
