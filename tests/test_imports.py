@@ -71,6 +71,7 @@ ORDER = (
     "pages",
     "examples",
     "train",
+    "sft",
     "evaluate",
     "launch",
     "cli",

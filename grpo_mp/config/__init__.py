@@ -7,6 +7,7 @@ from grpo_mp.config.load import (
     load_any_settings,
     load_settings,
     load_sft_settings,
+    training_module,
 )
 from grpo_mp.config.settings import Settings
 from grpo_mp.config.sft_settings import SftSettings
@@ -22,4 +23,5 @@ __all__ = [
     "load_any_settings",
     "load_settings",
     "load_sft_settings",
+    "training_module",
 ]

@@ -59,6 +59,11 @@ def load_any_settings(path: Path, overrides: list[str] | None = None) -> Setting
     return _check(SftSettings, tree, str(path)) if SFT in tree else check_settings(tree, str(path))
 
 
+def training_module(path: Path) -> str:
+    """Return the module that trains by a settings file. Raises UserError where it cannot be read."""
+    return "grpo_mp.sft" if SFT in _read_tree(path, []) else "grpo_mp.train"
+
+
 def _read_tree(path: Path, overrides: list[str]) -> dict[str, Any]:
     tree = read_yaml(path)
     if not isinstance(tree, dict):

@@ -23,7 +23,7 @@ TRAINING_OF_RL = ("updates_per_step", "epochs", "shuffle", "share_prompts", "rou
 
 
 class SftRunConfig(RunConfig):
-    """The run: its folder, length, checkpoints and evaluations."""
+    """The run: its folder, length, checkpoints and evaluations. What is not below is as in `run` of RL."""
 
     steps: int = Field(
         0,

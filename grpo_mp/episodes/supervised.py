@@ -117,7 +117,7 @@ class ChatEncoder:
         if earlier:
             before = renderer.render(messages[:first], asks=False)
             if not text.startswith(before):
-                raise _changed(first, text, before)
+                raise _changed(first, text, before, is_last=True)
             spans = [span for span in spans if span[0] >= len(before)]
         return LearnedText(text, tuple(spans))
 
@@ -158,20 +158,20 @@ def _behind_prompts(renderer: ChatRenderer, messages: Sequence[Message], turns: 
         prompt, upto = renderer.render(messages[:turn], asks=True), renderer.render(messages[: turn + 1], asks=False)
         for part in (prompt, upto):
             if not text.startswith(part):
-                raise _changed(turn, text, part)
+                raise _changed(turn, text, part, is_last=turn == len(messages) - 1)
         spans.append((len(prompt), len(upto)))
     return LearnedText(text, tuple(spans))
 
 
-def _changed(turn: int, text: str, part: str) -> UserError:
-    """Return the error of a template that does not keep what it wrote."""
+def _changed(turn: int, text: str, part: str, is_last: bool) -> UserError:
+    """Return the error of a template that does not keep what it wrote; `is_last`: of the last message."""
     at = next(
         (i for i, pair in enumerate(zip(text, part, strict=False)) if pair[0] != pair[1]), min(len(text), len(part))
     )
     return UserError(
         f"the chat template cuts or changes what it wrote up to message {turn + 1}: {part[at : at + SHOWN]!r} became "
         f"{text[at : at + SHOWN]!r} in the whole chat: use a template that keeps it, such as one with "
-        "{% generation %} marks, or set sft.loss_on=last"
+        f"{{% generation %}} marks{'' if is_last else ', or set sft.loss_on=last'}"
     )
 
 

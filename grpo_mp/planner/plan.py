@@ -104,7 +104,7 @@ def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
 
 def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
     per_parameter = job.per_parameter
-    stage = max(range(len(job.parameter_counts)), key=lambda index: job.parameter_counts[index].total)
+    stage = largest_stage(job)
     count, algorithm = job.parameter_counts[stage], job.settings.algorithm
     passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + algorithm.kl.measured_share
     swap = 4 * count.total * per_parameter.weights * job.has_reference
@@ -112,10 +112,9 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
     weights = 2 * count.total * per_parameter.weights * job.offloads
     moves = job.offloads and job.optimizer_offload == "step"
     state = sharded * per_parameter.optimizer * 2 * moves  # there and back
-    on_node = min(job.gpus_per_node, job.train_ranks)
     return {
         SubPhase.START: ResourceUse(),  # engines read no weights
-        SubPhase.LOAD: ResourceUse(disk_bytes=count.total * 2 * on_node, host_link_bytes=count.total * 2),
+        SubPhase.LOAD: load_use(job, stage),
         SubPhase.GENERATE: generation_use(job, memory.engine),
         SubPhase.SCORE: ResourceUse(),
         SubPhase.LOGPROB: logprob_use(job, passes) + ResourceUse(host_link_bytes=swap),
@@ -123,6 +122,17 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
         SubPhase.OPTIMIZER: optimizer_use(job, stage),
         SubPhase.OFFLOAD: ResourceUse(host_link_bytes=weights + state) + sleep_use(job),
     }
+
+
+def largest_stage(job: PlannedJob) -> int:
+    """Return the pipeline stage with most parameters."""
+    return max(range(len(job.parameter_counts)), key=lambda index: job.parameter_counts[index].total)
+
+
+def load_use(job: PlannedJob, stage: int) -> ResourceUse:
+    """Return the use of one GPU that reading the model's folder takes, in bfloat16."""
+    weights = job.parameter_counts[stage].total * 2
+    return ResourceUse(disk_bytes=weights * min(job.gpus_per_node, job.train_ranks), host_link_bytes=weights)
 
 
 def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
