@@ -69,7 +69,7 @@ class ChatRows:
         """Return a sample. Raises UserError where the data changed since the start."""
         row = self.rows[int(self.numbers[place])]
         sample = self.reader.sample(row, number)
-        if sample is None or sample.total_tokens != self.lengths[place]:
+        if sample is None or _sizes(sample) != (self.lengths[place], self.learned[place]):
             raise UserError(
                 f"{row.location}: the row has changed since the run started: leave data alone while it runs"
             )
@@ -175,11 +175,17 @@ def check_chats(source: str, reader: ChatReader, count: int | None = None) -> Ch
                     )
                 continue
             numbers.append(number)
-            lengths.append(sample.total_tokens)
-            learned.append(len(sample.tokens) - sample.given_tokens)
+            length, count_learned = _sizes(sample)
+            lengths.append(length)
+            learned.append(count_learned)
     if not numbers:
         raise UserError(f"{source}: all {end} chats are longer than sft.max_tokens={sft.max_tokens}: raise it")
     return ChatRows(rows, reader, *(np.array(values, dtype=np.int64) for values in (numbers, lengths, learned)))
+
+
+def _sizes(sample: Sample) -> tuple[int, int]:
+    """Return the tokens of a sample, and those of them that have a loss."""
+    return sample.total_tokens, len(sample.tokens) - sample.given_tokens
 
 
 def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -15,6 +15,9 @@ from safetensors.torch import load_file
 
 from grpo_mp.examples.arithmetic import make_problems, worked_response, write_rows
 from grpo_mp.monitor.metrics import TABLE
+from grpo_mp.report.build import build_report
+from grpo_mp.report.overview import settings_tables
+from grpo_mp.report.records import read_runs
 from tests.conftest import TinyRun
 from tests.e2e.jobs import Job, read_jsonl
 
@@ -150,3 +153,13 @@ def test_written_metrics_are_those_that_are_listed(runs: Runs) -> None:
     assert len(rows) == len(WRITTEN)
     assert [name for name in written if not any(row.matches(name) for row in rows)] == []
     assert [row.name for row in rows if not any(row.matches(name) for name in written)] == []
+
+
+def test_the_report_has_its_losses_and_settings(runs: Runs) -> None:
+    records = read_runs([runs.undisturbed])
+    table = settings_tables(records)[0]
+    assert table.columns == ("setting", "grpo-mp sft", "undisturbed")
+    assert {row[0]: row[1:] for row in table.rows}["sft.batch_size"] == ("(no default)", str(BATCH))
+    charts = {chart.title: chart for section in build_report(records).sections for chart in section.charts}
+    assert [series.name for series in charts["Supervised loss"].series] == ["train", "sums"]
+    assert len(charts["Supervised loss"].series[0].values) == STEPS

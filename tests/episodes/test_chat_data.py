@@ -72,7 +72,7 @@ def test_prompt_and_completion_may_be_texts_or_messages(tmp_path: Path) -> None:
     first, *same = (samples[i] for i in range(3))
     assert all((one.prompt_tokens, one.tokens) == (first.prompt_tokens, first.tokens) for one in same)
     assert samples.learned.tolist() == [2, 2, 2, 2, 4]  # a digit and the end of each answer
-    assert samples[4].generated.count(False) == samples[4].given_tokens == 6  # <|user|>1+2?<|im_end|><|assistant|>
+    assert samples[4].generated.count(False) == samples[4].given_tokens == 7  # <|user|>1+2?<|im_end|><|assistant|>
     decoded = encoder().tokenizer.decode(list(samples[3].prompt_tokens))
     assert decoded == "<|user|>1+2?<|im_end|><|assistant|>3<|im_end|><|user|>1+2?<|im_end|><|assistant|>"
 
@@ -114,11 +114,15 @@ def test_a_row_that_changes_while_the_run_goes_on_is_named(tmp_path: Path) -> No
     file = tmp_path / "chats.jsonl"
     samples = load(file, [CHAT, CHAT])
     text = file.read_text()
-    file.write_text(text.replace('"content": "3"', '"content": "33"').replace("1+2?", "12?"))
-    assert samples[0].total_tokens == samples.lengths[0]  # as long as before
-    file.write_text(text.replace('"content": "3"', '"content":"33"'))
-    with pytest.raises(UserError, match="line 1: the row has changed since the run started"):
-        samples[0]
+    file.write_text(text.replace("1+2?", "2+1?"))
+    assert samples[0].total_tokens == samples.lengths[0]  # the denominator of the loss is as it was
+    for changed in (
+        text.replace('"content": "3"', '"content": "33"').replace("1+2?", "12?"),  # one more is learned
+        text.replace('"content": "1+2?"', '"content":"11+2?"'),
+    ):
+        file.write_text(changed)
+        with pytest.raises(UserError, match="line 1: the row has changed since the run started"):
+            samples[0]
 
 
 def test_a_mixture_has_its_sets_by_weight(tmp_path: Path) -> None:

@@ -4,8 +4,21 @@ import numpy as np
 import pytest
 
 from grpo_mp.episodes.supervised import Chat, ChatEncoder, LearnedTokens, LossOn
+from grpo_mp.errors import UserError
 from grpo_mp.types import Message
-from tests.episodes.test_chat import ANSWER, ASK, ENDS, MORE, make_renderer
+from tests.episodes.test_chat import (
+    ANSWER,
+    ASK,
+    CALLING,
+    DEEPSEEK,
+    ENDS,
+    MORE,
+    RESULT,
+    TOOL,
+    call_of,
+    make_renderer,
+    published,
+)
 
 LATER: Message = {"role": "assistant", "content": "Eight, and that is all."}
 TWO_TURNS = (ASK, ANSWER, MORE, LATER)
@@ -89,7 +102,7 @@ def test_the_last_turn_can_be_learned_where_earlier_ones_are_changed() -> None:
 
 
 def test_a_prompt_that_a_finished_chat_lacks_is_refused_for_the_last_turn_too() -> None:
-    with pytest.raises(UserError, match="up to message 4: .* marks$"):
+    with pytest.raises(UserError, match=r"up to message 4: .* marks$"):
         encode(make_encoder("deepseekv3", "last"), Chat(TWO_TURNS))
 
 
@@ -128,7 +141,7 @@ def test_a_template_that_cuts_an_answer_is_refused(name: str) -> None:
 
 def test_reasoning_that_a_template_does_not_write_is_missed() -> None:
     thinks: Message = {**ANSWER, "reasoning_content": "Three and four."}
-    with pytest.raises(UserError, match="cuts the assistant's reasoning_content 'Three and four.'"):
+    with pytest.raises(UserError, match=r"cuts the assistant's reasoning_content 'Three and four\."):
         encode(make_encoder("qwen2_5"), Chat((ASK, thinks)))
     encoder = make_encoder("qwen3", "last")
     assert turns(encoder, encode(encoder, Chat((ASK, thinks)))) == [
