@@ -206,6 +206,8 @@ def read_chat(row: Row, data: ChatDataConfig) -> Chat:
         prompt = _messages(row, data.prompt_column, "user")
         messages = [*prompt, *_messages(row, data.completion_column, "assistant")]
         first = len(prompt)
+        if not prompt[-1]["content"].strip():
+            raise UserError(f"{row.location}: column {data.prompt_column}: the prompt is empty")
     else:
         known = shorten(", ".join(map(str, row.columns)), 300) or "none"
         raise UserError(

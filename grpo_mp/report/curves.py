@@ -54,7 +54,9 @@ CURVES: dict[str, tuple[Curve, ...]] = {
         Curve("Truncated", "share", {"truncated": "rollout/truncated_ratio"}, "Cut at rollout.max_response_tokens."),
     ),
     "policy": (
-        Curve("Supervised loss", "nats", {"train": "sft/loss", "": "eval/*/loss"}, "Mean over the learned tokens."),
+        Curve(
+            "Supervised loss", "nats", {"train": "sft/loss", "held out": "eval/*/loss"}, "Mean over the learned tokens."
+        ),
         Curve("Entropy", "nats", {"entropy": "train/entropy"}),
         Curve("KL to the reference", "nats", {"KL": "train/kl_loss"}),
         Curve("KL of a step's updates", "nats", {"KL": "train/ppo_kl"}),

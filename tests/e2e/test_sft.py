@@ -161,5 +161,20 @@ def test_the_report_has_its_losses_and_settings(runs: Runs) -> None:
     assert table.columns == ("setting", "grpo-mp sft", "undisturbed")
     assert {row[0]: row[1:] for row in table.rows}["sft.batch_size"] == ("(no default)", str(BATCH))
     charts = {chart.title: chart for section in build_report(records).sections for chart in section.charts}
-    assert [series.name for series in charts["Supervised loss"].series] == ["train", "sums"]
+    assert [series.name for series in charts["Supervised loss"].series] == ["train", "held out"]
     assert len(charts["Supervised loss"].series[0].values) == STEPS
+
+
+def test_gradients_above_the_limit_are_skipped_and_their_rows_named(config: Path, tmp_path: Path) -> None:
+    limits = ("optimizer.skip_grad_norm=1e-9", "optimizer.max_skipped_updates=2", "layout.expert=1", "data.eval={}")
+    job = Job(tmp_path, [str(config), f"run.folder={tmp_path / 'run'}", *limits], (sys.executable, "-m", "grpo_mp.sft"))
+    try:
+        assert job.wait() == 2
+    finally:
+        job.end()
+    kept = tmp_path / "run" / "skipped_updates" / "step_000002.json"
+    assert f"its samples are in {kept}; the run stops after optimizer.max_skipped_updates=2" in job.err
+    rows = json.loads(kept.read_text())["rows"]
+    assert len(set(rows)) == BATCH
+    assert all(re.fullmatch(rf"{config.parent}/train.jsonl, line \d+", row) for row in rows)
+    assert "step 1: update skipped, 1 in a row" in job.out

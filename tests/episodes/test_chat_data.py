@@ -40,6 +40,7 @@ def load(path: Path, rows: Sequence[dict[str, Any]], data: dict[str, Any] | None
             "no column messages (did you mean message?), and not both prompt and completion; the row has",
         ),
         ({"prompt": "1+2?"}, "no column messages, and not both prompt and completion"),
+        ({"prompt": " ", "completion": "3"}, "column prompt: the prompt is empty"),
         ({"messages": "1+2?"}, "column messages: expected a list of chat messages"),
         ({"messages": []}, "column messages: expected a list of chat messages"),
         ({"messages": [ASK, {"role": "bot", "content": "3"}]}, "a message needs role (system, user, assistant, tool)"),
