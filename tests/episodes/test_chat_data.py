@@ -88,7 +88,7 @@ def test_a_system_prompt_stands_before_chats_without_one(tmp_path: Path) -> None
 
 
 def test_nulls_of_parquet_and_tools_as_json_are_read(tmp_path: Path) -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
     chat = [ASK, call, {"role": "tool", "content": "3"}, ANSWER]
     Dataset.from_list([{"messages": chat, "tools": json.dumps([TOOL])}]).to_parquet(tmp_path / "chats.parquet")
     (row,) = Dataset.from_parquet(str(tmp_path / "chats.parquet"))

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from grpo_mp.checkpoint.run_state import METRICS
+from grpo_mp.config import dump_settings, load_sft_settings
 from grpo_mp.sft import main
 from tests.conftest import TinyRun
 
@@ -78,7 +79,7 @@ def test_a_folder_of_other_settings_is_refused(start: Start, tmp_path: Path) -> 
     run = tmp_path / "run"
     run.mkdir()
     (run / METRICS).write_text("{}\n")
-    settings = yaml.safe_load((tmp_path / "sft.yaml").read_text())
+    settings = yaml.safe_load(dump_settings(load_sft_settings(tmp_path / "sft.yaml")))
     (run / "settings.yaml").write_text(yaml.safe_dump(settings | {"sft": settings["sft"] | {"batch_size": 2}}))
     status, _, err = start()
     assert status == 2
