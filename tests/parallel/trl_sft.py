@@ -41,9 +41,9 @@ def trl_step(model: Path, kind: str, output: Path) -> TrlStep:
         **{kind: True},
     )
     trainer = SFTTrainer(policy, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-    (batch,) = trainer.get_train_dataloader()
+    batch = trainer.data_collator(list(trainer.train_dataset))
     tokens = int((batch["labels"][:, 1:] != -100).sum())
-    loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(tokens))
+    loss = trainer.compute_loss(trainer.model.train(), batch, num_items_in_batch=torch.tensor(tokens))
     loss.backward()
     (entropy,) = trainer._metrics["train"]["entropy"]
     return TrlStep(float(loss), tokens, entropy, file_gradients(trainer.model))
